@@ -1,0 +1,44 @@
+# `make demo` and `make test` set up what they need in .venv; nothing else on the machine is touched.
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) decide where packages come from, and so
+# whether torch is a CPU or a CUDA build of the pinned version.
+
+PYTHON ?= python3
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BIN := .venv/bin
+READY := .venv/ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:
+	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
+	@echo "make test    run the tests                                (TEST_ARGS=\"-k lr\" goes to pytest)"
+	@echo "make lint    check style and types"
+	@echo "make format  put the code in its standard format"
+	@echo "make clean   remove the virtual environment and caches, keep runs"
+
+demo: $(READY)
+	$(BIN)/megaprec train examples/demo.toml $(DEMO_ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info build dist
+
+# torch first and alone: nothing that depends on it may choose another version.
+$(READY): setup.py pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@

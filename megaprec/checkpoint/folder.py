@@ -1,0 +1,63 @@
+"""A folder of checkpoints, of which each is whole or is not there.
+
+A checkpoint is written under a hidden name; renaming it is what makes it one. So a process that is killed at any
+moment leaves all earlier checkpoints and, at worst, a hidden folder that the next save removes.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megaprec.checkpoint.store import INDEX
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}"
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    return folder / f".step_{step:08d}.partial"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All whole checkpoints of `folder`, oldest first."""
+    found = folder.glob("step_*") if folder.is_dir() else ()
+    return sorted(p for p in found if re.fullmatch(r"step_\d{8,}", p.name) and (p / INDEX).is_file())
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint."""
+    return max(checkpoints(folder), default=None)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty hidden folder to write into; leftovers of interrupted saves are removed."""
+    for leftover in folder.glob(".step_*.partial"):
+        shutil.rmtree(leftover)
+    partial = partial_path(folder, step)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(folder: Path, step: int, keep: int) -> Path:
+    """Makes the hidden folder the checkpoint of `step`, then removes all but the newest `keep`."""
+    final = checkpoint_path(folder, step)
+    partial = partial_path(folder, step)
+    sync(partial)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    sync(folder)
+    for old in checkpoints(folder)[: -keep or None]:
+        shutil.rmtree(old)
+    return final
+
+
+def sync(path: Path) -> None:
+    """Returns when the file, or the list of files of the folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

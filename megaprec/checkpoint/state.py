@@ -1,0 +1,138 @@
+"""Saving and loading an optimizer's state: each rank writes what it counts and reads what it holds.
+
+Under ZeRO-1 a rank's slice begins and ends in the middle of a parameter. Such a parameter is written whole by the
+dp rank that holds most of it, to which the others send their part; all others travel nowhere.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megaprec.buffer import Buffer, Piece
+from megaprec.checkpoint.folder import begin, commit, partial_path, sync
+from megaprec.checkpoint.store import FORMAT, INDEX, Store
+from megaprec.errors import UserError
+from megaprec.optimizer import ParallelAMPOptimizer
+
+
+def save(folder: Path, step: int, optimizer: ParallelAMPOptimizer, extra: dict[str, Any], keep: int = 2) -> Path:
+    """Writes a checkpoint of `step` into `folder` and removes all but the newest `keep`. Collective over the world.
+
+    extra: JSON values kept in checkpoint.json beside ours; the same on every rank.
+    """
+    world = optimizer.world
+    if world.rank == 0:
+        begin(folder, step)
+    world.barrier()
+    partial = partial_path(folder, step)
+    chunks = _write_tensors(partial, world.rank, optimizer)
+    (partial / f"index-{world.rank:05d}.json").write_text(json.dumps(chunks))
+    world.barrier()
+    if world.rank == 0:
+        _write_index(partial, world.size, {**extra, "step": step, "optimizer": optimizer.state_dict()})
+        commit(folder, step, keep)
+    world.barrier()
+    return folder / partial.name.removeprefix(".").removesuffix(".partial")
+
+
+def load(path: Path, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
+    """Loads weights, moments, step count and scaler into an optimizer of any layout; returns checkpoint.json.
+
+    Raises UserError, before anything is changed, if the checkpoint is of another model.
+    """
+    store = Store(path)
+    check_same_model(store, optimizer)
+    for buffer in optimizer.all_buffers():
+        for kind, values in buffer.state().items():
+            _read_into(store, kind, buffer, values)
+    optimizer.load_state_dict(store.index["optimizer"])
+    return store.index
+
+
+def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
+    """Raises UserError naming the tensors of this rank that the checkpoint lacks or has in another shape."""
+    saved = store.shapes("weight")
+    mine = {piece.part.name: piece.part.shape for buffer in optimizer.all_buffers() for piece in buffer.pieces}
+    wrong = [f"{n} is {list(s)} in the model, {list(saved[n]) if n in saved else 'not'} in {store.path}" for n, s in mine.items() if saved.get(n) != s]
+    if wrong:
+        raise UserError(f"{store.path} is a checkpoint of another model: {len(wrong)} of {len(mine)} tensors differ", *wrong[:5])
+
+
+def _read_into(store: Store, kind: str, buffer: Buffer, values: Tensor) -> None:
+    for piece in buffer.pieces:
+        first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+        if first < last:
+            read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
+            values[first - buffer.first : last - buffer.first].copy_(read)
+
+
+def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
+    """Writes this rank's files; returns what is in them: key -> dtype, shape and chunk."""
+    files: dict[str, dict[str, Tensor]] = {}
+    chunks: dict[str, Any] = {}
+    for kind, piece, values in _written_here(optimizer):
+        name = f"{'model' if kind == 'weight' else 'optimizer'}-{rank:05d}.safetensors"
+        key = f"{kind}/{piece.part.name}"
+        files.setdefault(name, {})[piece.part.name if kind == "weight" else key] = values.view(piece.part.local)
+        offset = [piece.part.start if d == piece.part.dim else 0 for d in range(len(piece.part.shape))]
+        chunk = {"file": name, "offset": offset, "shape": piece.part.local}
+        chunks[key] = {"dtype": str(values.dtype).removeprefix("torch."), "shape": piece.part.shape, "chunks": [chunk]}
+    for name, tensors in files.items():
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        sync(folder / name)
+    return chunks
+
+
+def _written_here(optimizer: ParallelAMPOptimizer) -> Iterator[tuple[str, Piece, Tensor]]:
+    """(kind, piece, its values on the CPU) of every piece that this rank writes."""
+    for buffer in optimizer.all_buffers():
+        for kind, values in buffer.state().items():
+            for number, piece in enumerate(buffer.pieces):
+                if piece.counts and piece.start < piece.stop:
+                    whole = _collect(buffer, piece, values, number)
+                    if whole is not None:
+                        yield kind, piece, whole
+
+
+def _collect(buffer: Buffer, piece: Piece, values: Tensor, number: int) -> Tensor | None:
+    """The whole piece, on the dp rank that writes it; None on the others."""
+    dp = buffer.dp
+    if not buffer.zero:
+        return values[piece.start : piece.stop].cpu() if number % dp.size == dp.rank else None
+    length = buffer.last - buffer.first
+    held = {r: (max(piece.start, r * length), min(piece.stop, (r + 1) * length)) for r in range(dp.size)}
+    held = {r: (first, last) for r, (first, last) in held.items() if first < last}
+    writer = max(held, key=lambda r: (held[r][1] - held[r][0], -r))
+    if dp.rank == writer:
+        return torch.cat([_from_rank(buffer, values, r, *span) for r, span in held.items()])
+    if dp.rank in held:
+        first, last = held[dp.rank]
+        dist.send(values[first - buffer.first : last - buffer.first].contiguous(), group=dp.group, group_dst=writer)
+    return None
+
+
+def _from_rank(buffer: Buffer, values: Tensor, rank: int, first: int, last: int) -> Tensor:
+    if rank == buffer.dp.rank:
+        return values[first - buffer.first : last - buffer.first].cpu()
+    received = values.new_empty(last - first)
+    dist.recv(received, group=buffer.dp.group, group_src=rank)
+    return received.cpu()
+
+
+def _write_index(partial: Path, ranks: int, index: dict[str, Any]) -> None:
+    """Merges the ranks' lists into checkpoint.json."""
+    tensors: dict[str, Any] = {}
+    for rank in range(ranks):
+        part = partial / f"index-{rank:05d}.json"
+        for key, value in json.loads(part.read_text()).items():
+            tensors.setdefault(key, {**value, "chunks": []})["chunks"] += value["chunks"]
+        part.unlink()
+    files = {file.name: file.stat().st_size for file in sorted(partial.glob("*.safetensors"))}
+    (partial / INDEX).write_text(json.dumps({"format": FORMAT, **index, "files": files, "tensors": tensors}, indent=1))
+    sync(partial / INDEX)

@@ -1,0 +1,92 @@
+"""Reading logical tensors, or any rectangle of one, from a checkpoint's chunks."""
+
+import json
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megaprec.errors import UserError
+from megaprec.layout import Part
+
+INDEX = "checkpoint.json"
+FORMAT = 1
+
+
+class Store:
+    """An opened checkpoint. `index` is its checkpoint.json.
+
+    Raises UserError if there is no whole checkpoint at `path`, or one of a format that is not known.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._open = path, {}
+        try:
+            self.index: dict[str, Any] = json.loads((path / INDEX).read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({error})") from error
+        if self.index.get("format") != FORMAT:
+            raise UserError(f"{path} has checkpoint format {self.index.get('format')!r}; this version reads {FORMAT}")
+        self._check_files()
+
+    def _check_files(self) -> None:
+        problems = []
+        for name, size in self.index["files"].items():
+            file = self.path / name
+            if Path(name).name != name:
+                problems.append(f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}")
+            elif not file.is_file() or file.stat().st_size != size:
+                problems.append(f"{file} is missing or is not the {size} bytes that were written")
+        if problems:
+            raise UserError(*problems)
+
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """Logical name -> shape of the tensors of one kind: prefix weight, exp_avg or exp_avg_sq."""
+        start = f"{prefix}/"
+        return {k.removeprefix(start): tuple(v["shape"]) for k, v in self.index["tensors"].items() if k.startswith(start)}
+
+    def read(self, kind: str, name: str) -> Tensor:
+        """A whole logical tensor, in the dtype it was saved in."""
+        shape = self.index["tensors"][f"{kind}/{name}"]["shape"]
+        return self.rectangle(f"{kind}/{name}", [0] * len(shape), shape)
+
+    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
+        """Elements [first, last) of the flattened slice `part`. Reads no rows but those they lie in."""
+        row = prod(part.local[1:])
+        top, bottom = first // row, -(-last // row)
+        offset = [part.start if d == part.dim else 0 for d in range(len(part.shape))]
+        offset[0] += top
+        rows = self.rectangle(f"{kind}/{part.name}", offset, (bottom - top, *part.local[1:]))
+        return rows.reshape(-1)[first - top * row : last - top * row]
+
+    def rectangle(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """[*shape] of the tensor `key`, from `offset` on in each dim, put together from the chunks it lies in."""
+        found: Tensor | None = None
+        filled = 0
+        for chunk in self.index["tensors"][key]["chunks"]:
+            low = [max(a, b) for a, b in zip(offset, chunk["offset"], strict=True)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, chunk["offset"], chunk["shape"], strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            piece = self._slice(chunk["file"], key)[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk["offset"], strict=True))]
+            if list(piece.shape) == list(shape):
+                return piece
+            found = torch.empty(*shape, dtype=piece.dtype) if found is None else found
+            found[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))] = piece
+            filled += piece.numel()
+        if found is None or filled != prod(shape):
+            raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
+        return found
+
+    def _slice(self, file: str, key: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.path / file, "pt")
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{self.path / file} is damaged: {error}") from error
+        kind, name = key.split("/", 1)
+        return self._open[file].get_slice(name if kind == "weight" else key)

@@ -1,0 +1,140 @@
+"""One axis of the mesh as one rank sees it, and the four collectives everything else is made of.
+
+An `Axis` is a value: name, this rank's place, the size and the process group. It is handed to whoever
+communicates; nobody looks a group up. An axis of size one has no group and its collectives do nothing, so
+the same code runs in a plain process without `torch.distributed`.
+
+Every collective here is a sum, a maximum or a concatenation in rank order, and every rank of the axis gets
+the same bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec import exchange
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`rank` of `size` along the mesh axis `name`; `group` is None exactly when there is nobody to talk to."""
+
+    name: str
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, name: str) -> "Axis":
+        """The axis `name` of `mesh`; of size one without a mesh."""
+        if mesh is None:
+            return Axis(name)
+        size = mesh[name].size()
+        return Axis(name, mesh.get_local_rank(name), size, mesh.get_group(name) if size > 1 else None)
+
+    @staticmethod
+    def world(mesh: DeviceMesh | None) -> "Axis":
+        """All ranks of `mesh`, which must be all ranks there are."""
+        if mesh is None or mesh.size() == 1:
+            return Axis("world")
+        if mesh.size() != dist.get_world_size():
+            raise ValueError(f"the mesh holds {mesh.size()} ranks, the world {dist.get_world_size()}: they must be the same")
+        return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """All-reduce SUM over this axis, in place."""
+        self.start_sum_(tensor)()
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """All-reduce MAX over this axis, in place."""
+        if self.group is not None and _on_cpu(tensor):
+            exchange.max_(tensor, self.rank, self.group)
+        elif self.group is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All-gather over this axis: [n, ...] on each rank to [size * n, ...] in rank order."""
+        if self.group is None:
+            return tensor
+        tensor = tensor.contiguous()
+        if _on_cpu(tensor):
+            return exchange.start_gather(tensor, self.rank, self.group)()
+        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        _all_gather(whole, tensor, group=self.group)
+        return whole
+
+    def scatter_sum(self, tensor: Tensor) -> Tensor:
+        """Reduce-scatter SUM over this axis: [size * n, ...] to this rank's [n, ...]."""
+        return self.start_scatter_sum(tensor)()
+
+    def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
+        """Starts `sum_`. Until the returned function has been called `tensor` may be neither read nor written."""
+        if self.group is None:
+            return lambda: None
+        if _on_cpu(tensor):
+            return exchange.start_sum_(tensor, self.rank, self.group)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts `scatter_sum`; the returned function waits for the result and returns it."""
+        if self.group is None:
+            return lambda: tensor
+        tensor = tensor.contiguous()
+        if _on_cpu(tensor):
+            return exchange.start_scatter_sum(tensor, self.rank, self.group)
+        part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        work = _reduce_scatter(part, tensor, group=self.group, async_op=True)
+        return lambda: (work.wait(), part)[1]
+
+    def scatter_sum_(self, flat: Tensor) -> None:
+        """Reduce-scatter SUM in place: afterwards this rank's chunk of `flat` holds the sum, the rest is undefined.
+
+        On a CPU all chunks are summed: gloo's ring all-reduce is faster than its reduce-scatter.
+        """
+        if self.group is not None and _on_cpu(flat):
+            self.sum_(flat)
+        elif self.group is not None:
+            _reduce_scatter(self.chunk(flat), flat, group=self.group)
+
+    def gather_(self, flat: Tensor) -> None:
+        """All-gather in place: this rank's chunk of `flat` is given, the others are filled in."""
+        if self.group is not None and _on_cpu(flat):
+            exchange.start_gather(self.chunk(flat), self.rank, self.group, into=flat)()
+        elif self.group is not None:
+            _all_gather(flat, self.chunk(flat), group=self.group)
+
+    def barrier(self) -> None:
+        """Returns when every rank of this axis has called it."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def chunk(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """This rank's equal part of `tensor` along `dim` (a view)."""
+        if tensor.shape[dim] % self.size:
+            raise ValueError(f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} ranks of {self.name}")
+        return tensor.chunk(self.size, dim)[self.rank]
+
+
+# torch 2.13 gave these two new names and warns about the old ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def device_of(mesh: DeviceMesh | None) -> torch.device:
+    """The device this rank computes on."""
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

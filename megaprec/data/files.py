@@ -1,0 +1,46 @@
+"""Files that are either whole or not there.
+
+A data set is a handful of files beside one prefix: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.model`, `PREFIX.json`.
+Each is written under a temporary name (`….part`), flushed to the disk and only then renamed, so that whoever
+finds the final name finds a finished file, also after a kill or a power cut.
+"""
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+
+def beside(prefix: Path, suffix: str) -> Path:
+    """The path `PREFIX` + `suffix`; a dot in the prefix's own name stays (`v1.2` gives `v1.2.bin`)."""
+    return prefix.parent / (prefix.name + suffix)
+
+
+def open_part(path: Path) -> BinaryIO:
+    """Open the temporary file that `publish` will turn into `path`; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(beside(path, ".part"), "wb")
+
+
+def publish(part: BinaryIO, path: Path) -> None:
+    """Flush `part` to the disk, close it and give it its final name `path`, replacing what was there."""
+    part.flush()
+    os.fsync(part.fileno())
+    part.close()
+    os.replace(part.name, path)
+
+
+def discard(part: BinaryIO) -> None:
+    """Close and remove a temporary file that will not be published."""
+    part.close()
+    Path(part.name).unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that no reader ever sees part of it."""
+    part = open_part(path)
+    try:
+        part.write(content)
+        publish(part, path)
+    except BaseException:
+        discard(part)
+        raise

@@ -1,0 +1,253 @@
+"""Megatron's `.bin/.idx`: token ids on disk, read without loading them.
+
+`PREFIX.bin` holds the token ids of all documents back to back, nothing else. `PREFIX.idx` says how to read it,
+little-endian and without padding:
+
+    9 bytes   magic "MMIDIDX\\0\\0"
+    u64       version, 1
+    u8        dtype code of the ids (see DTYPES)
+    u64       S, the number of sequences
+    u64       D, the number of document indices: documents + 1
+    i32[S]    length of each sequence in tokens
+    i64[S]    byte at which each sequence begins in the .bin
+    i64[D]    sequence at which each document begins; the first is 0, the last is S
+    i8[S]     mode of each sequence, optional (multimodal sets); read over, not interpreted
+
+A document is one or more sequences. Sequences lie back to back in every file that Megatron's own tools write;
+that is required here, because then the .bin *is* the training stream and token `i` is found without a search.
+"""
+
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaprec.data.files import beside, discard, open_part, publish
+from megaprec.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {
+    code: np.dtype(name)
+    for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}.items()
+}
+UINT16_VOCABULARY = 65500  # Megatron's own limit, a little under 2**16
+LONGEST_SEQUENCE = 2**31 - 1
+CHUNK = 1 << 20  # elements looked at together when a whole file is checked
+
+
+class IndexedWriter:
+    """Writes `PREFIX.bin` and `PREFIX.idx`, streaming; a context manager.
+
+    The ids are stored as uint16 if `vocab_size` < 65500, else as int32. Nothing that can be read exists before
+    the end: leaving the block renames both files into place, the `.idx` last; an exception removes them.
+    Memory: 4 bytes a sequence and 8 a document.
+    """
+
+    def __init__(self, prefix: Path, vocab_size: int) -> None:
+        self._paths = beside(prefix, ".bin"), beside(prefix, ".idx")
+        self._vocab_size = vocab_size
+        self._code = 8 if vocab_size < UINT16_VOCABULARY else 4
+        self._lengths = array("i")
+        self._length = 0  # of the open sequence
+        self._documents = array("q", [0])
+        self._bin = open_part(self._paths[0])
+
+    def append(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append tokens to the open document. `UserError` if an id is outside [0, vocab_size)."""
+        tokens = np.asarray(ids, dtype=np.int64)
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+            raise UserError(
+                f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {self._vocab_size}; "
+                "give the tokenizer's own vocabulary size"
+            )
+        if self._length + len(tokens) > LONGEST_SEQUENCE:
+            self._end_sequence()
+        self._bin.write(tokens.astype(DTYPES[self._code]).tobytes())
+        self._length += len(tokens)
+
+    def end_document(self) -> None:
+        """Close the open document. It is one sequence, but for lengths that an i32 cannot say."""
+        self._end_sequence()
+        self._documents.append(len(self._lengths))
+
+    def add_document(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append tokens and close the document."""
+        self.append(ids)
+        self.end_document()
+
+    def _end_sequence(self) -> None:
+        self._lengths.append(self._length)
+        self._length = 0
+
+    def close(self) -> None:
+        """Publish the pair. An older pair of the same name ceases to be readable before it is replaced."""
+        assert self._documents[-1] == len(self._lengths) and not self._length, "a document was begun and not ended"
+        bin_path, idx_path = self._paths
+        idx = open_part(idx_path)
+        try:
+            self._write_index(idx.write)
+            idx_path.unlink(missing_ok=True)
+            publish(self._bin, bin_path)
+            publish(idx, idx_path)
+        except BaseException:
+            discard(idx)
+            raise
+
+    def _write_index(self, write: Callable[[bytes], object]) -> None:
+        lengths = np.frombuffer(self._lengths, dtype=np.intc).astype("<i4", copy=False)
+        write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents)))
+        write(lengths.tobytes())
+        begin = 0
+        for start in range(0, len(lengths), CHUNK):
+            ends = begin + np.cumsum(lengths[start : start + CHUNK], dtype="<i8") * DTYPES[self._code].itemsize
+            write(np.concatenate(([begin], ends[:-1])).astype("<i8").tobytes())
+            begin = int(ends[-1])
+        write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8", copy=False).tobytes())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            discard(self._bin)
+
+
+class IndexedDataset:
+    """A `.bin/.idx` pair, memory-mapped: opening costs a check of the index, reading costs what is read.
+
+    `UserError` if a file is missing or the index is corrupt, saying what is wrong with it.
+    Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        idx_path, bin_path = beside(prefix, ".idx"), beside(prefix, ".bin")
+        for path in (idx_path, bin_path):
+            if not path.is_file():
+                raise UserError(f"{path}: no such file; a data set is a pair PREFIX.bin and PREFIX.idx")
+        self.dtype, self._lengths, self._pointers, self._documents = _read_index(idx_path)
+        stored = bin_path.stat().st_size
+        indexed = _check_back_to_back(idx_path, self._lengths, self._pointers, self.dtype.itemsize)
+        if stored != indexed:
+            raise _corrupt(idx_path, f"it describes {indexed} bytes of tokens where {bin_path.name} has {stored}")
+        self.num_documents = len(self._documents) - 1
+        self.num_sequences = len(self._lengths)
+        self.num_tokens = stored // self.dtype.itemsize
+        self._stream = _map(bin_path, self.dtype, 0, self.num_tokens)
+
+    def document(self, index: int) -> NDArray[np.generic]:
+        """Token ids of document `index` (all its sequences), in the stored dtype, read-only, not copied."""
+        if not 0 <= index < self.num_documents:
+            raise UserError(f"document {index} does not exist; {self.prefix} has {self.num_documents}, counted from 0")
+        first, last = self._documents[index], self._documents[index + 1]
+        return self._stream[self._begin(first) : self._begin(last)]
+
+    def document_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, int64 [num_documents]. Memory: 8 bytes a sequence."""
+        begins = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
+        return np.diff(begins[self._documents])
+
+    def tokens(self, start: int, length: int) -> NDArray[np.int64]:
+        """Tokens [start, start + length) of all documents back to back, int64 [length], a copy."""
+        if start < 0 or length < 0 or start + length > self.num_tokens:
+            raise UserError(f"tokens {start} to {start + length} do not exist; {self.prefix} has {self.num_tokens}")
+        self._require_ids()
+        return self._stream[start : start + length].astype(np.int64)
+
+    def token_range(self) -> tuple[int, int]:
+        """Smallest and largest token id, read once from end to end in bounded memory; (0, -1) if there is none."""
+        self._require_ids()
+        extremes = [
+            (int(chunk.min()), int(chunk.max()))
+            for chunk in (self._stream[at : at + CHUNK] for at in range(0, self.num_tokens, CHUNK))
+        ]
+        return min((low for low, _ in extremes), default=0), max((high for _, high in extremes), default=-1)
+
+    def max_token(self) -> int:
+        """Largest token id; -1 if there is no token."""
+        return self.token_range()[1]
+
+    def _begin(self, sequence: np.int64) -> int:
+        """Token at which `sequence` begins; the number of tokens for the one after the last."""
+        if sequence == self.num_sequences:
+            return self.num_tokens
+        return int(self._pointers[sequence]) // self.dtype.itemsize
+
+    def _require_ids(self) -> None:
+        if self.dtype.kind == "f":
+            raise UserError(f"{self.prefix}.bin holds {self.dtype.name} numbers, which are no token ids")
+
+
+def _corrupt(path: Path, why: str) -> UserError:
+    return UserError(f"{path}: corrupt index: {why}; build the data set again or copy both files again")
+
+
+def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+    """Array of `count` elements at byte `offset`, mapped read-only (a mapping of nothing is not allowed)."""
+    return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
+
+
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """The id dtype, lengths i32 [S], pointers i64 [S] and document indices i64 [D], mapped, sizes checked."""
+    with open(path, "rb") as file:
+        head = file.read(HEADER.size)
+    if head[: len(MAGIC)] != MAGIC:
+        raise _corrupt(path, f"it begins with {head[: len(MAGIC)]!r} where {MAGIC!r} should stand")
+    if len(head) < HEADER.size:
+        raise _corrupt(path, f"truncated: {len(head)} bytes, the header alone has {HEADER.size}")
+    _, version, code, sequences, indices = HEADER.unpack(head)
+    if version != VERSION:
+        raise _corrupt(path, f"version {version} where only {VERSION} is known")
+    if code not in DTYPES:
+        raise _corrupt(path, f"dtype code {code} where 1 to {max(DTYPES)} are known")
+    size, expected = path.stat().st_size, HEADER.size + 12 * sequences + 8 * indices
+    if size not in (expected, expected + sequences):
+        state = "truncated" if size < expected else "too long"
+        raise _corrupt(
+            path, f"{state}: {size} bytes where {sequences} sequences and {indices} document indices take {expected}"
+        )
+    pointers_at = HEADER.size + 4 * sequences
+    documents = _map(path, np.dtype("<i8"), pointers_at + 8 * sequences, indices)
+    _check_documents(path, documents, sequences)
+    lengths = _map(path, np.dtype("<i4"), HEADER.size, sequences)
+    return DTYPES[code], lengths, _map(path, np.dtype("<i8"), pointers_at, sequences), documents
+
+
+def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
+        ends = f"run from {documents[0]} to {documents[-1]}" if len(documents) else "are empty"
+        raise _corrupt(path, f"document indices {ends} where they should run from 0 to {sequences}")
+    falls = np.flatnonzero(documents[1:] < documents[:-1])
+    if len(falls):
+        raise _corrupt(path, f"document {falls[0]} ends before it begins")
+
+
+def _check_back_to_back(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """Bytes that the sequences take, after a check that each begins where the one before it ends."""
+    begin = 0
+    for start in range(0, len(lengths), CHUNK):
+        sizes = lengths[start : start + CHUNK].astype(np.int64) * itemsize
+        negative = np.flatnonzero(sizes < 0)
+        if len(negative):
+            raise _corrupt(path, f"sequence {start + negative[0]} has a negative length")
+        begins = begin + np.cumsum(sizes) - sizes
+        wrong = np.flatnonzero(pointers[start : start + CHUNK] != begins)
+        if len(wrong):
+            at = start + int(wrong[0])
+            raise _corrupt(
+                path,
+                f"sequence {at} begins at byte {pointers[at]} where the lengths before it "
+                f"end at byte {begins[wrong[0]]} (only back-to-back sequences are read)",
+            )
+        begin = int(begins[-1] + sizes[-1])
+    return begin

@@ -1,0 +1,88 @@
+"""Collectives for ranks on CPUs, made of messages that all travel at once.
+
+gloo's own collectives pass data round a ring in small pieces, which costs a latency per piece. Ranks of one
+host do better to send everything to everyone directly: two to eight times faster up to some megabytes
+(docs/performance.md). Sums are taken in rank order, in FP32 or more, and rounded once, so all ranks hold the same
+bits. Messages of one axis are matched by order, and every rank runs the same program, so each `start_`
+function returns what finishes it, and several may be under way.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+RING = 1 << 24  # bytes from which on gloo's own ring all-reduce is faster
+ONE_ROUND = 1 << 14  # bytes up to which sending everything to everyone beats two rounds of parts
+
+Finish = Callable[[], Tensor]
+
+
+def start_gather(tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tensor | None = None) -> Finish:
+    """[n, ...] of each rank to [size * n, ...] in rank order. `into`: receives the result; `tensor` may be its own chunk."""
+    size = group.size()
+    whole = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:])) if into is None else into
+    chunks = whole.chunk(size)
+    works = _exchange([tensor] * size, list(chunks), rank, group)
+
+    def finish() -> Tensor:
+        if into is None:
+            chunks[rank].copy_(tensor)
+        for work in works:
+            work.wait()
+        return whole
+
+    return finish
+
+
+def start_scatter_sum(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
+    """[size * n, ...] of each rank to this rank's [n, ...] of the sum."""
+    size = group.size()
+    chunks = tensor.chunk(size)
+    received = tensor.new_empty((size, *chunks[rank].shape))
+    works = _exchange(list(chunks), list(received.unbind()), rank, group)
+
+    def finish() -> Tensor:
+        received[rank].copy_(chunks[rank])
+        for work in works:
+            work.wait()
+        return received.sum(0)
+
+    return finish
+
+
+def start_sum_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
+    """The sum over ranks, in place; `tensor` must be contiguous."""
+    size = group.size()
+    bytes_ = tensor.numel() * tensor.element_size()
+    if bytes_ >= RING:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        return lambda: (work.wait(), tensor)[1]
+    flat = tensor.view(-1)
+    if bytes_ <= ONE_ROUND or flat.numel() % size:
+        gathered = start_gather(flat.clone().unsqueeze(0), rank, group)
+        return lambda: flat.copy_(gathered().sum(0))
+    scattered = start_scatter_sum(flat, rank, group)
+
+    def finish() -> Tensor:
+        flat.chunk(size)[rank].copy_(scattered())
+        return start_gather(flat.chunk(size)[rank], rank, group, into=flat)()
+
+    return finish
+
+
+def max_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
+    """The maximum over ranks, in place; NaN wins."""
+    return tensor.copy_(start_gather(tensor.clone().unsqueeze(0), rank, group)().amax(0))
+
+
+def _exchange(outgoing: list[Tensor], incoming: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Sends outgoing[r] to each other rank r of the group and receives incoming[r] from it."""
+    works: list[dist.Work | None] = []
+    for step in range(1, group.size()):  # everyone begins with another neighbour
+        to, source = (rank + step) % group.size(), (rank - step) % group.size()
+        works.append(dist.irecv(incoming[source], group=group, group_src=source))
+        works.append(dist.isend(outgoing[to], group=group, group_dst=to))
+    return [work for work in works if work is not None]

@@ -1,0 +1,198 @@
+"""The parallel AMP optimizer: AdamW whose every step either happened on all ranks or on none.
+
+One step, after the backward pass has summed gradients into the buffers:
+
+    1. reduce      gradients that are shares are summed over tp, then over dp, tied ones over their pipeline ranks
+    2. statistics  one read of the own slices; one all-reduce of four numbers over the whole mesh, so that every
+                   rank holds the same loss, norm and zero count and takes the same decision, in every precision
+    3. update      one fused AdamW pass over the own slices. Unscaling and clipping are one division inside it, and
+                   where something was not finite it leaves weights, moments and step count alone
+    4. scaler      is told; the factor divided out in 3 is the one the loss was multiplied by
+    5. publish     masters are rounded into the weights, slices collected over dp
+
+The loss must already be a mean over the tokens of all dp ranks, so gradients are summed and never averaged.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.buffer import Buffer
+from megaprec.comm import Axis, device_of
+from megaprec.events import StepReport
+from megaprec.layout import layout_of, parameters_of
+from megaprec.partial import sum_partial
+from megaprec.plan import PrecisionPlan
+from megaprec.scaler import make_scaler
+from megaprec.stats import statistics
+
+
+@dataclass
+class _Slices:
+    """Slices of one buffer that share their hyper-parameters: flat tensors of equal lengths."""
+
+    weights: list[Tensor]
+    grads: list[Tensor]
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+    weight_decay: float
+
+
+class ParallelAMPOptimizer:
+    """AdamW with FP32 masters, loss scaling and clipping over a (pp, dp, tp) mesh.
+
+    parts: the model chunks that this rank holds, in order. Their parameters carry layouts; their memory is taken
+        over by flat buffers on the mesh's device.
+    mesh: with axes pp, dp and tp; None for a plain process.
+    weight_decay: of parameters of two or more dims; biases and norms are not decayed.
+    clip: the largest global L2 norm of the gradients; 0 to leave them as they are.
+    zero: ZeRO-1, each dp rank keeps 1/dp of masters and moments.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        plan: PrecisionPlan,
+        mesh: DeviceMesh | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        clip: float = 1.0,
+        zero: bool = True,
+    ) -> None:
+        self.plan, self.betas, self.eps, self.clip = plan, betas, eps, clip
+        self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
+        self.world, self.device = Axis.world(mesh), device_of(mesh)
+        self.scaler = make_scaler(plan.scaling, self.device)
+        self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
+        tied_axes = _tied_axes(mesh, parts)
+        self.buffers: list[list[Buffer]] = []  # by model chunk
+        self._tied: list[tuple[Buffer, Axis]] = []
+        self._slices: list[_Slices] = []
+        taken: set[nn.Parameter] = set()
+        for part in parts:
+            mine = [p for p in parameters_of([part]) if p not in taken]
+            taken.update(mine)
+            self.buffers.append([self._adopt(group, tied_axes, zero, weight_decay) for group in _kinds(mine)])
+        self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
+        count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
+        self.num_elements = int(self.world.sum_(count).item())
+
+    def _adopt(self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], zero: bool, decay: float) -> Buffer:
+        parameters = sorted(parameters, key=lambda p: p.dim() < 2)  # stable: first those with weight decay
+        buffer = Buffer(parameters, self.plan, self.dp, self.pp.rank, zero, self.device)
+        if pipeline_ranks := layout_of(parameters[0]).tied:
+            self._tied.append((buffer, tied[pipeline_ranks]))
+        for decayed in (True, False):
+            if chosen := [p for p in parameters if (p.dim() >= 2) == decayed]:
+                a, b = buffer.range_of(chosen)
+                values = [[t[a:b]] for t in (buffer.masters, buffer.own(buffer.grads), buffer.exp_avg, buffer.exp_avg_sq)]
+                self._slices.append(_Slices(*values, weight_decay=decay if decayed else 0.0))
+        return buffer
+
+    def all_buffers(self) -> list[Buffer]:
+        """Every buffer of this rank, in an order that all dp ranks share."""
+        return [buffer for chunk in self.buffers for buffer in chunk]
+
+    @property
+    def scale(self) -> Tensor:
+        """What the loss of this step is to be multiplied by: float32 of shape [], the same on every rank."""
+        return self.scaler.scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not a tensor of the model: plain numbers, the same on every rank. Tensors: megaprec.checkpoint."""
+        return {"steps": int(self.steps.item()), "scaler": self.scaler.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up a saved step count and scaler, and makes the weights from the masters as they now are."""
+        self.steps.fill_(state["steps"])
+        self.scaler.load_state_dict(state["scaler"])
+        for buffer in self.all_buffers():
+            buffer.publish()
+
+    @torch.no_grad()
+    def reduce(self, chunk: int = 0) -> None:
+        """Once per step, when the gradients of model chunk `chunk` are complete: sums them over tp and dp."""
+        for buffer in self.buffers[chunk]:
+            sum_partial(buffer.parameters, self.tp)
+            buffer.reduce()
+
+    @torch.no_grad()
+    def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
+        """Applies or skips the step and clears the gradients. `reduce` must have been called for every chunk.
+
+        loss: this rank's share of the global mean loss (unscaled), so that the sum over all ranks is that loss;
+            None for no share.
+        """
+        for buffer, axis in self._tied:
+            axis.sum_(buffer.own(buffer.grads))
+        shared = self._agree(loss)
+        scale = self.scale.clone()
+        norm = shared[0].sqrt() / scale
+        found = shared[[0, 2]].isfinite().logical_not().any().float()
+        self._update(lr, scale.double() / self._clip_factor(norm), found)
+        self.scaler.update(found)
+        for buffer in self.all_buffers():
+            buffer.publish()
+            buffer.grads.zero_()
+        return self._report(torch.cat((shared, norm[None], scale[None].double(), found[None].double())), lr)
+
+    def _agree(self, loss: Tensor | None) -> Tensor:
+        """float64 [3], summed over the whole mesh: sum of squares of the scaled gradients, zeros, loss."""
+        own = torch.zeros(1, dtype=torch.float64, device=self.device) if loss is None else loss.double().reshape(1)
+        return self.world.sum_(torch.cat((statistics(self._counted, self.device), own)))
+
+    def _clip_factor(self, norm: Tensor) -> Tensor:
+        """At most 1. A norm that is not finite gives a factor that is never used: such a step is skipped."""
+        return (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip > 0 else torch.ones_like(norm)
+
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
+        """AdamW on gradient / divisor, or nothing at all where `found` is 1."""
+        folded: Tensor | None = divisor.float()
+        if self.plan.masters == torch.float64:  # the fused kernel reads its divisor in FP32, too coarse for a proof
+            for slices in self._slices:
+                torch._foreach_div_(slices.grads, divisor)
+            folded = None
+        self.steps += 1 - found
+        for s in self._slices:
+            torch._fused_adamw_(
+                s.weights, s.grads, s.exp_avg, s.exp_avg_sq, [], [self.steps.clamp(min=1)] * len(s.weights),
+                lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=s.weight_decay, eps=self.eps,
+                amsgrad=False, maximize=False, grad_scale=folded, found_inf=found,
+            )  # fmt: skip
+
+    def _report(self, numbers: Tensor, lr: float) -> StepReport:
+        """The only place where the host waits for the device."""
+        _, zeros, loss, norm, scale, found = numbers.tolist()
+        report = StepReport("skipped_overflow" if found else "applied", loss, norm, int(zeros), zeros / self.num_elements, scale, lr)
+        if found and self.plan.on_nonfinite == "raise":
+            raise FloatingPointError(f"a gradient or the loss is not finite: {report}")
+        return report
+
+
+def _kinds(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that can share a buffer. Tied ones lie apart, so that every holder cuts them into the same slices."""
+    kinds: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault(layout_of(parameter).tied, []).append(parameter)
+    return list(kinds.values())
+
+
+def _tied_axes(mesh: DeviceMesh | None, parts: Sequence[nn.Module]) -> dict[tuple[int, ...], Axis]:
+    """An axis over the pipeline ranks of every set that shares a parameter with this rank. Only its members meet."""
+    sets = dict.fromkeys(layout_of(p).tied for p in parameters_of(parts))
+    return {ranks: _along_pp(mesh, ranks) for ranks in sets if mesh is not None and ranks}
+
+
+def _along_pp(mesh: DeviceMesh, ranks: tuple[int, ...]) -> Axis:
+    _, dp, tp = (mesh.get_local_rank(name) for name in ("pp", "dp", "tp"))
+    members = [int(mesh.mesh[pp, dp, tp]) for pp in ranks]
+    group = dist.new_group(members, use_local_synchronization=True)
+    return Axis("tied", ranks.index(mesh.get_local_rank("pp")), len(ranks), group)

@@ -1,0 +1,146 @@
+"""A decoder cut into pipeline stages.
+
+A stage is a run of consecutive layers; the first stage also embeds, the last also has the final norm and the
+head. Where to cut is decided by cost, with the head counted, so that the slowest stage is as fast as it can be.
+
+Logical names, the same for every layout:
+
+    embedding.weight [vocab, hidden]        positions.weight [max_positions, hidden] (learned positions)
+    layers.N.attention_norm.weight|bias     layers.N.attention.query|key|value|output.weight|bias
+    layers.N.mlp_norm.weight|bias           layers.N.mlp.gate|up|down.weight|bias
+    final_norm.weight|bias                  head.weight [vocab, hidden] (none if tied: then it is embedding.weight)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.layout import Part, layout_of
+from models.blocks import Block, make_norm, rotary_tables
+from models.config import ModelConfig
+from parallel.context import Context
+from parallel.dropout import Place, dropout
+from parallel.layers import VocabParallelEmbedding, parameter
+from parallel.linear import Input, Linear
+from parallel.loss import cross_entropy
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which layers a stage has. The first stage embeds, the last has the head."""
+
+    stage: int
+    layers: range
+    first: bool
+    last: bool
+
+
+class Stage(nn.Module):
+    """One pipeline stage. forward: int64 ids [s, b] (first stage) or activation -> activation or logits (last stage).
+
+    Activations are [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; logits [s, b, own vocabulary].
+    """
+
+    def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.config, self.context, self.cut = config, context, cut
+        if cut.first:
+            self.embedding = VocabParallelEmbedding(
+                context, config.vocab, config.hidden, name="embedding", tied=tied, std=config.init_std
+            )
+            if config.positions == "learned":
+                whole = Part.cut("positions.weight", (config.max_positions, config.hidden), None, context.tp)
+                self.positions = parameter(context, [whole], config.init_std, partial=context.cut_sequence)
+        self.layers = nn.ModuleDict({str(n): Block(config, context, f"layers.{n}") for n in cut.layers})
+        if cut.last:
+            self.final_norm = make_norm(config, context, "final_norm")
+            self.head = self._make_head(tied)
+        self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
+        if self.config.tied and self.cut.first:
+            return self.embedding.weight
+        name = "embedding.weight" if self.config.tied else "head.weight"
+        rows = Part.cut(name, (self.config.vocab, self.config.hidden), 0, self.context.tp)
+        return parameter(self.context, [rows], self.config.init_std, tied=tied)
+
+    def forward(self, x: Tensor, place: Place | None = None) -> Tensor:
+        length = x.shape[0] * (self.context.tp.size if self.context.cut_sequence and not self.cut.first else 1)
+        if self.cut.first:
+            x = self._embed(x, place)
+        rotary = self._rotary(length, x.device) if self.config.positions == "rope" else None
+        for block in self.layers.values():
+            x = block(x, rotary, place)
+        return self._logits(x) if self.cut.last else x
+
+    def _embed(self, ids: Tensor, place: Place | None) -> Tensor:
+        x = self.embedding(ids)
+        if self.config.positions == "learned":
+            first = self.context.tp.rank * len(x) if self.context.cut_sequence else 0
+            x = x + self.positions[first : first + len(x), None]
+        return dropout(x, self.config.dropout, self.context, "embedding", place)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
+        return Linear.apply(self.final_norm(x), self.head, None, lies, self.context.tp)
+
+    def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if (length, device) not in self._tables:
+            tables = rotary_tables(self.config, length, self.context.plan.sensitive)
+            self._tables[length, device] = tables[0].to(device), tables[1].to(device)
+        return self._tables[length, device]
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Last stage: the loss of each token, in the sensitive dtype, [s, b] like `targets`."""
+        vocabulary = layout_of(self.head).parts[0]
+        return cross_entropy(logits, targets, vocabulary, self.context.tp, self.context.plan.sensitive)
+
+
+def cuts(config: ModelConfig, stages: int, seq_length: int) -> list[Cut]:
+    """The cut of a model into `stages` stages whose most expensive one costs least; each has a layer or more."""
+    layer, head = config.layer_flops(seq_length), config.head_flops()
+    counts = best_cut([layer] * config.layers, stages, last=head)
+    ends = list(accumulate(counts))
+    return [Cut(i, range(end - n, end), i == 0, i == stages - 1) for i, (n, end) in enumerate(zip(counts, ends, strict=True))]
+
+
+def best_cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[int]:
+    """How many of the consecutive items with these costs each stage gets, at least one, so that the largest stage is smallest.
+
+    `first` and `last` are what the first and last stage cost besides. Among equals, early stages get more:
+    they run first and wait longest.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(f"{len(costs)} layers cannot be cut into {stages} stages")
+    sums = [0, *accumulate(costs)]
+
+    @cache
+    def best(stage: int, start: int) -> tuple[float, tuple[int, ...]]:
+        """(largest cost, layers per stage) of the stages from `stage` on, which begin at layer `start`."""
+        extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+        if stage == stages - 1:
+            return sums[-1] - sums[start] + extra, (len(costs) - start,)
+        options = []
+        for end in range(start + 1, len(costs) - (stages - 1 - stage) + 1):
+            rest, counts = best(stage + 1, end)
+            options.append((max(sums[end] - sums[start] + extra, rest), -(end - start), counts))
+        largest, negative, counts = min(options)
+        return largest, (-negative, *counts)
+
+    return list(best(0, 0)[1])
+
+
+def build(
+    config: ModelConfig, context: Context, all_cuts: Sequence[Cut], rank_of_stage: Sequence[int], pp_rank: int
+) -> Mapping[int, Stage]:
+    """The stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank is a tied copy."""
+    ends = (rank_of_stage[0], rank_of_stage[-1])
+    tied = ends if config.tied and ends[0] != ends[1] else ()
+    stages = {cut.stage: Stage(config, context, cut, tied) for cut in all_cuts if rank_of_stage[cut.stage] == pp_rank}
+    if config.tied and not tied and len(all_cuts) > 1 and pp_rank == ends[0]:
+        stages[len(all_cuts) - 1].head = stages[0].embedding.weight
+    return stages

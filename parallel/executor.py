@@ -1,0 +1,124 @@
+"""Carries out one rank's share of a pipeline schedule.
+
+It knows no schedule: it does what each instruction says, in order. Whatever passes from one stage to the next is
+a message, left in `_mail` until someone takes it: a send takes it away to another rank, a receive brings one, and
+a next stage on the same rank simply finds it there. The last stage leaves itself the gradient of the loss, one.
+
+Between its forward and its backward a stage keeps its input and the place in the autograd graph where its
+output stood, not the output itself: the next stage has that.
+"""
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from parallel.links import Links
+from parallel.schedule import Instruction, Kind, Message, Op, picture
+from parallel.simulate import Span
+
+Forward = Callable[[int, int, Tensor | None], Tensor]
+Reduce = Callable[[int], None]
+
+
+class Executor:
+    """Runs `program`, the share of pipeline rank `links.axis.rank` in a schedule.
+
+    forward(stage, microbatch, received): `received` is the activation of the stage before, with the shape and
+        dtype of `links`, None for stage 0. Returns the activation to send on (the same shape and dtype), or on
+        the last stage the loss to back-propagate, a scalar that is already scaled.
+    reduce(stage): called when the gradients of `stage` are final. Needed only if the program says REDUCE.
+    spans: if given, receives when each instruction ran, in seconds of this process's clock.
+
+    Gradients accumulate wherever autograd puts them. Under `torch.no_grad()` nothing is kept for a backward, so a
+    program of forwards alone (`schedule.forward_only`) evaluates; `forward` then collects what it wants.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[Instruction],
+        links: Links,
+        forward: Forward,
+        reduce: Reduce | None = None,
+        spans: list[Span] | None = None,
+    ) -> None:
+        self.program, self.links, self.spans = program, links, spans
+        self._stage_forward, self._stage_reduce = forward, reduce
+        self._mail: dict[Message, Tensor] = {}
+        self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
+        self._carry_out: dict[Op, Callable[[Instruction], None]] = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.REDUCE: self._reduce,
+            Op.SEND_ACTIVATION: self._send,
+            Op.SEND_GRADIENT: self._send,
+            Op.RECV_ACTIVATION: self._receive,
+            Op.RECV_GRADIENT: self._receive,
+        }
+
+    def run(self) -> None:
+        """One step, or one evaluation: every instruction, in order, over the pipeline axis of `links`.
+
+        Raises RuntimeError that names the instruction and the rank, from whatever went wrong in it.
+        """
+        for at, i in enumerate(self.program):
+            start = perf_counter()
+            try:
+                with torch.profiler.record_function(str(i)):
+                    self._carry_out[i.op](i)
+            except Exception as error:
+                raise RuntimeError(self._failure(at, error)) from error
+            if self.spans is not None:
+                self.spans.append(Span(self.links.axis.rank, i, start, perf_counter()))
+        self.links.finish()
+        assert not self._mail and not self._begun, f"left over: {[*self._mail]} and the graphs of {[*self._begun]}"
+
+    def _forward(self, i: Instruction) -> None:
+        learns = torch.is_grad_enabled()
+        received = None
+        if i.stage > 0:
+            received = self._mail.pop(Message(Kind.ACTIVATION, i.stage - 1, i.microbatch)).requires_grad_(learns)
+        output = self._stage_forward(i.stage, i.microbatch, received)
+        if learns:
+            self._begun[i.stage, i.microbatch] = received, get_gradient_edge(output)
+        if i.stage < self.links.stages - 1:
+            self._mail[Message(Kind.ACTIVATION, i.stage, i.microbatch)] = output.detach()
+        elif learns:
+            self._mail[Message(Kind.GRADIENT, i.stage, i.microbatch)] = _gradient_of_loss(output)
+
+    def _backward(self, i: Instruction) -> None:
+        received, output = self._begun.pop((i.stage, i.microbatch))
+        gradient = self._mail.pop(Message(Kind.GRADIENT, i.stage, i.microbatch))
+        torch.autograd.backward((output,), (gradient,))
+        if received is not None:
+            assert received.grad is not None, f"the output of stage {i.stage} does not depend on what it received"
+            self._mail[Message(Kind.GRADIENT, i.stage - 1, i.microbatch)] = received.grad
+
+    def _reduce(self, i: Instruction) -> None:
+        assert self._stage_reduce is not None, f"the program says {i}, but no `reduce` was given"
+        self._stage_reduce(i.stage)
+
+    def _send(self, i: Instruction) -> None:
+        self.links.send(i, self._mail.pop(_message(i)))
+
+    def _receive(self, i: Instruction) -> None:
+        self._mail[_message(i)] = self.links.receive(i)
+
+    def _failure(self, at: int, error: Exception) -> str:
+        rank = self.links.axis.rank
+        where = picture({rank: self.program}, {rank: at}, {rank: "failed here"})
+        return f"{self.program[at]} failed on pipeline rank {rank}: {type(error).__name__}: {error}\n{where}"
+
+
+def _message(i: Instruction) -> Message:
+    message = Message.of(i)
+    assert message is not None, f"{i} transfers nothing"
+    return message
+
+
+def _gradient_of_loss(loss: Tensor) -> Tensor:
+    if loss.dim():
+        raise ValueError(f"the last stage must return a scalar loss, not {list(loss.shape)}")
+    return torch.ones_like(loss)

@@ -1,0 +1,182 @@
+"""Layers whose weights are cut over tp.
+
+A pair of them needs one sum: the column-parallel layer cuts its output features, so each rank goes on with
+its own; the row-parallel layer cuts its input features to match, and sums the ranks' products. Between
+pairs the activation is the same on every rank, or, under sequence parallelism, cut along the sequence: then the
+sum becomes a reduce-scatter and the next pair begins with an all-gather, and what lies between (norms, dropout,
+residuals) is computed and stored once instead of tp times.
+
+Activations are [sequence, batch, features], so that a cut along the sequence is contiguous.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.layout import Layout, Part, attach, layout_of
+from parallel import collectives
+from parallel.context import Context
+from parallel.linear import Input, Linear
+from parallel.random import normal_part
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A logical matrix among those stacked in one column-parallel weight: its name, and its number of output rows.
+
+    shards: how many slices it is cut into over tp, if fewer than there are ranks (key/value heads).
+    """
+
+    name: str
+    rows: int
+    shards: int | None = None
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x @ W.T + b with the output features cut over tp.
+
+    x: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Returns (y, None), or (y without
+    bias, b) with `skip_bias_add`; y is [s, b, own features], or [s, b, output features] with `gather_output`.
+    output: the number of output features of the logical tensor `name`.weight, or several such tensors.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        input_size: int,
+        output: int | Sequence[Rows],
+        *,
+        name: str = "",
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        if gather_output and context.cut_sequence:
+            raise ValueError(f"{name}: gather_output would undo sequence parallelism")
+        self.context, self.gather_output, self.skip_bias_add = context, gather_output, skip_bias_add
+        stack = [Rows(name, output)] if isinstance(output, int) else list(output)
+        for rows in stack:
+            if rows.rows % (rows.shards or context.tp.size):
+                raise ValueError(f"{rows.name}: {rows.rows} output features do not divide by tensor = {context.tp.size}")
+        tp = context.tp
+        self.weight = parameter(context, [Part.cut(f"{r.name}.weight", (r.rows, input_size), 0, tp, r.shards) for r in stack], std, True)
+        self.bias = None
+        if bias:
+            self.bias = parameter(context, [Part.cut(f"{r.name}.bias", (r.rows,), 0, tp, r.shards) for r in stack], 0.0, True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
+        added = None if self.skip_bias_add else self.bias
+        y = Linear.apply(x, self.weight, added, lies, self.context.tp)
+        if self.gather_output:
+            y = collectives.join(y, self.context.tp, y.dim() - 1)
+        return y, self.bias if self.skip_bias_add else None
+
+
+class RowParallelLinear(nn.Module):
+    """y = x @ W.T + b with the input features cut over tp; the products are summed over tp, then the bias is added.
+
+    x: [s, b, own features], or [s, b, input_size] without `input_is_parallel`. Returns (y, None), or (y without
+    bias, b) with `skip_bias_add`; y is [s, b, output_size], or [s / tp, b, output_size] under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        input_size: int,
+        output_size: int,
+        *,
+        name: str,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        if input_size % context.tp.size:
+            raise ValueError(f"{name}: {input_size} input features do not divide by tensor = {context.tp.size}")
+        if context.cut_sequence and not input_is_parallel:
+            raise ValueError(f"{name}: sequence parallelism needs input_is_parallel")
+        self.context, self.input_is_parallel, self.skip_bias_add = context, input_is_parallel, skip_bias_add
+        self.weight = parameter(context, [Part.cut(f"{name}.weight", (output_size, input_size), 1, context.tp)], std)
+        self.bias = None
+        if bias:
+            whole = Part.cut(f"{name}.bias", (output_size,), None, context.tp)
+            self.bias = parameter(context, [whole], 0.0, partial=context.cut_sequence)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        tp = self.context.tp
+        if not self.input_is_parallel:
+            x = collectives.split(x, tp, x.dim() - 1)
+        y = Linear.apply(x, self.weight, None, Input.OWN, tp)
+        y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
+        if self.skip_bias_add or self.bias is None:
+            return y, self.bias
+        return y + self.bias, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a [vocab, hidden] table cut over tp; each rank looks up the ids it has and the results are summed.
+
+    ids: int64 [s, b]. Returns [s, b, hidden] in the compute dtype, or [s / tp, b, hidden] under sequence
+    parallelism. The table is padded to a multiple of tp rows; padding rows are zero and never looked up.
+    """
+
+    def __init__(self, context: Context, vocab: int, hidden: int, *, name: str, tied: tuple[int, ...] = (), std: float = 0.02) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = parameter(context, [Part.cut(f"{name}.weight", (vocab, hidden), 0, context.tp)], std, tied=tied)
+        self.part = layout_of(self.weight).parts[0]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        tp = self.context.tp
+        if tp.size == 1:
+            return Lookup.apply(ids, self.weight, None)
+        local = ids - self.part.start
+        foreign = (local < 0) | (local >= self.part.local[0])
+        x = Lookup.apply(local.masked_fill(foreign, 0), self.weight, foreign)
+        return collectives.scatter(x, tp) if self.context.cut_sequence else collectives.reduce(x, tp)
+
+
+class Lookup(torch.autograd.Function):
+    """weight[ids], zero where `foreign`. The gradient's rows are summed in FP32, straight into the main gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, foreign: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(ids, foreign)
+        rows = weight[ids]
+        return rows if foreign is None else rows.masked_fill_(foreign.unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
+        ids, foreign = ctx.saved_tensors
+        main = getattr(ctx.weight, "main_grad", None)
+        total = torch.zeros_like(ctx.weight) if main is None else main
+        if foreign is not None:
+            grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
+        total.index_put_((ids.reshape(-1),), grad.reshape(-1, grad.shape[-1]).to(total.dtype), accumulate=True)
+        return None, total if main is None else None, None
+
+
+def parameter(
+    context: Context, parts: Sequence[Part], std: float, partial: bool = False, tied: tuple[int, ...] = (), mean: float = 0.0
+) -> nn.Parameter:
+    """A parameter made of `parts`, in the dtype of the masters: mean + std * normal, keyed by logical name and place.
+
+    It lies on the CPU until an optimizer's buffer or `module.to` moves it. Padding is zero.
+    """
+    dtype = context.plan.masters
+    slices = []
+    for part in parts:
+        values = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)
+        filled = values[: part.local[0]] if part.local else values
+        filled.copy_(mean + normal_part(part, context.seed, std, dtype) if std else torch.full(part.local, mean, dtype=dtype))
+        slices.append(values)
+    return attach(nn.Parameter(torch.cat(slices) if slices[0].dim() else slices[0]), Layout(tuple(parts), partial, tied))

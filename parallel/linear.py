@@ -1,0 +1,77 @@
+"""y = x @ W.T as one differentiable step that knows its collectives and adds straight into the main gradient.
+
+The weight's gradient never exists as a tensor of its own: it is added into `weight.main_grad`, the FP32 view of
+the gradient buffer, where there is one. The input's gradient is summed over tp while the weight's gradient is
+still being computed.
+"""
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm import Axis
+from megaprec.gemm import add_product_, product
+
+
+class Input(Enum):
+    """How the input of a linear layer lies over tp."""
+
+    OWN = "each rank its own features"
+    COPIED = "all of it on every rank"
+    SEQUENCE = "cut along the sequence, gathered for the product"
+
+
+class Linear(torch.autograd.Function):
+    """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s for SEQUENCE."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, lies: Input, tp: Axis) -> Tensor:
+        ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
+        ctx.save_for_backward(x)
+        whole = tp.gather(x) if lies is Input.SEQUENCE else x
+        y = product(whole.reshape(-1, whole.shape[-1]), weight.t()).view(*whole.shape[:-1], -1)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        rows = grad.reshape(-1, grad.shape[-1])
+        finish = _start_input_gradient(ctx, rows, weight, grad.shape) if ctx.needs_input_grad[0] else _none
+        whole = ctx.tp.gather(x) if ctx.lies is Input.SEQUENCE else x
+        grad_weight = weight_gradient(weight, rows, whole.reshape(-1, whole.shape[-1]))
+        grad_bias = None if ctx.bias is None else bias_gradient(ctx.bias, rows)
+        return finish(), grad_weight, grad_bias, None, None
+
+
+def _none() -> None: ...
+
+
+def _start_input_gradient(ctx: Any, rows: Tensor, weight: Tensor, shape: torch.Size) -> Callable[[], Tensor]:
+    """Computes the input's gradient and starts its sum over tp; the returned function waits for it."""
+    grad_x = product(rows, weight).view(*shape[:-1], -1)
+    if ctx.lies is Input.SEQUENCE:
+        return ctx.tp.start_scatter_sum(grad_x)
+    wait = ctx.tp.start_sum_(grad_x) if ctx.lies is Input.COPIED else _none
+    return lambda: (wait(), grad_x)[1]
+
+
+def weight_gradient(weight: nn.Parameter, rows: Tensor, x: Tensor) -> Tensor | None:
+    """rows.T @ x, added into the main gradient if there is one (then None is returned)."""
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        return product(rows.t(), x)
+    add_product_(main, rows.t(), x)
+    return None
+
+
+def bias_gradient(bias: nn.Parameter, rows: Tensor) -> Tensor | None:
+    """Sum of `rows` over tokens, in the main gradient's dtype, added into it if there is one (then None is returned)."""
+    main = getattr(bias, "main_grad", None)
+    if main is None:
+        return rows.sum(0)
+    main.add_(rows.sum(0, dtype=main.dtype))
+    return None

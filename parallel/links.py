@@ -1,0 +1,153 @@
+"""How tensors travel between pipeline ranks.
+
+A send returns at once, for two ranks that both send before they receive must not wait for each other. Until
+the other side has it the tensor must live and its memory must not be reused, so it is kept, with its work,
+until the work is over. Of one channel at most `SENDS_UNDER_WAY` are kept: one more waits for the oldest, which
+bounds memory (gloo has no way to ask whether a send is over).
+
+A message must be known for what it is, not by when it comes: two ranks exchange activations and gradients of
+many micro-batches. Gloo matches by tag, so one process group serves. NCCL has no tags and matches by order, so
+each channel (source, destination, kind) has a communicator of its own; `simulate.check` proves for exactly
+these that nothing hangs.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaprec.comm import Axis
+from megaprec.errors import UserError
+from parallel.schedule import SENDS_UNDER_WAY, Channel, Instruction, Kind, Message
+
+Match = Literal["tag", "order"]
+CPU = torch.device("cpu")
+Pending = deque[tuple[dist.Work, Tensor]]
+
+
+@dataclass(frozen=True)
+class Links:
+    """This rank's ways to the other ranks of the pipeline axis; made by `Links.open`.
+
+    shape, dtype, device: of every activation and gradient between stages. `dataclasses.replace(links,
+    shape=...)` carries another shape over the same communicators, as evaluation may need.
+    """
+
+    axis: Axis
+    rank_of_stage: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    match: Match
+    groups: Mapping[Channel, dist.ProcessGroup]
+    pending: dict[Channel, Pending] = field(default_factory=lambda: defaultdict(deque), init=False)
+
+    @staticmethod
+    def open(
+        axis: Axis,
+        rank_of_stage: Sequence[int],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+        match: Match | None = None,
+    ) -> "Links":
+        """Collective over the pipeline axis `axis`: all its ranks call this; other pipelines need not.
+
+        match: how receives find their sends; unless given, by tag on gloo and by order elsewhere.
+        """
+        groups: Mapping[Channel, dist.ProcessGroup] = {}
+        if axis.group is not None:
+            match = match or ("tag" if dist.get_backend(axis.group) == "gloo" else "order")
+            channels = _channels(rank_of_stage)
+            groups = dict.fromkeys(channels, axis.group)
+            if match == "order":
+                groups = _communicators(axis.rank, axis.group, channels, device)
+        return Links(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups)
+
+    @property
+    def stages(self) -> int:
+        """How many stages the whole pipeline has."""
+        return len(self.rank_of_stage)
+
+    def send(self, i: Instruction, tensor: Tensor) -> None:
+        """Sends `tensor` ([shape], dtype) as instruction `i` says and returns before it is received.
+
+        The caller may drop the tensor but must not write to it. Raises UserError for another shape or dtype,
+        which the receiver could not notice.
+        """
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            raise UserError(
+                f"{i} would send {list(tensor.shape)} {tensor.dtype}, but the stages were said to exchange "
+                f"{list(self.shape)} {self.dtype}"
+            )
+        channel, tag = self._route(i)
+        pending = self.pending[channel]
+        while pending and (len(pending) >= SENDS_UNDER_WAY or pending[0][0].is_completed()):
+            pending[0][0].wait()
+            pending.popleft()
+        tensor = tensor.detach().contiguous()
+        work = dist.isend(tensor, group=self.groups[channel], dst=self._world_rank(channel.destination), tag=tag)
+        assert work is not None, "this rank is no member of its own channel"
+        pending.append((work, tensor))
+
+    def receive(self, i: Instruction) -> Tensor:
+        """A fresh tensor ([shape], dtype) with the message that instruction `i` names; waits for it."""
+        channel, tag = self._route(i)
+        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        dist.recv(tensor, group=self.groups[channel], src=self._world_rank(channel.source), tag=tag)
+        return tensor
+
+    def finish(self) -> None:
+        """Waits until every send is received, and lets go of the tensors."""
+        for pending in self.pending.values():
+            while pending:
+                pending[0][0].wait()
+                pending.popleft()
+
+    def _route(self, i: Instruction) -> tuple[Channel, int]:
+        message = Message.of(i)
+        assert message is not None, f"{i} transfers nothing"
+        tag = 2 * (message.microbatch * self.stages + message.stage) + (message.kind is Kind.GRADIENT)
+        return Channel.of(message, self.rank_of_stage), tag if self.match == "tag" else 0
+
+    def _world_rank(self, rank: int) -> int:
+        assert self.axis.group is not None
+        return dist.get_global_rank(self.axis.group, rank)
+
+
+def _channels(rank_of_stage: Sequence[int]) -> list[Channel]:
+    messages = [Message(kind, stage, 0) for kind in Kind for stage in range(len(rank_of_stage) - 1)]
+    channels = {Channel.of(message, rank_of_stage) for message in messages}
+    return sorted(c for c in channels if c.source != c.destination)
+
+
+def _communicators(
+    rank: int, group: dist.ProcessGroup, channels: Sequence[Channel], device: torch.device
+) -> dict[Channel, dist.ProcessGroup]:
+    """One communicator for each channel that begins or ends at this rank.
+
+    Made by their two ends alone (`use_local_synchronization`), so other pipelines of the mesh need not join in,
+    and by everyone in the same order, so nobody waits in a circle.
+    """
+    groups = {}
+    for channel in channels:
+        if rank in (channel.source, channel.destination):
+            source, destination = (dist.get_global_rank(group, end) for end in channel[:2])
+            made = dist.new_group([source, destination], backend=dist.get_backend(group), use_local_synchronization=True)
+            assert isinstance(made, dist.ProcessGroup), "only ranks outside a group get something else"
+            _connect(made, source, destination, device)
+            groups[channel] = made
+    return groups
+
+
+def _connect(group: dist.ProcessGroup, source: int, destination: int, device: torch.device) -> None:
+    """The first transfer, made now: in it NCCL connects both ends, which makes even a send wait for its receive."""
+    greeting = torch.zeros(1, device=device)
+    if dist.get_rank() == source:
+        dist.send(greeting, group=group, dst=destination)
+    else:
+        dist.recv(greeting, group=group, src=source)

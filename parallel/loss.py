@@ -1,0 +1,73 @@
+"""Cross entropy over a vocabulary that is cut over tp, in FP32, without ever gathering the logits.
+
+Each rank knows the logits of its own rows. The largest logit (one MAX over tp), the sum of exponentials and
+the target's logit (one SUM of both) are all it takes, so what travels is three numbers a token. Padding rows of
+the vocabulary are left out, as if their logits were minus infinity.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.comm import Axis
+from megaprec.layout import Part
+
+_BLOCK = 1 << 20  # elements of FP32 logits at a time: they stay in cache, and a second full-size tensor is never made
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Part, tp: Axis, sensitive: torch.dtype = torch.float32) -> Tensor:
+    """Loss of each token, in the `sensitive` dtype, with the shape of `targets`; the same on every tp rank.
+
+    logits: [..., padded own rows]. targets: int64 [...], ids of the whole vocabulary. vocabulary: this rank's slice.
+    """
+    return CrossEntropy.apply(logits, targets, vocabulary, tp, sensitive)
+
+
+class CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Part, tp: Axis, sensitive: torch.dtype) -> Tensor:
+        rows = logits.reshape(-1, logits.shape[-1])
+        local, here = _local(targets.reshape(-1), vocabulary)
+        own = rows[:, : vocabulary.local[0]]
+        largest = tp.max_(own.amax(-1).to(sensitive)) if own.shape[1] else tp.max_(_lowest(rows, sensitive))
+        sums = torch.zeros(2, len(rows), dtype=sensitive, device=rows.device)
+        for some in _blocks(rows):
+            wide = own[some] - largest[some, None]  # a new tensor, wide by promotion: the logits stay as they are
+            if own.shape[1]:
+                sums[1, some] = torch.where(here[some], wide.gather(1, local[some, None]).squeeze(1), 0)
+            sums[0, some] = wide.exp_().sum(-1)
+        exponentials, target = tp.sum_(sums)
+        log_sum = exponentials.log()
+        ctx.save_for_backward(rows, local, here, log_sum + largest)
+        ctx.columns, ctx.shape = own.shape[1], logits.shape
+        return (log_sum - target).view(targets.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        """(softmax - one at the target) * grad, rounded to the logits' dtype."""
+        rows, local, here, log_sum = ctx.saved_tensors
+        grad = grad.reshape(-1, 1)
+        result = torch.empty_like(rows)
+        result[:, ctx.columns :] = 0
+        for some in _blocks(rows) if ctx.columns else ():
+            softmax = (rows[some, : ctx.columns] - log_sum[some, None]).exp_()
+            softmax.scatter_add_(1, local[some, None], -here[some, None].to(softmax.dtype))
+            result[some, : ctx.columns] = softmax.mul_(grad[some])
+        return result.view(ctx.shape), None, None, None, None
+
+
+def _local(targets: Tensor, vocabulary: Part) -> tuple[Tensor, Tensor]:
+    """Own column of each target, and whether it is ours; 0 where it is not."""
+    local = targets - vocabulary.start
+    here = (local >= 0) & (local < vocabulary.local[0])
+    return local.masked_fill(~here, 0), here
+
+
+def _lowest(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.full((len(rows),), torch.finfo(dtype).min, dtype=dtype, device=rows.device)
+
+
+def _blocks(rows: Tensor) -> list[slice]:
+    step = max(1, _BLOCK // max(1, rows.shape[1]))
+    return [slice(first, first + step) for first in range(0, len(rows), step)]

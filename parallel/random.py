@@ -1,0 +1,76 @@
+"""Random numbers keyed by what they are for, not by who draws them.
+
+Every number is a function of a key (the seed and a name) and of the logical coordinates of the element it
+is for. No generator has a state, so nothing depends on which rank draws, in which order, or how often: a
+weight starts equal and a dropout mask falls equal in every layout, on every device and in a recomputation, and
+a checkpoint holds no random state.
+
+The numbers are SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) used
+as a counter-based generator, in torch's wrapping int64 arithmetic.
+"""
+
+from hashlib import blake2b
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megaprec.layout import Part
+
+_GAMMA, _MIX1, _MIX2 = (v - 2**64 for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_ROWS = 1 << 20  # elements drawn at a time: bounds the int64 and float64 temporaries
+
+
+def key(seed: int, *names: object) -> int:
+    """64 bits, signed, that stand for the seed and the names."""
+    digest = blake2b(repr((seed, *names)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def bits(key: int, index: Tensor) -> Tensor:
+    """int64 random bits, one for each int64 index, whatever its shape."""
+    z = index * _GAMMA + key
+    z = (z ^ _shift(z, 30)) * _MIX1
+    z = (z ^ _shift(z, 27)) * _MIX2
+    return z ^ _shift(z, 31)
+
+
+def uniform(key: int, index: Tensor) -> Tensor:
+    """float64 in (0, 1), one for each index."""
+    return (_shift(bits(key, index), 11).double() + 0.5) * 2.0**-53
+
+
+def keep(key: int, index: Tensor, probability: float) -> Tensor:
+    """bool, True with `probability`, one for each index. Decided in integers: equal on every device."""
+    return _shift(bits(key, index), 11) < int(probability * 2**53)
+
+
+def normal(key: int, index: Tensor) -> Tensor:
+    """float64, standard normal, one for each index."""
+    return torch.special.ndtri(uniform(key, index))
+
+
+def normal_part(part: Part, seed: int, std: float, dtype: torch.dtype) -> Tensor:
+    """The slice `part` of a logical tensor of normal numbers: [*part.local], drawn on the CPU."""
+    flat = torch.empty(prod(part.local), dtype=dtype)
+    row_length = prod(part.local[1:])
+    rows = torch.arange(part.local[0]) if part.local else torch.zeros(1, dtype=torch.int64)
+    for chosen in rows.split(max(1, _ROWS // row_length)):
+        block = std * normal(key(seed, part.name), _element_numbers(part, chosen))
+        flat[chosen[0] * row_length : (chosen[-1] + 1) * row_length] = block.reshape(-1)
+    return flat.view(part.local)
+
+
+def _element_numbers(part: Part, rows: Tensor) -> Tensor:
+    """Positions in the flattened logical tensor of the given local rows of the slice."""
+    index = torch.zeros((), dtype=torch.int64)
+    for dim, (whole, local) in enumerate(zip(part.shape, part.local, strict=True)):
+        place = rows if dim == 0 else torch.arange(local)
+        place = place + part.start if dim == part.dim else place
+        index = index.unsqueeze(-1) * whole + place
+    return index
+
+
+def _shift(z: Tensor, n: int) -> Tensor:
+    """Logical shift right of int64 bits; torch's own keeps the sign."""
+    return (z >> n) & ((1 << (64 - n)) - 1)

@@ -1,0 +1,45 @@
+"""What megaprec is to pip; the settings of the tools that check it are in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+PACKAGES = ("megaprec", "parallel", "models", "tools")
+HF = ["tokenizers>=0.20"]
+PLOTS = ["matplotlib>=3.8"]
+TENSORBOARD = ["tensorboard>=2.15"]
+README = Path(__file__).with_name("README.md")
+
+setup(
+    name="megaprec",
+    version="0.1.0",
+    description="Tensor-, pipeline- and data-parallel pretraining in mixed precision that can be trusted",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=[name for package in PACKAGES for name in (package, f"{package}.*")]),
+    package_dir={"": "."},  # makes an editable install a plain path file, which type checkers follow
+    package_data={package: ["py.typed"] for package in PACKAGES},
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "sentencepiece>=0.2",
+        "safetensors>=0.4",
+        "pydantic>=2.10",
+        "rich>=13",
+    ],
+    extras_require={
+        "hf": HF,
+        "plots": PLOTS,
+        "tensorboard": TENSORBOARD,
+        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", *HF, *PLOTS, *TENSORBOARD],
+    },
+    entry_points={"console_scripts": ["megaprec = tools.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Operating System :: POSIX",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

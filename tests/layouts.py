@@ -1,0 +1,178 @@
+"""Trains a small model in some layout and puts what the ranks hold together again, by logical name."""
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.buffer import Buffer
+from megaprec.events import StepReport
+from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.plan import LossScaling, plan
+from models.config import ModelConfig
+from models.engine import Engine, Share
+from parallel.schedule import schedule
+from tests.ranks import run_ranks
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]  # tp, pp, dp
+SAMPLES, LENGTH, MICRO_BATCH = 8, 8, 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained and how, apart from the layout."""
+
+    model: dict[str, Any]
+    compute: str = "fp64"
+    scaling: LossScaling | None = None
+    sequence: bool = False
+    zero: bool = True
+    masked: bool = True
+    steps: int = 3
+    lr: float = 1e-2
+    clip: float = 0.5
+    kind: str = "1f1b"
+    plant: tuple[int, int, float] | None = None  # rank, step, value put into one of its gradient elements
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(**self.model)
+
+
+@dataclass
+class Result:
+    """Of one training run: per step the report and logical gradients; logical weights before and after."""
+
+    reports: list[StepReport]
+    grads: list[dict[str, Tensor]]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    scaler: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [first, first + len(values)) of the flattened slice of a logical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+    first: int
+    values: Tensor = field(repr=False)
+
+
+class Recording(ParallelAMPOptimizer):
+    """Remembers the gradients that each update is made from, and can plant a bad one."""
+
+    def __init__(self, *args: Any, plant: tuple[int, int, float] | None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[list[Fragment]] = []
+        self.plant, self.count = plant, 0
+
+    def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
+        if self.plant is not None and self.plant[:2] == (self.world.rank, self.count):
+            counted = [values for values in self._counted if len(values)]
+            counted[self.count % len(counted)][-1] = self.plant[2]
+        self.count += 1
+        return super().step(lr, loss)
+
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
+        self.seen.append(fragments(self, lambda buffer: buffer.own(buffer.grads)))
+        super()._update(lr, divisor, found)
+
+
+def fragments(optimizer: ParallelAMPOptimizer, values: Any) -> list[Fragment]:
+    """What this rank's own slices hold of each logical tensor, copies included."""
+    found = []
+    for buffer in optimizer.all_buffers():
+        found += _fragments_of(buffer, values(buffer))
+    return found
+
+
+def _fragments_of(buffer: Buffer, values: Tensor) -> list[Fragment]:
+    found = []
+    for piece in buffer.pieces:
+        first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+        if first < last:
+            part = piece.part
+            offset = tuple(part.start if d == part.dim else 0 for d in range(len(part.shape)))
+            some = values[first - buffer.first : last - buffer.first].clone()
+            found.append(Fragment(part.name, part.shape, offset, part.local, first - piece.start, some))
+    return found
+
+
+def assemble(ranks: list[list[Fragment]]) -> dict[str, Tensor]:
+    """Whole logical tensors. Where several ranks hold an element they must hold the same bits."""
+    slices: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for fragment in (f for rank in ranks for f in rank):
+        shapes[fragment.name] = fragment.shape
+        key = fragment.name, fragment.offset
+        flat = slices.setdefault(key, torch.full((prod(fragment.local),), torch.nan, dtype=fragment.values.dtype).view(fragment.local))
+        place = flat.view(-1)[fragment.first : fragment.first + len(fragment.values)]
+        known = ~place.isnan()
+        assert torch.equal(place[known], fragment.values[known]), f"copies of {fragment.name} differ"
+        place.copy_(fragment.values)
+    whole = {name: torch.full(shape, torch.nan, dtype=next(iter(slices.values())).dtype) for name, shape in shapes.items()}
+    for (name, offset), values in slices.items():
+        whole[name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = values
+    return whole
+
+
+def batches(run: Run) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """tokens, targets, mask, each [samples, length]: one batch a step; some ids never occur."""
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for _ in range(run.steps):
+        ids = torch.randint(0, run.config.vocab * 3 // 4, (SAMPLES, LENGTH + 1), generator=generator)
+        mask = (torch.rand(SAMPLES, LENGTH, generator=generator) < 0.8).double() if run.masked else None
+        made.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), mask))
+    return made
+
+
+def share_of(mesh: DeviceMesh, batch: tuple[Tensor, Tensor, Tensor | None]) -> Share:
+    dp, size = mesh.get_local_rank("dp"), mesh["dp"].size()
+    n = SAMPLES // size
+    tokens, targets, mask = (None if x is None else x[dp * n : (dp + 1) * n] for x in batch)
+    assert tokens is not None and targets is not None
+    return Share(tokens, targets, mask, first=dp * n)
+
+
+def make_engine(mesh: DeviceMesh, run: Run) -> Engine:
+    microbatches = SAMPLES // MICRO_BATCH // mesh["dp"].size()
+    return Engine(
+        run.config,
+        plan(run.compute, run.scaling),
+        mesh,
+        schedule(run.kind, mesh["pp"].size(), microbatches),
+        micro_batch=MICRO_BATCH,
+        seq_length=LENGTH,
+        sequence=run.sequence,
+        seed=3,
+        make_optimizer=lambda parts, plan, mesh: Recording(parts, plan, mesh, clip=run.clip, zero=run.zero, plant=run.plant),
+    )
+
+
+def train_rank(mesh: DeviceMesh, run: Run) -> tuple[list[StepReport], list[list[Fragment]], list[Fragment], list[Fragment], dict[str, float]]:
+    """The body each rank runs."""
+    engine = make_engine(mesh, run)
+    optimizer = engine.optimizer
+    assert isinstance(optimizer, Recording)
+    before = fragments(optimizer, lambda buffer: buffer.masters)
+    reports = [engine.step(share_of(mesh, batch), run.lr, n) for n, batch in enumerate(batches(run))]
+    after = fragments(optimizer, lambda buffer: buffer.masters)
+    return reports, optimizer.seen, before, after, optimizer.scaler.state_dict()
+
+
+def train(run: Run, tp: int = 1, pp: int = 1, dp: int = 1) -> Result:
+    """Trains on tp * pp * dp ranks. Reports and scaler must be the same on every rank."""
+    ranks = run_ranks(train_rank, {"pp": pp, "dp": dp, "tp": tp}, run=run)
+    reports, _, _, _, scaler = ranks[0]
+    assert all(r[0] == reports or str(r[0]) == str(reports) for r in ranks), "ranks report different steps"
+    assert all(r[4] == scaler for r in ranks), "ranks hold different scalers"
+    grads = [assemble([r[1][step] for r in ranks]) for step in range(run.steps)]
+    return Result(reports, grads, assemble([r[2] for r in ranks]), assemble([r[3] for r in ranks]), scaler)

@@ -1,0 +1,185 @@
+"""Sources give the same documents in the same order every time, and say what is wrong with a bad one."""
+
+import gzip
+import json
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from megaprec.data import text as module
+from megaprec.data.text import Source, open_source
+from megaprec.errors import UserError
+
+
+def documents(source: Source) -> dict[str, str]:
+    """Name and text of each document, its pieces joined."""
+    return {name: "".join(text for _, text in pieces) for name, pieces in groupby(source, key=lambda piece: piece[0])}
+
+
+def jsonl(path: Path, *lines: object) -> Path:
+    path.write_bytes(b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines))
+    return path
+
+
+def test_the_standard_library_is_its_sources_without_tests() -> None:
+    found = documents(open_source("python"))
+    assert {"json/decoder.py", "asyncio/base_events.py", "argparse.py"} <= set(found)
+    assert "def raw_decode(self, s, idx=0):" in found["json/decoder.py"]
+    assert not [name for name in found if {"test", "tests", "site-packages"} & set(name.split("/"))]
+    assert sum(map(len, found.values())) > 5_000_000
+
+
+def test_the_beginning_of_the_standard_library_is_varied_and_always_the_same() -> None:
+    some = list(open_source("python", max_chars=1_000_000))
+    assert some == list(open_source("python", max_chars=1_000_000))
+    assert some == list(open_source("python"))[: len(some) - 1] + some[-1:]
+    assert len({name[0] for name, _ in some}) > 10
+
+
+def test_a_file_is_one_document_kept_to_the_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "one\r\n\n  two\ttwo é\U0001f600\r three, which is a long line\nend" * 3
+    (tmp_path / "a.log").write_bytes(text.encode())
+    for size in (1, 2, 3, 5, 7, 1000):
+        monkeypatch.setattr(module, "PIECE_CHARS", size)
+        source = open_source(str(tmp_path / "a.log"))
+        assert documents(source) == {"a.log": text}
+        assert max(len(piece) for _, piece in source) <= 2 * size
+
+
+def test_large_files_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE_CHARS", 10)
+    (tmp_path / "a.txt").write_text("1234567\n" * 9)
+    pieces = [text for _, text in open_source(str(tmp_path / "a.txt"))]
+    assert len(pieces) > 3
+    assert all(text.endswith("\n") for text in pieces)
+
+
+def test_a_folder_is_its_texts_by_path(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a/y.py", "c.rst", ".hidden.txt", ".git/x.txt", "image.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    jsonl(tmp_path / "d.jsonl", {"text": "one"}, {"text": "two"})
+    found = documents(open_source(str(tmp_path)))
+    assert list(found) == ["a/y.py", "a/z.md", "b.txt", "c.rst", "d.jsonl:1", "d.jsonl:2"]
+    assert found["a/z.md"] == "text of a/z.md"
+
+
+def test_links_to_folders_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a")
+    (tmp_path / "out" / "b.txt").write_text("b")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "out")
+    assert list(documents(open_source(str(tmp_path / "in")))) == ["a.txt"]
+
+
+def test_jsonl_is_one_document_a_line_plain_or_zipped(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", {"text": "a\nb"}, b"\n", {"n": 1, "text": "é\u2028"}, b'{"text": ""}')
+    expected = {"x.jsonl:1": "a\nb", "x.jsonl:3": "é\u2028", "x.jsonl:4": ""}
+    assert documents(open_source(str(path))) == expected
+    zipped = tmp_path / "x.jsonl.gz"
+    zipped.write_bytes(gzip.compress(path.read_bytes()))
+    assert list(documents(open_source(str(zipped))).values()) == list(expected.values())
+
+
+def test_the_text_field_can_be_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", {"content": "right", "text": "wrong"})
+    assert documents(open_source(str(path), text_field="content")) == {"x.jsonl:1": "right"}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"not json\n", "not JSON"),
+        (b'{"text": "cut', "not JSON"),
+        (b'{"text": "\xff"}\n', "not JSON"),
+        (b"[" * 100_000 + b"\n", "not JSON"),
+        (b"[1]\n", "no field 'text' (there is: a list)"),
+        (b'"text"\n', "no field 'text' (there is: a str)"),
+        (b'{"body": "x", "id": 1}\n', "no field 'text' (there is: body, id)"),
+        (b"{}\n", "no field 'text' (there is: none)"),
+        (b'{"text": 3}\n', "field 'text' is 3, not a text"),
+        (b'{"text": null}\n', "field 'text' is null, not a text"),
+        (b'{"text": "\\ud800"}\n', "no Unicode text"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: bytes, why: str) -> None:
+    path = jsonl(tmp_path / "x.jsonl", {"text": "good"}, b"\n", line)
+    with pytest.raises(UserError) as error:
+        list(open_source(str(path)))
+    assert str(error.value).startswith(f"{path}:3: ")
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9], lambda data: b"plain", lambda data: data[:12] + b"\xff" * 40]
+)
+def test_a_broken_gzip_file_is_named(tmp_path: Path, damage) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(damage(gzip.compress(b"".join(json.dumps({"text": str(i)}).encode() + b"\n" for i in range(999)))))
+    with pytest.raises(UserError, match="not a whole gzip file"):
+        list(open_source(str(path)))
+
+
+@pytest.mark.parametrize("limit", [1, 4, 5, 7, 100])
+def test_a_limit_is_kept_to_the_character(tmp_path: Path, limit: int) -> None:
+    path = jsonl(tmp_path / "x.jsonl", *({"text": text} for text in ("abcd", "efg", "hi")))
+    assert "".join(documents(open_source(str(path), max_chars=limit)).values()) == "abcdefghi"[:limit]
+
+
+def test_what_lies_behind_the_limit_is_not_read(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "x.jsonl", {"text": "abcd"}, b"not json")
+    assert documents(open_source(str(path), max_chars=4)) == {"x.jsonl:1": "abcd"}
+
+
+def test_text_that_is_not_utf8_is_an_error_but_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_bytes("é".encode("latin-1"))
+    (tmp_path / "b.py").write_text("fine")
+    with pytest.raises(UserError, match=r"a\.py is not UTF-8"):
+        list(open_source(str(tmp_path)))
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert documents(open_source("python")) == {"b.py": "fine"}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "no such file or folder"),
+        ({}, "has no text"),
+        ({"a.png": "x"}, "has no text"),
+        ({"a.txt": ""}, "is empty"),
+    ],
+)
+def test_a_missing_or_empty_text_is_refused_at_once(tmp_path: Path, content: dict | None, why: str) -> None:
+    if content is not None:
+        (tmp_path / "d").mkdir()
+        for name, text in content.items():
+            (tmp_path / "d" / name).write_text(text)
+    with pytest.raises(UserError, match=why):
+        open_source(str(tmp_path / "d"))
+
+
+def test_a_limit_below_one_is_refused() -> None:
+    with pytest.raises(UserError, match="at least 1"):
+        open_source("python", max_chars=0)
+
+
+def test_the_identity_changes_with_files_field_and_limit(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    seen = [open_source(str(path)).identity(), open_source(str(path), text_field="x").identity()]
+    seen.append(open_source(str(path), max_chars=2).identity())
+    path.write_text("four")
+    seen.append(open_source(str(path)).identity())
+    (tmp_path / "b.txt").write_text("x")
+    seen.append(open_source(str(tmp_path)).identity())
+    assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
+    assert open_source(str(path)).identity() == seen[3]
+
+
+def test_the_size_is_told_where_file_sizes_tell_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("12345")
+    assert open_source(str(tmp_path)).total_chars() == 5
+    assert open_source(str(tmp_path), max_chars=3).total_chars() == 3
+    assert open_source(str(jsonl(tmp_path / "x.jsonl", {"text": "x"}))).total_chars() is None

@@ -1,0 +1,152 @@
+"""A tokenizer trained on the spot is deterministic and gives every text back."""
+
+import json
+import re
+import string
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaprec.data import tokenizer as module
+from megaprec.data.text import open_source
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from megaprec.errors import UserError
+
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"))
+
+
+def library(chars: int) -> list[str]:
+    return [text for _, text in open_source("python", max_chars=chars)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    prefix = tmp_path_factory.mktemp("tokenizer") / "py"
+    return load_tokenizer(train_sentencepiece(library(300_000), prefix, 1000))
+
+
+def test_python_source_comes_back_exactly(trained: Tokenizer) -> None:
+    text = "".join(library(2_000_000))
+    assert trained.decode(trained.encode(text)) == text
+
+
+@settings(deadline=None, max_examples=300)
+@given(text=ANY_TEXT)
+def test_any_text_comes_back_exactly(trained: Tokenizer, text: str) -> None:
+    assert trained.decode(trained.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", [" a", "a ", "  ", "\n\n", "\t\tx\n", "a\r\nb\r", "\0", "\ufeffx", "</s><unk><0x0A>", "ﬁ½Å e\u0301 日本 😀"]
+)
+def test_nothing_is_normalised_or_mistaken_for_a_special_token(trained: Tokenizer, text: str) -> None:
+    ids = trained.encode(text)
+    assert trained.decode(ids) == text
+    assert trained.eos not in ids
+
+
+def test_indentation_and_line_ends_cost_one_token_each(trained: Tokenizer) -> None:
+    assert len(trained.encode("\n")) == 1
+    assert len(trained.encode(" " * 8)) == 1
+
+
+def test_the_vocabulary_has_the_size_asked_for_and_an_end(trained: Tokenizer) -> None:
+    assert trained.vocab_size == 1000
+    assert trained.eos is not None
+    assert max(trained.encode("".join(library(100_000)))) < 1000
+
+
+def test_training_gives_the_same_bytes_for_the_same_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = library(200_000)
+    one = train_sentencepiece(texts, tmp_path / "one", 600).read_bytes()
+    two = train_sentencepiece(iter(texts), tmp_path / "elsewhere" / "two", 600).read_bytes()
+    assert one == two
+    assert train_sentencepiece(texts[1:], tmp_path / "three", 600).read_bytes() != one
+    assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_large_text_is_sampled_evenly_and_always_alike() -> None:
+    texts = [f"line {i}\n" * 10 for i in range(2000)]
+    sample = module._sample_lines(texts, 20_000)
+    assert sample == module._sample_lines(texts, 20_000)
+    assert 5_000 < sum(map(len, sample)) <= 20_000
+    numbers = [int(line.split()[1]) for line in sample]
+    assert abs(sum(numbers) / len(numbers) - 1000) < 100
+
+
+@pytest.mark.parametrize(
+    ("size", "why"), [(0, "give at least"), (100, "give at least"), (100_000, "give at most that, or more text")]
+)
+def test_a_size_that_does_not_suit_the_text_is_refused_with_one_that_does(tmp_path: Path, size: int, why: str) -> None:
+    texts = library(20_000)
+    with pytest.raises(UserError, match=why) as error:
+        train_sentencepiece(texts, tmp_path / "x", size)
+    assert list(tmp_path.iterdir()) == []
+    possible = re.search(r"(?:take|only) (\d+)", str(error.value))
+    assert possible
+    train_sentencepiece(texts, tmp_path / "x", int(possible[1]))
+
+
+@pytest.mark.parametrize("texts", [[], ["", "\n\n"]])
+def test_a_text_without_lines_trains_nothing(tmp_path: Path, texts: list[str]) -> None:
+    with pytest.raises(UserError, match="without a line"):
+        train_sentencepiece(texts, tmp_path / "x", 300)
+
+
+def test_another_model_is_not_overwritten_unless_told(tmp_path: Path) -> None:
+    texts = library(50_000)
+    before = train_sentencepiece(texts, tmp_path / "x", 500).read_bytes()
+    assert train_sentencepiece(texts, tmp_path / "x", 500).read_bytes() == before
+    with pytest.raises(UserError, match="is another model"):
+        train_sentencepiece(texts, tmp_path / "x", 501)
+    assert (tmp_path / "x.model").read_bytes() == before
+    assert train_sentencepiece(texts, tmp_path / "x", 501, overwrite=True).read_bytes() != before
+
+
+def hugging_face(path: Path) -> Path:
+    """A character tokenizer with a gap in its ids and an end-of-document token."""
+    vocabulary = {letter: i for i, letter in enumerate(string.ascii_lowercase)} | {"<|endoftext|>": 40, "<unk>": 41}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(path))
+    return path
+
+
+def test_a_hugging_face_file_is_read(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(hugging_face(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("abz") == [0, 1, 25]
+    assert tokenizer.decode([0, 1, 25]) == "abz"
+    assert (tokenizer.vocab_size, tokenizer.eos) == (42, 40)
+
+
+@pytest.mark.parametrize("declared", ["z", {"content": "z"}])
+def test_the_configuration_beside_a_hugging_face_file_names_its_end(tmp_path: Path, declared: object) -> None:
+    hugging_face(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
+    assert load_tokenizer(tmp_path / "tokenizer.json").eos == 25
+
+
+def test_without_the_package_the_message_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = hugging_face(tmp_path / "tokenizer.json")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"{", b'{"model": 3}', b"hello", b"\xff\xfe\x00", b"\x00" * 100])
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.model").write_bytes(content)
+    with pytest.raises(UserError, match="neither a SentencePiece"):
+        load_tokenizer(tmp_path / "x.model")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nothing.model: no such file"):
+        load_tokenizer(tmp_path / "nothing.model")

@@ -1,0 +1,187 @@
+"""The laws of schedules: complete, finishing, as fast and as lean as the formulas say, and checked by their text."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaprec.errors import UserError
+from parallel.schedule import (
+    KINDS,
+    NO_MICROBATCH,
+    Channel,
+    Instruction,
+    Op,
+    Schedule,
+    complete,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+    schedule,
+)
+from parallel.simulate import bubble, check, in_flight, simulate
+
+KIND = st.sampled_from(sorted(KINDS))
+RANKS = st.integers(1, 8)
+MICROBATCHES = st.integers(1, 12)
+COSTS = st.integers(1, 9)
+
+
+def program(text: str) -> tuple[Instruction, ...]:
+    return tuple(map(Instruction.parse, text.split()))
+
+
+def placed(rank_of_stage: Sequence[int], *programs: str) -> Schedule:
+    return Schedule(tuple(map(program, programs)), tuple(rank_of_stage))
+
+
+@given(st.sampled_from(Op), st.integers(0, 99), st.integers(0, 999))
+def test_an_instruction_is_read_back_from_its_text(op: Op, stage: int, microbatch: int) -> None:
+    i = Instruction(op, stage, NO_MICROBATCH if op is Op.REDUCE else microbatch)
+    assert Instruction.parse(str(i)) == i
+
+
+@pytest.mark.parametrize("text", ["", "F", "F0", "R0.1", "F0.", "F-1.0", "F01.2", "X0.1", "F0.1 ", "sB0.1", "f0.1"])
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is no instruction"):
+        Instruction.parse(text)
+
+
+def test_1f1b_in_full() -> None:
+    assert str(one_f_one_b(2, 3)).splitlines() == [
+        "F0.0 sA0.0 F0.1 sA0.1 rG0.0 B0.0 F0.2 sA0.2 rG0.1 B0.1 rG0.2 B0.2 R0",
+        "rA1.0 F1.0 B1.0 sG1.0 rA1.1 F1.1 B1.1 sG1.1 rA1.2 F1.2 B1.2 sG1.2 R1",
+    ]
+
+
+def test_gpipe_in_full() -> None:
+    assert str(gpipe(2, 2)).splitlines() == [
+        "F0.0 sA0.0 F0.1 sA0.1 rG0.0 B0.0 rG0.1 B0.1 R0",
+        "rA1.0 F1.0 rA1.1 F1.1 B1.0 sG1.0 B1.1 sG1.1 R1",
+    ]
+
+
+@given(KIND, RANKS, MICROBATCHES)
+def test_every_schedule_is_complete_and_cannot_hang(kind: str, ranks: int, microbatches: int) -> None:
+    s = schedule(kind, ranks, microbatches)
+    check(s)
+    check(forward_only(s))
+    assert s.microbatches == microbatches
+    assert [p[-1] for p in s.programs] == [Instruction(Op.REDUCE, rank) for rank in range(ranks)]
+
+
+@given(KIND, RANKS, MICROBATCHES, COSTS, COSTS)
+def test_the_bubble_is_that_of_the_formula(kind: str, p: int, m: int, forward: int, backward: int) -> None:
+    cost = {Op.FORWARD: forward, Op.BACKWARD: backward}
+    share = bubble(schedule(kind, p, m), lambda i: cost.get(i.op, 0))
+    assert share == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+
+
+@given(RANKS, MICROBATCHES)
+def test_1f1b_holds_few_activations_and_gpipe_all(ranks: int, microbatches: int) -> None:
+    assert in_flight(one_f_one_b(ranks, microbatches)) == [min(microbatches, ranks - i) for i in range(ranks)]
+    assert in_flight(gpipe(ranks, microbatches)) == [microbatches] * ranks
+
+
+@given(KIND, RANKS, MICROBATCHES)
+def test_ordered_channels_with_few_sends_under_way_cost_no_time(kind: str, ranks: int, microbatches: int) -> None:
+    s = schedule(kind, ranks, microbatches)
+    ordered = simulate(s, communicator=lambda message: Channel.of(message, s.rank_of_stage))
+    assert max(span.end for span in ordered) == max(span.end for span in simulate(s))
+
+
+def test_a_message_arrives_after_its_time_on_the_way_and_its_sender_goes_on() -> None:
+    spans = simulate(one_f_one_b(2, 1), lambda i: {Op.FORWARD: 1, Op.BACKWARD: 2, Op.SEND_ACTIVATION: 5}.get(i.op, 0))
+    assert [(str(s.instruction), s.start, s.end) for s in sorted(spans, key=lambda s: s.end)[:4]] == [
+        ("F0.0", 0, 1),
+        ("sA0.0", 1, 6),
+        ("rA1.0", 0, 6),
+        ("F1.0", 6, 7),
+    ]
+
+
+def test_one_communicator_for_two_ranks_would_hang_and_so_each_channel_has_its_own() -> None:
+    s = one_f_one_b(4, 8)
+    with pytest.raises(UserError, match="cannot finish"):
+        simulate(s, communicator=lambda message: message.stage)  # both ways between two neighbours
+    check(s)
+
+
+def test_stages_may_lie_anywhere_and_neighbours_on_one_rank_need_no_transfer() -> None:
+    s = complete([program("F0.0 F3.0 B3.0 B0.0"), program("F1.0 F2.0 B2.0 B1.0")], rank_of_stage=(0, 1, 1, 0))
+    check(s)
+    assert str(s).splitlines() == [
+        "F0.0 sA0.0 rA3.0 F3.0 B3.0 sG3.0 R3 rG0.0 B0.0 R0",
+        "rA1.0 F1.0 F2.0 sA2.0 rG2.0 B2.0 R2 B1.0 sG1.0 R1",
+    ]
+
+
+FAULTS = {
+    "a backward before its forward": ("rA1.0 B1.0 F1.0 sG1.0 R1", "B1.0 stands before F1.0"),
+    "a forward before its activation": ("F1.0 rA1.0 B1.0 sG1.0 R1", "F1.0 stands before rA1.0"),
+    "a forward missing": ("rA1.0 sG1.0 R1", "F1.0 is missing"),
+    "a forward twice": ("rA1.0 F1.0 F1.0 B1.0 sG1.0 R1", "F1.0 stands here for the second time"),
+    "a backward missing": ("rA1.0 F1.0 sG1.0 R1", "B1.0 is missing"),
+    "a backward twice": ("rA1.0 F1.0 B1.0 B1.0 sG1.0 R1", "B1.0 stands here for the second time"),
+    "a send missing": ("rA1.0 F1.0 B1.0 R1", "sG1.0 is missing"),
+    "a receive missing": ("F1.0 B1.0 sG1.0 R1", "rA1.0 is missing"),
+    "a send to nobody": ("rA1.0 F1.0 sA1.0 B1.0 sG1.0 R1", "sA1.0 has no purpose here"),
+    "a stage on two ranks": ("F0.0 rA1.0 F1.0 B1.0 sG1.0 R1", "F0.0 is for stage 0, which lives on rank 0"),
+    "a stage that is not there": ("rA1.0 F1.0 B1.0 sG1.0 R1 F2.0", "F2.0 is for a stage that does not exist"),
+    "REDUCE missing": ("rA1.0 F1.0 B1.0 sG1.0", "R1 is missing"),
+    "REDUCE early": ("rA1.0 F1.0 R1 B1.0 sG1.0", "R1 stands before B1.0"),
+}
+
+
+@pytest.mark.parametrize(("second_rank", "says"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_faulty_schedule_is_refused_with_a_picture(second_rank: str, says: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        check(placed((0, 1), "F0.0 sA0.0 rG0.0 B0.0 R0", second_rank))
+    *problems, picture = refusal.value.problems
+    assert f"rank 1: {says}" in problems
+    assert f"<-- {problems[0].removeprefix('rank 1: ')}" in picture.splitlines()[1]
+    assert picture.startswith("rank 0:")
+
+
+def test_a_deadlock_is_drawn() -> None:
+    first = "rG0.0 F0.0 sA0.0 B0.0 R0"
+    with pytest.raises(UserError) as refusal:
+        check(placed((0, 1), first, "rA1.0 F1.0 B1.0 sG1.0 R1"))
+    assert refusal.value.problems == (
+        "this schedule cannot finish",
+        "rank 0:   [rG0.0] F0.0 sA0.0 B0.0 R0  <-- waits for sG1.0 of rank 1\n"
+        "rank 1:   [rA1.0] F1.0 B1.0 sG1.0 R1  <-- waits for sA0.0 of rank 0",
+    )
+
+
+def test_receives_in_another_order_than_the_sends_are_refused() -> None:
+    s = forward_only(gpipe(2, 2))
+    swapped = replace(s, programs=(s.programs[0], program("rA1.1 F1.1 rA1.0 F1.0")))
+    with pytest.raises(UserError, match=r"waits for sA0\.1 of rank 0, behind sA0\.0"):
+        check(swapped)
+
+
+def test_a_schedule_that_needs_more_sends_under_way_than_are_kept_is_refused() -> None:
+    ahead = "F0.0 F3.0 F0.1 F0.2 F0.3 B3.0 B0.0 F3.1 B3.1 B0.1 F3.2 B3.2 B0.2 F3.3 B3.3 B0.3"
+    in_turn = " ".join(f"F1.{m} F2.{m} B2.{m} B1.{m}" for m in range(4))
+    s = complete([program(ahead), program(in_turn)], rank_of_stage=(0, 1, 1, 0))
+    simulate(s)
+    with pytest.raises(UserError, match=r"\[sA0.3\].*<-- waits for rank 1 to receive sA0\.1"):
+        check(s)
+
+
+def test_what_nobody_receives_is_named() -> None:
+    with pytest.raises(UserError, match=r"nobody receives sA0\.0"):
+        simulate(placed((0, 1), "F0.0 sA0.0", ""))
+
+
+def test_all_mistakes_of_the_user_are_told_together() -> None:
+    with pytest.raises(UserError) as refusal:
+        schedule("2f2b", 0, -1)
+    assert refusal.value.problems == (
+        "pipeline ranks must be at least 1, got 0",
+        "micro-batches must be at least 1, got -1",
+        "no schedule is called '2f2b': choose one of gpipe, 1f1b",
+    )

@@ -1,0 +1,122 @@
+"""Laws between the tables of a run file, each a function of the tables it reads.
+
+A table that could not be read leaves out only the checks that need it, so one pass reports all that can be
+known. Every problem is a line: which key, its value, why it cannot be and the nearest values that can.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+
+from pydantic import BaseModel
+
+from megaprec.errors import UserError
+from megaprec.lr import LRSchedule
+from models.config import ModelConfig
+from tools.settings import LR, Data, Parallel, Precision, Train
+
+
+def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
+    """All broken laws among the tables that are there."""
+    problems: list[str] = []
+    for check in CHECKS:
+        needed = inspect.signature(check).parameters
+        if needed.keys() <= tables.keys():
+            problems += check(**{name: tables[name] for name in needed})
+    return problems
+
+
+def lr_schedule(lr: LR, train: Train) -> LRSchedule:
+    """The schedule over the whole run, in steps or samples as lr.unit says. Raises UserError."""
+    total = train.steps * (train.global_batch if lr.unit == "samples" else 1)
+    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, total, lr.decay)
+
+
+def _schedule(lr: LR, train: Train) -> Iterator[str]:
+    try:
+        lr_schedule(lr, train)
+    except UserError as error:
+        yield from (f"lr.{problem}{' (in samples)' if lr.unit == 'samples' else ''}" for problem in error.problems)
+
+
+def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
+    """Heads and feed-forward are cut in equal parts; fewer key-value heads than ranks are copied, evenly."""
+
+    def fits(tensor: int) -> bool:
+        kv = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+        return model.heads % tensor == 0 and model.ffn % tensor == 0 and kv
+
+    if not fits(parallel.tensor):
+        sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and model.ffn {model.ffn}"
+        would = ", ".join(str(n) for n in range(1, model.heads + 1) if fits(n))
+        yield f"parallel.tensor {parallel.tensor} does not divide {sizes} evenly: {would} would"
+
+
+def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
+    if parallel.sequence and train.seq_length % parallel.tensor:
+        would = nearest_multiples(train.seq_length, parallel.tensor)
+        yield (
+            f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor {parallel.tensor}, "
+            f"as parallel.sequence needs: {would} would be"
+        )
+
+
+def _stages(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
+    if parallel.pipeline > model.layers:
+        yield f"parallel.pipeline {parallel.pipeline} is more than model.layers {model.layers}: a stage needs a layer"
+
+
+def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
+    unit = train.micro_batch * parallel.data
+    if train.global_batch % unit:
+        yield (
+            f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch} x "
+            f"parallel.data {parallel.data} = {unit}: {nearest_multiples(train.global_batch, unit)} would be"
+        )
+
+
+def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
+    if train.seq_length > model.max_positions:
+        yield (
+            f"train.seq_length {train.seq_length} is more than model.max_positions {model.max_positions}: "
+            "shorten the one or raise the other"
+        )
+
+
+def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
+    if not data.tokenizer and 0 < model.vocab < data.vocab_size:
+        yield (
+            f"model.vocab {model.vocab} is smaller than data.vocab_size {data.vocab_size}: "
+            f"set model.vocab = 0 or data.vocab_size = {model.vocab}"
+        )
+
+
+def _evaluation(train: Train, data: Data) -> Iterator[str]:
+    if train.eval_every and not data.held_out:
+        yield f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: 0.02 would do"
+
+
+def _scale(precision: Precision) -> Iterator[str]:
+    if precision.min_scale > precision.initial_scale:
+        yield (
+            f"precision.min_scale {precision.min_scale:g} is more than precision.initial_scale "
+            f"{precision.initial_scale:g}: the scale starts at or above its floor"
+        )
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The positive multiples of `unit` around `value`, in words."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    _tensor,
+    _sequence,
+    _stages,
+    _batch,
+    _positions,
+    _vocabulary,
+    _evaluation,
+    _schedule,
+    _scale,
+)

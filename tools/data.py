@@ -1,0 +1,134 @@
+"""`megaprec data build` makes a data set of a text, `megaprec data inspect` shows what is in one."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from megaprec.data.build import BuildResult, check_vocabulary, prepare
+from megaprec.data.files import beside
+from megaprec.data.indexed import IndexedDataset
+from megaprec.data.text import SUFFIXES, Source, open_source
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+
+SHOWN_TOKENS = 64  # of each sample document
+
+SubParsers = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def add_parser(subparsers: SubParsers) -> None:
+    """Add `data` with its own commands; the chosen one is `args.run(args) -> exit code`."""
+    parser = subparsers.add_parser("data", help="build and inspect tokenized data", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_build(commands)
+    _add_inspect(commands)
+
+
+def _add_build(commands: SubParsers) -> None:
+    parser = commands.add_parser("build", help="tokenize a text into PREFIX.bin and PREFIX.idx")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help=f"'python' (the standard library), a text file, .jsonl[.gz], or a folder of {' '.join(SUFFIXES)}",
+    )
+    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="where to write, without .bin")
+    tokenizer = parser.add_mutually_exclusive_group(required=True)
+    tokenizer.add_argument("--tokenizer", type=Path, metavar="FILE", help="SentencePiece .model or tokenizer.json")
+    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="field of a JSONL line (default: text)")
+    parser.add_argument("--max-chars", type=int, metavar="N", help="stop after so many characters")
+    parser.add_argument("--overwrite", action="store_true", help="replace another data set of this name")
+    parser.set_defaults(run=build)
+
+
+def _add_inspect(commands: SubParsers) -> None:
+    parser = commands.add_parser("inspect", help="print counts and decoded samples of a data set")
+    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="the data set, without .bin")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="to decode samples (default: PREFIX.model)")
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
+    parser.set_defaults(run=inspect)
+
+
+def build(args: argparse.Namespace) -> int:
+    """Run `megaprec data build`. `UserError` on bad input, before anything is written."""
+    source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    with _progress() as bar:
+        task = bar.add_task("", total=source.total_chars())
+
+        def on_progress(documents: int, chars: int, tokens: int) -> None:
+            bar.update(task, completed=chars, description=f"{documents:,} documents  {tokens:,} tokens")
+
+        result = prepare(
+            source,
+            args.prefix,
+            tokenizer=args.tokenizer,
+            vocab_size=args.vocab_size,
+            overwrite=args.overwrite,
+            on_progress=on_progress,
+        )
+        bar.update(task, total=result.chars, completed=result.chars)
+    print(_summary(source, result))
+    return 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Run `megaprec data inspect`. `UserError` if the data set is missing or corrupt."""
+    dataset = IndexedDataset(args.prefix)
+    model = args.tokenizer or beside(args.prefix, ".model")
+    tokenizer = load_tokenizer(model) if args.tokenizer or model.exists() else None
+    if tokenizer:
+        check_vocabulary(dataset, tokenizer.vocab_size)
+    for name, value in _counts(dataset).items():
+        print(f"{name:<18} {value}")
+    for index in _spread(dataset.num_documents, args.samples):
+        print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
+    return 0
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+
+
+def _summary(source: Source, result: BuildResult) -> str:
+    state = "already there, unchanged" if result.reused else "built"
+    end = "" if result.eos is not None else "; the tokenizer has no end-of-document token, so none was written"
+    return (
+        f"{result.prefix}: {state} from {source.name}: {result.documents:,} documents, {result.chars:,} characters, "
+        f"{result.tokens:,} tokens, vocabulary {result.vocab_size:,}{end}"
+    )
+
+
+def _counts(dataset: IndexedDataset) -> dict[str, str]:
+    lengths = dataset.document_lengths()
+    size = {suffix: beside(dataset.prefix, suffix).stat().st_size for suffix in (".bin", ".idx")}
+    counts = {
+        "documents": f"{dataset.num_documents:,}",
+        "sequences": f"{dataset.num_sequences:,}",
+        "tokens": f"{dataset.num_tokens:,}",
+        "dtype": dataset.dtype.name,
+        ".bin bytes": f"{size['.bin']:,}",
+        ".idx bytes": f"{size['.idx']:,}",
+    }
+    if len(lengths):
+        counts["shortest document"] = f"{lengths.min():,} tokens"
+        counts["mean document"] = f"{lengths.mean():,.1f} tokens"
+        counts["longest document"] = f"{lengths.max():,} tokens"
+        counts["largest id"] = f"{dataset.max_token():,}"
+    return counts
+
+
+def _spread(total: int, wanted: int) -> list[int]:
+    """At most `wanted` different document numbers, evenly from the first to the last."""
+    return sorted({int(index) for index in np.linspace(0, total - 1, max(0, min(wanted, total)))})
+
+
+def _excerpt(dataset: IndexedDataset, index: int, tokenizer: Tokenizer | None) -> str:
+    """The beginning of a document, as a text if there is a tokenizer, else as ids."""
+    document = dataset.document(index)
+    ids = document[:SHOWN_TOKENS].tolist()
+    more = f"first {len(ids)} of " if len(document) > len(ids) else ""
+    return f"{more}{len(document):,} tokens\n{tokenizer.decode(ids) if tokenizer else ' '.join(map(str, ids))}"

@@ -1,0 +1,169 @@
+"""Local ranks, started and watched by torch's own elastic launcher; or a world that is already there.
+
+`launch_local` runs this program once per rank, over a rendezvous on a free port of this machine, and waits.
+The first rank that fails ends the run: the others are stopped, its exit code is ours, and its reason, left
+behind by `note_failure`, is the last thing printed.
+
+Where something else started the ranks (torchrun, Kubernetes, srun), `joined_world` says so and nothing is
+launched. Slurm speaks of ranks in its own variables; `slurm_environment` says them in torch's.
+"""
+
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from megaprec.errors import UserError
+
+WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
+PROGRAM = """
+import sys
+if (root := sys.argv.pop(1)) not in sys.path:
+    sys.path.insert(0, root)
+from tools.cli import main
+sys.exit(main())
+"""
+
+
+def launch_local(argv: Sequence[str], ranks: int, threads: int = 0) -> int:
+    """Runs `megaprec <argv>` on `ranks` local ranks and returns the exit code, see `start_ranks`."""
+    root = str(Path(__file__).resolve().parent.parent)
+    return start_ranks([sys.executable, "-P", "-c", PROGRAM, root, *argv], ranks, threads)
+
+
+def start_ranks(command: Sequence[str], ranks: int, threads: int = 0) -> int:
+    """Runs `command` once per rank with torchrun's variables set, and waits for all.
+
+    `threads` is the number of CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, else an equal
+    share of the cores. Returns 0, or the exit code of the first rank that failed (128 + signal when a signal
+    ended it or this launcher).
+    """
+    program, *arguments = (part.replace("$", "$$") for part in command)  # the launcher would substitute $name
+    with tempfile.TemporaryDirectory(prefix="megaprec_") as folder, _launching(threads or share_of_cores(ranks)):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",  # a machine's own name need not resolve
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, program)(*arguments)
+        except ChildFailedError as error:
+            rank, failure = first_failure(error.failures)
+            print(_said(rank, failure), file=sys.stderr, flush=True)
+            return _shell_code(failure.exitcode)
+        except SignalException as stop:
+            print(f"stopped by {stop.sigval.name}", file=sys.stderr, flush=True)
+            return _shell_code(-stop.sigval)
+    return 0
+
+
+def share_of_cores(ranks: int) -> int:
+    """CPU threads per local rank: OMP_NUM_THREADS if it is set, else cores / ranks, at least 1."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal():
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def note_failure(error: BaseException) -> None:
+    """Leaves the reason of this rank's failure for the launcher to print; call it while handling `error`."""
+    get_error_handler().record_exception(error)
+
+
+def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is a rank that something else started. Raises UserError if that is only half said.
+
+    A world that is half described must not fall back to local ranks: every node would train alone.
+    """
+    described = {**environ, **slurm_environment(environ)}
+    missing = [name for name in WORLD if not described.get(name)]
+    if not missing:
+        return True
+    if {"RANK", "WORLD_SIZE"} <= set(missing):
+        return False
+    there = [f"{name}={described[name]}" for name in WORLD if name not in missing]
+    raise UserError(f"{' '.join(there)} set but not {', '.join(missing)}: set all of them, as torchrun does, or none")
+
+
+def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Torch's variables for a task of a Slurm step of several tasks, else none; for os.environ.update().
+
+    MASTER_ADDR and MASTER_PORT are kept if set, else the step's first node and a port made of the job id.
+    """
+    if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return {}
+    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", environ["SLURM_STEP_NODELIST"])
+    assert first is not None, environ["SLURM_STEP_NODELIST"]
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or "".join(part or "" for part in first.groups()),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 10000),
+    }
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank whose failure began it all: not one that the launcher stopped, and the earliest to leave word.
+
+    torch tells failures apart by whole seconds; a rank that lost its peer fails within milliseconds of it.
+    """
+
+    def order(rank: int) -> tuple[bool, float]:
+        failure = failures[rank]
+        note = Path(failure.error_file)
+        return failure.exitcode == -signal.SIGTERM, note.stat().st_mtime if note.is_file() else failure.timestamp
+
+    rank = min(failures, key=order)
+    return rank, failures[rank]
+
+
+def _said(rank: int, failure: ProcessFailure) -> str:
+    """One line for a crash; all lines of a user's mistake (exit code 2), each of which is a problem."""
+    if failure.exitcode < 0:
+        return f"rank {rank} was ended by {failure.signal_name()}"
+    note: Any = failure.message  # torch says str, but it is what record_exception wrote: {"message": ...}
+    lines = note["message"].splitlines() if isinstance(note, dict) else ["no reason given"]
+    reason = "\n".join(lines if failure.exitcode == 2 else lines[:1])
+    return f"rank {rank} failed with exit code {failure.exitcode}: {reason}"
+
+
+def _shell_code(exitcode: int) -> int:
+    return 128 - exitcode if exitcode < 0 else exitcode
+
+
+@contextmanager
+def _launching(threads: int) -> Iterator[None]:
+    """Ranks inherit the thread count; the launcher's log is hushed and, after it, all is as before."""
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

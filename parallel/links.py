@@ -55,7 +55,7 @@ class Links:
         device: torch.device = CPU,
         match: Match | None = None,
     ) -> "Links":
-        """Collective over the pipeline axis `axis`: all its ranks call this; other pipelines need not.
+        """Collective over the world: every rank calls this with the pipeline axis that it is on.
 
         match: how receives find their sends; unless given, by tag on gloo and by order elsewhere.
         """
@@ -65,7 +65,7 @@ class Links:
             channels = _channels(rank_of_stage)
             groups = dict.fromkeys(channels, axis.group)
             if match == "order":
-                groups = _communicators(axis.rank, axis.group, channels, device)
+                groups = _communicators(axis.group, channels, device)
         return Links(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups)
 
     @property
@@ -126,22 +126,30 @@ def _channels(rank_of_stage: Sequence[int]) -> list[Channel]:
 
 
 def _communicators(
-    rank: int, group: dist.ProcessGroup, channels: Sequence[Channel], device: torch.device
+    group: dist.ProcessGroup, channels: Sequence[Channel], device: torch.device
 ) -> dict[Channel, dist.ProcessGroup]:
-    """One communicator for each channel that begins or ends at this rank.
+    """One communicator for each channel that begins or ends at this rank. Collective over the world.
 
-    Made by their two ends alone (`use_local_synchronization`), so other pipelines of the mesh need not join in,
-    and by everyone in the same order, so nobody waits in a circle.
+    Every rank makes the groups of every pipeline, in the same order, as `new_group` asks for. Its
+    `use_local_synchronization` would spare the others, but names a group by how many groups a rank has: a
+    middle stage has more than its neighbours and would wait for ever.
     """
+    mine = dist.get_process_group_ranks(group)
     groups = {}
-    for channel in channels:
-        if rank in (channel.source, channel.destination):
-            source, destination = (dist.get_global_rank(group, end) for end in channel[:2])
-            made = dist.new_group([source, destination], backend=dist.get_backend(group), use_local_synchronization=True)
-            assert isinstance(made, dist.ProcessGroup), "only ranks outside a group get something else"
-            _connect(made, source, destination, device)
-            groups[channel] = made
+    for pipeline in _pipelines(mine, device):
+        for channel in channels:
+            source, destination = pipeline[channel.source], pipeline[channel.destination]
+            made = dist.new_group([source, destination], backend=dist.get_backend(group))
+            if isinstance(made, dist.ProcessGroup) and dist.get_rank() in (source, destination):
+                _connect(made, source, destination, device)
+                groups[channel] = made
     return groups
+
+
+def _pipelines(mine: Sequence[int], device: torch.device) -> list[list[int]]:
+    """The ranks of every pipeline of the world, [pipelines, pp], in the same order everywhere."""
+    world = Axis("world", dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    return world.gather(torch.tensor([mine], device=device)).unique(dim=0).tolist()
 
 
 def _connect(group: dist.ProcessGroup, source: int, destination: int, device: torch.device) -> None:

@@ -36,7 +36,10 @@ from parallel.mesh import AXES, make_mesh
 SECONDS = 60.0  # the longest that a test may take
 GRACE = 1.0  # how long other ranks may still answer once one has failed
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "pytest", "hypothesis"])
+_server.set_forkserver_preload(
+    # the third is what torch imports, in half a second, at the first backward from a given gradient
+    ["torch", "torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes", "pytest", "hypothesis"]
+)
 
 
 def on_ranks(**axes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -164,7 +167,8 @@ def _run(job: _Job, rank: int) -> Any:
     torch.set_num_threads(1)
     store = dist.FileStore(str(job.folder / "store"), job.world)
     dist.init_process_group("gloo", rank=rank, world_size=job.world, store=store)
-    mesh = make_mesh(*(job.axes.get(axis, 1) for axis in AXES))
+    pp, dp, tp = (job.axes.get(axis, 1) for axis in AXES)
+    mesh = make_mesh(pp, dp, tp)
     module, place = job.name
     body = inspect.unwrap(functools.reduce(getattr, place.split("."), importlib.import_module(module)))
     warnings.resetwarnings()

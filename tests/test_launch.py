@@ -116,9 +116,11 @@ def test_a_rank_that_crashes_is_named_with_its_signal(capfd: pytest.CaptureFixtu
 
 
 def test_launching_leaves_this_process_as_it_was() -> None:
-    before = dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    before = dict(os.environ)
     start_ranks(python("pass"), ranks=1)
-    assert before == (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    assert os.environ == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

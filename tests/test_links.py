@@ -59,9 +59,9 @@ def test_messages_are_told_apart_by_tag_and_not_by_order(mesh: DeviceMesh) -> No
     receives = instructions("rG0.0 rG0.1"), instructions("rA1.1 rA1.0")
     rank = links.axis.rank
     for i in sends[rank]:
-        links.send(i, full(10 * rank + i.microbatch))
+        links.send(i, full(10.0 * rank + i.microbatch))
     for i in receives[rank]:
-        assert torch.equal(links.receive(i), full(10 * (1 - rank) + i.microbatch)), str(i)
+        assert torch.equal(links.receive(i), full(10.0 * (1 - rank) + i.microbatch)), str(i)
     links.finish()
 
 
@@ -70,11 +70,11 @@ def test_chunks_that_go_round_two_ranks_are_told_apart(mesh: DeviceMesh) -> None
     links = open_links(mesh, stages=(0, 1, 0, 1))
     if links.axis.rank == 0:
         for i in instructions("sA0.1 sA2.0"):
-            links.send(i, full(i.stage))
+            links.send(i, full(float(i.stage)))
         links.finish()
     else:
         for i in instructions("rA3.0 rA1.1"):
-            assert torch.equal(links.receive(i), full(i.stage - 1)), str(i)
+            assert torch.equal(links.receive(i), full(i.stage - 1.0)), str(i)
 
 
 @both_ways_to_match
@@ -85,9 +85,9 @@ def test_two_ranks_that_both_send_first_do_not_wait_for_each_other(mesh: DeviceM
     receives = instructions("rG0.0 rG0.1"), instructions("rA1.0 rA1.1")
     rank = links.axis.rank
     for i in sends[rank]:
-        links.send(i, full(10 * rank + i.microbatch))
+        links.send(i, full(10.0 * rank + i.microbatch))
     for i in receives[rank]:
-        assert torch.equal(links.receive(i), full(10 * (1 - rank) + i.microbatch))
+        assert torch.equal(links.receive(i), full(10.0 * (1 - rank) + i.microbatch))
     links.finish()
 
 
@@ -96,10 +96,10 @@ def test_few_sends_are_kept_however_many_there_are(mesh: DeviceMesh) -> None:
     links = open_links(mesh)
     for microbatch in range(5):
         if links.axis.rank == 0:
-            links.send(Instruction.parse(f"sA0.{microbatch}"), full(microbatch))
+            links.send(Instruction.parse(f"sA0.{microbatch}"), full(float(microbatch)))
             assert sum(map(len, links.pending.values())) <= SENDS_UNDER_WAY
         else:
-            assert torch.equal(links.receive(Instruction.parse(f"rA1.{microbatch}")), full(microbatch))
+            assert torch.equal(links.receive(Instruction.parse(f"rA1.{microbatch}")), full(float(microbatch)))
     links.finish()
     assert not any(links.pending.values())
 
@@ -108,7 +108,7 @@ def exchange(mesh: DeviceMesh, match: Match) -> float:
     tp = Axis.of(mesh, "tp").rank
     links = open_links(mesh, match, size=8)
     if links.axis.rank == 0:
-        links.send(Instruction.parse("sA0.0"), full(1 + tp, 8))
+        links.send(Instruction.parse("sA0.0"), full(1.0 + tp, 8))
         answer = links.receive(Instruction.parse("rG0.0"))
     else:
         answer = links.receive(Instruction.parse("rA1.0"))
@@ -122,12 +122,12 @@ def test_pipelines_side_by_side_do_not_hear_each_other(match: Match) -> None:
     assert run_ranks(exchange, {"pp": 2, "tp": 2}, match=match) == [10, 20, 1, 2]
 
 
-@on_ranks(pp=2, tp=2)
-def test_communicators_are_made_by_their_two_ends_alone(mesh: DeviceMesh) -> None:
-    if Axis.of(mesh, "tp").rank == 0:
-        links = open_links(mesh, "order", size=8)
-        assert len({id(group) for group in links.groups.values()}) == 2
-        assert [group.size() for group in links.groups.values()] == [2, 2]
+@on_ranks(pp=3, dp=2)
+def test_matched_by_order_each_channel_has_its_communicator(mesh: DeviceMesh) -> None:
+    links = open_links(mesh, "order", size=8, stages=(0, 1, 2))
+    assert all(links.axis.rank in (channel.source, channel.destination) for channel in links.groups)
+    assert [group.size() for group in links.groups.values()] == [2] * (2, 4, 2)[links.axis.rank]
+    assert len(set(links.groups.values())) == len(links.groups)
 
 
 def test_another_shape_or_dtype_is_refused_before_it_is_sent() -> None:

@@ -13,8 +13,7 @@ def test_presets_have_exactly_the_parameters_of_the_published_models(name: str, 
 
 
 def test_parameters_follow_every_switch() -> None:
-    sizes = {"layers": 2, "hidden": 8, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 16, "vocab": 10}
-    plain = ModelConfig(family="llama", **sizes)
+    plain = ModelConfig(layers=2, hidden=8, heads=4, kv_heads=2, head_dim=6, ffn=16, vocab=10)
     weights = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 16  # q, k and v, output, gated feed-forward
     assert plain.num_parameters == 2 * (weights + 2 * 8) + 8 + 2 * 10 * 8
     biased = plain.model_copy(update={"bias": True})

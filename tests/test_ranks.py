@@ -43,6 +43,7 @@ def test_values_come_back_by_rank() -> None:
 def misbehave(mesh: DeviceMesh, how: str, folder: Path) -> None:
     rank = dist.get_rank()
     (folder / str(rank)).write_text(str(os.getpid()))
+    dist.barrier()
     if rank == 1 and how == "fail":
         raise KeyError("it was me")
     if rank == 1 and how == "warn":

@@ -5,7 +5,8 @@ dp rank that holds most of it, to which the others send their part; all others t
 """
 
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ from megaprec.errors import UserError
 from megaprec.optimizer import ParallelAMPOptimizer
 
 
-def save(folder: Path, step: int, optimizer: ParallelAMPOptimizer, extra: dict[str, Any], keep: int = 2) -> Path:
+def save(folder: Path, step: int, optimizer: ParallelAMPOptimizer, extra: dict[str, Any], keep: int = 2, files: Sequence[Path] = ()) -> Path:
     """Writes a checkpoint of `step` into `folder` and removes all but the newest `keep`. Collective over the world.
 
-    extra: JSON values kept in checkpoint.json beside ours; the same on every rank.
+    extra: JSON values kept in checkpoint.json beside ours; the same on every rank. files: copied into the checkpoint.
     """
     world = optimizer.world
     if world.rank == 0:
         begin(folder, step)
+        for file in files:
+            shutil.copy(file, partial_path(folder, step))
     world.barrier()
     partial = partial_path(folder, step)
     chunks = _write_tensors(partial, world.rank, optimizer)
@@ -133,6 +136,6 @@ def _write_index(partial: Path, ranks: int, index: dict[str, Any]) -> None:
         for key, value in json.loads(part.read_text()).items():
             tensors.setdefault(key, {**value, "chunks": []})["chunks"] += value["chunks"]
         part.unlink()
-    files = {file.name: file.stat().st_size for file in sorted(partial.glob("*.safetensors"))}
+    files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     (partial / INDEX).write_text(json.dumps({"format": FORMAT, **index, "files": files, "tensors": tensors}, indent=1))
     sync(partial / INDEX)

@@ -44,6 +44,12 @@ class Store:
         if problems:
             raise UserError(*problems)
 
+    def file(self, name: str) -> Path:
+        """The path of a file of the checkpoint. Raises UserError unless it is one that checkpoint.json lists."""
+        if name not in self.index["files"]:
+            raise UserError(f"{self.path} has no file {name!r}")
+        return self.path / name
+
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Logical name -> shape of the tensors of one kind: prefix weight, exp_avg or exp_avg_sq."""
         start = f"{prefix}/"

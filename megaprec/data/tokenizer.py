@@ -45,7 +45,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: Path) -> None:
         self._processor = sentencepiece.SentencePieceProcessor()
-        self._processor.LoadFromSerializedProto(path.read_bytes() or b"\0")  # it takes emptiness for a model
+        self._processor.LoadFromSerializedProto(path.read_bytes())
         self.path = path
         self.vocab_size = self._processor.get_piece_size()
         eos = self._processor.eos_id()

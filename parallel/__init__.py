@@ -1,0 +1,1 @@
+"""Ranks: the mesh, layers cut over tp, pipeline schedules and what carries them out."""

@@ -1,0 +1,1 @@
+"""Programs: the `megaprec` command and what it is made of."""

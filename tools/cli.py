@@ -1,0 +1,49 @@
+"""The `megaprec` command. Exit codes: 0 done, 2 the user has something to mend (one line a problem), 1 a fault of ours."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megaprec.errors import UserError
+from tools import data, generate, train
+from tools.launch import note_failure, slurm_environment
+from tools.run import describe
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: the process's own) and returns the exit code."""
+    os.environ.update(slurm_environment(os.environ))
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except UserError as error:
+        note_failure(error)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # there the launcher prints it, once, after everything else
+            print(*error.problems, sep="\n", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        note_failure(error)
+        raise
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megaprec", description="Pretraining that can be trusted, in any layout.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train.add_parser(commands)
+    generate.add_parser(commands)
+    data.add_parser(commands)
+    keys = commands.add_parser("keys", help="list all keys of a run file")
+    keys.set_defaults(run=_print_keys)
+    return parser
+
+
+def _print_keys(args: argparse.Namespace) -> int:
+    print(describe())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

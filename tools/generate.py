@@ -1,0 +1,91 @@
+"""Text out of a checkpoint, on one process: `megaprec generate CKPT --prompt "def main"`."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.store import Store
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.errors import UserError
+from megaprec.layout import layout_of
+from megaprec.plan import plan
+from models.config import ModelConfig
+from models.stages import Stage, cuts
+from parallel.context import Context
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `generate`."""
+    parser = subparsers.add_parser("generate", help="continue a text with a trained model", description=__doc__)
+    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="a checkpoint, or a run directory for its newest")
+    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="how many to add (default: 100)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=40, metavar="K", help="choose among the K likeliest (default: 40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice (default: 0)")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec generate`."""
+    model, tokenizer = load_model(find_checkpoint(args.checkpoint))
+    print(args.prompt, end="", flush=True)
+    for text in generate(model, tokenizer, args.prompt, args.tokens, args.temperature, args.top_k, args.seed):
+        print(text, end="", flush=True)
+    print()
+    return 0
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path`, or the newest checkpoint of the run directory `path`."""
+    return latest(path / "checkpoints") or latest(path) or path
+
+
+def load_model(path: Path) -> tuple[Stage, Tokenizer]:
+    """The whole model in FP32 on the CPU, whatever layout and precision it was trained in, and its tokenizer."""
+    store = Store(path)
+    config = ModelConfig(**store.index["model"])
+    if not (name := store.index["tokenizer"]):
+        raise UserError(f"{path} was trained on token ids without a tokenizer, so it cannot read a prompt")
+    stage = Stage(config, Context(plan("fp32")), cuts(config, 1, config.max_positions)[0])
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            for part, first, last in layout_of(parameter).spans():
+                parameter.view(-1)[first:last] = store.read("weight", part.name).reshape(-1)
+    return stage, load_tokenizer(store.file(name))
+
+
+@torch.no_grad()
+def generate(
+    model: Stage, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+) -> Iterator[str]:
+    """Pieces of text that continue `prompt`, up to `tokens` tokens or the end of the document."""
+    generator = torch.Generator().manual_seed(seed)
+    start = [tokenizer.eos] if tokenizer.eos is not None else []
+    ids = start + tokenizer.encode(prompt)
+    if not ids:
+        raise UserError("the prompt is empty and the tokenizer has no token to begin a document with: give a prompt")
+    said = tokenizer.decode(ids)
+    for _ in range(tokens):
+        window = torch.tensor(ids[-model.config.max_positions :])
+        chosen = _choose(model(window[:, None])[-1, 0], temperature, top_k, generator)
+        if chosen == tokenizer.eos:
+            return
+        ids.append(chosen)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # a character of several tokens is not complete yet
+            yield text[len(said) :]
+            said = text
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """logits [vocab]."""
+    if temperature == 0:
+        return int(logits.argmax())
+    best, ids = logits.topk(min(top_k, len(logits)))
+    return int(ids[torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)])

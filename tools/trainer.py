@@ -1,0 +1,171 @@
+"""The training loop: batches in, steps, records, evaluations and checkpoints out. Every rank runs it alike."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.state import load, save
+from megaprec.data.samples import Samples
+from megaprec.events import StepReport, report_fields
+from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.plan import LossScaling, PrecisionPlan, plan
+from models.engine import Engine, Share
+from models.stages import Stage
+from parallel.schedule import schedule
+from tools.corpus import Corpus
+from tools.journal import Journal
+from tools.run import RunConfig
+from tools.write import print_start
+
+
+@dataclass
+class Progress:
+    """How far a run has come. A skipped step consumes its samples, but the learning rate waits for it."""
+
+    step: int = 0
+    applied: int = 0
+    samples: int = 0
+
+    @property
+    def skipped(self) -> int:
+        return self.step - self.applied
+
+
+def checkpoint_folder(config: RunConfig) -> Path:
+    """Where the run's checkpoints lie."""
+    return Path(config.train.folder) / "checkpoints"
+
+
+def make_plan(config: RunConfig) -> PrecisionPlan:
+    """The precision plan that [precision] describes."""
+    p = config.precision
+    kind = "constant" if p.loss_scale else "dynamic" if p.compute == "fp16" else "none"
+    initial = p.loss_scale or p.initial_scale
+    scaling = LossScaling(
+        kind, initial, p.min_scale, p.growth_factor, p.backoff_factor, p.growth_interval, p.hysteresis
+    )
+    return plan(p.compute, scaling, p.on_nonfinite)
+
+
+class Trainer:
+    """One rank's part of a run. Goes on from the newest checkpoint of the run directory, if there is one and [checkpoint] allows."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh) -> None:
+        self.config, self.corpus = config, corpus
+        train, parallel = config.train, config.parallel
+        self.engine = Engine(
+            corpus.model,
+            make_plan(config),
+            mesh,
+            schedule(parallel.schedule, parallel.pipeline, config.num_microbatches),
+            micro_batch=train.micro_batch,
+            seq_length=train.seq_length,
+            sequence=parallel.sequence,
+            seed=train.seed,
+            make_optimizer=self._optimizer,
+        )
+        self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
+        self.progress = self._resume()
+
+    def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
+        o = self.config.optimizer
+        return ParallelAMPOptimizer(
+            parts,
+            plan,
+            mesh,
+            betas=o.betas,
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            clip=o.clip,
+            zero=self.config.parallel.zero,
+        )
+
+    def _resume(self) -> Progress:
+        path = latest(checkpoint_folder(self.config)) if self.config.checkpoint.resume else None
+        return Progress(**load(path, self.engine.optimizer)["progress"]) if path else Progress()
+
+    def run(self) -> None:
+        """All steps that are left; a checkpoint at the end."""
+        steps, every = self.config.train.steps, self.config.checkpoint.every
+        if self.rank == 0:
+            print_start(self.config, self.corpus, self.engine, self.progress.step)
+            self.config.save_resolved(Path(self.config.train.folder))
+        with self._journal() as journal:
+            while self.progress.step < steps:
+                record = self._record()
+                if journal is not None:
+                    journal.write(record, eta=(steps - self.progress.step) * record["seconds"])
+                if self.progress.step == steps or (every and self.progress.step % every == 0):
+                    self._save()
+
+    def _journal(self) -> Any:
+        log, folder = self.config.log, Path(self.config.train.folder)
+        return _NoJournal() if self.rank else Journal(
+            folder, self.progress.step, self.config.train.steps, log.every, log.progress, log.tensorboard
+        )
+
+    def _record(self) -> dict[str, Any]:
+        """Takes one step, and the evaluation that is due after it; returns what metrics.jsonl keeps of both."""
+        start = time.perf_counter()
+        report = self._step()
+        seconds = time.perf_counter() - start
+        fields = {
+            "step": self.progress.step,
+            **report_fields(report),
+            "tokens": self.progress.samples * self.config.train.seq_length,
+            "tokens_per_s": self.config.tokens_per_step / seconds,
+            "seconds": seconds,
+            "skipped_total": self.progress.skipped,
+        }
+        every = self.config.train.eval_every
+        if every and self.progress.step % every == 0 and self.corpus.held_out is not None:
+            fields["eval_loss"] = self.evaluate(self.corpus.held_out)
+        return fields
+
+    def _step(self) -> StepReport:
+        taken = self.progress.applied * (self.config.train.global_batch if self.config.lr.unit == "samples" else 1)
+        share = self._share(self.corpus.train, self.progress.samples)
+        report = self.engine.step(share, self.config.lr_schedule.at(taken), self.progress.step)
+        self.progress.step += 1
+        self.progress.samples += self.config.train.global_batch
+        self.progress.applied += report.outcome == "applied"
+        return report
+
+    def evaluate(self, samples: Samples) -> float:
+        """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer."""
+        batch = self.config.train.global_batch
+        count = max(1, min(self.config.train.eval_batches, len(samples) // batch))
+        losses = [self.engine.evaluate(self._share(samples, n * batch)) for n in range(count)]
+        return sum(losses) / count
+
+    def _share(self, samples: Samples, position: int) -> Share:
+        """This dp rank's consecutive part of the global batch that begins at `position`."""
+        own = self.config.train.global_batch // self.dp.size
+        batch = samples.batch(position + self.dp.rank * own, own)
+        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own)
+
+    def _save(self) -> None:
+        tokenizer = self.corpus.tokenizer
+        extra = {
+            "model": json.loads(self.corpus.model.model_dump_json()),
+            "progress": asdict(self.progress),
+            "layout": self.config.parallel.model_dump(),
+            "precision": self.config.precision.model_dump(),
+            "tokenizer": tokenizer.path.name if tokenizer else "",
+            "torch": torch.__version__,
+        }
+        files = [tokenizer.path] if tokenizer else []
+        save(checkpoint_folder(self.config), self.progress.step, self.engine.optimizer, extra, self.config.checkpoint.keep, files)
+
+
+class _NoJournal:
+    """What ranks other than 0 keep."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...

@@ -1,0 +1,55 @@
+"""What `megaprec train` says before the first step and after the last."""
+
+from pathlib import Path
+
+from models.engine import Engine
+from models.stages import cuts
+from parallel.schedule import schedule
+from parallel.simulate import bubble
+from tools.corpus import Corpus
+from tools.generate import find_checkpoint, generate, load_model
+from tools.run import RunConfig
+
+SAMPLE_TOKENS = 60
+
+
+def print_start(config: RunConfig, corpus: Corpus, engine: Engine, done: int) -> None:
+    """Model, data, layout, batch arithmetic and stages, in a few lines."""
+    p, t = config.parallel, config.train
+    model = corpus.model
+    print(
+        f"model      {model.family}, {model.num_parameters:,} parameters: {model.layers} layers, hidden {model.hidden}, "
+        f"vocabulary {model.vocab}\n"
+        f"data       {corpus.dataset.num_tokens:,} tokens in {corpus.dataset.num_documents:,} documents, "
+        f"{len(corpus.train):,} samples an epoch\n"
+        f"layout     tensor {p.tensor} x pipeline {p.pipeline} x data {p.data} = {config.world_size} ranks on {engine.device.type}, "
+        f"{p.schedule}{', sequence parallel' if p.sequence else ''}{', ZeRO-1' if p.zero and p.data > 1 else ''}\n"
+        f"batch      {t.global_batch} samples = {p.data} replicas x {config.num_microbatches} micro-batches x {t.micro_batch}, "
+        f"{config.tokens_per_step:,} tokens a step\n"
+        f"precision  {config.precision.compute}"
+    )
+    if p.pipeline > 1:
+        print(f"stages     {_stages(config, corpus)}")
+    if done:
+        print(f"resumed    after step {done}")
+
+
+def _stages(config: RunConfig, corpus: Corpus) -> str:
+    """Layers of each stage, its share of the cost, and the share of time that ranks will wait."""
+    model, p = corpus.model, config.parallel
+    cut = cuts(model, p.pipeline, config.train.seq_length)
+    costs = [len(c.layers) * model.layer_flops(config.train.seq_length) + c.last * model.head_flops() for c in cut]
+    said = ", ".join(f"{len(c.layers)} layers ({cost / sum(costs):.0%})" for c, cost in zip(cut, costs, strict=True))
+    return f"{said}; bubble of equal stages {bubble(schedule(p.schedule, p.pipeline, config.num_microbatches)):.1%}"
+
+
+def print_outcome(config: RunConfig, plot: Path | None) -> None:
+    """A generated sample, and where everything is."""
+    folder = Path(config.train.folder)
+    if config.log.sample:
+        model, tokenizer = load_model(find_checkpoint(folder))
+        text = "".join(generate(model, tokenizer, config.log.sample, SAMPLE_TOKENS))
+        print(f"\nsample\n{config.log.sample}{text}\n")
+    print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
+    if plot is not None:
+        print(f"plots      {plot}")

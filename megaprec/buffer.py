@@ -41,7 +41,13 @@ class Buffer:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], plan: PrecisionPlan, dp: Axis, pp_rank: int, zero: bool, device: torch.device
+        self,
+        parameters: Sequence[nn.Parameter],
+        plan: PrecisionPlan,
+        dp: Axis,
+        pp_rank: int,
+        zero: bool,
+        device: torch.device,
     ) -> None:
         self.parameters, self.dp, self.zero = tuple(parameters), dp, zero
         self.starts, end = [], 0
@@ -66,7 +72,9 @@ class Buffer:
         self.weights = torch.zeros(self.size, dtype=plan.parameters, device=device)
         self.grads = torch.zeros(self.size, dtype=plan.gradients, device=device)
         shared = plan.parameters == plan.masters
-        self.masters = self.own(self.weights) if shared else torch.zeros(self.last - self.first, dtype=plan.masters, device=device)
+        self.masters = (
+            self.own(self.weights) if shared else torch.zeros(self.last - self.first, dtype=plan.masters, device=device)
+        )
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.masters), torch.zeros_like(self.masters)
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
@@ -106,7 +114,9 @@ class Buffer:
         places = [i for i, parameter in enumerate(self.parameters) if any(parameter is p for p in parameters)]
         ends = [*self.starts[1:], self.size]
         first, last = self.starts[places[0]], ends[places[-1]]
-        return min(max(first - self.first, 0), self.last - self.first), min(max(last - self.first, 0), self.last - self.first)
+        return min(max(first - self.first, 0), self.last - self.first), min(
+            max(last - self.first, 0), self.last - self.first
+        )
 
     def reduce(self) -> None:
         """Sums the gradients over dp: afterwards the own slice of `grads` is final, the rest of it is not."""

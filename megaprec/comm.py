@@ -43,7 +43,9 @@ class Axis:
         if mesh is None or mesh.size() == 1:
             return Axis("world")
         if mesh.size() != dist.get_world_size():
-            raise ValueError(f"the mesh holds {mesh.size()} ranks, the world {dist.get_world_size()}: they must be the same")
+            raise ValueError(
+                f"the mesh holds {mesh.size()} ranks, the world {dist.get_world_size()}: they must be the same"
+            )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -88,6 +90,7 @@ class Axis:
         """Starts `scatter_sum`; the returned function waits for the result and returns it."""
         if self.group is None:
             return lambda: tensor
+        self._require_divides(tensor, 0)
         tensor = tensor.contiguous()
         if _on_cpu(tensor):
             return exchange.start_scatter_sum(tensor, self.rank, self.group)
@@ -119,9 +122,14 @@ class Axis:
 
     def chunk(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """This rank's equal part of `tensor` along `dim` (a view)."""
-        if tensor.shape[dim] % self.size:
-            raise ValueError(f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} ranks of {self.name}")
+        self._require_divides(tensor, dim)
         return tensor.chunk(self.size, dim)[self.rank]
+
+    def _require_divides(self, tensor: Tensor, dim: int) -> None:
+        if tensor.shape[dim] % self.size:
+            raise ValueError(
+                f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} ranks of {self.name}"
+            )
 
 
 # torch 2.13 gave these two new names and warns about the old ones.

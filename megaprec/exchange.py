@@ -9,7 +9,6 @@ function returns what finishes it, and several may be under way.
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,7 +19,10 @@ Finish = Callable[[], Tensor]
 
 
 def start_gather(tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tensor | None = None) -> Finish:
-    """[n, ...] of each rank to [size * n, ...] in rank order. `into`: receives the result; `tensor` may be its own chunk."""
+    """[n, ...] of each rank to [size * n, ...] in rank order.
+
+    into: receives the result; `tensor` may be a chunk of it.
+    """
     size = group.size()
     whole = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:])) if into is None else into
     chunks = whole.chunk(size)

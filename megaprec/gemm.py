@@ -11,9 +11,14 @@ from torch import Tensor
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """[m, k] @ [k, n] -> [m, n], in the dtype of the factors."""
-    if a.dtype == torch.float16 and a.device.type == "cpu":
+    if slow_half(a):
         return (a.float() @ b.float()).half()
     return a @ b
+
+
+def slow_half(tensor: Tensor) -> bool:
+    """Whether products of this tensor had better be made in FP32 and rounded."""
+    return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -43,7 +43,9 @@ class Part:
         """The slice of rank `tp.rank`. `shards` below tp.size lets neighbours share a slice (few key/value heads)."""
         shards = 1 if dim is None else (shards or tp.size)
         if tp.size % shards:
-            raise ValueError(f"{name}: {shards} slices cannot be shared out evenly among {tp.size} tensor-parallel ranks")
+            raise ValueError(
+                f"{name}: {shards} slices cannot be shared out evenly among {tp.size} tensor-parallel ranks"
+            )
         copies = tp.size // shards
         return Part(name, shape, dim, shards, tp.rank // copies, copies, tp.rank % copies)
 
@@ -78,7 +80,8 @@ class Layout:
 
     parts: stacked along dim 0 in this order, each with its padding.
     partial: the gradient on each copy is a share; their sum over tp is the gradient.
-    tied: the pipeline ranks that hold the same parameter; their gradients are summed, the first counts. Empty if one does.
+    tied: the pipeline ranks that hold the same parameter, ascending; their gradients are summed, the first counts.
+        Empty if one rank alone holds it.
     """
 
     parts: tuple[Part, ...]
@@ -102,7 +105,9 @@ def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     rows = sum(part.padded[0] for part in layout.parts) if parameter.dim() else 0
     expected = (rows, *layout.parts[0].padded[1:]) if parameter.dim() else ()
     if tuple(parameter.shape) != expected:
-        raise ValueError(f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout says {expected}")
+        raise ValueError(
+            f"{layout.parts[0].name}: the parameter is {tuple(parameter.shape)}, its layout says {expected}"
+        )
     parameter.megaprec_layout = layout  # type: ignore[attr-defined]
     return parameter
 
@@ -111,7 +116,9 @@ def layout_of(parameter: nn.Parameter) -> Layout:
     """The layout of `parameter`. Raises ValueError if it was given none."""
     layout = getattr(parameter, "megaprec_layout", None)
     if layout is None:
-        raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has no layout: give it one with megaprec.layout.attach")
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has no layout: give it one with megaprec.layout.attach"
+        )
     return layout
 
 

@@ -13,12 +13,11 @@ One step, after the backward pass has summed gradients into the buffers:
 The loss must already be a mean over the tokens of all dp ranks, so gradients are summed and never averaged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,6 +29,7 @@ from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
 from megaprec.scaler import make_scaler
 from megaprec.stats import statistics
+from megaprec.tied import tied_axes
 
 
 @dataclass
@@ -71,7 +71,7 @@ class ParallelAMPOptimizer:
         self.world, self.device = Axis.world(mesh), device_of(mesh)
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
-        tied_axes = _tied_axes(mesh, parts)
+        axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
         self.buffers: list[list[Buffer]] = []  # by model chunk
         self._tied: list[tuple[Buffer, Axis]] = []
         self._slices: list[_Slices] = []
@@ -79,12 +79,14 @@ class ParallelAMPOptimizer:
         for part in parts:
             mine = [p for p in parameters_of([part]) if p not in taken]
             taken.update(mine)
-            self.buffers.append([self._adopt(group, tied_axes, zero, weight_decay) for group in _kinds(mine)])
+            self.buffers.append([self._adopt(group, axes, zero, weight_decay) for group in _kinds(mine)])
         self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
         count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
         self.num_elements = int(self.world.sum_(count).item())
 
-    def _adopt(self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], zero: bool, decay: float) -> Buffer:
+    def _adopt(
+        self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], zero: bool, decay: float
+    ) -> Buffer:
         parameters = sorted(parameters, key=lambda p: p.dim() < 2)  # stable: first those with weight decay
         buffer = Buffer(parameters, self.plan, self.dp, self.pp.rank, zero, self.device)
         if pipeline_ranks := layout_of(parameters[0]).tied:
@@ -92,7 +94,9 @@ class ParallelAMPOptimizer:
         for decayed in (True, False):
             if chosen := [p for p in parameters if (p.dim() >= 2) == decayed]:
                 a, b = buffer.range_of(chosen)
-                values = [[t[a:b]] for t in (buffer.masters, buffer.own(buffer.grads), buffer.exp_avg, buffer.exp_avg_sq)]
+                values = [
+                    [t[a:b]] for t in (buffer.masters, buffer.own(buffer.grads), buffer.exp_avg, buffer.exp_avg_sq)
+                ]
                 self._slices.append(_Slices(*values, weight_decay=decay if decayed else 0.0))
         return buffer
 
@@ -171,7 +175,9 @@ class ParallelAMPOptimizer:
     def _report(self, numbers: Tensor, lr: float) -> StepReport:
         """The only place where the host waits for the device."""
         _, zeros, loss, norm, scale, found = numbers.tolist()
-        report = StepReport("skipped_overflow" if found else "applied", loss, norm, int(zeros), zeros / self.num_elements, scale, lr)
+        report = StepReport(
+            "skipped_overflow" if found else "applied", loss, norm, int(zeros), zeros / self.num_elements, scale, lr
+        )
         if found and self.plan.on_nonfinite == "raise":
             raise FloatingPointError(f"a gradient or the loss is not finite: {report}")
         return report
@@ -183,16 +189,3 @@ def _kinds(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     for parameter in parameters:
         kinds.setdefault(layout_of(parameter).tied, []).append(parameter)
     return list(kinds.values())
-
-
-def _tied_axes(mesh: DeviceMesh | None, parts: Sequence[nn.Module]) -> dict[tuple[int, ...], Axis]:
-    """An axis over the pipeline ranks of every set that shares a parameter with this rank. Only its members meet."""
-    sets = dict.fromkeys(layout_of(p).tied for p in parameters_of(parts))
-    return {ranks: _along_pp(mesh, ranks) for ranks in sets if mesh is not None and ranks}
-
-
-def _along_pp(mesh: DeviceMesh, ranks: tuple[int, ...]) -> Axis:
-    _, dp, tp = (mesh.get_local_rank(name) for name in ("pp", "dp", "tp"))
-    members = [int(mesh.mesh[pp, dp, tp]) for pp in ranks]
-    group = dist.new_group(members, use_local_synchronization=True)
-    return Axis("tied", ranks.index(mesh.get_local_rank("pp")), len(ranks), group)

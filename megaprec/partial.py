@@ -21,7 +21,9 @@ def sum_partial(parameters: Sequence[nn.Parameter], tp: Axis) -> None:
         return
     packed = torch.cat([_slots(part, values) for part, values in shares])
     tp.sum_(packed)
-    for (part, values), summed in zip(shares, packed.split([part.shards * v.numel() for part, v in shares]), strict=True):
+    for (part, values), summed in zip(
+        shares, packed.split([part.shards * v.numel() for part, v in shares]), strict=True
+    ):
         values.copy_(summed.chunk(part.shards)[part.shard])
 
 

@@ -58,7 +58,9 @@ class PrecisionPlan:
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def plan(compute: str = "fp32", scaling: LossScaling | None = None, on_nonfinite: Literal["skip", "raise"] = "skip") -> PrecisionPlan:
+def plan(
+    compute: str = "fp32", scaling: LossScaling | None = None, on_nonfinite: Literal["skip", "raise"] = "skip"
+) -> PrecisionPlan:
     """The plan named by its compute precision: fp64 (for proofs), fp32, bf16 or fp16.
 
     Half weights get FP32 masters, moments and gradients. fp16 scales its loss dynamically unless told otherwise.
@@ -68,7 +70,8 @@ def plan(compute: str = "fp32", scaling: LossScaling | None = None, on_nonfinite
     if scaling is None:
         scaling = LossScaling("dynamic" if compute == "fp16" else "none")
     dtype = DTYPES[compute]
-    origin = dict.fromkeys(("compute", "parameters", "gradients", "masters", "sensitive"), "precision.compute")
+    decided: tuple[str, ...] = ("compute", "parameters", "gradients", "masters", "sensitive")
+    origin = dict.fromkeys(decided, "precision.compute")
     made = PrecisionPlan(dtype, dtype, scaling=scaling, on_nonfinite=on_nonfinite, origin=origin)
     if dtype == torch.float64:
         made = replace(made, gradients=dtype, masters=dtype, sensitive=dtype)

@@ -18,7 +18,6 @@ from torch import Tensor
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
 
-
 _LARGEST = 2.0**127  # the largest power of two that is finite in float32
 
 

@@ -5,10 +5,13 @@ Shapes: s sequence, b micro-batch, h hidden, n heads of this rank, d head_dim. A
 key/value heads than ranks, neighbours hold the same one.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megaprec.gemm import slow_half
 from models.config import ModelConfig
 from parallel.context import Context
 from parallel.dropout import Place, attention_dropout, dropout
@@ -17,6 +20,7 @@ from parallel.norms import LayerNorm, RMSNorm
 
 
 def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
+    """The norm of the family, over the hidden features."""
     kind = RMSNorm if config.norm == "rms" else LayerNorm
     return kind(context, config.hidden, name=name, eps=config.norm_eps)
 
@@ -50,7 +54,8 @@ class Attention(nn.Module):
         query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
         if rotary is not None:
             query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
-        mixed = self._mix(*(z.permute(1, 2, 0, 3) for z in (query, key, value)), place)
+        query, key, value = (z.permute(1, 2, 0, 3) for z in (query, key, value))
+        mixed = self._mix(query, key, value, place)
         return self.output(mixed.permute(2, 0, 1, 3).flatten(2))[0]
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, place: Place | None) -> Tensor:
@@ -60,10 +65,9 @@ class Attention(nn.Module):
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if place is not None and self.config.attention_dropout > 0:
             return self._mix_with_dropout(query, key, value, place)
-        if query.dtype == torch.float16 and query.device.type == "cpu":  # half products are slow there: see megaprec.gemm
-            wide = (z.float() for z in (query, key, value))
-            return F.scaled_dot_product_attention(*wide, is_causal=True).half()
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if slow_half(query):
+            query, key, value = query.float(), key.float(), value.float()
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).to(self.context.plan.compute)
 
     def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, place: Place) -> Tensor:
         """Written out, because the fused kernel draws its mask from a generator that knows nothing of layouts."""
@@ -123,12 +127,12 @@ class Rotate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         return _turn(x, cosine, sine)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def, override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
         return _turn(grad, cosine, -sine), None, None
 

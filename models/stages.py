@@ -105,14 +105,17 @@ def cuts(config: ModelConfig, stages: int, seq_length: int) -> list[Cut]:
     layer, head = config.layer_flops(seq_length), config.head_flops()
     counts = best_cut([layer] * config.layers, stages, last=head)
     ends = list(accumulate(counts))
-    return [Cut(i, range(end - n, end), i == 0, i == stages - 1) for i, (n, end) in enumerate(zip(counts, ends, strict=True))]
+    return [
+        Cut(i, range(end - n, end), i == 0, i == stages - 1)
+        for i, (n, end) in enumerate(zip(counts, ends, strict=True))
+    ]
 
 
 def best_cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[int]:
-    """How many of the consecutive items with these costs each stage gets, at least one, so that the largest stage is smallest.
+    """How many of the consecutive items with these costs each stage gets, so that the largest stage is smallest.
 
-    `first` and `last` are what the first and last stage cost besides. Among equals, early stages get more:
-    they run first and wait longest.
+    Each gets one at least. `first` and `last` are what the first and last stage cost besides. Among equal cuts
+    early stages get more layers: they run first and wait longest.
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(f"{len(costs)} layers cannot be cut into {stages} stages")

@@ -1,6 +1,7 @@
 """Collectives over tp that know their own backward pass.
 
-Each is a linear map on the concatenation of all ranks' tensors, and its backward pass is the transpose:
+Each is a linear map between what all ranks hold together, where a tensor that every rank holds alike counts
+once, and its backward pass is the transpose:
 
     forward                         backward
     copy        (nothing)           sum            replicated input of a column-parallel layer
@@ -23,10 +24,12 @@ from megaprec.comm import Axis
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
+    """Forward nothing, backward a sum."""
     return _Copy.apply(x, axis) if axis.size > 1 else x
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Forward a sum, backward nothing."""
     return _Reduce.apply(x, axis) if axis.size > 1 else x
 
 

@@ -31,7 +31,9 @@ def dropout(x: Tensor, probability: float, context: Context, name: str, place: P
         return x
     first = context.tp.rank * x.shape[0] if context.cut_sequence else 0
     positions = torch.arange(first, first + x.shape[0], device=x.device)
-    return _drop(x, probability, context, name, place, (positions, place.samples, torch.arange(x.shape[2], device=x.device)))
+    return _drop(
+        x, probability, context, name, place, (positions, place.samples, torch.arange(x.shape[2], device=x.device))
+    )
 
 
 def attention_dropout(weights: Tensor, probability: float, context: Context, name: str, place: Place | None) -> Tensor:
@@ -44,7 +46,9 @@ def attention_dropout(weights: Tensor, probability: float, context: Context, nam
     return _drop(weights, probability, context, name, place, (place.samples, own, *rest))
 
 
-def _drop(x: Tensor, probability: float, context: Context, name: str, place: Place, coordinates: tuple[Tensor, ...]) -> Tensor:
+def _drop(
+    x: Tensor, probability: float, context: Context, name: str, place: Place, coordinates: tuple[Tensor, ...]
+) -> Tensor:
     secret = key(context.seed, place.step, name)
     index = torch.zeros((), dtype=torch.int64, device=x.device)
     for coordinate in coordinates:  # mixed one dim at a time, so the sizes of the others do not matter

@@ -63,12 +63,18 @@ class ColumnParallelLinear(nn.Module):
         stack = [Rows(name, output)] if isinstance(output, int) else list(output)
         for rows in stack:
             if rows.rows % (rows.shards or context.tp.size):
-                raise ValueError(f"{rows.name}: {rows.rows} output features do not divide by tensor = {context.tp.size}")
+                raise ValueError(
+                    f"{rows.name}: {rows.rows} output features do not divide by tensor = {context.tp.size}"
+                )
         tp = context.tp
-        self.weight = parameter(context, [Part.cut(f"{r.name}.weight", (r.rows, input_size), 0, tp, r.shards) for r in stack], std, True)
+        self.weight = parameter(
+            context, [Part.cut(f"{r.name}.weight", (r.rows, input_size), 0, tp, r.shards) for r in stack], std, True
+        )
         self.bias = None
         if bias:
-            self.bias = parameter(context, [Part.cut(f"{r.name}.bias", (r.rows,), 0, tp, r.shards) for r in stack], 0.0, True)
+            self.bias = parameter(
+                context, [Part.cut(f"{r.name}.bias", (r.rows,), 0, tp, r.shards) for r in stack], 0.0, True
+            )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
@@ -128,7 +134,9 @@ class VocabParallelEmbedding(nn.Module):
     parallelism. The table is padded to a multiple of tp rows; padding rows are zero and never looked up.
     """
 
-    def __init__(self, context: Context, vocab: int, hidden: int, *, name: str, tied: tuple[int, ...] = (), std: float = 0.02) -> None:
+    def __init__(
+        self, context: Context, vocab: int, hidden: int, *, name: str, tied: tuple[int, ...] = (), std: float = 0.02
+    ) -> None:
         super().__init__()
         self.context = context
         self.weight = parameter(context, [Part.cut(f"{name}.weight", (vocab, hidden), 0, context.tp)], std, tied=tied)
@@ -166,7 +174,12 @@ class Lookup(torch.autograd.Function):
 
 
 def parameter(
-    context: Context, parts: Sequence[Part], std: float, partial: bool = False, tied: tuple[int, ...] = (), mean: float = 0.0
+    context: Context,
+    parts: Sequence[Part],
+    std: float,
+    partial: bool = False,
+    tied: tuple[int, ...] = (),
+    mean: float = 0.0,
 ) -> nn.Parameter:
     """A parameter made of `parts`, in the dtype of the masters: mean + std * normal, keyed by logical name and place.
 
@@ -177,6 +190,10 @@ def parameter(
     for part in parts:
         values = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)
         filled = values[: part.local[0]] if part.local else values
-        filled.copy_(mean + normal_part(part, context.seed, std, dtype) if std else torch.full(part.local, mean, dtype=dtype))
+        filled.copy_(
+            mean + normal_part(part, context.seed, std, dtype) if std else torch.full(part.local, mean, dtype=dtype)
+        )
         slices.append(values)
-    return attach(nn.Parameter(torch.cat(slices) if slices[0].dim() else slices[0]), Layout(tuple(parts), partial, tied))
+    return attach(
+        nn.Parameter(torch.cat(slices) if slices[0].dim() else slices[0]), Layout(tuple(parts), partial, tied)
+    )

@@ -69,7 +69,7 @@ def weight_gradient(weight: nn.Parameter, rows: Tensor, x: Tensor) -> Tensor | N
 
 
 def bias_gradient(bias: nn.Parameter, rows: Tensor) -> Tensor | None:
-    """Sum of `rows` over tokens, in the main gradient's dtype, added into it if there is one (then None is returned)."""
+    """Sum of `rows` over tokens, added into the main gradient if there is one (then None is returned)."""
     main = getattr(bias, "main_grad", None)
     if main is None:
         return rows.sum(0)

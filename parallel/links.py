@@ -1,9 +1,9 @@
 """How tensors travel between pipeline ranks.
 
 A send returns at once, for two ranks that both send before they receive must not wait for each other. Until
-the other side has it the tensor must live and its memory must not be reused, so it is kept, with its work,
-until the work is over. Of one channel at most `SENDS_UNDER_WAY` are kept: one more waits for the oldest, which
-bounds memory (gloo has no way to ask whether a send is over).
+the other side has it the tensor must live and its memory must not be reused, so it is kept, with its work (which
+may hold it too, but does not promise to), until the work is over. Of one channel at most `SENDS_UNDER_WAY` are
+kept: one more waits for the oldest, which bounds memory (gloo has no way to ask whether a send is over).
 
 A message must be known for what it is, not by when it comes: two ranks exchange activations and gradients of
 many micro-batches. Gloo matches by tag, so one process group serves. NCCL has no tags and matches by order, so
@@ -111,7 +111,9 @@ class Links:
     def _route(self, i: Instruction) -> tuple[Channel, int]:
         message = Message.of(i)
         assert message is not None, f"{i} transfers nothing"
-        tag = 2 * (message.microbatch * self.stages + message.stage) + (message.kind is Kind.GRADIENT)
+        # The kind need not be in it: it is given by the direction. From 1 on, for tag 0 is that of whoever sends
+        # without tags in this group (megaprec/exchange.py).
+        tag = 1 + message.microbatch * self.stages + message.stage
         return Channel.of(message, self.rank_of_stage), tag if self.match == "tag" else 0
 
     def _world_rank(self, rank: int) -> int:

@@ -16,7 +16,9 @@ from megaprec.layout import Part
 _BLOCK = 1 << 20  # elements of FP32 logits at a time: they stay in cache, and a second full-size tensor is never made
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Part, tp: Axis, sensitive: torch.dtype = torch.float32) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, vocabulary: Part, tp: Axis, sensitive: torch.dtype = torch.float32
+) -> Tensor:
     """Loss of each token, in the `sensitive` dtype, with the shape of `targets`; the same on every tp rank.
 
     logits: [..., padded own rows]. targets: int64 [...], ids of the whole vocabulary. vocabulary: this rank's slice.
@@ -25,8 +27,12 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocabulary: Part, tp: Axis, s
 
 
 class CrossEntropy(torch.autograd.Function):
+    """`cross_entropy`, and (softmax - one at the target) for the way back."""
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Part, tp: Axis, sensitive: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Part, tp: Axis, sensitive: torch.dtype
+    ) -> Tensor:
         rows = logits.reshape(-1, logits.shape[-1])
         local, here = _local(targets.reshape(-1), vocabulary)
         own = rows[:, : vocabulary.local[0]]

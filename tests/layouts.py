@@ -1,7 +1,7 @@
 """Trains a small model in some layout and puts what the ranks hold together again, by logical name."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -11,21 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.buffer import Buffer
 from megaprec.events import StepReport
 from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import LossScaling, plan
+from megaprec.plan import LossScaling, PrecisionPlan, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
+from models.stages import Stage
 from parallel.schedule import schedule
 from tests.ranks import run_ranks
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]  # tp, pp, dp
-SAMPLES, LENGTH, MICRO_BATCH = 8, 8, 2
+SAMPLES, LENGTH = 8, 8
 
 
 @dataclass(frozen=True)
 class Run:
     """What is trained and how, apart from the layout."""
 
-    model: dict[str, Any]
+    model: dict[str, Any] = field(hash=False)
     compute: str = "fp64"
     scaling: LossScaling | None = None
     sequence: bool = False
@@ -35,7 +36,9 @@ class Run:
     lr: float = 1e-2
     clip: float = 0.5
     kind: str = "1f1b"
+    micro_batch: int = 2
     plant: tuple[int, int, float] | None = None  # rank, step, value put into one of its gradient elements
+    before: Callable[[], None] | None = None  # called on every rank before it trains; a function of a module
 
     @property
     def config(self) -> ModelConfig:
@@ -51,6 +54,7 @@ class Result:
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     scaler: dict[str, float]
+    num_elements: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Recording(ParallelAMPOptimizer):
         super()._update(lr, divisor, found)
 
 
-def fragments(optimizer: ParallelAMPOptimizer, values: Any) -> list[Fragment]:
+def fragments(optimizer: ParallelAMPOptimizer, values: Callable[[Buffer], Tensor]) -> list[Fragment]:
     """What this rank's own slices hold of each logical tensor, copies included."""
     found = []
     for buffer in optimizer.all_buffers():
@@ -105,19 +109,18 @@ def _fragments_of(buffer: Buffer, values: Tensor) -> list[Fragment]:
     return found
 
 
-def assemble(ranks: list[list[Fragment]]) -> dict[str, Tensor]:
+def assemble(ranks: Sequence[Sequence[Fragment]]) -> dict[str, Tensor]:
     """Whole logical tensors. Where several ranks hold an element they must hold the same bits."""
     slices: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    whole: dict[str, Tensor] = {}
     for fragment in (f for rank in ranks for f in rank):
-        shapes[fragment.name] = fragment.shape
-        key = fragment.name, fragment.offset
-        flat = slices.setdefault(key, torch.full((prod(fragment.local),), torch.nan, dtype=fragment.values.dtype).view(fragment.local))
-        place = flat.view(-1)[fragment.first : fragment.first + len(fragment.values)]
+        new = fragment.values.new_full
+        whole.setdefault(fragment.name, new(fragment.shape, torch.nan))
+        flat = slices.setdefault((fragment.name, fragment.offset), new(fragment.local, torch.nan)).view(-1)
+        place = flat[fragment.first : fragment.first + len(fragment.values)]
         known = ~place.isnan()
         assert torch.equal(place[known], fragment.values[known]), f"copies of {fragment.name} differ"
         place.copy_(fragment.values)
-    whole = {name: torch.full(shape, torch.nan, dtype=next(iter(slices.values())).dtype) for name, shape in shapes.items()}
     for (name, offset), values in slices.items():
         whole[name][tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = values
     return whole
@@ -134,45 +137,78 @@ def batches(run: Run) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     return made
 
 
-def share_of(mesh: DeviceMesh, batch: tuple[Tensor, Tensor, Tensor | None]) -> Share:
-    dp, size = mesh.get_local_rank("dp"), mesh["dp"].size()
+def share_of(mesh: DeviceMesh | None, batch: tuple[Tensor, Tensor, Tensor | None]) -> Share:
+    dp, size = (0, 1) if mesh is None else (mesh.get_local_rank("dp"), mesh["dp"].size())
     n = SAMPLES // size
     tokens, targets, mask = (None if x is None else x[dp * n : (dp + 1) * n] for x in batch)
     assert tokens is not None and targets is not None
     return Share(tokens, targets, mask, first=dp * n)
 
 
-def make_engine(mesh: DeviceMesh, run: Run) -> Engine:
-    microbatches = SAMPLES // MICRO_BATCH // mesh["dp"].size()
+def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
+    def make_optimizer(parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> Recording:
+        return Recording(parts, plan, mesh, clip=run.clip, zero=run.zero, plant=run.plant)
+
+    pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
     return Engine(
         run.config,
         plan(run.compute, run.scaling),
         mesh,
-        schedule(run.kind, mesh["pp"].size(), microbatches),
-        micro_batch=MICRO_BATCH,
+        schedule(run.kind, pp, SAMPLES // run.micro_batch // dp),
+        micro_batch=run.micro_batch,
         seq_length=LENGTH,
         sequence=run.sequence,
         seed=3,
-        make_optimizer=lambda parts, plan, mesh: Recording(parts, plan, mesh, clip=run.clip, zero=run.zero, plant=run.plant),
+        make_optimizer=make_optimizer,
     )
 
 
-def train_rank(mesh: DeviceMesh, run: Run) -> tuple[list[StepReport], list[list[Fragment]], list[Fragment], list[Fragment], dict[str, float]]:
+@dataclass(frozen=True)
+class Trained:
+    """What one rank saw of a run."""
+
+    reports: list[StepReport]
+    grads: list[list[Fragment]]
+    before: list[Fragment]
+    after: list[Fragment]
+    scaler: dict[str, float]
+    num_elements: int
+
+
+def train_rank(mesh: DeviceMesh, runs: Sequence[Run]) -> list[Trained]:
     """The body each rank runs."""
+    return [_train_one(mesh, run) for run in runs]
+
+
+def _train_one(mesh: DeviceMesh, run: Run) -> Trained:
+    if run.before is not None:
+        run.before()
     engine = make_engine(mesh, run)
     optimizer = engine.optimizer
     assert isinstance(optimizer, Recording)
     before = fragments(optimizer, lambda buffer: buffer.masters)
     reports = [engine.step(share_of(mesh, batch), run.lr, n) for n, batch in enumerate(batches(run))]
     after = fragments(optimizer, lambda buffer: buffer.masters)
-    return reports, optimizer.seen, before, after, optimizer.scaler.state_dict()
+    return Trained(reports, optimizer.seen, before, after, optimizer.scaler.state_dict(), optimizer.num_elements)
 
 
 def train(run: Run, tp: int = 1, pp: int = 1, dp: int = 1) -> Result:
     """Trains on tp * pp * dp ranks. Reports and scaler must be the same on every rank."""
-    ranks = run_ranks(train_rank, {"pp": pp, "dp": dp, "tp": tp}, run=run)
-    reports, _, _, _, scaler = ranks[0]
-    assert all(r[0] == reports or str(r[0]) == str(reports) for r in ranks), "ranks report different steps"
-    assert all(r[4] == scaler for r in ranks), "ranks hold different scalers"
-    grads = [assemble([r[1][step] for r in ranks]) for step in range(run.steps)]
-    return Result(reports, grads, assemble([r[2] for r in ranks]), assemble([r[3] for r in ranks]), scaler)
+    return train_all([run], tp, pp, dp)[0]
+
+
+def train_all(runs: Sequence[Run], tp: int = 1, pp: int = 1, dp: int = 1) -> list[Result]:
+    """Several runs one after the other, for the price of one start."""
+    ranks = run_ranks(train_rank, {"pp": pp, "dp": dp, "tp": tp}, runs=runs)
+    return [_together(run, [rank[n] for rank in ranks]) for n, run in enumerate(runs)]
+
+
+def _together(run: Run, ranks: Sequence[Trained]) -> Result:
+    first = ranks[0]
+    assert all(str(r.reports) == str(first.reports) for r in ranks), (
+        "ranks report different steps"
+    )  # as text: NaN is NaN
+    assert all(r.scaler == first.scaler for r in ranks), "ranks hold different scalers"
+    grads = [assemble([r.grads[step] for r in ranks]) for step in range(run.steps)]
+    before, after = assemble([r.before for r in ranks]), assemble([r.after for r in ranks])
+    return Result(first.reports, grads, before, after, first.scaler, first.num_elements)

@@ -38,7 +38,8 @@ def norm(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor) -> 
 def attention(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     b, s, _ = x.shape
     query, key, value = (
-        linear(w, f"{name}.{which}", x).view(b, s, -1, config.head_dim).transpose(1, 2) for which in ("query", "key", "value")
+        linear(w, f"{name}.{which}", x).view(b, s, -1, config.head_dim).transpose(1, 2)
+        for which in ("query", "key", "value")
     )
     if config.positions == "rope":
         query, key = rotate(config, query), rotate(config, key)
@@ -64,13 +65,19 @@ def mlp(config: ModelConfig, w: Mapping[str, Tensor], name: str, x: Tensor) -> T
     return linear(w, f"{name}.down", inner)
 
 
-def mean_loss(config: ModelConfig, w: Mapping[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor | None) -> Tensor:
+def mean_loss(
+    config: ModelConfig, w: Mapping[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor | None
+) -> Tensor:
     each = F.cross_entropy(logits(config, w, tokens).flatten(0, 1), targets.flatten(), reduction="none")
     return each.mean() if mask is None else (each * mask.flatten()).sum() / mask.sum()
 
 
 def train(
-    config: ModelConfig, weights: Weights, batches: Sequence[tuple[Tensor, Tensor, Tensor | None]], lr: float, clip: float
+    config: ModelConfig,
+    weights: Weights,
+    batches: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    lr: float,
+    clip: float,
 ) -> list[dict[str, object]]:
     """Trains with torch's AdamW; one record per step: loss, norm, the gradients before clipping, the weights after."""
     w = {name: value.clone().requires_grad_() for name, value in weights.items()}

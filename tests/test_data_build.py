@@ -13,7 +13,7 @@ import pytest
 from megaprec.data import build as module
 from megaprec.data import text
 from megaprec.data.build import build, prepare, reusable
-from megaprec.data.indexed import IndexedDataset
+from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
@@ -155,7 +155,7 @@ os._exit(9)  # as SIGKILL would
 def test_another_data_set_is_not_overwritten_unless_told(tmp_path: Path, tokenizer: Bytes, lines: Path) -> None:
     source = open_source(str(lines))
     build(source, tokenizer, tmp_path / "out")
-    with pytest.raises(UserError, match="out.idx exists"):
+    with pytest.raises(UserError, match=r"out\.idx exists"):
         build(source, tokenizer, tmp_path / "out")
     build(source, tokenizer, tmp_path / "out", overwrite=True)
 
@@ -187,6 +187,31 @@ def test_a_damaged_data_set_is_not_reused(
     assert reusable(tmp_path / "out", open_source(str(lines)), tokenizer.path) is None
 
 
+def test_a_pair_that_others_put_there_is_not_reused(tmp_path: Path, tokenizer: Bytes, lines: Path) -> None:
+    build(open_source(str(lines)), tokenizer, tmp_path / "out")
+    with IndexedWriter(tmp_path / "out", 257) as writer:
+        writer.add_document([1, 2])
+    assert reusable(tmp_path / "out", open_source(str(lines)), tokenizer.path) is None
+
+
+def test_a_record_never_vouches_for_a_data_set_made_later(
+    tmp_path: Path, tokenizer: Bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text(name)  # as many tokens in both
+    one, two = (open_source(str(tmp_path / name)) for name in ("one.txt", "two.txt"))
+    build(one, tokenizer, tmp_path / "out")
+
+    def crash(path: Path, content: bytes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "write_whole", crash)
+    with pytest.raises(KeyboardInterrupt):
+        build(two, tokenizer, tmp_path / "out", overwrite=True)
+    assert IndexedDataset(tmp_path / "out").document(0).tolist() == [*b"two.txt", 256]
+    assert reusable(tmp_path / "out", one, tokenizer.path) is None
+
+
 def test_prepare_trains_builds_and_then_reuses(tmp_path: Path) -> None:
     source, out = open_source("python", max_chars=100_000), tmp_path / "data" / "py"
     made = prepare(source, out, vocab_size=400)
@@ -196,7 +221,7 @@ def test_prepare_trains_builds_and_then_reuses(tmp_path: Path) -> None:
     assert prepare(source, out, vocab_size=400).reused
     assert prepare(source, out, tokenizer=made.tokenizer).reused
     assert {path: path.stat().st_mtime_ns for path in out.parent.iterdir()} == stamps
-    with pytest.raises(UserError, match="py.idx exists"):
+    with pytest.raises(UserError, match=r"py\.idx exists"):
         prepare(source, out, vocab_size=401)
     tokenizer = load_tokenizer(made.tokenizer)
     dataset = IndexedDataset(out)

@@ -3,6 +3,7 @@
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def write(prefix: Path, documents: list[list[int]], vocab_size: int = 1000) -> P
     return prefix
 
 
-def assemble(prefix: Path, lengths: list[int], documents: list[int], **change) -> Path:
+def assemble(prefix: Path, lengths: list[int], documents: list[int], **change: Any) -> Path:
     """A pair put together by hand, with ids 0, 1, 2, … as int32 unless a field is changed."""
     field = {"magic": b"MMIDIDX\x00\x00", "version": 1, "code": 4, "ids": "<i4", "modes": b"", "tail": b""} | change
     total, itemsize = sum(map(abs, lengths)), np.dtype(field["ids"]).itemsize
@@ -60,7 +61,7 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     dataset = IndexedDataset(write(tmp_path / "x", documents))
     assert [dataset.document(i).tolist() for i in range(dataset.num_documents)] == documents
     assert dataset.document_lengths().tolist() == [len(ids) for ids in documents]
-    stream = sum(documents, [])
+    stream = [token for ids in documents for token in ids]
     assert dataset.num_tokens == len(stream)
     assert dataset.tokens(3, 20).dtype == np.int64
     assert all(dataset.tokens(i, 9).tolist() == stream[i : i + 9] for i in range(len(stream) - 8))
@@ -137,7 +138,7 @@ def test_an_index_cut_anywhere_is_refused(tmp_path: Path) -> None:
     whole = idx.read_bytes()
     for size in range(len(whole)):
         idx.write_bytes(whole[:size])
-        with pytest.raises(UserError, match="corrupt index: (truncated|it begins with)"):
+        with pytest.raises(UserError, match=r"corrupt index: (truncated|it begins with)"):
             IndexedDataset(tmp_path / "x")
 
 
@@ -189,10 +190,21 @@ def test_a_vocabulary_must_hold_every_id(tmp_path: Path, monkeypatch: pytest.Mon
         check_vocabulary(dataset, 41)
 
 
+def test_negative_ids_are_in_no_vocabulary(tmp_path: Path) -> None:
+    assemble(tmp_path / "x", [2], [0, 1], code=2, ids="i1")
+    (tmp_path / "x.bin").write_bytes(struct.pack("<2b", 3, -4))
+    with pytest.raises(UserError, match="token ids -4 to 3"):
+        check_vocabulary(IndexedDataset(tmp_path / "x"), 100)
+
+
 def test_an_exception_while_writing_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), IndexedWriter(tmp_path / "x", 10) as writer:
-        writer.add_document([1])
-        raise RuntimeError
+    def interrupted() -> None:
+        with IndexedWriter(tmp_path / "x", 10) as writer:
+            writer.add_document([1])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        interrupted()
     assert os.listdir(tmp_path) == []
 
 

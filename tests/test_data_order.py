@@ -32,7 +32,7 @@ def test_a_sample_asked_alone_is_the_one_asked_in_bulk(n: int, seed: int, positi
     positions = position + np.arange(20)
     bulk = order(positions, n, seed)
     assert bulk.dtype == np.int64
-    assert ((0 <= bulk) & (bulk < n)).all()
+    assert ((bulk >= 0) & (bulk < n)).all()
     assert [int(order(positions[i : i + 1], n, seed)[0]) for i in range(20)] == bulk.tolist()
     assert order(positions[::-1].reshape(4, 5), n, seed).tolist() == bulk[::-1].reshape(4, 5).tolist()
 

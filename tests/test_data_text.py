@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: bytes, why: 
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:-9], lambda data: b"plain", lambda data: data[:12] + b"\xff" * 40]
 )
-def test_a_broken_gzip_file_is_named(tmp_path: Path, damage) -> None:
+def test_a_broken_gzip_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "x.jsonl.gz"
     path.write_bytes(damage(gzip.compress(b"".join(json.dumps({"text": str(i)}).encode() + b"\n" for i in range(999)))))
     with pytest.raises(UserError, match="not a whole gzip file"):

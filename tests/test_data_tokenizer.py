@@ -148,5 +148,5 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) 
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nothing.model: no such file"):
+    with pytest.raises(UserError, match=r"nothing\.model: no such file"):
         load_tokenizer(tmp_path / "nothing.model")

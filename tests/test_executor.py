@@ -75,6 +75,7 @@ def require_plain_gradients(toy: Toy, links: Links, seed: int = 0) -> None:
             assert ours is not None and expected is not None and torch.equal(ours, expected)
     if links.rank_of_stage[-1] == links.axis.rank:
         assert toy.losses == plain.losses
+    assert not any(links.pending.values())
     assert sorted(toy.reduced) == [s for s, home in enumerate(links.rank_of_stage) if home == links.axis.rank]
 
 
@@ -139,8 +140,8 @@ def test_evaluation_needs_forwards_alone_and_may_have_another_shape(mesh: Device
         assert all(ours < whole for ours, whole in zip(toy.losses, plain.losses, strict=True))
 
 
-def one_process(stages: int, microbatches: int, kind: str = "1f1b") -> tuple[Schedule, Links]:
-    """All stages on this one rank: the programs of all ranks cannot wait for each other here, so one by one."""
+def one_process(stages: int, microbatches: int) -> tuple[Schedule, Links]:
+    """All stages on this one rank, which needs no process group."""
     forwards = [Instruction(Op.FORWARD, s, m) for m in range(microbatches) for s in range(stages)]
     backwards = [Instruction(Op.BACKWARD, s, m) for m in range(microbatches) for s in reversed(range(stages))]
     s = complete([forwards + backwards], [0] * stages)

@@ -10,7 +10,15 @@ from torch import Tensor
 from tests import oracle
 from tests.layouts import LAYOUTS, Result, Run, batches, train
 
-SIZES: dict[str, Any] = {"layers": 3, "hidden": 16, "heads": 4, "kv_heads": 1, "ffn": 24, "vocab": 101, "max_positions": 10}
+SIZES: dict[str, Any] = {
+    "layers": 3,
+    "hidden": 16,
+    "heads": 4,
+    "kv_heads": 1,
+    "ffn": 24,
+    "vocab": 101,
+    "max_positions": 10,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **SIZES},
     "llama tied biased": {"family": "llama", "tied": True, "bias": True, **SIZES},

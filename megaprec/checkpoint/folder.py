@@ -13,10 +13,12 @@ from megaprec.checkpoint.store import INDEX
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies."""
     return folder / f"step_{step:08d}"
 
 
 def partial_path(folder: Path, step: int) -> Path:
+    """Where it lies until it is whole."""
     return folder / f".step_{step:08d}.partial"
 
 

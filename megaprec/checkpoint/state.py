@@ -22,7 +22,14 @@ from megaprec.errors import UserError
 from megaprec.optimizer import ParallelAMPOptimizer
 
 
-def save(folder: Path, step: int, optimizer: ParallelAMPOptimizer, extra: dict[str, Any], keep: int = 2, files: Sequence[Path] = ()) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    optimizer: ParallelAMPOptimizer,
+    extra: dict[str, Any],
+    keep: int = 2,
+    files: Sequence[Path] = (),
+) -> Path:
     """Writes a checkpoint of `step` into `folder` and removes all but the newest `keep`. Collective over the world.
 
     extra: JSON values kept in checkpoint.json beside ours; the same on every rank. files: copied into the checkpoint.
@@ -62,9 +69,15 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
     """Raises UserError naming the tensors of this rank that the checkpoint lacks or has in another shape."""
     saved = store.shapes("weight")
     mine = {piece.part.name: piece.part.shape for buffer in optimizer.all_buffers() for piece in buffer.pieces}
-    wrong = [f"{n} is {list(s)} in the model, {list(saved[n]) if n in saved else 'not'} in {store.path}" for n, s in mine.items() if saved.get(n) != s]
+    wrong = [
+        f"{n} is {list(s)} in the model, {list(saved[n]) if n in saved else 'not'} in {store.path}"
+        for n, s in mine.items()
+        if saved.get(n) != s
+    ]
     if wrong:
-        raise UserError(f"{store.path} is a checkpoint of another model: {len(wrong)} of {len(mine)} tensors differ", *wrong[:5])
+        raise UserError(
+            f"{store.path} is a checkpoint of another model: {len(wrong)} of {len(mine)} tensors differ", *wrong[:5]
+        )
 
 
 def _read_into(store: Store, kind: str, buffer: Buffer, values: Tensor) -> None:

@@ -53,7 +53,9 @@ class Store:
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Logical name -> shape of the tensors of one kind: prefix weight, exp_avg or exp_avg_sq."""
         start = f"{prefix}/"
-        return {k.removeprefix(start): tuple(v["shape"]) for k, v in self.index["tensors"].items() if k.startswith(start)}
+        return {
+            k.removeprefix(start): tuple(v["shape"]) for k, v in self.index["tensors"].items() if k.startswith(start)
+        }
 
     def read(self, kind: str, name: str) -> Tensor:
         """A whole logical tensor, in the dtype it was saved in."""
@@ -75,10 +77,14 @@ class Store:
         filled = 0
         for chunk in self.index["tensors"][key]["chunks"]:
             low = [max(a, b) for a, b in zip(offset, chunk["offset"], strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, chunk["offset"], chunk["shape"], strict=True)]
+            high = [
+                min(a + n, b + m) for a, n, b, m in zip(offset, shape, chunk["offset"], chunk["shape"], strict=True)
+            ]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            piece = self._slice(chunk["file"], key)[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk["offset"], strict=True))]
+            piece = self._slice(chunk["file"], key)[
+                tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk["offset"], strict=True))
+            ]
             if list(piece.shape) == list(shape):
                 return piece
             found = torch.empty(*shape, dtype=piece.dtype) if found is None else found

@@ -68,7 +68,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path) -> None:
         try:
-            import tokenizers
+            import tokenizers  # noqa: PLC0415 (optional)
         except ImportError as problem:
             raise UserError(f"{path} needs the package 'tokenizers'; pip install tokenizers") from problem
         self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))

@@ -11,7 +11,7 @@ and the optimizer read memory once, in order.
     moments  [own] x2 plan.masters      Adam's two averages
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +54,9 @@ class Buffer:
         for parameter in self.parameters:
             self.starts.append(end)
             end += _up(parameter.numel(), _ALIGNMENT)
-        shares = dp.size if zero else 1
-        self.size = _up(end, shares * _ALIGNMENT)
-        own = self.size // shares
-        self.first = own * dp.rank if zero else 0
-        self.last = self.first + own
+        self.size = _up(end, dp.size * _ALIGNMENT)
+        self.share = self.size // dp.size * dp.rank, self.size // dp.size * (dp.rank + 1)  # counted here
+        self.first, self.last = self.share if zero else (0, self.size)
         self.pieces = tuple(self._pieces(pp_rank))
         self._allocate(plan, device)
 
@@ -98,11 +96,23 @@ class Buffer:
         return {"weight": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def counted(self) -> list[tuple[int, int]]:
-        """Ranges of the own slice that hold logical elements which no other rank counts; neighbours are joined."""
+        """Ranges of the own slice that hold logical elements which no other rank counts."""
+        first, last = self.share
+        return self._ranges((max(p.start, first), min(p.stop, last)) for p in self.pieces if p.counts)
+
+    def copies(self) -> list[tuple[int, int]]:
+        """Ranges of the own slice that hold logical elements which another rank counts."""
+        first, last = self.share
+        counted = [p for p in self.pieces if p.counts]
+        outside = [(p.start, min(p.stop, first)) for p in counted] + [(max(p.start, last), p.stop) for p in counted]
+        return self._ranges(sorted([(p.start, p.stop) for p in self.pieces if not p.counts] + outside))
+
+    def _ranges(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What the own slice has of the spans, as positions in it; neighbours are joined."""
         ranges: list[tuple[int, int]] = []
-        for piece in self.pieces:
-            first, last = max(piece.start, self.first) - self.first, min(piece.stop, self.last) - self.first
-            if not piece.counts or first >= last:
+        for start, stop in spans:
+            first, last = max(start, self.first) - self.first, min(stop, self.last) - self.first
+            if first >= last:
                 continue
             if ranges and ranges[-1][1] == first:
                 first = ranges.pop()[0]

@@ -1,9 +1,9 @@
 """Collectives for ranks on CPUs, made of messages that all travel at once.
 
-gloo's own collectives pass data round a ring in small pieces, which costs a latency per piece. Ranks of one
-host do better to send everything to everyone directly: two to eight times faster up to some megabytes
-(docs/performance.md). Sums are taken in rank order, in FP32 or more, and rounded once, so all ranks hold the same
-bits. Messages of one axis are matched by order, and every rank runs the same program, so each `start_`
+gloo's own collectives pass data round a ring in small pieces. That is the fastest way to sum large tensors, but small
+ones, gathers and scatters arrive two to four times sooner when everyone sends to everyone directly
+(docs/performance.md). Sums made here are taken in rank order, in FP32 or more, and rounded once; either way all ranks
+hold the same bits. Messages of one axis are matched by order, and every rank runs the same program, so each `start_`
 function returns what finishes it, and several may be under way.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-RING = 1 << 24  # bytes from which on gloo's own ring all-reduce is faster
-ONE_ROUND = 1 << 14  # bytes up to which sending everything to everyone beats two rounds of parts
+RING = 1 << 18  # bytes sent by each rank from which on gloo's own ring all-reduce is faster
 
 Finish = Callable[[], Tensor]
 
@@ -56,23 +55,12 @@ def start_scatter_sum(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Fi
 
 def start_sum_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
     """The sum over ranks, in place; `tensor` must be contiguous."""
-    size = group.size()
-    bytes_ = tensor.numel() * tensor.element_size()
-    if bytes_ >= RING:
+    if tensor.numel() * tensor.element_size() * (group.size() - 1) >= RING:
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return lambda: (work.wait(), tensor)[1]
-    flat = tensor.view(-1)
-    if bytes_ <= ONE_ROUND or flat.numel() % size:
-        gathered = start_gather(flat.clone().unsqueeze(0), rank, group)
-        return lambda: flat.copy_(gathered().sum(0))
-    scattered = start_scatter_sum(flat, rank, group)
-
-    def finish() -> Tensor:
-        flat.chunk(size)[rank].copy_(scattered())
-        return start_gather(flat.chunk(size)[rank], rank, group, into=flat)()
-
-    return finish
+    gathered = start_gather(tensor.clone().unsqueeze(0), rank, group)
+    return lambda: tensor.copy_(gathered().sum(0))
 
 
 def max_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:

@@ -81,6 +81,7 @@ class ParallelAMPOptimizer:
             taken.update(mine)
             self.buffers.append([self._adopt(group, axes, zero, weight_decay) for group in _kinds(mine)])
         self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
+        self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
         count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
         self.num_elements = int(self.world.sum_(count).item())
 
@@ -151,7 +152,7 @@ class ParallelAMPOptimizer:
     def _agree(self, loss: Tensor | None) -> Tensor:
         """float64 [3], summed over the whole mesh: sum of squares of the scaled gradients, zeros, loss."""
         own = torch.zeros(1, dtype=torch.float64, device=self.device) if loss is None else loss.double().reshape(1)
-        return self.world.sum_(torch.cat((statistics(self._counted, self.device), own)))
+        return self.world.sum_(torch.cat((statistics(self._counted, self._copies, self.device), own)))
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """At most 1. A norm that is not finite gives a factor that is never used: such a step is skipped."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
 
-_LARGEST = 2.0**127  # the largest power of two that is finite in float32
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # powers of two that float32 can hold and invert
 
 
 class GradScaler(Protocol):
@@ -37,8 +37,8 @@ class ConstantGradScaler:
     """A scale that never changes; steps with a non-finite gradient are still skipped, by the optimizer."""
 
     def __init__(self, scale: float = 1.0, device: torch.device | str = "cpu") -> None:
-        if not 0 < scale < float("inf"):
-            raise UserError(f"loss scale {scale} must be positive and finite")
+        if not _SMALLEST <= scale <= _LARGEST:
+            raise UserError(f"loss scale {scale} must lie between 2**-126 and 2**127")
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     @property
@@ -56,8 +56,8 @@ class ConstantGradScaler:
 
 
 class DynamicGradScaler:
-    """Raises UserError unless 0 < min_scale <= initial_scale <= max_scale, growth_factor > 1, 0 < backoff_factor < 1
-    and growth_interval, hysteresis >= 1. Without `max_scale` the scale grows as long as it stays finite."""
+    """Raises UserError unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**127, growth_factor > 1,
+    0 < backoff_factor < 1 and growth_interval, hysteresis >= 1. Without `max_scale` the scale may reach 2**127."""
 
     def __init__(
         self,
@@ -81,8 +81,9 @@ class DynamicGradScaler:
 
     def _check(self, initial: float) -> None:
         rules = {
-            f"initial scale {initial} must lie between the minimum {self.min_scale} and the maximum {self.max_scale}": (
-                0 < self.min_scale <= initial <= self.max_scale
+            f"initial scale {initial} must lie between the minimum {self.min_scale} and the maximum {self.max_scale}, "
+            "and these between 2**-126 and 2**127": (
+                _SMALLEST <= self.min_scale <= initial <= self.max_scale <= _LARGEST
             ),
             f"growth factor {self.growth_factor} must be above 1": self.growth_factor > 1,
             f"backoff factor {self.backoff_factor} must lie between 0 and 1": 0 < self.backoff_factor < 1,
@@ -124,7 +125,7 @@ class DynamicGradScaler:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Takes up a saved search; nothing changes if `state` is a constant scaler's empty one."""
         if state:
-            self.scale.fill_(max(state["scale"], self.min_scale))
+            self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
             self.growth_tracker.fill_(int(state["growth_tracker"]))
             self.hysteresis_tracker.fill_(int(state["hysteresis_tracker"]))
 

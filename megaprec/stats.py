@@ -26,10 +26,15 @@ def sum_of_squares(values: Tensor) -> Tensor:
     return norms.square().sum()
 
 
-def statistics(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """float64 [2]: (sum of squares, number of zeros) over flat tensors in which every element counts once."""
+def statistics(gradients: Iterable[Tensor], copies: Iterable[Tensor], device: torch.device) -> Tensor:
+    """float64 [2]: (sum of squares, number of zeros) over flat tensors in which every element counts once.
+
+    copies: elements that are counted elsewhere. They make the sum NaN if one is not finite and do nothing otherwise.
+    """
     squares, zeros = torch.zeros(2, dtype=torch.float64, device=device).unbind()
     for values in gradients:
         squares += sum_of_squares(values)
         zeros += values.numel() - torch.count_nonzero(values)
+    for values in copies:
+        squares += 0 * sum_of_squares(values)
     return torch.stack((squares, zeros))

@@ -55,9 +55,10 @@ def normal_part(part: Part, seed: int, std: float, dtype: torch.dtype) -> Tensor
     flat = torch.empty(prod(part.local), dtype=dtype)
     row_length = prod(part.local[1:])
     rows = torch.arange(part.local[0]) if part.local else torch.zeros(1, dtype=torch.int64)
-    for chosen in rows.split(max(1, _ROWS // row_length)):
-        block = std * normal(key(seed, part.name), _element_numbers(part, chosen))
-        flat[chosen[0] * row_length : (chosen[-1] + 1) * row_length] = block.reshape(-1)
+    step = max(1, _ROWS // max(1, row_length))
+    for first in range(0, len(rows), step):  # none if the slice is nothing but padding
+        block = std * normal(key(seed, part.name), _element_numbers(part, rows[first : first + step]))
+        flat[first * row_length : (first + step) * row_length] = block.reshape(-1)
     return flat.view(part.local)
 
 

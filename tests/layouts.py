@@ -47,7 +47,10 @@ class Run:
 
 @dataclass
 class Result:
-    """Of one training run: per step the report and logical gradients; logical weights before and after."""
+    """Of one training run: per step the report and logical gradients; logical weights before and after.
+
+    A skipped step has no gradients: what stands in the place of one may differ from rank to rank.
+    """
 
     reports: list[StepReport]
     grads: list[dict[str, Tensor]]
@@ -200,15 +203,16 @@ def train(run: Run, tp: int = 1, pp: int = 1, dp: int = 1) -> Result:
 def train_all(runs: Sequence[Run], tp: int = 1, pp: int = 1, dp: int = 1) -> list[Result]:
     """Several runs one after the other, for the price of one start."""
     ranks = run_ranks(train_rank, {"pp": pp, "dp": dp, "tp": tp}, runs=runs)
-    return [_together(run, [rank[n] for rank in ranks]) for n, run in enumerate(runs)]
+    return [_together([rank[n] for rank in ranks]) for n in range(len(runs))]
 
 
-def _together(run: Run, ranks: Sequence[Trained]) -> Result:
+def _together(ranks: Sequence[Trained]) -> Result:
     first = ranks[0]
     assert all(str(r.reports) == str(first.reports) for r in ranks), (
         "ranks report different steps"
     )  # as text: NaN is NaN
     assert all(r.scaler == first.scaler for r in ranks), "ranks hold different scalers"
-    grads = [assemble([r.grads[step] for r in ranks]) for step in range(run.steps)]
+    applied = [report.outcome == "applied" for report in first.reports]
+    grads = [assemble([r.grads[step] for r in ranks]) if good else {} for step, good in enumerate(applied)]
     before, after = assemble([r.before for r in ranks]), assemble([r.after for r in ranks])
     return Result(first.reports, grads, before, after, first.scaler, first.num_elements)

@@ -1,4 +1,7 @@
-"""The `megaprec` command. Exit codes: 0 done, 2 the user has something to mend (one line a problem), 1 a fault of ours."""
+"""The `megaprec` command.
+
+Exit codes: 0 done; 2 the user has something to mend (one line a problem); 1 a fault of ours; 130 interrupted.
+"""
 
 import argparse
 import os
@@ -7,7 +10,7 @@ from collections.abc import Sequence
 
 from megaprec.errors import UserError
 from tools import data, generate, train
-from tools.launch import note_failure, slurm_environment
+from tools.launch import must_tell, note_failure, slurm_environment
 from tools.run import describe
 
 
@@ -19,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except UserError as error:
         note_failure(error)
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # there the launcher prints it, once, after everything else
+        if must_tell():
             print(*error.problems, sep="\n", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,20 +1,21 @@
 """The data of a run: what [data] names, tokenized if it has to be, split into samples to train on and to hold out."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprec.data.build import check_vocabulary, prepare
+from megaprec.checkpoint.folder import latest
+from megaprec.data.build import prepare, reusable
 from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples, split
-from megaprec.data.text import open_source
+from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.progress import building
 from tools.run import RunConfig
-
-Progress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -28,42 +29,126 @@ class Corpus:
     model: ModelConfig
 
 
-def open_corpus(config: RunConfig, on_progress: Progress | None = None) -> Corpus:
+def check_sources(config: RunConfig) -> None:
+    """Raises UserError for what [data] names and is not there, cannot be read or does not suit. Builds nothing."""
+    problems: list[str] = []
+    for find in (_find_data, _find_tokenizer):
+        try:
+            find(config)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def open_corpus(config: RunConfig, check: bool = True) -> Corpus:
     """Builds what is not built yet. One process at a time; all others after it find everything there.
 
-    Raises UserError for a missing or empty text, a damaged data set, a text too short for a sample, and a vocabulary
-    that does not hold the data's tokens.
+    Raises UserError for a missing or empty text, a damaged data set, a text too short for a sample, and, if `check`
+    (which reads it once from end to end), a data set with tokens that the vocabulary does not hold.
     """
-    prefix, tokenizer = _tokens(config, on_progress)
-    dataset = IndexedDataset(prefix)
+    ready, given = _ready(config), _given(config)
+    prefix, model_file = (Path(config.data.source), given) if ready else _build(config, given)
+    tokenizer = load_tokenizer(model_file) if model_file else None
     model = config.model.with_vocab(_vocab(config, tokenizer))
-    check_vocabulary(dataset, model.vocab)
-    train, held_out = split(dataset, config.train.seq_length, config.data.held_out, config.train.seed, config.data.shuffle)
-    return Corpus(dataset, train, held_out, tokenizer, model)
+    with _about(config, "data.source"):
+        dataset = IndexedDataset(prefix)
+    if ready and check:
+        _check_ids(dataset, model.vocab)
+    train, data = config.train, config.data
+    with _about(config, "data.source", "data.held_out", "train.seq_length"):
+        samples, held_out = split(dataset, train.seq_length, data.held_out, train.seed, data.shuffle)
+    return Corpus(dataset, samples, held_out, tokenizer, model)
 
 
-def _tokens(config: RunConfig, on_progress: Progress | None) -> tuple[Path, Tokenizer | None]:
-    """Prefix of the .bin/.idx pair, and the tokenizer it was made with."""
-    data, source = config.data, Path(config.data.source)
-    given = Path(data.tokenizer) if data.tokenizer else None
-    if beside(source, ".idx").is_file():
-        return source, load_tokenizer(given) if given else None
-    cache = Path(data.cache or Path(config.train.folder) / "data")
-    made = prepare(
-        open_source(data.source, text_field=data.text_field, max_chars=data.max_chars or None),
-        cache / "text",
-        tokenizer=given,
-        vocab_size=None if given else data.vocab_size,
-        overwrite=not data.cache,  # the run's own folder is ours to renew; a folder of the user's is not
-        on_progress=on_progress,
-    )
-    return made.prefix, load_tokenizer(made.tokenizer)
+@contextmanager
+def _about(config: RunConfig, *keys: str) -> Iterator[None]:
+    """Puts before the problems that are raised inside the keys that they are about."""
+    try:
+        yield
+    except UserError as error:
+        said = ", ".join(f"{key} = {config.value(key)}" for key in keys)
+        raise UserError(*(f"{said}: {problem}" for problem in error.problems)) from error
+
+
+def _find_data(config: RunConfig) -> None:
+    if not _ready(config):
+        _source(config)
+        return
+    with _about(config, "data.source"):
+        IndexedDataset(Path(config.data.source))
+
+
+def _find_tokenizer(config: RunConfig) -> None:
+    if given := _given(config):
+        with _about(config, "data.tokenizer"):
+            _vocab(config, load_tokenizer(given))
+    elif _ready(config):
+        _vocab(config, None)
+        if config.log.sample:
+            raise UserError(
+                "log.sample needs a tokenizer, but data.source came without one: give data.tokenizer or no log.sample"
+            )
+
+
+def _ready(config: RunConfig) -> bool:
+    """Whether data.source is the prefix of a data set, not a text."""
+    return beside(Path(config.data.source), ".idx").is_file()
+
+
+def _given(config: RunConfig) -> Path | None:
+    return Path(config.data.tokenizer).expanduser() if config.data.tokenizer else None
+
+
+def _source(config: RunConfig) -> Source:
+    data = config.data
+    with _about(config, "data.source"):
+        if data.source.endswith((".bin", ".idx")):
+            raise UserError(f'of a .bin and .idx pair give the common prefix, "{data.source[:-4]}"')
+        return open_source(data.source, text_field=data.text_field, max_chars=data.max_chars or None)
+
+
+def _build(config: RunConfig, given: Path | None) -> tuple[Path, Path]:
+    """Prefix of the data set made of a text, and the tokenizer file it was made with.
+
+    A data set in the run's own folder may be replaced while nothing was trained on it; any other may not.
+    """
+    source, data = _source(config), config.data
+    cache = Path(data.cache).expanduser() if data.cache else Path(config.train.folder) / "data"
+    prefix, vocab_size = cache / "text", None if given else data.vocab_size
+    made = reusable(prefix, source, given or beside(prefix, ".model"), vocab_size)
+    if made is None:
+        used = bool(data.cache) or latest(config.checkpoint_folder) is not None
+        if used and beside(prefix, ".idx").exists():
+            raise UserError(
+                f"[data] names another text or tokenizer than {prefix}.idx was made of: give another "
+                f"{'data.cache' if data.cache else 'train.folder'}, or remove {cache} to have it made anew"
+            )
+        with _about(config, "data.source", *([] if given else ["data.vocab_size"])), building(source) as report:
+            made = prepare(
+                source, prefix, tokenizer=given, vocab_size=vocab_size, overwrite=not used, on_progress=report
+            )
+    return made.prefix, made.tokenizer
 
 
 def _vocab(config: RunConfig, tokenizer: Tokenizer | None) -> int:
     asked = config.model.vocab
     if tokenizer is None and asked == 0:
-        raise UserError(f"model.vocab = 0 asks the tokenizer, but data.source {config.data.source} came without one: give model.vocab or data.tokenizer")
+        raise UserError(
+            "model.vocab = 0 asks the tokenizer, but data.source came without one: give model.vocab or data.tokenizer"
+        )
     if tokenizer is not None and 0 < asked < tokenizer.vocab_size:
-        raise UserError(f"model.vocab = {asked} does not hold the {tokenizer.vocab_size} tokens of {tokenizer.path}: use 0 or at least {tokenizer.vocab_size}")
+        raise UserError(
+            f"model.vocab = {asked} does not hold the {tokenizer.vocab_size} tokens of {tokenizer.path}: "
+            f"use 0 or at least {tokenizer.vocab_size}"
+        )
     return asked or (tokenizer.vocab_size if tokenizer else 0)
+
+
+def _check_ids(dataset: IndexedDataset, vocab: int) -> None:
+    low, high = dataset.token_range()
+    if low < 0 or high >= vocab:
+        raise UserError(
+            f'data.source = "{dataset.prefix}" has token ids {low} to {high}, but the vocabulary has {vocab} tokens: '
+            f"set model.vocab to at least {high + 1}, or data.tokenizer to the one that the data was made with"
+        )

@@ -1,18 +1,16 @@
 """`megaprec data build` makes a data set of a text, `megaprec data inspect` shows what is in one."""
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megaprec.data.build import BuildResult, check_vocabulary, prepare
 from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.text import SUFFIXES, Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from tools.progress import building
 
 SHOWN_TOKENS = 64  # of each sample document
 
@@ -55,12 +53,7 @@ def _add_inspect(commands: SubParsers) -> None:
 def build(args: argparse.Namespace) -> int:
     """Run `megaprec data build`. `UserError` on bad input, before anything is written."""
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
-    with _progress() as bar:
-        task = bar.add_task("", total=source.total_chars())
-
-        def on_progress(documents: int, chars: int, tokens: int) -> None:
-            bar.update(task, completed=chars, description=f"{documents:,} documents  {tokens:,} tokens")
-
+    with building(source) as on_progress:
         result = prepare(
             source,
             args.prefix,
@@ -69,7 +62,6 @@ def build(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             on_progress=on_progress,
         )
-        bar.update(task, total=result.chars, completed=result.chars)
     print(_summary(source, result))
     return 0
 
@@ -86,11 +78,6 @@ def inspect(args: argparse.Namespace) -> int:
     for index in _spread(dataset.num_documents, args.samples):
         print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
     return 0
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
 
 def _summary(source: Source, result: BuildResult) -> str:

@@ -1,6 +1,7 @@
 """Text out of a checkpoint, on one process: `megaprec generate CKPT --prompt "def main"`."""
 
 import argparse
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint.folder import latest
-from megaprec.checkpoint.store import Store
+from megaprec.checkpoint.store import INDEX, Store
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
 from megaprec.layout import layout_of
@@ -33,6 +34,8 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `megaprec generate`."""
+    if problems := [*_problems(args)]:
+        raise UserError(*problems)
     model, tokenizer = load_model(find_checkpoint(args.checkpoint))
     print(args.prompt, end="", flush=True)
     for text in generate(model, tokenizer, args.prompt, args.tokens, args.temperature, args.top_k, args.seed):
@@ -41,9 +44,22 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    if args.tokens < 0:
+        yield f"--tokens {args.tokens}: give 0 or more"
+    if not 0 <= args.temperature < math.inf:
+        yield f"--temperature {args.temperature:g}: give 0 (always the likeliest) or more; 1 is as the model says"
+    if args.top_k < 1:
+        yield f"--top-k {args.top_k}: give at least 1"
+
+
 def find_checkpoint(path: Path) -> Path:
-    """`path`, or the newest checkpoint of the run directory `path`."""
-    return latest(path / "checkpoints") or latest(path) or path
+    """`path`, or the newest checkpoint of the run directory `path`. Raises UserError if there is none."""
+    found = latest(path / "checkpoints") or latest(path) or path
+    if not (found / INDEX).is_file():
+        there = "has no checkpoint" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
+        raise UserError(f"{path} {there}: give a run directory, or one of the folders step_... in its checkpoints")
+    return found
 
 
 def load_model(path: Path) -> tuple[Stage, Tokenizer]:
@@ -62,7 +78,13 @@ def load_model(path: Path) -> tuple[Stage, Tokenizer]:
 
 @torch.no_grad()
 def generate(
-    model: Stage, tokenizer: Tokenizer, prompt: str, tokens: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+    model: Stage,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
 ) -> Iterator[str]:
     """Pieces of text that continue `prompt`, up to `tokens` tokens or the end of the document."""
     generator = torch.Generator().manual_seed(seed)

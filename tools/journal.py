@@ -1,18 +1,20 @@
 """What a run leaves to be read: metrics.jsonl, TensorBoard events, a progress line. Rank 0 alone keeps it."""
 
 import json
+import math
 import sys
+from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+from megaprec.data.files import write_whole
 from megaprec.events import to_json
+from tools.progress import Steps
 
 METRICS = "metrics.jsonl"
+PACE = 20  # the newest steps, by whose mean time the rest is estimated
 
 
 class Scalars(Protocol):
@@ -23,22 +25,16 @@ class Scalars(Protocol):
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Writes a record per step. After a resume from `start`, records of later steps are first removed: they happen again."""
+    """Writes a record per step. After a resume from `start`, records of later steps go: those steps happen again."""
 
     def __init__(self, folder: Path, start: int, total: int, every: int, progress: bool, tensorboard: bool) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_metrics(folder) if record["step"] <= start]
-        self._file = (folder / METRICS).open("w", encoding="utf-8")
-        self._file.writelines(to_json(record) + "\n" for record in kept)
-        self._file.flush()
+        write_whole(folder / METRICS, "".join(to_json(record) + "\n" for record in kept).encode())
+        self._file = (folder / METRICS).open("a", encoding="utf-8")
         self._scalars = _tensorboard(folder / "tensorboard", start) if tensorboard else None
-        self._total, self._every, self._last = total, every, start
-        self._bar = _bar() if progress and sys.stdout.isatty() else None
-        self._task = self._bar.add_task("", total=total, completed=start, said="") if self._bar else None
-
-    def __enter__(self) -> "Journal":
-        (self._bar or nullcontext()).__enter__()
-        return self
+        self._total, self._every = total, every
+        self._pace: deque[float] = deque(maxlen=PACE)
+        self._bar = Steps(start, total) if progress and sys.stdout.isatty() else None
 
     def __exit__(self, *error: object) -> None:
         if self._bar:
@@ -47,22 +43,29 @@ class Journal(AbstractContextManager["Journal"]):
         if self._scalars:
             self._scalars.close()
 
-    def write(self, record: dict[str, Any], eta: float) -> None:
-        """record: the fields of metrics.jsonl. eta: seconds that the rest of the run will take."""
+    def write(self, record: dict[str, Any]) -> None:
+        """record: the fields of metrics.jsonl."""
         self._file.write(to_json(record) + "\n")
         self._file.flush()
-        step = record["step"]
-        for name, value in record.items() if self._scalars else ():
-            if isinstance(value, int | float) and name != "step":
-                self._scalars.add_scalar(name, value, step)
-        if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=step, said=_said(record))
-        elif step % self._every == 0 or step == self._total or record["outcome"] != "applied":
-            print(f"step {step}/{self._total}  {_said(record)}  ETA {_clock(eta)}", flush=True)
+        if self._scalars:
+            _add_scalars(self._scalars, record)
+        self._pace.append(record["seconds"])
+        self._show(record, (self._total - record["step"]) * sum(self._pace) / len(self._pace))
+
+    def _show(self, record: dict[str, Any], eta: float) -> None:
+        """One line a step; on a terminal always the same one, where only what is out of the ordinary stays."""
+        step, events = record["step"], _events(record)
+        said = f"{_numbers(record)}  ETA {_clock(eta)}"
+        if self._bar:
+            self._bar.update(step, said)
+            if events:
+                self._bar.say(f"step {step}/{self._total}  {'  '.join(events)}")
+        elif step % self._every == 0 or step == self._total or events:
+            print("  ".join((f"step {step}/{self._total}", said, *events)), flush=True)
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All whole records of a run; "inf", "-inf" and "nan" become numbers again. A last line cut off by a kill is left out."""
+    """All whole records of a run: not a last line cut off by a kill. "inf", "-inf" and "nan" are numbers again."""
     return list(_records(folder / METRICS))
 
 
@@ -75,19 +78,28 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         yield {k: float(v) if isinstance(v, str) and v in ("inf", "-inf", "nan") else v for k, v in record.items()}
 
 
-def _said(record: dict[str, Any]) -> str:
-    """The record in one line of text."""
-    words = [
+def _numbers(record: dict[str, Any]) -> str:
+    words = (
         f"loss {record['loss']:.4f}",
         f"grad norm {record['grad_norm']:.3g}",
-        f"loss scale {record['loss_scale']:g}",
+        f"scale {_scale(record['loss_scale'])}",
         f"{record['tokens_per_s']:,.0f} tokens/s",
-    ]
-    if "eval_loss" in record:
-        words.insert(1, f"held-out {record['eval_loss']:.4f}")
-    if record["outcome"] != "applied":
-        words.append(f"{record['outcome']} ({record['skipped_total']} so far)")
+    )
     return "  ".join(words)
+
+
+def _events(record: dict[str, Any]) -> list[str]:
+    """What is not said of every step."""
+    events = [f"held-out loss {record['eval_loss']:.4f}"] if "eval_loss" in record else []
+    if record["outcome"] != "applied":
+        events.append(f"{record['outcome']} ({record['skipped_total']} so far)")
+    return events
+
+
+def _scale(scale: float) -> str:
+    """Short, and a power of two as one: 2^32."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and scale > 8 else f"{scale:g}"
 
 
 def _clock(seconds: float) -> str:
@@ -95,21 +107,16 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-def _bar() -> Progress:
-    columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[said]}"),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=Console())
+def _add_scalars(scalars: Scalars, record: dict[str, Any]) -> None:
+    for name, value in record.items():
+        if isinstance(value, int | float) and name != "step":
+            scalars.add_scalar(name, value, record["step"])
 
 
 def _tensorboard(folder: Path, start: int) -> Scalars | None:
     """A writer if TensorBoard is installed; events after `start` of an earlier, longer run are hidden by it."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional, and slow to import
     except ImportError:
         return None
     return SummaryWriter(str(folder), purge_step=start + 1)

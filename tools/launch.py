@@ -26,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megaprec.errors import UserError
 
+OURS = "megaprec_"  # begins the run id of ranks that we started
 WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
@@ -57,7 +58,7 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0) -> int:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
+            run_id=OURS + uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="127.0.0.1",  # a machine's own name need not resolve
@@ -88,6 +89,12 @@ def share_of_cores(ranks: int) -> int:
 def note_failure(error: BaseException) -> None:
     """Leaves the reason of this rank's failure for the launcher to print; call it while handling `error`."""
     get_error_handler().record_exception(error)
+
+
+def must_tell() -> bool:
+    """Whether this process has to print its own failure: not where a launcher will, once, after everything else."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return run is None or (not run.startswith(OURS) and os.environ["RANK"] == "0")
 
 
 def joined_world(environ: Mapping[str, str] = os.environ) -> bool:

@@ -4,42 +4,67 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megaprec.errors import UserError
 from tools.journal import read_metrics
 
 PLOT = "training.png"
+BLUE, ORANGE, RED = "#1f5fa8", "#e07b00", "#d62728"
 
 
-def plot_run(folder: Path) -> Path:
-    """Draws folder/training.png from folder/metrics.jsonl. Raises UserError if matplotlib is not installed."""
+def plot_run(folder: Path) -> Path | None:
+    """Draws folder/training.png from folder/metrics.jsonl; None if matplotlib is not installed."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError('the plot needs matplotlib: pip install "megaprec[plots]", or set log.plot = false') from error
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError:
+        return None
     records = read_metrics(folder)
-    figure = Figure(figsize=(9, 8), layout="constrained")
+    figure = Figure(figsize=(9, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
-    loss, norm, scale = figure.subplots(3, 1, sharex=True)
-    _line(loss, records, "loss", "training loss")
-    _line(loss, [r for r in records if "eval_loss" in r], "eval_loss", "held-out loss", marker="o")
-    _line(norm, records, "grad_norm", "gradient norm before clipping")
-    _line(scale, records, "loss_scale", "loss scale")
-    norm.set_yscale("log")
-    scale.set_yscale("log", base=2)
-    scale.set_xlabel("step")
+    loss, norm, scale = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    _draw_loss(loss, records)
+    _draw_norm(norm, records)
+    _draw_scale(scale, records)
     for axes in (loss, norm, scale):
-        axes.grid(alpha=0.3)
-        for record in records:
-            if record["outcome"] != "applied":
-                axes.axvline(record["step"], color="tab:red", alpha=0.3, linewidth=1)
-        axes.legend(loc="upper right")
-    figure.suptitle(f"{folder}: {len(records)} steps, {sum(r['outcome'] != 'applied' for r in records)} skipped (red)")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(_title(folder, records))
     figure.savefig(folder / PLOT, dpi=110)
     return folder / PLOT
 
 
-def _line(axes: Any, records: list[dict[str, Any]], key: str, label: str, marker: str = "") -> None:
-    points = [(r["step"], r[key]) for r in records if math.isfinite(r[key])]
-    if points:
-        axes.plot(*zip(*points, strict=True), label=label, marker=marker, linewidth=1.2)
+def _title(folder: Path, records: list[dict[str, Any]]) -> str:
+    skipped = sum(record["outcome"] != "applied" for record in records)
+    return f"{folder.resolve().name}: {len(records)} steps, {skipped} skipped"
+
+
+def _draw_loss(axes: Any, records: list[dict[str, Any]]) -> None:
+    axes.plot(*_points(records, "loss"), label="training", color=BLUE, linewidth=1.3)
+    evaluated = [record for record in records if "eval_loss" in record]
+    if evaluated:
+        axes.plot(*_points(evaluated, "eval_loss"), label="held-out", color=ORANGE, marker="o", markersize=5)
+    axes.set_ylabel("loss")
+    axes.legend(loc="upper right", frameon=False)
+
+
+def _draw_norm(axes: Any, records: list[dict[str, Any]]) -> None:
+    axes.plot(*_points(records, "grad_norm"), color=BLUE, linewidth=1.3)
+    axes.set_ylabel("gradient norm\nbefore clipping")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_scale(axes: Any, records: list[dict[str, Any]]) -> None:
+    axes.step(*_points(records, "loss_scale"), where="mid", color=BLUE, linewidth=1.3)
+    skipped = [record for record in records if record["outcome"] != "applied"]
+    if skipped:
+        steps, scales = _points(skipped, "loss_scale")
+        axes.plot(steps, scales, "x", color=RED, markersize=6, label="skipped step: overflow")
+        axes.legend(loc="upper right", frameon=False)
+    axes.set_yscale("log", base=2)
+    axes.set_ylabel("loss scale")
+    axes.set_xlabel("step")
+
+
+def _points(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values; a value that is not finite leaves a gap in the line."""
+    values = [record[key] if math.isfinite(record[key]) else math.nan for record in records]
+    return [record["step"] for record in records], values

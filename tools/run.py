@@ -74,6 +74,11 @@ class RunConfig(BaseModel):
         return self.train.global_batch * self.train.seq_length
 
     @property
+    def checkpoint_folder(self) -> Path:
+        """Where the run's checkpoints lie."""
+        return Path(self.train.folder) / "checkpoints"
+
+    @property
     def lr_schedule(self) -> LRSchedule:
         """The learning rate; ask it at the steps or samples taken, as lr.unit says."""
         return lr_schedule(self.lr, self.train)
@@ -81,6 +86,11 @@ class RunConfig(BaseModel):
     def origin(self, key: str) -> str:
         """Where the value of the dotted `key` came from: "default", "file ...", "command line" or "preset ..."."""
         return self._origins.get(key, "default")
+
+    def value(self, key: str) -> str:
+        """The value of the dotted `key`, in TOML's grammar."""
+        table, name = key.split(".")
+        return _toml(getattr(getattr(self, table), name))
 
     def save_resolved(self, folder: Path) -> Path:
         """Writes the run to folder/run.toml and returns that path; a run file of the user's own is left alone."""

@@ -5,22 +5,21 @@ started by torchrun, Slurm or itself it is one rank of the world it finds. One f
 """
 
 import argparse
-import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megaprec.checkpoint.folder import latest
-from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
 from parallel.mesh import make_mesh, world
-from tools.corpus import Corpus, open_corpus
+from tools.corpus import Corpus, check_sources, open_corpus
 from tools.launch import joined_world, launch_local, share_of_cores
 from tools.plots import plot_run
+from tools.resume import check_resumable
 from tools.run import RunConfig, check_world, load_run
-from tools.trainer import Trainer, checkpoint_folder
+from tools.trainer import Trainer
 from tools.write import print_outcome
 
 
@@ -37,21 +36,45 @@ def main(args: argparse.Namespace) -> int:
     config = load_run(args.file, args.overrides)
     if joined_world():
         return _run_rank(config)
-    corpus = open_corpus(config)
-    check_resumable(config, corpus)
+    _open_checked(config)
     if config.world_size == 1:
         return _run_rank(config)
     return launch_local(["train", args.file, *args.overrides], config.world_size, config.train.threads)
 
 
+def _open_checked(config: RunConfig) -> Corpus:
+    """Looks for all that can be wrong before anything is written, then opens or builds the data, and looks again."""
+    problems: list[str] = []
+    for check in (_device, _check_folders, check_sources, check_resumable):
+        try:
+            check(config)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+    corpus = open_corpus(config)
+    check_resumable(config, corpus)
+    return corpus
+
+
+def _check_folders(config: RunConfig) -> None:
+    """Raises UserError if what the run is to leave cannot be written."""
+    for key, folder in (("train.folder", config.train.folder), ("data.cache", config.data.cache)):
+        there = Path(folder).expanduser().absolute()
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
+            raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
+
+
 def _run_rank(config: RunConfig) -> int:
+    check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = _device(config)
-    torch.set_num_threads(config.train.threads or share_of_cores(config.world_size))
+    torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
     with world(device):
-        check_world(config, dist.get_world_size())
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
         corpus = _shared_corpus(config)
-        check_resumable(config, corpus)
         Trainer(config, corpus, mesh).run()
         first = dist.get_rank() == 0
     if first:
@@ -60,23 +83,25 @@ def _run_rank(config: RunConfig) -> int:
 
 
 def _device(config: RunConfig) -> str:
-    if config.train.device == "cuda" and not torch.cuda.is_available():
-        raise UserError('train.device = "cuda", but torch sees no CUDA device here: use "auto" or "cpu"')
-    return "cuda" if config.train.device != "cpu" and torch.cuda.is_available() else "cpu"
+    """cpu or cuda, the same for all ranks of a machine: there is a CUDA device for each of them or for none."""
+    wanted, ranks = config.train.device, _local_ranks(config)
+    there = torch.cuda.device_count()
+    if wanted == "cuda" and there < ranks:
+        raise UserError(
+            f'train.device = "cuda", but torch sees {there} CUDA devices and {ranks} are needed: use "auto" or "cpu"'
+        )
+    return "cuda" if wanted != "cpu" and there >= ranks else "cpu"
+
+
+def _local_ranks(config: RunConfig) -> int:
+    """Ranks on this machine, as far as what started them says."""
+    if joined_world():
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or int(os.environ.get("LOCAL_RANK", "0")) + 1)
+    return config.world_size
 
 
 def _shared_corpus(config: RunConfig) -> Corpus:
-    """Rank 0 builds what is missing, then the others find it."""
-    corpus = open_corpus(config) if dist.get_rank() == 0 else None
+    """Rank 0 looks at everything and builds what is missing, then the others find it."""
+    corpus = _open_checked(config) if dist.get_rank() == 0 else None
     dist.barrier()
-    return corpus or open_corpus(config)
-
-
-def check_resumable(config: RunConfig, corpus: Corpus) -> None:
-    """Raises UserError if the checkpoint that the run would go on from is of another model."""
-    path = latest(checkpoint_folder(config)) if config.checkpoint.resume else None
-    if path is None:
-        return
-    saved, asked = Store(path).index["model"], json.loads(corpus.model.model_dump_json())
-    if differ := [f"model.{k} is {asked[k]} in the run, {saved.get(k)} in the checkpoint" for k in asked if saved.get(k) != asked[k]]:
-        raise UserError(*differ, f"{path} is of another model: give another train.folder, or checkpoint.resume = false")
+    return corpus or open_corpus(config, check=False)

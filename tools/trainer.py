@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,6 @@ class Progress:
         return self.step - self.applied
 
 
-def checkpoint_folder(config: RunConfig) -> Path:
-    """Where the run's checkpoints lie."""
-    return Path(config.train.folder) / "checkpoints"
-
-
 def make_plan(config: RunConfig) -> PrecisionPlan:
     """The precision plan that [precision] describes."""
     p = config.precision
@@ -54,7 +50,7 @@ def make_plan(config: RunConfig) -> PrecisionPlan:
 
 
 class Trainer:
-    """One rank's part of a run. Goes on from the newest checkpoint of the run directory, if there is one and [checkpoint] allows."""
+    """One rank's part of a run, which goes on from the newest checkpoint of the run directory if it may."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh) -> None:
         self.config, self.corpus = config, corpus
@@ -87,28 +83,30 @@ class Trainer:
         )
 
     def _resume(self) -> Progress:
-        path = latest(checkpoint_folder(self.config)) if self.config.checkpoint.resume else None
+        path = latest(self.config.checkpoint_folder) if self.config.checkpoint.resume else None
+        self.resumed = path
         return Progress(**load(path, self.engine.optimizer)["progress"]) if path else Progress()
 
     def run(self) -> None:
         """All steps that are left; a checkpoint at the end."""
         steps, every = self.config.train.steps, self.config.checkpoint.every
         if self.rank == 0:
-            print_start(self.config, self.corpus, self.engine, self.progress.step)
+            print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
             self.config.save_resolved(Path(self.config.train.folder))
         with self._journal() as journal:
             while self.progress.step < steps:
                 record = self._record()
                 if journal is not None:
-                    journal.write(record, eta=(steps - self.progress.step) * record["seconds"])
+                    journal.write(record)
                 if self.progress.step == steps or (every and self.progress.step % every == 0):
                     self._save()
 
-    def _journal(self) -> Any:
-        log, folder = self.config.log, Path(self.config.train.folder)
-        return _NoJournal() if self.rank else Journal(
-            folder, self.progress.step, self.config.train.steps, log.every, log.progress, log.tensorboard
-        )
+    def _journal(self) -> Journal | nullcontext[None]:
+        """Rank 0 keeps it; the others have none."""
+        train, log = self.config.train, self.config.log
+        if self.rank:
+            return nullcontext()
+        return Journal(Path(train.folder), self.progress.step, train.steps, log.every, log.progress, log.tensorboard)
 
     def _record(self) -> dict[str, Any]:
         """Takes one step, and the evaluation that is due after it; returns what metrics.jsonl keeps of both."""
@@ -160,12 +158,7 @@ class Trainer:
             "tokenizer": tokenizer.path.name if tokenizer else "",
             "torch": torch.__version__,
         }
-        files = [tokenizer.path] if tokenizer else []
-        save(checkpoint_folder(self.config), self.progress.step, self.engine.optimizer, extra, self.config.checkpoint.keep, files)
-
-
-class _NoJournal:
-    """What ranks other than 0 keep."""
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
+        beside = [tokenizer.path, tokenizer.path.with_name("tokenizer_config.json")] if tokenizer else []
+        files = [file for file in beside if file.is_file()]  # the second says which token ends a document
+        folder, keep = self.config.checkpoint_folder, self.config.checkpoint.keep
+        save(folder, self.progress.step, self.engine.optimizer, extra, keep, files)

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from models.engine import Engine
 from models.stages import cuts
 from parallel.schedule import schedule
 from parallel.simulate import bubble
@@ -13,25 +12,29 @@ from tools.run import RunConfig
 SAMPLE_TOKENS = 60
 
 
-def print_start(config: RunConfig, corpus: Corpus, engine: Engine, done: int) -> None:
+def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
     """Model, data, layout, batch arithmetic and stages, in a few lines."""
-    p, t = config.parallel, config.train
-    model = corpus.model
+    p, t, model = config.parallel, config.train, corpus.model
+    replicas = _count(p.data, "replica")
+    modes = [p.schedule, *(["sequence parallel"] if p.sequence else []), *(["ZeRO-1"] if p.zero and p.data > 1 else [])]
     print(
-        f"model      {model.family}, {model.num_parameters:,} parameters: {model.layers} layers, hidden {model.hidden}, "
-        f"vocabulary {model.vocab}\n"
-        f"data       {corpus.dataset.num_tokens:,} tokens in {corpus.dataset.num_documents:,} documents, "
+        f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
+        f"hidden {model.hidden}, vocabulary {model.vocab}\n"
+        f"data       {corpus.dataset.num_tokens:,} tokens in {_count(corpus.dataset.num_documents, 'document')}, "
         f"{len(corpus.train):,} samples an epoch\n"
-        f"layout     tensor {p.tensor} x pipeline {p.pipeline} x data {p.data} = {config.world_size} ranks on {engine.device.type}, "
-        f"{p.schedule}{', sequence parallel' if p.sequence else ''}{', ZeRO-1' if p.zero and p.data > 1 else ''}\n"
-        f"batch      {t.global_batch} samples = {p.data} replicas x {config.num_microbatches} micro-batches x {t.micro_batch}, "
-        f"{config.tokens_per_step:,} tokens a step\n"
+        f"layout     tensor {p.tensor} x pipeline {p.pipeline} x data {p.data} = {_count(config.world_size, 'rank')} "
+        f"on {device}, {', '.join(modes)}\n"
+        f"batch      {t.global_batch} samples = {replicas} x {_count(config.num_microbatches, 'micro-batch', 'es')} x "
+        f"{t.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
         f"precision  {config.precision.compute}"
     )
     if p.pipeline > 1:
         print(f"stages     {_stages(config, corpus)}")
-    if done:
-        print(f"resumed    after step {done}")
+    if resumed:
+        left = (
+            f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"
+        )
+        print(f"resumed    from {resumed}, {left}")
 
 
 def _stages(config: RunConfig, corpus: Corpus) -> str:
@@ -39,8 +42,14 @@ def _stages(config: RunConfig, corpus: Corpus) -> str:
     model, p = corpus.model, config.parallel
     cut = cuts(model, p.pipeline, config.train.seq_length)
     costs = [len(c.layers) * model.layer_flops(config.train.seq_length) + c.last * model.head_flops() for c in cut]
-    said = ", ".join(f"{len(c.layers)} layers ({cost / sum(costs):.0%})" for c, cost in zip(cut, costs, strict=True))
+    said = ", ".join(
+        f"{_count(len(c.layers), 'layer')} ({cost / sum(costs):.0%})" for c, cost in zip(cut, costs, strict=True)
+    )
     return f"{said}; bubble of equal stages {bubble(schedule(p.schedule, p.pipeline, config.num_microbatches)):.1%}"
+
+
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number:,} {what}{'' if number == 1 else plural}"
 
 
 def print_outcome(config: RunConfig, plot: Path | None) -> None:
@@ -51,5 +60,5 @@ def print_outcome(config: RunConfig, plot: Path | None) -> None:
         text = "".join(generate(model, tokenizer, config.log.sample, SAMPLE_TOKENS))
         print(f"\nsample\n{config.log.sample}{text}\n")
     print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
-    if plot is not None:
-        print(f"plots      {plot}")
+    if config.log.plot:
+        print(f"plots      {plot or 'none: pip install matplotlib, or set log.plot = false'}")

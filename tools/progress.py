@@ -1,0 +1,47 @@
+"""Progress, in one line that is drawn again and again; where there is no terminal, in plain lines."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from megaprec.data.text import Source
+
+
+@contextmanager
+def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
+    """Shows, on stderr, how far a text is made into tokens; yields what `megaprec.data.build` reports to."""
+    console = Console(stderr=True)
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    if not console.is_terminal:
+        console.print(f"building the data set of {source.name}", markup=False, highlight=False, soft_wrap=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"reading {source.name}", total=source.total_chars())
+
+        def on_progress(documents: int, chars: int, tokens: int) -> None:
+            bar.update(task, completed=chars, description=f"{documents:,} documents  {tokens:,} tokens")
+
+        yield on_progress
+
+
+class Steps:
+    """A bar over the steps of a run, drawn on stdout; what is said besides stands above it and stays."""
+
+    def __init__(self, done: int, total: int) -> None:
+        room = BarColumn(bar_width=None, table_column=Column(ratio=1))  # takes what the words leave
+        columns = (TextColumn("step {task.completed}/{task.total}"), room, TextColumn("{task.fields[said]}"))
+        self._bar = Progress(*columns, console=Console(), expand=True)
+        self._task = self._bar.add_task("", total=total, completed=done, said="")
+        self._bar.start()
+
+    def update(self, step: int, said: str) -> None:
+        self._bar.update(self._task, completed=step, said=said)
+
+    def say(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        self._bar.stop()

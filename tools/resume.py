@@ -1,0 +1,66 @@
+"""Whether a run may go on from the checkpoints in its folder."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megaprec.checkpoint.folder import checkpoints, latest
+from megaprec.checkpoint.store import Store
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from tools.corpus import Corpus
+from tools.run import RunConfig
+
+FREE = {"dropout", "attention_dropout", "init_std"}  # keys of [model] that may change in the middle of a run
+
+
+def check_resumable(config: RunConfig, corpus: Corpus | None = None) -> None:
+    """Raises UserError if the run folder's newest checkpoint is none that the run can go on from.
+
+    Without `corpus`, as far as it can be known before there is one.
+    """
+    path = latest(config.checkpoint_folder)
+    if path is None:
+        return
+    if not config.checkpoint.resume:
+        raise UserError(
+            f"checkpoint.resume = false, but {path} is there from an earlier run: "
+            "give another train.folder, or remove this one"
+        )
+    store = _open(path)
+    problems = [*_other_model(store, corpus.model if corpus else config.model)]
+    if corpus:
+        problems += _other_tokenizer(store, corpus)
+    if problems:
+        raise UserError(*problems, f"this run cannot go on from {path}: give another train.folder")
+
+
+def _open(path: Path) -> Store:
+    try:
+        return Store(path)
+    except UserError as error:
+        earlier = [p for p in checkpoints(path.parent) if p != path]
+        instead = f"go on from {max(earlier).name}" if earlier else "start anew"
+        raise UserError(*error.problems, f"{path} is damaged: restore it, or remove it to {instead}") from error
+
+
+def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
+    saved, asked = store.index["model"], json.loads(model.model_dump_json())
+    free = set(FREE)
+    if model.positions == "rope":
+        free.add("max_positions")  # nothing in the model has that size
+    if model.vocab == 0:
+        free.add("vocab")  # not known yet
+    for key in asked:
+        if key not in free and saved.get(key) != asked[key]:
+            yield f"model.{key} = {json.dumps(asked[key])}, but it is {json.dumps(saved.get(key))} in the checkpoint"
+
+
+def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[str]:
+    """Ids mean something else under another tokenizer, though the vocabulary may have the same size."""
+    name, tokenizer = store.index["tokenizer"], corpus.tokenizer
+    if name and tokenizer and store.file(name).read_bytes() != tokenizer.path.read_bytes():
+        yield (
+            f"{tokenizer.path} is not the tokenizer that the checkpoint was trained with: set data.tokenizer to "
+            f"a copy of {store.file(name)}, or give the text that it was trained on"
+        )

@@ -13,6 +13,27 @@ Outcome = Literal["applied", "skipped_overflow"]
 
 
 @dataclass(frozen=True)
+class Offender:
+    """A slice of a logical tensor with non-finite gradient elements, as one tp rank of a pipeline rank saw it.
+
+    infs, nans: how many of its `elements`. largest_finite: the largest magnitude of the others, still scaled.
+    """
+
+    name: str
+    stage: int
+    tp_rank: int
+    infs: int
+    nans: int
+    elements: int
+    largest_finite: float
+
+    @property
+    def bad(self) -> int:
+        """Elements that are not finite."""
+        return self.infs + self.nans
+
+
+@dataclass(frozen=True)
 class StepReport:
     """The outcome of one step, the same on every rank.
 
@@ -20,6 +41,7 @@ class StepReport:
     loss: mean over the step's tokens. grad_norm: L2 norm before clipping, without the loss scale.
     num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted once.
     loss_scale: that this step's loss was multiplied by. lr: the learning rate of the step.
+    offenders: of a skipped step, the tensors with the most non-finite elements, worst first.
     """
 
     outcome: Outcome
@@ -29,6 +51,18 @@ class StepReport:
     zero_ratio: float
     loss_scale: float
     lr: float
+    offenders: tuple[Offender, ...] = ()
+
+
+def describe(report: StepReport) -> str:
+    """A step and, if it was skipped, what broke it, in a line or a few."""
+    numbers = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}, loss scale {report.loss_scale:g}"
+    lines = [
+        f"  {o.name} (stage {o.stage}, tensor rank {o.tp_rank}): {o.infs} inf, {o.nans} NaN of {o.elements} gradient "
+        f"elements, largest other {o.largest_finite:.3g}"
+        for o in report.offenders
+    ]
+    return "\n".join([f"{report.outcome}: {numbers}", *lines])
 
 
 def to_json(record: dict[str, object]) -> str:
@@ -37,5 +71,7 @@ def to_json(record: dict[str, object]) -> str:
 
 
 def report_fields(report: StepReport) -> dict[str, object]:
-    """The report's fields by name, in order."""
-    return asdict(report)
+    """The report's numbers by name, in order; offenders are an event of their own."""
+    fields = asdict(report)
+    del fields["offenders"]
+    return fields

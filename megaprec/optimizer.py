@@ -9,6 +9,7 @@ One step, after the backward pass has summed gradients into the buffers:
                    where something was not finite it leaves weights, moments and step count alone
     4. scaler      is told; the factor divided out in 3 is the one the loss was multiplied by
     5. publish     masters are rounded into the weights, slices collected over dp
+    6. locate      only after a skipped step: which parameters held what was not finite
 
 The loss must already be a mean over the tokens of all dp ranks, so gradients are summed and never averaged.
 """
@@ -23,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis, device_of
-from megaprec.events import StepReport
+from megaprec.events import StepReport, describe
 from megaprec.layout import layout_of, parameters_of
+from megaprec.locate import locate
 from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
 from megaprec.scaler import make_scaler
@@ -146,13 +148,28 @@ class ParallelAMPOptimizer:
         self.scaler.update(found)
         for buffer in self.all_buffers():
             buffer.publish()
+        report = self._report(torch.cat((shared, torch.stack((norm, scale.double(), found.double())))), lr)
+        for buffer in self.all_buffers():
             buffer.grads.zero_()
-        return self._report(torch.cat((shared, norm[None], scale[None].double(), found[None].double())), lr)
+        if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
+            raise FloatingPointError(f"a gradient or the loss is not finite\n{describe(report)}")
+        return report
 
     def _agree(self, loss: Tensor | None) -> Tensor:
-        """float64 [3], summed over the whole mesh: sum of squares of the scaled gradients, zeros, loss."""
-        own = torch.zeros(1, dtype=torch.float64, device=self.device) if loss is None else loss.double().reshape(1)
-        return self.world.sum_(torch.cat((statistics(self._counted, self._copies, self.device), own)))
+        """float64 [5], summed over the whole mesh: sum of squares of the scaled gradients, zeros, loss, and what tells
+        whether all ranks come to this step with the same scaler: a digest of its state, and the digest's square."""
+        own = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss.double().reshape(())
+        digest = self._digest()
+        counted = statistics(self._counted, self._copies, self.device)
+        return self.world.sum_(torch.cat((counted, torch.stack((own, digest, digest.square())))))
+
+    def _digest(self) -> Tensor:
+        """12 bits of scale, trackers and step count, so few that sums of squares over thousands of ranks are exact."""
+        bits = torch.zeros((), dtype=torch.int64, device=self.device)
+        for number in (*self.scaler.tensors(), self.steps):
+            bits = (bits ^ number.float().view(torch.int32)) * 0x9E3779B1
+            bits = bits ^ (bits >> 15)
+        return (bits & 0xFFF).double()
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """At most 1. A norm that is not finite gives a factor that is never used: such a step is skipped."""
@@ -163,7 +180,7 @@ class ParallelAMPOptimizer:
         folded: Tensor | None = divisor.float()
         if self.plan.masters == torch.float64:  # the fused kernel reads its divisor in FP32, too coarse for a proof
             for slices in self._slices:
-                torch._foreach_div_(slices.grads, divisor)
+                torch._foreach_div_(slices.grads, torch.where(found == 0, divisor, 1.0))
             folded = None
         self.steps += 1 - found
         for s in self._slices:
@@ -174,14 +191,13 @@ class ParallelAMPOptimizer:
             )  # fmt: skip
 
     def _report(self, numbers: Tensor, lr: float) -> StepReport:
-        """The only place where the host waits for the device."""
-        _, zeros, loss, norm, scale, found = numbers.tolist()
-        report = StepReport(
-            "skipped_overflow" if found else "applied", loss, norm, int(zeros), zeros / self.num_elements, scale, lr
-        )
-        if found and self.plan.on_nonfinite == "raise":
-            raise FloatingPointError(f"a gradient or the loss is not finite: {report}")
-        return report
+        """The only place where the host waits for the device. A skipped step's gradients are looked into."""
+        _, zeros, loss, digests, squares, norm, scale, found = numbers.tolist()
+        if digests**2 != self.world.size * squares:  # the mean of squares is the square of the mean if all are equal
+            raise RuntimeError(f"ranks disagree about the loss scaler; after this step it is here {self.scaler.state_dict()}")
+        offenders = locate(self.all_buffers(), self.pp, self.tp, self.world, self.device) if found else ()
+        outcome = "skipped_overflow" if found else "applied"
+        return StepReport(outcome, loss, norm, int(zeros), zeros / self.num_elements, scale, lr, offenders)
 
 
 def _kinds(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

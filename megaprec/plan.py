@@ -71,7 +71,7 @@ def plan(
         scaling = LossScaling("dynamic" if compute == "fp16" else "none")
     dtype = DTYPES[compute]
     decided: tuple[str, ...] = ("compute", "parameters", "gradients", "masters", "sensitive")
-    origin = dict.fromkeys(decided, "precision.compute")
+    origin: dict[str, str] = dict.fromkeys(decided, "precision.compute")
     made = PrecisionPlan(dtype, dtype, scaling=scaling, on_nonfinite=on_nonfinite, origin=origin)
     if dtype == torch.float64:
         made = replace(made, gradients=dtype, masters=dtype, sensitive=dtype)

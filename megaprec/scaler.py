@@ -29,6 +29,7 @@ class GradScaler(Protocol):
     @property
     def inv_scale(self) -> Tensor: ...
     def update(self, found_inf: Tensor) -> None: ...
+    def tensors(self) -> tuple[Tensor, ...]: ...
     def state_dict(self) -> dict[str, float]: ...
     def load_state_dict(self, state: dict[str, float]) -> None: ...
 
@@ -47,6 +48,9 @@ class ConstantGradScaler:
 
     def update(self, found_inf: Tensor) -> None:
         pass
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.scale,)
 
     def state_dict(self) -> dict[str, float]:
         return {}
@@ -113,6 +117,10 @@ class DynamicGradScaler:
         refills = grows if self.hysteresis_refill == "growth" else ~found
         self.hysteresis_tracker.copy_(torch.where(refills, self.hysteresis, tolerated))
         self.growth_tracker.copy_(torch.where(grows, 0, good))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of the state, which must be equal on all ranks."""
+        return self.scale, self.growth_tracker, self.hysteresis_tracker
 
     def state_dict(self) -> dict[str, float]:
         """The three numbers of Megatron's scaler, as plain numbers."""

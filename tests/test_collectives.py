@@ -117,20 +117,20 @@ def test_an_axis_of_one_rank_needs_no_process_group() -> None:
 def check_exchange(mesh: DeviceMesh) -> dict[str, Tensor]:
     axis = Axis.of(mesh, "tp")
     assert axis.group is not None
-    for elements in sizes(axis.size, 4):
+    for elements in sizes(axis.size):
         check_against_torch(axis, elements)
     check_rounding(axis)
     check_maximum(axis)
     check_in_place(axis)
     check_many_at_once(axis)
     check_refusals(axis)
-    return {str(n): axis.sum_(randoms(axis.rank, n)) for n in sizes(axis.size, 4)}
+    return {str(n): axis.sum_(randoms(axis.rank, n)) for n in sizes(axis.size)}
 
 
-def sizes(ranks: int, bytes_: int) -> list[int]:
-    """Numbers of elements on both sides of the threshold, some a multiple of the ranks and some not."""
-    ring = exchange.RING // bytes_ // (ranks - 1)
-    return [1, 7, ring // ranks * ranks, ring - 1, ring + 1]
+def sizes(ranks: int) -> list[int]:
+    """Numbers of floats on both sides of the threshold."""
+    ring = -(-exchange.RING // (4 * (ranks - 1)))
+    return [1, 7, 4096, ring - 1, ring, ring + 1]
 
 
 def randoms(seed: int, n: int) -> Tensor:

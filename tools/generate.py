@@ -2,6 +2,8 @@
 
 import argparse
 import math
+import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     model, tokenizer = load_model(find_checkpoint(args.checkpoint))
     print(args.prompt, end="", flush=True)
     for text in generate(model, tokenizer, args.prompt, args.tokens, args.temperature, args.top_k, args.seed):
-        print(text, end="", flush=True)
+        print(harmless(text) if sys.stdout.isatty() else text, end="", flush=True)
     print()
     return 0
 
@@ -51,6 +53,11 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--temperature {args.temperature:g}: give 0 (always the likeliest) or more; 1 is as the model says"
     if args.top_k < 1:
         yield f"--top-k {args.top_k}: give at least 1"
+
+
+def harmless(text: str) -> str:
+    """`text` for a terminal: control characters, with which a young model is generous, are shown as U+FFFD."""
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def find_checkpoint(path: Path) -> Path:

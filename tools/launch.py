@@ -31,7 +31,8 @@ WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
 PROGRAM = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank; the launcher alone speaks of it
 if (root := sys.argv.pop(1)) not in sys.path:
     sys.path.insert(0, root)
 from tools.cli import main

@@ -6,7 +6,7 @@ from models.stages import cuts
 from parallel.schedule import schedule
 from parallel.simulate import bubble
 from tools.corpus import Corpus
-from tools.generate import find_checkpoint, generate, load_model
+from tools.generate import find_checkpoint, generate, harmless, load_model
 from tools.run import RunConfig
 
 SAMPLE_TOKENS = 60
@@ -58,7 +58,7 @@ def print_outcome(config: RunConfig, plot: Path | None) -> None:
     if config.log.sample:
         model, tokenizer = load_model(find_checkpoint(folder))
         text = "".join(generate(model, tokenizer, config.log.sample, SAMPLE_TOKENS))
-        print(f"\nsample\n{config.log.sample}{text}\n")
+        print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
     print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
         print(f"plots      {plot or 'none: pip install matplotlib, or set log.plot = false'}")

@@ -25,12 +25,13 @@ def partial_path(folder: Path, step: int) -> Path:
 def checkpoints(folder: Path) -> list[Path]:
     """All whole checkpoints of `folder`, oldest first."""
     found = folder.glob("step_*") if folder.is_dir() else ()
-    return sorted(p for p in found if re.fullmatch(r"step_\d{8,}", p.name) and (p / INDEX).is_file())
+    whole = (p for p in found if re.fullmatch(r"step_\d{8,}", p.name) and (p / INDEX).is_file())
+    return sorted(whole, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def latest(folder: Path) -> Path | None:
     """The newest whole checkpoint."""
-    return max(checkpoints(folder), default=None)
+    return next(reversed(checkpoints(folder)), None)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -43,17 +44,23 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, step: int, keep: int) -> Path:
-    """Makes the hidden folder the checkpoint of `step`, then removes all but the newest `keep`."""
+    """Makes the hidden folder the checkpoint of `step`, then removes all others but the newest `keep`."""
     final = checkpoint_path(folder, step)
     partial = partial_path(folder, step)
     sync(partial)
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     partial.rename(final)
     sync(folder)
     for old in checkpoints(folder)[: -keep or None]:
-        shutil.rmtree(old)
+        if old != final:
+            _remove(old)
     return final
+
+
+def _remove(path: Path) -> None:
+    """Hides a checkpoint before its files go, so that one of which half is gone is not taken for a whole one."""
+    shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed.partial")))
 
 
 def sync(path: Path) -> None:

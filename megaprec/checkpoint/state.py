@@ -7,6 +7,8 @@ dp rank that holds most of it, to which the others send their part; all others t
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +56,10 @@ def save(
 def load(path: Path, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
     """Loads weights, moments, step count and scaler into an optimizer of any layout; returns checkpoint.json.
 
-    Raises UserError, before anything is changed, if the checkpoint is of another model.
+    Collective over the world: if the checkpoint is damaged or of another model for one rank, every rank raises
+    UserError, before anything is changed.
     """
-    store = Store(path)
-    check_same_model(store, optimizer)
+    store = _open_on_all_ranks(path, optimizer)
     for buffer in optimizer.all_buffers():
         for kind, values in buffer.state().items():
             _read_into(store, kind, buffer, values)
@@ -65,8 +67,22 @@ def load(path: Path, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
     return store.index
 
 
+def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer) -> Store:
+    problem: UserError | None = None
+    store: Store | None = None
+    try:
+        store = Store(path)
+        check_same_model(store, optimizer)
+    except UserError as error:
+        problem = error
+    failed = optimizer.world.max_(torch.tensor(float(problem is not None), device=optimizer.device))
+    if store is None or failed:
+        raise problem or UserError(f"{path} cannot be loaded by another rank, which says why")
+    return store
+
+
 def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
-    """Raises UserError naming the tensors of this rank that the checkpoint lacks or has in another shape."""
+    """Raises UserError unless the checkpoint has as many parameters and holds all that this rank is going to read."""
     saved = store.shapes("weight")
     mine = {piece.part.name: piece.part.shape for buffer in optimizer.all_buffers() for piece in buffer.pieces}
     wrong = [
@@ -78,14 +94,27 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
         raise UserError(
             f"{store.path} is a checkpoint of another model: {len(wrong)} of {len(mine)} tensors differ", *wrong[:5]
         )
+    if (whole := sum(prod(shape) for shape in saved.values())) != optimizer.num_elements:
+        raise UserError(
+            f"{store.path} is a checkpoint of another model: it has {whole} parameters, not {optimizer.num_elements}"
+        )
+    for buffer in optimizer.all_buffers():
+        for kind, (piece, _, _) in product(buffer.state(), _held(buffer)):
+            store.require(f"{kind}/{piece.part.name}", piece.part.shape)
 
 
-def _read_into(store: Store, kind: str, buffer: Buffer, values: Tensor) -> None:
+def _held(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
+    """The pieces that the own slice has a part of: elements [first, last) of the buffer."""
     for piece in buffer.pieces:
         first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
         if first < last:
-            read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
-            values[first - buffer.first : last - buffer.first].copy_(read)
+            yield piece, first, last
+
+
+def _read_into(store: Store, kind: str, buffer: Buffer, values: Tensor) -> None:
+    for piece, first, last in _held(buffer):
+        read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
+        values[first - buffer.first : last - buffer.first].copy_(read)
 
 
 def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:

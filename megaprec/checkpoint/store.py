@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -15,6 +16,32 @@ from megaprec.layout import Part
 
 INDEX = "checkpoint.json"
 FORMAT = 1
+
+
+class _Chunk(BaseModel):
+    file: str
+    offset: list[int]
+    shape: list[int]
+
+
+class _Tensor(BaseModel):
+    dtype: str
+    shape: list[int]
+    chunks: list[_Chunk]
+
+
+class _Optimizer(BaseModel):
+    steps: int
+    scaler: dict[str, float]
+
+
+class _Index(BaseModel):
+    """What every checkpoint.json holds, whatever the caller keeps there besides."""
+
+    step: int
+    optimizer: _Optimizer
+    files: dict[str, int]
+    tensors: dict[str, _Tensor]
 
 
 class Store:
@@ -29,8 +56,14 @@ class Store:
             self.index: dict[str, Any] = json.loads((path / INDEX).read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({error})") from error
-        if self.index.get("format") != FORMAT:
-            raise UserError(f"{path} has checkpoint format {self.index.get('format')!r}; this version reads {FORMAT}")
+        found = self.index.get("format") if isinstance(self.index, dict) else None
+        if found != FORMAT:
+            raise UserError(f"{path} has checkpoint format {found!r}; this version reads {FORMAT}")
+        try:
+            _Index.model_validate(self.index)
+        except ValidationError as error:
+            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
+            raise UserError(f"{path} is damaged: {INDEX} is not as it was written", *wrong) from error
         self._check_files()
 
     def _check_files(self) -> None:
@@ -57,6 +90,13 @@ class Store:
             k.removeprefix(start): tuple(v["shape"]) for k, v in self.index["tensors"].items() if k.startswith(start)
         }
 
+    def require(self, key: str, shape: Sequence[int]) -> None:
+        """Raises UserError unless the whole tensor `key` is there. Reads no more than the heads of its files."""
+        chunks = self.index["tensors"].get(key, {"chunks": ()})["chunks"]
+        there = [chunk for chunk in chunks if self._slice(chunk["file"], key).get_shape() == chunk["shape"]]
+        if sum(prod(chunk["shape"]) for chunk in there) != prod(shape):
+            raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
+
     def read(self, kind: str, name: str) -> Tensor:
         """A whole logical tensor, in the dtype it was saved in."""
         shape = self.index["tensors"][f"{kind}/{name}"]["shape"]
@@ -64,6 +104,8 @@ class Store:
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
         """Elements [first, last) of the flattened slice `part`. Reads no rows but those they lie in."""
+        if not part.shape:
+            return self.read(kind, part.name).reshape(1)
         row = prod(part.local[1:])
         top, bottom = first // row, -(-last // row)
         offset = [part.start if d == part.dim else 0 for d in range(len(part.shape))]
@@ -95,10 +137,10 @@ class Store:
         return found
 
     def _slice(self, file: str, key: str) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.path / file, "pt")
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{self.path / file} is damaged: {error}") from error
         kind, name = key.split("/", 1)
-        return self._open[file].get_slice(name if kind == "weight" else key)
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.file(file), "pt")
+            return self._open[file].get_slice(name if kind == "weight" else key)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.path / file} is damaged: {error}") from error

@@ -1,0 +1,79 @@
+"""Which parameter broke a step: a second look at the gradients, taken only after a step was skipped.
+
+Each rank looks at what it holds and names its worst logical tensors; the few lines of all ranks are put together as
+JSON, so that every rank knows what any of them saw. A clean step costs nothing.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from megaprec.buffer import Buffer
+from megaprec.comm import Axis
+from megaprec.events import Offender
+from megaprec.stats import sum_of_squares
+
+_LINE = 4096  # bytes of JSON that each rank may send
+
+
+def locate(
+    buffers: Iterable[Buffer], pp: Axis, tp: Axis, world: Axis, device: torch.device, most: int = 5
+) -> tuple[Offender, ...]:
+    """The logical tensors with the most non-finite gradient elements, worst first, the same on every rank.
+
+    Reads the own slices of the still scaled gradients. Collective over the whole mesh.
+    """
+    mine = sorted(_own(buffers, pp.rank, tp.rank), key=lambda found: -found[1].bad)[:most]
+    return _merge(_everyones(mine, world, device), most)
+
+
+Found = tuple[int, Offender]  # first element of the slice it was found in, within the tp rank's part
+
+
+def _own(buffers: Iterable[Buffer], stage: int, tp_rank: int) -> Iterator[Found]:
+    for buffer in buffers:
+        for piece in buffer.pieces:
+            first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+            values = buffer.own(buffer.grads)[first - buffer.first : max(first, last) - buffer.first]
+            if len(values) and not sum_of_squares(values).isfinite():
+                yield first - piece.start, _describe(piece.part.name, stage, tp_rank, values)
+
+
+def _describe(name: str, stage: int, tp_rank: int, values: Tensor) -> Offender:
+    finite = values[values.isfinite()]
+    largest = finite.abs().max().item() if len(finite) else 0.0
+    return Offender(name, stage, tp_rank, int(values.isinf().sum()), int(values.isnan().sum()), values.numel(), largest)
+
+
+def _everyones(mine: Sequence[Found], world: Axis, device: torch.device) -> list[Found]:
+    """What all ranks found. It travels as lines of JSON in tensors of fixed length, as many as fit."""
+    lines = [json.dumps([first, asdict(offender)]).encode() + b"\n" for first, offender in mine]
+    while sum(map(len, lines)) > _LINE:
+        lines.pop()
+    packed = torch.tensor(list(b"".join(lines).ljust(_LINE)), dtype=torch.uint8, device=device)
+    rows = bytes(world.gather(packed).tolist()).split(b"\n")
+    pairs = [json.loads(row) for row in rows if row.strip()]
+    return [(first, Offender(**fields)) for first, fields in pairs]
+
+
+def _merge(found: Iterable[Found], most: int) -> tuple[Offender, ...]:
+    """One line per tensor and tp rank: what several dp ranks hold alike is said once, what they divide is added up."""
+    slices: dict[tuple[str, int, int], dict[int, Offender]] = {}
+    for first, o in found:
+        known = slices.setdefault((o.name, o.stage, o.tp_rank), {})
+        known[first] = max(o, known.get(first, o), key=lambda offender: offender.bad)
+    merged = [_sum(list(parts.values())) for parts in slices.values()]
+    return tuple(sorted(merged, key=lambda o: (-o.bad, o.name, o.tp_rank))[:most])
+
+
+def _sum(parts: Sequence[Offender]) -> Offender:
+    return replace(
+        parts[0],
+        infs=sum(o.infs for o in parts),
+        nans=sum(o.nans for o in parts),
+        elements=sum(o.elements for o in parts),
+        largest_finite=max(o.largest_finite for o in parts),
+    )

@@ -5,8 +5,10 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -137,18 +139,19 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path: Path) -> N
     run_ranks(resume_and_compare, {"pp": 2, "dp": 2, "tp": 2}, folder=tmp_path)
 
 
-def load_another_model(mesh: DeviceMesh, folder: Path) -> None:
-    """Only the last stage differs, so only some ranks can see it; yet every rank must raise and change nothing."""
-    mine = make_engine(mesh, Run({**MODEL, "tied": False}, "bf16")).optimizer
-    path = save(folder, 1, make_engine(mesh, Run(MODEL, "bf16")).optimizer, {})
-    before = [t.clone() for t in all_tensors(mine)]
-    with pytest.raises(UserError, match=r"another model|by another rank"):
-        load(path, mine)
-    assert all(torch.equal(a, b) for a, b in zip(all_tensors(mine), before, strict=True))
+def load_what_one_stage_cannot(mesh: DeviceMesh, folder: Path) -> None:
+    optimizer = make_engine(mesh, Run(MODEL, "bf16")).optimizer
+    path = save(folder, 1, optimizer, {})
+    if mesh.get_rank() == 0:
+        change_index(lambda index: index["tensors"].pop("exp_avg/final_norm.weight"), path)
+    optimizer.world.barrier()
+    spoil(optimizer)
+    message = "lacks a part of exp_avg/final_norm.weight" if mesh.get_local_rank("pp") else "by another rank"
+    require_refused(path, optimizer, message)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_every_rank(tmp_path: Path) -> None:
-    run_ranks(load_another_model, {"pp": 2, "dp": 2}, folder=tmp_path)
+def test_what_one_rank_cannot_load_every_rank_refuses(tmp_path: Path) -> None:
+    run_ranks(load_what_one_stage_cannot, {"pp": 2}, folder=tmp_path)
 
 
 class Small(nn.Module):
@@ -321,6 +324,57 @@ def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
         load(saved(tmp_path, 7, value), optimizer)
         assert holds(optimizer, value)
     assert names(tmp_path) == ["step_00000007"]
+
+
+class Killed(BaseException):
+    """Nothing of the library catches it."""
+
+
+OPERATIONS = {
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.truncate",
+    "shutil.rmtree",
+    "shutil.copyfile",
+}
+
+
+def save_and_die_everywhere(mesh: DeviceMesh, folder: Path) -> None:
+    """Saves again and again and is stopped before the first operation on files, before the second, and so on."""
+    left: int | None = None
+
+    def count(event: str, arguments: object) -> None:
+        nonlocal left
+        if left is not None and event in OPERATIONS:
+            left -= 1
+            if left < 0:
+                left = None
+                raise Killed
+
+    sys.addaudithook(count)
+    step, optimizer = 1, small()
+    saved(folder, step)
+    for again in (0, 1):  # the next step, or the same step once more
+        operations, done = 0, False
+        while not done:
+            left = operations
+            with suppress(Killed):
+                saved(folder, step + 1 - again, value=step + 1 - again)
+                done = True
+            left = None
+            newest = latest(folder)
+            assert newest is not None
+            step = load(newest, optimizer)["step"]
+            assert holds(optimizer, step), f"killed before operation {operations}"
+            operations += 1
+        assert operations > 15, "there was nothing to interrupt"
+
+
+def test_a_save_stopped_before_any_of_its_steps_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    run_ranks(save_and_die_everywhere, {}, folder=tmp_path)
 
 
 def save_forever(folder: Path, first: int) -> None:

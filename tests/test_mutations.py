@@ -54,11 +54,10 @@ def found_inf_over(*axes: str) -> None:
     """Each rank hears of what is not finite on these axes only."""
 
     def agree(self: ParallelAMPOptimizer, loss: Tensor | None) -> Tensor:
-        own = statistics(self._counted, self._copies, self.device)
-        bad = own.isfinite().logical_not().any().double()
+        bad = statistics(self._counted, self._copies, self.device).isfinite().logical_not().any().double()
         for axis in axes:
             getattr(self, axis).max_(bad)
-        shared = self.world.sum_(torch.cat((own, torch.zeros(1, dtype=torch.float64))).nan_to_num(0, 0, 0))
+        shared = AGREE(self, loss).nan_to_num(0, 0, 0)
         shared[0] += torch.inf * bad if bad else 0
         return shared
 

@@ -82,7 +82,7 @@ def test_the_held_out_loss_is_that_of_text_that_is_not_trained_on(run_file: Path
     assert corpus.held_out is not None
     trained, held_out = (set(s.batch(0, len(s)).ids.tolist()) for s in (corpus.train, corpus.held_out))
     assert not trained & held_out
-    assert all(abs(r["eval_loss"] - r["loss"]) > 1e-3 for r in steps(exact) if "eval_loss" in r)
+    assert steps(exact)[-1]["eval_loss"] > steps(exact)[-1]["loss"] + 0.1  # it is of another kind, see write_run
 
 
 # --- resuming
@@ -196,7 +196,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint_to_go_on_from(
 
 
 class Launched:
-    """The command with two ranks on an endless run, in a process group of its own, past its first steps."""
+    """The command with two ranks on an endless run, past its first steps."""
 
     def __init__(self, file: Path, folder: Path) -> None:
         endless = [f"train.folder={folder}", "train.steps=1000000", "checkpoint.every=1", "parallel.tensor=2"]
@@ -206,7 +206,6 @@ class Launched:
             command(file, *EXACT, *endless, "train.threads=0"),
             cwd=ROOT,
             env=environment,
-            start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -217,7 +216,7 @@ class Launched:
     def end(self) -> tuple[int, list[str]]:
         """Exit code and lines of stderr; nothing of the run may be left."""
         said = self.process.communicate(timeout=30)[1].splitlines()
-        assert not any(Path(f"/proc/{pid}").exists() for pid in self.ranks.values())
+        until(lambda: not any(map(runs, self.ranks.values())), seconds=5)
         return self.process.returncode, said
 
 
@@ -225,8 +224,8 @@ class Launched:
 def launched(run_file: Path, tmp_path: Path) -> Iterator[Launched]:
     run = Launched(run_file, tmp_path / "run")
     yield run
-    if run.process.poll() is None:
-        os.killpg(run.process.pid, signal.SIGKILL)
+    for pid in (run.process.pid, *run.ranks.values()) if run.process.returncode is None else ():
+        os.kill(pid, signal.SIGKILL)
     run.process.communicate()
 
 
@@ -235,6 +234,24 @@ def until(true: Callable[[], bool], seconds: float = 60) -> None:
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def stopped_in_mid_save(folder: Path, pid: int) -> bool:
+    """Whether rank 0 was stopped while its checkpoint was not whole; else it goes on."""
+    if any(folder.glob(".step_*.partial/*.safetensors")):
+        os.kill(pid, signal.SIGSTOP)
+        if any(folder.glob(".step_*.partial/*.safetensors")):
+            return True
+        os.kill(pid, signal.SIGCONT)
+    return False
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def children(pid: int) -> Iterator[tuple[int, dict[str, str]]]:
@@ -259,17 +276,17 @@ def test_a_rank_that_dies_ends_the_run_within_seconds_and_is_named_last(launched
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all_ranks_in_one_line(number: signal.Signals, code: int, launched: Launched) -> None:
-    os.killpg(launched.process.pid, number)  # as Ctrl-C on a terminal does
+    launched.process.send_signal(number)  # ranks are in sessions of their own: Ctrl-C does not reach them either
     assert launched.end() == (code, [f"stopped by {number.name}"])
 
 
-def test_a_run_killed_in_mid_save_goes_on_from_the_last_whole_checkpoint(
+def test_a_run_killed_in_mid_save_leaves_no_rank_and_goes_on_from_the_last_whole_checkpoint(
     launched: Launched, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = launched.folder / "checkpoints"
-    until(lambda: any(folder.glob(".step_*.partial/*.safetensors")))
-    os.killpg(launched.process.pid, signal.SIGKILL)
-    launched.end()
+    until(lambda: stopped_in_mid_save(folder, launched.ranks["0"]))
+    launched.process.kill()
+    launched.end()  # ranks do not outlive what started them
     (unfinished,) = folder.glob(".step_*.partial")
     last = checkpoint_folder.latest(folder)
     assert last is not None
@@ -299,6 +316,7 @@ def test_a_skipped_step_consumes_samples_and_the_learning_rate_waits_for_it(
         assert record["skipped_total"] == number - applied
         assert record["tokens"] == number * 8 * 16
         assert isinstance(record["grad_norm"], str) == (record["outcome"] != "applied")  # "inf" or "nan"
+        assert ("overflow_in" in record) == (record["outcome"] != "applied")
     assert records[0]["loss_scale"] == 2.0**32
     assert records[0]["outcome"] == "skipped_overflow"
     assert 25 <= applied < 40
@@ -396,7 +414,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> Iterator[li
             if data.endswith(b"\x04"):
                 return
 
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read, daemon=True)
     with monkeypatch.context() as patch, open(theirs, "w", encoding="utf-8") as stream:
         for name, value in {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "40"}.items():
             patch.setenv(name, value)
@@ -419,7 +437,7 @@ def test_a_terminal_shows_the_data_being_built_and_one_line_of_progress(
 ) -> None:
     with terminal(monkeypatch) as shown:
         train(run_file, "data.cache=", f"train.folder={tmp_path}", "train.eval_every=3")
-    assert any(re.fullmatch(r"1 documents  [\d,]+ tokens .* 100% .*", line) for line in shown)
+    assert any(re.fullmatch(r"1 documents  [\d,]+ tokens .*%.*", line) for line in shown)
     numbers = r"loss \d\.\d{4}  grad norm \S+  scale 1  [\d,]+ tokens/s  ETA \d:\d\d"
     bars = [line for line in shown if re.fullmatch(rf"step \d/6 \S+ {numbers}", line)]
     assert bars[-1].startswith("step 6/6")
@@ -433,7 +451,7 @@ def test_progress_fits_100_columns_at_the_numbers_of_a_large_run(
     record = {"outcome": "applied", "loss": 10.1234, "grad_norm": 0.01234, "loss_scale": 2.0**32, "skipped_total": 0}
     with terminal(monkeypatch) as shown, Journal(tmp_path, 99_999, 250_000, 1, True, False) as journal:
         journal.write({"step": 100_000, **record, "tokens_per_s": 1_234_567.8, "seconds": 0.5})
-    words = "loss 10.1234  grad norm 0.0123  scale 2^32  1,234,567 tokens/s  ETA 20:50:00"
+    words = "loss 10.1234  grad norm 0.0123  scale 2^32  1,234,568 tokens/s  ETA 20:50:00"
     assert any(re.fullmatch(rf"step 100000/250000 \S* ?{re.escape(words)}", line) for line in shown)
     assert max(map(len, shown)) <= 100
 
@@ -446,7 +464,7 @@ def test_without_a_terminal_progress_is_plain_lines(
     assert shown.err == f"building the data set of {run_file.parent}/text.txt\n"
     lines = [line for line in shown.out.splitlines() if line.startswith("step ")]
     numbers = r"loss \d\.\d{4}  grad norm \S+  scale \S+  [\d,]+ tokens/s  ETA \d+:\d\d"
-    assert all(re.fullmatch(rf"step \d/6  {numbers}(  skipped_overflow \(\d so far\))?", line) for line in lines)
+    assert all(re.fullmatch(rf"step \d/6  {numbers}  skipped_overflow in \S+ \(\d so far\)", line) for line in lines)
     assert "\x1b" not in shown.out
     assert len(lines) == 6  # each was skipped, and of that one hears
 

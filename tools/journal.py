@@ -92,7 +92,8 @@ def _events(record: dict[str, Any]) -> list[str]:
     """What is not said of every step."""
     events = [f"held-out loss {record['eval_loss']:.4f}"] if "eval_loss" in record else []
     if record["outcome"] != "applied":
-        events.append(f"{record['outcome']} ({record['skipped_total']} so far)")
+        where = f" in {record['overflow_in']}" if "overflow_in" in record else ""
+        events.append(f"{record['outcome']}{where} ({record['skipped_total']} so far)")
     return events
 
 

@@ -30,9 +30,13 @@ OURS = "megaprec_"  # begins the run id of ranks that we started
 WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
+# Ctrl-C ends a rank without a traceback, for the launcher speaks of it. On Linux a rank ends when its launcher is
+# killed (prctl's option 1 is PR_SET_PDEATHSIG); elsewhere it would go on alone.
 PROGRAM = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every rank; the launcher alone speaks of it
+import ctypes, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if (root := sys.argv.pop(1)) not in sys.path:
     sys.path.insert(0, root)
 from tools.cli import main

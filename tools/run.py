@@ -245,9 +245,15 @@ def _unknown(given: Mapping[str, _Given]) -> Iterator[str]:
                 yield f"[{table}] ({entry.origin}): no such table{_did_you_mean(table, tables, '[{}]')}"
             reported.add(table)
         elif key not in known:
-            namesakes = [k for k in known if k.endswith(f".{name or key}")]
-            hint = f"; did you mean {namesakes[0]}?" if namesakes else _did_you_mean(key, known)
-            yield f"{key} = {_toml(entry.value)} ({entry.origin}): no such key{hint}"
+            yield f"{key} = {_toml(entry.value)} ({entry.origin}): no such key{_nearest_key(table, name or key, known)}"
+
+
+def _nearest_key(table: str, name: str, known: Sequence[str]) -> str:
+    """A hint at the key whose name within its table is most like `name`; at one of `table` rather than another."""
+    here_last = sorted(known, key=lambda key: key.startswith(f"{table}."))
+    keys = {key.partition(".")[2]: key for key in here_last}
+    close = difflib.get_close_matches(name, keys, n=1)
+    return f"; did you mean {keys[close[0]]}?" if close else ""
 
 
 def _explained(table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, _Given]) -> Iterator[str]:

@@ -121,6 +121,8 @@ class Trainer:
             "seconds": seconds,
             "skipped_total": self.progress.skipped,
         }
+        if report.offenders:
+            fields["overflow_in"] = report.offenders[0].name
         every = self.config.train.eval_every
         if every and self.progress.step % every == 0 and self.corpus.held_out is not None:
             fields["eval_loss"] = self.evaluate(self.corpus.held_out)

@@ -48,19 +48,18 @@ def commit(folder: Path, step: int, keep: int) -> Path:
     final = checkpoint_path(folder, step)
     partial = partial_path(folder, step)
     sync(partial)
-    if final.exists():
-        _remove(final)
+    hidden = [_hide(final)] if final.exists() else []
     partial.rename(final)
     sync(folder)
-    for old in checkpoints(folder)[: -keep or None]:
-        if old != final:
-            _remove(old)
+    hidden += [_hide(old) for old in checkpoints(folder)[: -keep or None] if old != final]
+    for old in hidden:
+        shutil.rmtree(old)
     return final
 
 
-def _remove(path: Path) -> None:
-    """Hides a checkpoint before its files go, so that one of which half is gone is not taken for a whole one."""
-    shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed.partial")))
+def _hide(path: Path) -> Path:
+    """Before its files go, so that a checkpoint of which half is gone is not taken for a whole one."""
+    return path.rename(path.with_name(f".{path.name}.removed.partial"))
 
 
 def sync(path: Path) -> None:

@@ -1,0 +1,59 @@
+"""Whether skipped steps are something to care about.
+
+A dynamic loss scale finds its place by overflowing now and then, so a skipped step is normal; what is not normal is to
+skip while the scale is already at its floor, for then the next step will fare no better. A constant scale, or none, is
+always at its floor.
+"""
+
+from collections import deque
+
+from megaprec.events import StepReport
+from megaprec.plan import LossScaling
+
+WINDOW = 1000  # steps that "recently" means
+
+
+class OverflowWatch:
+    """Follows the outcomes of a run, the same on every rank. `patience`: skips in a row at the floor that are borne."""
+
+    def __init__(self, scaling: LossScaling, patience: int = 20) -> None:
+        self.scaling, self.patience = scaling, patience
+        self.in_a_row = 0  # skipped steps since the last applied one
+        self.at_floor = 0  # those of them that were made at the floor
+        self.ever_applied = False
+        self._recent: deque[bool] = deque(maxlen=WINDOW)
+
+    def note(self, report: StepReport) -> None:
+        """Takes in the next step."""
+        skipped = report.outcome != "applied"
+        self._recent.append(skipped)
+        self.ever_applied |= not skipped
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self.at_floor = self.at_floor + 1 if skipped and self._is_floor(report.loss_scale) else 0
+
+    def _is_floor(self, scale: float) -> bool:
+        return self.scaling.kind != "dynamic" or scale <= self.scaling.minimum
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether training should stop: the scale cannot fall further and the steps still overflow."""
+        return self.at_floor >= self.patience
+
+    def advice(self) -> str:
+        """One line for the user, after a skipped step."""
+        if self.at_floor > 1:
+            where = "at the minimum scale" if self.scaling.kind == "dynamic" else "and there is no scale to lower"
+            cure = "lower the learning rate, look at the samples, or train in bf16"
+            return f"{self.at_floor} in a row {where}: this will not recover by itself; {cure}"
+        if not self.ever_applied and self.scaling.kind == "dynamic":
+            return f"{self.in_a_row} in a row at the start: normal, the scale is searching its place from above"
+        count = sum(self._recent)
+        return f"{count} in the last {len(self._recent)} steps: {self._judge(count)}"
+
+    def _judge(self, count: int) -> str:
+        if self.scaling.kind != "dynamic":
+            return "without a loss scale each one is a sign of instability"
+        expected = 2 + 4 * len(self._recent) // self.scaling.growth_interval
+        if count <= max(expected, 8):
+            return "normal while the scale searches"
+        return "more than a searching scale explains; watch the gradient norm"

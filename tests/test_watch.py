@@ -1,0 +1,49 @@
+"""Skipped steps are told apart: a searching scale, instability, and what will not recover."""
+
+import pytest
+
+from megaprec.events import StepReport
+from megaprec.plan import LossScaling
+from megaprec.watch import OverflowWatch
+
+DYNAMIC = LossScaling("dynamic", initial=8.0, minimum=1.0)
+
+
+def watched(scaling: LossScaling, steps: str, scale: float, patience: int = 3) -> OverflowWatch:
+    """After steps such as "..x": a dot is applied, an x skipped."""
+    watch = OverflowWatch(scaling, patience)
+    for step in steps:
+        watch.note(StepReport("applied" if step == "." else "skipped_overflow", 1.0, 1.0, 0, 0.0, scale, 0.1))
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("scaling", "steps", "scale", "hopeless"),
+    [
+        (DYNAMIC, "xxx", 1.0, True),
+        (DYNAMIC, "xxx", 2.0, False),
+        (DYNAMIC, "xx.xx", 1.0, False),
+        (DYNAMIC, "xx", 1.0, False),
+        (LossScaling("none"), "..xxx", 1.0, True),
+        (LossScaling("constant", 1024.0), "xxx", 1024.0, True),
+    ],
+)
+def test_training_is_hopeless_after_as_many_skips_in_a_row_at_the_floor_as_are_borne(
+    scaling: LossScaling, steps: str, scale: float, hopeless: bool
+) -> None:
+    assert watched(scaling, steps, scale).hopeless == hopeless
+
+
+@pytest.mark.parametrize(
+    ("scaling", "steps", "scale", "said"),
+    [
+        (DYNAMIC, "xxxx", 4.0, "4 in a row at the start: normal"),
+        (DYNAMIC, "." * 999 + "x", 4.0, "1 in the last 1000 steps: normal while the scale searches"),
+        (DYNAMIC, "." * 50 + "x." * 20, 4.0, "20 in the last 90 steps: more than a searching scale explains"),
+        (DYNAMIC, "." + "x" * 12, 1.0, "12 in a row at the minimum scale: this will not recover"),
+        (LossScaling("none"), ".x", 1.0, "1 in the last 2 steps: without a loss scale"),
+        (LossScaling("none"), ".xx", 1.0, "2 in a row and there is no scale to lower: this will not recover"),
+    ],
+)
+def test_the_advice_says_whether_to_care(scaling: LossScaling, steps: str, scale: float, said: str) -> None:
+    assert said in watched(scaling, steps, scale).advice()

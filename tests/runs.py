@@ -54,8 +54,8 @@ TIMES = ("seconds", "tokens_per_s")
 def write_run(folder: Path) -> Path:
     """A text and a run file for it; returns the latter. The data set is shared by all runs of the file."""
     dice = random.Random(0)
-    lines = [" ".join(dice.choices(WORDS, k=9)) for _ in range(360)]
-    lines += ["".join(dice.choices("0123456789", k=30)) for _ in range(40)]  # this is what is held out
+    lines = [" ".join(dice.choices(WORDS, k=9)) for _ in range(385)]
+    lines += ["".join(dice.choices("0123456789", k=30)) for _ in range(15)]  # about what is held out
     (folder / "text.txt").write_text("\n".join(lines), encoding="utf-8")
     path = folder / "my.toml"
     path.write_text(RUN.format(folder=folder))

@@ -389,7 +389,7 @@ def test_a_process_killed_in_mid_save_leaves_a_whole_checkpoint(tmp_path: Path) 
     """Killed at random moments, so a failure may not come back; it is none the less one."""
     first, cut_short = 1, 0
     for _ in range(8):
-        process = get_context("forkserver").Process(target=save_forever, args=(tmp_path, first))
+        process = get_context("forkserver").Process(target=save_forever, args=(tmp_path, first), daemon=True)
         process.start()
         deadline = time.monotonic() + 30
         while (newest := latest(tmp_path)) is None or int(newest.name[5:]) < first:

@@ -112,11 +112,9 @@ def check_linear(
     require_close(f"{what}: weight gradient", layer.weight.grad, shares_of(plain.layer.weight.grad, layer.weight))
     if layer.bias is not None and not layer.skip_bias_add:
         assert layer.bias.grad is not None
-        whole = (
-            axis.sum_(layer.bias.grad)
-            if layout_of(layer.bias).partial and sequence and cut_out == 0
-            else layer.bias.grad
-        )
+        layout = layout_of(layer.bias)
+        shares = layout.partial and layout.parts[0].copies > 1
+        whole = axis.sum_(layer.bias.grad) if shares else layer.bias.grad
         require_close(f"{what}: bias gradient", whole, shares_of(plain.layer.bias.grad, layer.bias))
 
 

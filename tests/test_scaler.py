@@ -31,6 +31,13 @@ MEGATRON = [
     (True, 64.0, 0, 0),
 ]
 SMALL: dict[str, Any] = {"initial_scale": 256.0, "growth_interval": 3, "hysteresis": 2}
+DEFAULTS: dict[str, Any] = {
+    "min_scale": 1.0,
+    "max_scale": None,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "hysteresis_refill": "growth",
+}
 
 
 def state(scaler: DynamicGradScaler) -> tuple[float, float, float]:
@@ -94,12 +101,8 @@ def require_megatron_trace() -> None:
 
 def test_the_scale_takes_the_course_of_megatron() -> None:
     require_megatron_trace()
-    for step, (found, *expected) in enumerate(MEGATRON):
-        reference = Reference({**SMALL, "min_scale": 1, "growth_factor": 2, "backoff_factor": 0.5, "max_scale": None,
-                               "hysteresis_refill": "growth"})  # fmt: skip
-        for before, *_ in MEGATRON[:step]:
-            reference.update(before)
-        assert reference.update(found) == tuple(expected), "the reference is not Megatron"
+    reference = Reference({**DEFAULTS, **SMALL})
+    assert [(found, *reference.update(found)) for found, *_ in MEGATRON] == MEGATRON, "the reference is not Megatron"
 
 
 def test_refilled_by_good_steps_only_overflows_in_a_row_count() -> None:

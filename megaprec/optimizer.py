@@ -194,7 +194,8 @@ class ParallelAMPOptimizer:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""
         _, zeros, loss, digests, squares, norm, scale, found = numbers.tolist()
         if digests**2 != self.world.size * squares:  # the mean of squares is the square of the mean if all are equal
-            raise RuntimeError(f"ranks disagree about the loss scaler; after this step it is here {self.scaler.state_dict()}")
+            here = self.scaler.state_dict()
+            raise RuntimeError(f"ranks disagree about the loss scaler; on this one it is {here} after this step")
         offenders = locate(self.all_buffers(), self.pp, self.tp, self.world, self.device) if found else ()
         outcome = "skipped_overflow" if found else "applied"
         return StepReport(outcome, loss, norm, int(zeros), zeros / self.num_elements, scale, lr, offenders)

@@ -222,6 +222,7 @@ def test_a_world_of_another_size_is_refused_before_it_is_joined_and_told_once(
     joined = {"RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "LOCAL_RANK": rank}
     for name, value in {**joined, "TORCHELASTIC_RUN_ID": run}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tools.train.world", lambda device: pytest.fail("the world was joined"))
     line = r"world size 3 != parallel.tensor 1 x parallel.pipeline 1 x parallel.data 1 = 1: .* parallel.data = 3"
     refused(["train", "my.toml"], *([line] if told else []))
 

@@ -42,18 +42,23 @@ def generate(trained: Path, capsys: pytest.CaptureFixture[str]) -> Generate:
     return run
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 30])  # 30 are more than fit into the model's positions
-def test_greedy_text_is_what_a_plain_model_finds_likeliest(tokens: int, trained: Path, generate: Generate) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [(PROMPT, 0), ("数", 1), ("", 8), (PROMPT, 30)],  # 30 are more than fit into the model's positions
+)
+def test_greedy_text_is_what_a_plain_model_finds_likeliest(
+    prompt: str, tokens: int, trained: Path, generate: Generate
+) -> None:
     store, tokenizer = Store(trained), load_tokenizer(trained / "text.model")
     config = ModelConfig(**store.index["model"])
     weights = {name: store.read("weight", name).double() for name in store.shapes("weight")}
     assert tokenizer.eos is not None
-    ids = [tokenizer.eos, *tokenizer.encode(PROMPT)]
+    ids = [tokenizer.eos, *tokenizer.encode(prompt)]
     for _ in range(tokens):
         window = torch.tensor([ids[-config.max_positions :]])
         ids.append(int(oracle.logits(config, weights, window)[0, -1].argmax()))
     assert tokenizer.eos not in ids[1:]
-    said = generate("--temperature", 0, "--tokens", tokens)
+    said = generate("--temperature", 0, "--tokens", tokens, prompt=prompt)
     assert said == tokenizer.decode(ids).rstrip("\ufffd") + "\n"
 
 

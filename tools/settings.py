@@ -108,7 +108,9 @@ class Train(Table):
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations on the held-out text; 0: never")
     eval_batches: int = Field(default=4, gt=0, description="global batches per evaluation")
     folder: str = Field(default="runs/default", min_length=1, description="run directory: metrics, checkpoints, plots")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda if there is one for each local rank"
+    )
     threads: int = Field(default=0, ge=0, description="CPU threads per rank; 0: the cores shared by the local ranks")
 
 

@@ -1,6 +1,7 @@
 """The `megaprec` command.
 
-Exit codes: 0 done; 2 the user has something to mend (one line a problem); 1 a fault of ours; 130 interrupted.
+Exit codes: 0 done; 2 the user has something to mend (one line a problem); 3 training stopped itself, its state saved,
+because every step overflows; 1 a fault of ours; 130 interrupted.
 """
 
 import argparse
@@ -9,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools import data, generate, train
+from tools import data, generate, overflow, train
 from tools.launch import must_tell, note_failure, slurm_environment
+from tools.overflow import Hopeless
 from tools.run import describe
 
 
@@ -25,6 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if must_tell():
             print(*error.problems, sep="\n", file=sys.stderr)
         return 2
+    except Hopeless as stop:
+        note_failure(stop)
+        if must_tell():
+            print(stop, file=sys.stderr)
+        return 3
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -38,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_parser(commands)
     generate.add_parser(commands)
     data.add_parser(commands)
+    overflow.add_parser(commands)
     keys = commands.add_parser("keys", help="list all keys of a run file")
     keys.set_defaults(run=_print_keys)
     return parser

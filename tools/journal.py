@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from megaprec.data.files import write_whole
 from megaprec.events import to_json
 from tools.progress import Steps
 
 METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
 PACE = 20  # the newest steps, by whose mean time the rest is estimated
 
 
@@ -28,9 +29,7 @@ class Journal(AbstractContextManager["Journal"]):
     """Writes a record per step. After a resume from `start`, records of later steps go: those steps happen again."""
 
     def __init__(self, folder: Path, start: int, total: int, every: int, progress: bool, tensorboard: bool) -> None:
-        kept = [record for record in read_metrics(folder) if record["step"] <= start]
-        write_whole(folder / METRICS, "".join(to_json(record) + "\n" for record in kept).encode())
-        self._file = (folder / METRICS).open("a", encoding="utf-8")
+        self._metrics, self._events = (_reopen(folder / name, start) for name in (METRICS, EVENTS))
         self._scalars = _tensorboard(folder / "tensorboard", start) if tensorboard else None
         self._total, self._every = total, every
         self._pace: deque[float] = deque(maxlen=PACE)
@@ -39,18 +38,22 @@ class Journal(AbstractContextManager["Journal"]):
     def __exit__(self, *error: object) -> None:
         if self._bar:
             self._bar.stop()
-        self._file.close()
+        self._metrics.close()
+        self._events.close()
         if self._scalars:
             self._scalars.close()
 
     def write(self, record: dict[str, Any]) -> None:
         """record: the fields of metrics.jsonl."""
-        self._file.write(to_json(record) + "\n")
-        self._file.flush()
+        _write_line(self._metrics, record)
         if self._scalars:
             _add_scalars(self._scalars, record)
         self._pace.append(record["seconds"])
         self._show(record, (self._total - record["step"]) * sum(self._pace) / len(self._pace))
+
+    def write_event(self, event: dict[str, Any]) -> None:
+        """event: what happened in the step event["step"], to be kept in events.jsonl."""
+        _write_line(self._events, event)
 
     def _show(self, record: dict[str, Any], eta: float) -> None:
         """One line a step; on a terminal always the same one, where only what is out of the ordinary stays."""
@@ -67,6 +70,23 @@ class Journal(AbstractContextManager["Journal"]):
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """All whole records of a run: not a last line cut off by a kill. "inf", "-inf" and "nan" are numbers again."""
     return list(_records(folder / METRICS))
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """All whole events of a run, oldest first."""
+    return list(_records(folder / EVENTS))
+
+
+def _reopen(path: Path, start: int) -> TextIO:
+    """Opens a file of records to add to it, those of steps after `start` being removed: they happen again."""
+    kept = [record for record in _records(path) if record["step"] <= start]
+    write_whole(path, "".join(to_json(record) + "\n" for record in kept).encode())
+    return path.open("a", encoding="utf-8")
+
+
+def _write_line(file: TextIO, record: dict[str, Any]) -> None:
+    file.write(to_json(record) + "\n")
+    file.flush()
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

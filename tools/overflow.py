@@ -5,7 +5,6 @@ name, and advice. The command shows the newest ones as a table.
 """
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megaprec.errors import UserError
-from megaprec.events import StepReport, to_json
+from megaprec.events import StepReport
 from megaprec.watch import OverflowWatch
+from tools.journal import METRICS, read_events
 
-EVENTS = "events.jsonl"
+
+class Hopeless(Exception):
+    """The steps of a run overflow and will go on doing so. The command exits with code 3."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,8 +34,8 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `megaprec explain-overflow`. UserError if RUN_DIR is no run directory."""
-    if not (args.folder / "metrics.jsonl").is_file():
-        raise UserError(f"{args.folder} is not a run directory: it has no metrics.jsonl")
+    if not (args.folder / METRICS).is_file():
+        raise UserError(f"{args.folder} is not a run directory: it has no {METRICS}")
     events = read_events(args.folder)[-args.last :]
     if not events:
         print(f"{args.folder}: no step was skipped")
@@ -58,24 +60,6 @@ def overflow_event(report: StepReport, step: int, samples: range, watch: Overflo
         "advice": watch.advice(),
         "offenders": [asdict(offender) for offender in report.offenders],
     }
-
-
-def write_event(folder: Path, event: dict[str, Any]) -> None:
-    """Adds a line to folder/events.jsonl."""
-    with (folder / EVENTS).open("a", encoding="utf-8") as file:
-        file.write(to_json(event) + "\n")
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All whole events of a run, oldest first."""
-    path = folder / EVENTS
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            events.append(json.loads(line))
-        except ValueError:  # the last line, cut off by a kill
-            continue
-    return events
 
 
 def table(event: dict[str, Any]) -> Table:

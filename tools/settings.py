@@ -71,6 +71,7 @@ class Precision(Table):
     on_nonfinite: Literal["skip", "raise"] = Field(
         default="skip", description="what a step with non-finite gradients does"
     )
+    patience: int = Field(default=20, gt=0, description="skips in a row at the lowest scale after which the run stops")
 
 
 class Optimizer(Table):

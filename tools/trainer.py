@@ -16,11 +16,13 @@ from megaprec.data.samples import Samples
 from megaprec.events import StepReport, report_fields
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import LossScaling, PrecisionPlan, plan
+from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.stages import Stage
 from parallel.schedule import schedule
 from tools.corpus import Corpus
 from tools.journal import Journal
+from tools.overflow import Hopeless, overflow_event
 from tools.run import RunConfig
 from tools.write import print_start
 
@@ -68,6 +70,7 @@ class Trainer:
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = self._resume()
+        self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
         o = self.config.optimizer
@@ -95,11 +98,15 @@ class Trainer:
             self.config.save_resolved(Path(self.config.train.folder))
         with self._journal() as journal:
             while self.progress.step < steps:
-                record = self._record()
+                record, overflow = self._record()
                 if journal is not None:
                     journal.write(record)
-                if self.progress.step == steps or (every and self.progress.step % every == 0):
+                    if overflow:
+                        journal.write_event(overflow)
+                if self.progress.step == steps or self.watch.hopeless or (every and self.progress.step % every == 0):
                     self._save()
+                if self.watch.hopeless:
+                    raise Hopeless(f"stopped after step {self.progress.step}, state saved: {self.watch.advice()}")
 
     def _journal(self) -> Journal | nullcontext[None]:
         """Rank 0 keeps it; the others have none."""
@@ -108,8 +115,11 @@ class Trainer:
             return nullcontext()
         return Journal(Path(train.folder), self.progress.step, train.steps, log.every, log.progress, log.tensorboard)
 
-    def _record(self) -> dict[str, Any]:
-        """Takes one step, and the evaluation that is due after it; returns what metrics.jsonl keeps of both."""
+    def _record(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """Takes one step, and the evaluation that is due after it.
+
+        Returns what metrics.jsonl keeps of both, and what events.jsonl keeps of a skipped step.
+        """
         start = time.perf_counter()
         report = self._step()
         seconds = time.perf_counter() - start
@@ -126,7 +136,15 @@ class Trainer:
         every = self.config.train.eval_every
         if every and self.progress.step % every == 0 and self.corpus.held_out is not None:
             fields["eval_loss"] = self.evaluate(self.corpus.held_out)
-        return fields
+        return fields, self._overflow(report)
+
+    def _overflow(self, report: StepReport) -> dict[str, Any] | None:
+        self.watch.note(report)
+        if report.outcome == "applied":
+            return None
+        batch = self.config.train.global_batch
+        samples = range(self.progress.samples - batch, self.progress.samples)
+        return overflow_event(report, self.progress.step, samples, self.watch)
 
     def _step(self) -> StepReport:
         taken = self.progress.applied * (self.config.train.global_batch if self.config.lr.unit == "samples" else 1)

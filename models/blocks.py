@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 class Rotate(torch.autograd.Function):
-    """Turns the pairs (x[i], x[i + d/2]) by the angles of their position, computed in the dtype of the tables.
+    """Turns the pairs (x[i], x[i + d/2]) by the angles of their position, in the dtype of the tables, by promotion.
 
     x [s, b, n, d]; cosine, sine [s, 1, 1, d/2]. The backward pass turns the other way.
     """
@@ -138,7 +138,7 @@ class Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    first, second = x.to(cosine.dtype).chunk(2, -1)
+    first, second = x.chunk(2, -1)
     turned = torch.empty_like(x)
     half = x.shape[-1] // 2
     turned[..., :half] = first * cosine - second * sine

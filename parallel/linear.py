@@ -43,7 +43,7 @@ class Linear(torch.autograd.Function):
         finish = _start_input_gradient(ctx, rows, weight, grad.shape) if ctx.needs_input_grad[0] else _none
         whole = ctx.tp.gather(x) if ctx.lies is Input.SEQUENCE else x
         grad_weight = weight_gradient(weight, rows, whole.reshape(-1, whole.shape[-1]))
-        grad_bias = None if ctx.bias is None else bias_gradient(ctx.bias, rows)
+        grad_bias = None if ctx.bias is None else add_gradient(ctx.bias, rows)
         return finish(), grad_weight, grad_bias, None, None
 
 
@@ -68,10 +68,10 @@ def weight_gradient(weight: nn.Parameter, rows: Tensor, x: Tensor) -> Tensor | N
     return None
 
 
-def bias_gradient(bias: nn.Parameter, rows: Tensor) -> Tensor | None:
-    """Sum of `rows` over tokens, added into the main gradient if there is one (then None is returned)."""
-    main = getattr(bias, "main_grad", None)
+def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
+    """Sum of `rows` [tokens, n], added into the main gradient of a vector if there is one (then None is returned)."""
+    main = getattr(vector, "main_grad", None)
     if main is None:
-        return rows.sum(0)
+        return rows.sum(0).to(vector.dtype)
     main.add_(rows.sum(0, dtype=main.dtype))
     return None

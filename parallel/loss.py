@@ -13,7 +13,7 @@ from torch import Tensor
 from megaprec.comm import Axis
 from megaprec.layout import Part
 
-_BLOCK = 1 << 20  # elements of FP32 logits at a time: they stay in cache, and a second full-size tensor is never made
+_BLOCK = 1 << 17  # elements of FP32 logits at a time: they stay in cache, and a second full-size tensor is never made
 
 
 def cross_entropy(

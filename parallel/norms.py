@@ -4,12 +4,16 @@ Their weights are whole on every tp rank. Under sequence parallelism each rank n
 sequence, so each rank's gradient is a share.
 """
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaprec.layout import Part
 from parallel.context import Context
 from parallel.layers import parameter
+from parallel.linear import add_gradient
 
 
 class RMSNorm(nn.Module):
@@ -21,8 +25,31 @@ class RMSNorm(nn.Module):
         self.weight = vector(context, f"{name}.weight", hidden, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = F.rms_norm(x.to(self.sensitive), self.weight.shape, self.weight.to(self.sensitive), self.eps)
-        return wide.to(x.dtype)
+        return _Normalize.apply(x, self.weight, self.eps, self.sensitive)
+
+
+class _Normalize(torch.autograd.Function):
+    """RMSNorm that keeps only x and one number a row for the way back, and makes half as many passes as autograd would.
+
+    Products of x with what is in the sensitive dtype are in that dtype, by promotion.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, eps: float, sensitive: torch.dtype) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
+        inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.weight = weight
+        ctx.save_for_backward(x, inverse)
+        return (x * inverse).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, inverse = ctx.saved_tensors
+        normal = x * inverse
+        inner = grad * ctx.weight.to(inverse.dtype)
+        along = (inner * normal).mean(-1, keepdim=True)
+        grad_x = inner.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype)
+        return grad_x, add_gradient(ctx.weight, normal.mul_(grad).flatten(0, -2)), None, None
 
 
 class LayerNorm(nn.Module):

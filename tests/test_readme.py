@@ -1,8 +1,14 @@
-"""README.md lists the modules in reading order: all of them, each importing only those listed above it."""
+"""README.md lists all modules in reading order, each importing only those above it, and its commands work."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("megaprec", "parallel", "models", "tools")
@@ -37,3 +43,33 @@ def test_every_module_imports_only_modules_listed_above_it() -> None:
         if place.get(name, -1) >= number
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def blocks(language: str) -> str:
+    """All code of the README in one language."""
+    return "\n".join(re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
+
+
+def commands() -> list[str]:
+    """Every command but `make`, whose targets are what runs this test."""
+    lines = [line.partition("#")[0].strip() for line in blocks("sh").splitlines()]
+    inline = re.findall(r"`(torchrun [^`]+)`", (ROOT / "README.md").read_text())
+    return [line for line in lines if line and not line.startswith("make")] + inline
+
+
+@pytest.mark.slow
+def test_every_command_of_the_readme_works_in_the_order_given(tmp_path: Path) -> None:
+    for package in (*PACKAGES, "tests"):
+        shutil.copytree(ROOT / package, tmp_path / "my_text" / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / "run.toml").write_text(blocks("toml").replace("steps = 1000", "steps = 3"))
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    assert len(commands()) >= 8
+    for command in commands():
+        short = command.replace("train.steps=2000", "train.steps=2")
+        done = subprocess.run(
+            short, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{short}\n{done.stdout}\n{done.stderr}"
+        assert done.stdout.strip(), f"{short} said nothing"

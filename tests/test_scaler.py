@@ -4,7 +4,8 @@ import json
 import math
 import struct
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
 from megaprec.scaler import ConstantGradScaler, DynamicGradScaler, make_scaler
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "loss-scaling.md"
 
 # found an inf or not -> scale, growth tracker, hysteresis tracker. Begins at 256; growth after 3, hysteresis 2.
 MEGATRON = [
@@ -216,3 +219,16 @@ def test_every_field_of_a_plan_reaches_the_scaler() -> None:
     assert (made.growth_interval, made.hysteresis) == (77, 5)
     assert make_scaler(replace(scaling, kind="constant")).scale.item() == 2.0**20
     assert make_scaler(replace(scaling, kind="none")).scale.item() == 1.0
+
+
+@pytest.mark.parametrize("refill", ["growth", "good_step"])
+def test_the_documented_trace_is_what_the_scaler_does(refill: Literal["growth", "good_step"]) -> None:
+    rows = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
+    table = {row[0].strip("`"): row[1:] for row in rows}
+    scaler = DynamicGradScaler(8, 1, growth_interval=3, hysteresis=2, hysteresis_refill=refill)
+    trace = []
+    for step in table["step"]:
+        scaler.update(torch.tensor(float(step.endswith("x"))))
+        trace.append(f"{scaler.scale.item():g} ({scaler.hysteresis_tracker.item()})")
+    assert len(trace) == 12
+    assert trace == table[refill]

@@ -16,7 +16,8 @@ Outcome = Literal["applied", "skipped_overflow"]
 class Offender:
     """A slice of a logical tensor with non-finite gradient elements, as one tp rank of a pipeline rank saw it.
 
-    infs, nans: how many of its `elements`. largest_finite: the largest magnitude of the others, still scaled.
+    stage: the pipeline rank. infs, nans: how many of its `elements`. largest_finite: the largest magnitude of the
+    others, still scaled.
     """
 
     name: str

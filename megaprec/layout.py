@@ -122,11 +122,15 @@ def layout_of(parameter: nn.Parameter) -> Layout:
     return layout
 
 
-def attach_whole(module: nn.Module, prefix: str = "") -> None:
-    """Gives every parameter of an ordinary module the layout "all of it on every tp rank", named by its path."""
+def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") -> None:
+    """Gives every parameter of an ordinary module the layout "all of it on every rank of `tp`", named by its path.
+
+    prefix: goes before the path; pipeline stages need different ones, for names are unique in the whole model.
+    """
     for name, parameter in module.named_parameters():
         if getattr(parameter, "megaprec_layout", None) is None:
-            attach(parameter, Layout((Part(prefix + name, tuple(parameter.shape)),)))
+            part = Part.cut(prefix + name, tuple(parameter.shape), None, tp or Axis("tp"))
+            attach(parameter, Layout((part,)))
 
 
 def parameters_of(parts: Iterable[nn.Module]) -> Iterator[nn.Parameter]:

@@ -3,7 +3,7 @@
 One step, after the backward pass has summed gradients into the buffers:
 
     1. reduce      gradients that are shares are summed over tp, then over dp, tied ones over their pipeline ranks
-    2. statistics  one read of the own slices; one all-reduce of four numbers over the whole mesh, so that every
+    2. statistics  one read of the own slices; one all-reduce of five numbers over the whole mesh, so that every
                    rank holds the same loss, norm and zero count and takes the same decision, in every precision
     3. update      one fused AdamW pass over the own slices. Unscaling and clipping are one division inside it, and
                    where something was not finite it leaves weights, moments and step count alone
@@ -74,7 +74,9 @@ class ParallelAMPOptimizer:
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
+        _require_fitting(parts, self.tp.size)
         self.buffers: list[list[Buffer]] = []  # by model chunk
+        self._reduced: set[int] = set()  # chunks whose gradients of this step are final
         self._tied: list[tuple[Buffer, Axis]] = []
         self._slices: list[_Slices] = []
         taken: set[nn.Parameter] = set()
@@ -82,6 +84,8 @@ class ParallelAMPOptimizer:
             mine = [p for p in parameters_of([part]) if p not in taken]
             taken.update(mine)
             self.buffers.append([self._adopt(group, axes, zero, weight_decay) for group in _kinds(mine)])
+            for frozen in (p for p in part.parameters() if not p.requires_grad):
+                frozen.data = frozen.data.to(self.device, plan.parameters)
         self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
         self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
         count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
@@ -127,17 +131,26 @@ class ParallelAMPOptimizer:
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
         """Once per step, when the gradients of model chunk `chunk` are complete: sums them over tp and dp."""
+        if chunk in self._reduced:
+            raise RuntimeError(
+                f"model chunk {chunk} was reduced twice in one step: its gradients would be summed twice"
+            )
+        self._reduced.add(chunk)
         for buffer in self.buffers[chunk]:
             sum_partial(buffer.parameters, self.tp)
             buffer.reduce()
 
     @torch.no_grad()
     def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
-        """Applies or skips the step and clears the gradients. `reduce` must have been called for every chunk.
+        """Applies or skips the step and clears the gradients, after reducing those that `reduce` was not called for.
 
         loss: this rank's share of the global mean loss (unscaled), so that the sum over all ranks is that loss;
             None for no share.
         """
+        for chunk in range(len(self.buffers)):
+            if chunk not in self._reduced:
+                self.reduce(chunk)
+        self._reduced.clear()
         for buffer, axis in self._tied:
             axis.sum_(buffer.own(buffer.grads))
         shared = self._agree(loss)
@@ -199,6 +212,14 @@ class ParallelAMPOptimizer:
         offenders = locate(self.all_buffers(), self.pp, self.tp, self.world, self.device) if found else ()
         outcome = "skipped_overflow" if found else "applied"
         return StepReport(outcome, loss, norm, int(zeros), zeros / self.num_elements, scale, lr, offenders)
+
+
+def _require_fitting(parts: Sequence[nn.Module], tp: int) -> None:
+    """Raises ValueError if a layout was made for another number of tensor-parallel ranks: it would be miscounted."""
+    for part in (part for p in parameters_of(parts) for part in layout_of(p).parts):
+        if part.shards * part.copies != tp:
+            made = f"{part.shards} slices x {part.copies} copies"
+            raise ValueError(f"{part.name} is laid out for {made}, but there are {tp} tensor-parallel ranks")
 
 
 def _kinds(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -33,8 +33,9 @@ def statistics(gradients: Iterable[Tensor], copies: Iterable[Tensor], device: to
     """
     squares, zeros = torch.zeros(2, dtype=torch.float64, device=device).unbind()
     for values in gradients:
-        squares += sum_of_squares(values)
-        zeros += values.numel() - torch.count_nonzero(values)
+        for block in values.split(_BLOCK if device.type == "cpu" else max(1, values.numel())):
+            squares += sum_of_squares(block)
+            zeros += block.numel() - torch.count_nonzero(block)
     for values in copies:
         squares += 0 * sum_of_squares(values)
     return torch.stack((squares, zeros))

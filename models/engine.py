@@ -74,6 +74,7 @@ class Engine:
         self.device, self.micro_batch = device_of(mesh), micro_batch
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.last = len(schedule.rank_of_stage) - 1
+        self._rows = schedule.microbatches * micro_batch  # samples in a share
         context = Context(plan, self.tp, sequence, seed)
         cut = cuts(config, self.last + 1, seq_length)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank)
@@ -99,6 +100,8 @@ class Engine:
         return self.optimizer.world.sum_(self._running.loss).item()
 
     def _begin(self, share: Share, step: int | None) -> _Running:
+        if len(share.tokens) != self._rows:
+            raise ValueError(f"a share has {len(share.tokens)} samples, but the schedule takes {self._rows}")
         count = torch.tensor(float(share.targets.numel())) if share.mask is None else share.mask.sum()
         num_tokens = self.dp.sum_(count.double().to(self.device)).clamp(min=1)
         return _Running(share, num_tokens, step, torch.zeros((), dtype=torch.float64, device=self.device))

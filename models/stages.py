@@ -25,7 +25,7 @@ from models.config import ModelConfig
 from parallel.context import Context
 from parallel.dropout import Place, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
-from parallel.linear import Input, Linear
+from parallel.linear import Add, Input, Linear
 from parallel.loss import cross_entropy
 
 
@@ -59,7 +59,7 @@ class Stage(nn.Module):
         if cut.last:
             self.final_norm = make_norm(config, context, "final_norm")
             self.head = self._make_head(tied)
-        self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._tables: tuple[Tensor, Tensor] | None = None
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         if self.config.tied and self.cut.first:
@@ -81,7 +81,7 @@ class Stage(nn.Module):
         x = self.embedding(ids)
         if self.config.positions == "learned":
             first = self.context.tp.rank * len(x) if self.context.cut_sequence else 0
-            x = x + self.positions[first : first + len(x), None]
+            x = Add.apply(x, self.positions, slice(first, first + len(x)))
         return dropout(x, self.config.dropout, self.context, "embedding", place)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -89,10 +89,10 @@ class Stage(nn.Module):
         return Linear.apply(self.final_norm(x), self.head, None, lies, self.context.tp)
 
     def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if (length, device) not in self._tables:
-            tables = rotary_tables(self.config, length, self.context.plan.sensitive)
-            self._tables[length, device] = tables[0].to(device), tables[1].to(device)
-        return self._tables[length, device]
+        if self._tables is None or len(self._tables[0]) < length:
+            made = rotary_tables(self.config, max(length, self.config.max_positions), self.context.plan.sensitive)
+            self._tables = made[0].to(device), made[1].to(device)
+        return self._tables[0][:length], self._tables[1][:length]
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Last stage: the loss of each token, in the sensitive dtype, [s, b] like `targets`."""

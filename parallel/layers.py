@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megaprec.layout import Layout, Part, attach, layout_of
 from parallel import collectives
 from parallel.context import Context
-from parallel.linear import Input, Linear
+from parallel.linear import Add, Input, Linear
 from parallel.random import normal_part
 
 
@@ -124,7 +124,7 @@ class RowParallelLinear(nn.Module):
         y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias
-        return y + self.bias, None
+        return Add.apply(y, self.bias, None), None
 
 
 class VocabParallelEmbedding(nn.Module):

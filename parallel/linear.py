@@ -1,7 +1,7 @@
 """y = x @ W.T as one differentiable step that knows its collectives and adds straight into the main gradient.
 
-The weight's gradient never exists as a tensor of its own: it is added into `weight.main_grad`, the FP32 view of
-the gradient buffer, where there is one. The input's gradient is summed over tp while the weight's gradient is
+The weight's gradient is added into `weight.main_grad`, the FP32 view of the gradient buffer, as soon as it is made;
+autograd never holds one. The input's gradient is summed over tp while the weight's gradient is
 still being computed.
 """
 
@@ -75,3 +75,39 @@ def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
         return rows.sum(0).to(vector.dtype)
     main.add_(rows.sum(0, dtype=main.dtype))
     return None
+
+
+class Add(torch.autograd.Function):
+    """x [s, b, n] + vector [n], or + rows [s, n] of a table. Sums over tokens go unrounded into the main gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parameter: nn.Parameter, rows: slice | None = None) -> Tensor:
+        ctx.parameter, ctx.rows = parameter, rows
+        return x + (parameter if rows is None else parameter[rows].unsqueeze(1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        main = getattr(ctx.parameter, "main_grad", None)
+        total = torch.zeros_like(ctx.parameter) if main is None else main
+        if ctx.rows is None:
+            total.add_(grad.flatten(0, -2).sum(0, dtype=total.dtype))
+        else:
+            total[ctx.rows].add_(grad.sum(1, dtype=total.dtype))
+        return grad, total if main is None else None, None
+
+
+class Widen(torch.autograd.Function):
+    """A parameter in a wider dtype, whose gradient goes into the main gradient without being narrowed first."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        ctx.parameter = parameter
+        return parameter.to(dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        main = getattr(ctx.parameter, "main_grad", None)
+        if main is None:
+            return grad.to(ctx.parameter.dtype), None
+        main.add_(grad)
+        return None, None

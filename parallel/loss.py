@@ -13,7 +13,7 @@ from torch import Tensor
 from megaprec.comm import Axis
 from megaprec.layout import Part
 
-_BLOCK = 1 << 17  # elements of FP32 logits at a time: they stay in cache, and a second full-size tensor is never made
+_BLOCK = 1 << 17  # elements of FP32 logits at a time on a CPU: they stay in cache and need no fresh memory
 
 
 def cross_entropy(
@@ -75,5 +75,5 @@ def _lowest(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    step = max(1, _BLOCK // max(1, rows.shape[1]))
+    step = max(1, _BLOCK // max(1, rows.shape[1])) if rows.device.type == "cpu" else max(1, len(rows))
     return [slice(first, first + step) for first in range(0, len(rows), step)]

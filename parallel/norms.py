@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megaprec.layout import Part
 from parallel.context import Context
 from parallel.layers import parameter
-from parallel.linear import add_gradient
+from parallel.linear import Widen, add_gradient
 
 
 class RMSNorm(nn.Module):
@@ -62,7 +62,7 @@ class LayerNorm(nn.Module):
         self.bias = vector(context, f"{name}.bias", hidden, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(self.sensitive), self.bias.to(self.sensitive)
+        weight, bias = Widen.apply(self.weight, self.sensitive), Widen.apply(self.bias, self.sensitive)
         return F.layer_norm(x.to(self.sensitive), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 

@@ -250,3 +250,63 @@ def test_finite_gradients_of_any_size_are_not_taken_for_an_overflow() -> None:
     report = optimizer.step(LR)
     assert report.outcome == "applied"
     assert report.grad_norm == pytest.approx(3e38 * 7**0.5, rel=1e-6)
+
+
+def norm_of_whole_parameters(mesh: DeviceMesh) -> tuple[float, int]:
+    """Of gradients that are all one."""
+    model = nn.Linear(3, 5)
+    attach_whole(model, Axis.of(mesh, "tp"))
+    optimizer = ParallelAMPOptimizer([model], plan("fp64"), mesh)
+    for buffer in optimizer.all_buffers():
+        for piece in buffer.pieces:
+            buffer.grads[piece.start : piece.stop] = 1
+    optimizer.reduce()
+    return optimizer.step(LR).grad_norm, optimizer.num_elements
+
+
+def test_parameters_that_every_tensor_rank_holds_whole_count_once() -> None:
+    assert run_ranks(norm_of_whole_parameters, {"tp": 2}) == [(20**0.5, 20)] * 2
+
+
+def refused_layout(mesh: DeviceMesh) -> str:
+    model = nn.Linear(3, 5)
+    attach_whole(model)  # as if there were one tensor rank
+    with pytest.raises(ValueError, match="laid out for") as caught:
+        ParallelAMPOptimizer([model], plan("fp32"), mesh)
+    return str(caught.value)
+
+
+def test_a_layout_for_another_number_of_tensor_ranks_is_refused() -> None:
+    said = "weight is laid out for 1 slices x 1 copies, but there are 2 tensor-parallel ranks"
+    assert run_ranks(refused_layout, {"tp": 2}) == [said] * 2
+
+
+def test_a_frozen_parameter_joins_the_others_in_dtype_and_stays_as_it_is() -> None:
+    model = Net(WIDTH, torch.float32)
+    model.first.weight.requires_grad_(False)
+    before = model.first.weight.to(torch.bfloat16)
+    attach_whole(model)
+    optimizer = ParallelAMPOptimizer([model], plan("bf16"))
+    model(batch(0, WIDTH).bfloat16()).sum().backward()
+    optimizer.reduce()
+    assert optimizer.step(LR).outcome == "applied"
+    assert torch.equal(model.first.weight, before)
+
+
+def test_a_step_reduces_what_was_not_reduced_and_nothing_is_reduced_twice() -> None:
+    run_ranks(reduce_by_step, {"dp": 2})
+
+
+def reduce_by_step(mesh: DeviceMesh) -> None:
+    reports = []
+    for by_hand in (True, False):
+        model = Net(WIDTH, torch.float64)
+        attach_whole(model)
+        optimizer = ParallelAMPOptimizer([model], plan("fp64"), mesh)
+        model(optimizer.dp.chunk(batch(0, WIDTH))).sum().backward()
+        if by_hand:
+            optimizer.reduce()
+            with pytest.raises(RuntimeError, match="twice"):
+                optimizer.reduce()
+        reports.append(optimizer.step(LR))
+    assert reports[0] == reports[1]

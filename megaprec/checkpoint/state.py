@@ -40,7 +40,7 @@ def save(
     if world.rank == 0:
         begin(folder, step)
         for file in files:
-            shutil.copy(file, partial_path(folder, step))
+            sync(Path(shutil.copy(file, partial_path(folder, step))))
     world.barrier()
     partial = partial_path(folder, step)
     chunks = _write_tensors(partial, world.rank, optimizer)
@@ -178,6 +178,9 @@ def _write_index(partial: Path, ranks: int, index: dict[str, Any]) -> None:
         for key, value in json.loads(part.read_text()).items():
             tensors.setdefault(key, {**value, "chunks": []})["chunks"] += value["chunks"]
         part.unlink()
+    for key, value in tensors.items():
+        if sum(prod(chunk["shape"]) for chunk in value["chunks"]) != prod(value["shape"]):
+            raise ValueError(f"{key} was written in part or twice: do parameters of two stages have the same name?")
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    (partial / INDEX).write_text(json.dumps({"format": FORMAT, **index, "files": files, "tensors": tensors}, indent=1))
+    (partial / INDEX).write_text(json.dumps({**index, "format": FORMAT, "files": files, "tensors": tensors}, indent=1))
     sync(partial / INDEX)

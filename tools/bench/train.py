@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import DTYPES, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
@@ -50,6 +49,12 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `python -m tools.bench train`: starts the ranks, or is one."""
+    if MICROBATCHES % args.data:
+        print(
+            f"--data {args.data} does not divide the {MICROBATCHES} micro-batches of a step: use 1, 2, 4 or 8",
+            file=sys.stderr,
+        )
+        return 2
     ranks = args.tensor * args.pipeline * args.data
     if ranks > 1 and "RANK" not in os.environ:
         return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], ranks, args.threads)
@@ -86,7 +91,6 @@ class _Bench:
             micro_batch=MICRO_BATCH,
             seq_length=LENGTH,
             sequence=args.sequence,
-            make_optimizer=lambda parts, plan, mesh: ParallelAMPOptimizer(parts, plan, mesh, clip=1.0),
         )
         first = self.engine.dp.rank * own * MICRO_BATCH
         ids = torch.randint(

@@ -20,23 +20,31 @@ _LINE = 4096  # bytes of JSON that each rank may send
 
 
 def locate(
-    buffers: Iterable[Buffer], pp: Axis, tp: Axis, world: Axis, device: torch.device, most: int = 5
+    buffers: Sequence[Buffer], pp: Axis, tp: Axis, world: Axis, device: torch.device, most: int = 5
 ) -> tuple[Offender, ...]:
     """The logical tensors with the most non-finite gradient elements, worst first, the same on every rank.
 
-    Reads the own slices of the still scaled gradients. Collective over the whole mesh.
+    Reads the still scaled gradients: each dp rank its share, with ZeRO-1 or without it; only if all shares are clean,
+    all that each rank holds, for then a copy was spoiled. Collective over the whole mesh.
     """
-    mine = sorted(_own(buffers, pp.rank, tp.rank), key=lambda found: -found[1].bad)[:most]
-    return _merge(_everyones(mine, world, device), most)
+    shares = _worst([(b, *b.share) for b in buffers], pp.rank, tp.rank, most)
+    if found := _merge(_everyones(shares, world, device), most):
+        return found
+    copies = _worst([(b, b.first, b.last) for b in buffers], pp.rank, tp.rank, most)
+    return _merge(_everyones(copies, world, device), most)
 
 
 Found = tuple[int, Offender]  # first element of the slice it was found in, within the tp rank's part
 
 
-def _own(buffers: Iterable[Buffer], stage: int, tp_rank: int) -> Iterator[Found]:
-    for buffer in buffers:
+def _worst(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int, most: int) -> list[Found]:
+    return sorted(_bad(ranges, stage, tp_rank), key=lambda found: -found[1].bad)[:most]
+
+
+def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int) -> Iterator[Found]:
+    for buffer, low, high in ranges:
         for piece in buffer.pieces:
-            first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+            first, last = max(piece.start, low), min(piece.stop, high)
             values = buffer.own(buffer.grads)[first - buffer.first : max(first, last) - buffer.first]
             if len(values) and not sum_of_squares(values).isfinite():
                 yield first - piece.start, _describe(piece.part.name, stage, tp_rank, values)

@@ -31,6 +31,8 @@ class LossScaling:
     backoff_factor: float = 0.5
     growth_interval: int = 1000
     hysteresis: int = 2
+    maximum: float | None = None
+    hysteresis_refill: Literal["growth", "good_step"] = "growth"
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,9 @@ def make_scaler(scaling: LossScaling, device: torch.device | str = "cpu") -> Gra
         scaling.backoff_factor,
         scaling.growth_interval,
         scaling.hysteresis,
-        device=device,
+        scaling.maximum,
+        scaling.hysteresis_refill,
+        device,
     )
 
 

@@ -6,6 +6,7 @@ always at its floor.
 """
 
 from collections import deque
+from typing import Any
 
 from megaprec.events import StepReport
 from megaprec.plan import LossScaling
@@ -38,6 +39,23 @@ class OverflowWatch:
     def hopeless(self) -> bool:
         """Whether training should stop: the scale cannot fall further and the steps still overflow."""
         return self.at_floor >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is known of the steps so far, as JSON values."""
+        return {
+            "in_a_row": self.in_a_row,
+            "at_floor": self.at_floor,
+            "ever_applied": self.ever_applied,
+            "recent": list(self._recent),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a watch was left; one that had lost hope is patient anew, for someone started the run again."""
+        self.in_a_row, self.at_floor = state["in_a_row"], state["at_floor"]
+        self.ever_applied = state["ever_applied"]
+        self._recent = deque(state["recent"], maxlen=WINDOW)
+        if self.hopeless:
+            self.at_floor = 0
 
     def advice(self) -> str:
         """One line for the user, after a skipped step."""

@@ -136,8 +136,12 @@ class ModelConfig(BaseModel):
         """Forward FLOPs of one block, per token. Attention counts the whole seq_length, as if not causal."""
         return 2 * self._layer_weights + 4 * seq_length * self.heads * self.head_dim
 
+    def embedding_flops(self) -> int:
+        """Of the embedding, per token: it looks up, and its gradient adds one number per feature."""
+        return self.hidden
+
     def head_flops(self) -> int:
-        """Forward FLOPs of the output head, per token. (The embedding looks up; it multiplies nothing.)"""
+        """Forward FLOPs of the output head, per token."""
         return 2 * self.hidden * self.vocab
 
 

@@ -102,8 +102,8 @@ class Stage(nn.Module):
 
 def cuts(config: ModelConfig, stages: int, seq_length: int) -> list[Cut]:
     """The cut of a model into `stages` stages whose most expensive one costs least; each has a layer or more."""
-    layer, head = config.layer_flops(seq_length), config.head_flops()
-    counts = best_cut([layer] * config.layers, stages, last=head)
+    layers = [config.layer_flops(seq_length)] * config.layers
+    counts = best_cut(layers, stages, first=config.embedding_flops(), last=config.head_flops())
     ends = list(accumulate(counts))
     return [
         Cut(i, range(end - n, end), i == 0, i == stages - 1)

@@ -5,8 +5,9 @@ least and lie farthest apart. Rank = (pp * data + dp) * tensor + tp. The same ca
 and on NCCL, under torchrun or under local ranks.
 """
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megaprec.errors import UserError
 
 AXES = ("pp", "dp", "tp")
+PATIENCE = timedelta(days=7)  # tokenizing a large text takes long; stores do not count beyond 24 days
 
 
 def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu") -> DeviceMesh:
@@ -34,19 +36,53 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu") -> Dev
 
 
 @contextmanager
-def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[None]:
+def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
     """Joins the world that the environment describes (torchrun's variables) and leaves it at the end.
 
-    Without such variables the world is this process alone. On CUDA each local rank takes its own device.
+    Without such variables the world is this process alone. On CUDA each local rank takes its own device: the only one
+    that it sees, if there is but one. Yields the store that all ranks share. `minutes` bound each collective.
     """
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if device == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=minutes))
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    own = _own_device() if device == "cuda" else None
+    timeout = timedelta(minutes=minutes)
+    store, rank, size = _rendezvous(timeout)
+    backend = "nccl" if own else "gloo"
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
     try:
-        yield
+        yield store
     finally:
         dist.destroy_process_group()
+
+
+def told_by_first(store: dist.Store, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """What `make` returns on rank 0, on every rank; the others wait for it, for days if it takes that long.
+
+    If `make` raises UserError, every rank does. Once for each store.
+    """
+    key = "told by rank 0"
+    if dist.get_rank() == 0:
+        try:
+            made = make()
+        except UserError as error:
+            store.set(key, json.dumps({"problems": error.problems}))
+            raise
+        store.set(key, json.dumps({"made": made}))
+        return made
+    store.wait([key], PATIENCE)
+    told = json.loads(store.get(key))
+    if "problems" in told:
+        raise UserError(*told["problems"])
+    return told["made"]
+
+
+def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Store, rank and number of ranks."""
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    return next(iter(dist.rendezvous("env://", timeout=timeout)))
+
+
+def _own_device() -> torch.device:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local if torch.cuda.device_count() > 1 else 0)
+    torch.cuda.set_device(device)
+    return device

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.checkpoint.folder import latest
 from megaprec.checkpoint.store import Store
 from tests.ranks import run_ranks
 from tools import cli
@@ -81,7 +82,7 @@ def train_on(file: Path, *overrides: str, tensor: int = 1, pipeline: int = 1, da
 
 def _train_rank(mesh: DeviceMesh, file: Path, overrides: list[str]) -> None:
     config = load_run(file, overrides)
-    Trainer(config, open_corpus(config), mesh).run()
+    Trainer(config, open_corpus(config), mesh, latest(config.checkpoint_folder)).run()
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:

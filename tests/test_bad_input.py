@@ -1,5 +1,6 @@
 """What a user gets wrong: a line for each problem with key, value and remedy, exit code 2, and nothing written."""
 
+import json
 import os
 import re
 import shutil
@@ -67,6 +68,11 @@ NEW = ["data.cache=", "train.folder=fresh"]
         (["trian.steps=3"], [r"\[trian\] \(command line\): no such table; did you mean \[train\]\?"]),
         (["train.steps=six"], [r'train.steps = "six" \(command line\): must be a valid integer']),
         (["parallel.tensor=3"], [r"parallel.tensor 3 does not divide model.heads 4, .* evenly: 1, 2, 4 would"]),
+        (["precision.loss_scale=1e39"], [r"precision.loss_scale = 1e\+39: loss scale 1e\+39 must lie between .*"]),
+        (
+            ["precision.compute=fp16", "precision.initial_scale=1e39"],
+            [r"precision.initial_scale = 1e\+39: initial scale 1e\+39 must lie between .*"],
+        ),
         (["parallel.pipeline=3"], ["parallel.pipeline 3 is more than model.layers 2: a stage needs a layer"]),
         (
             ["parallel.data=3"],
@@ -108,7 +114,9 @@ def test_a_wrong_run_file_is_refused_with_all_its_problems(
         ),
         (
             ["data.source=ids", "model.vocab=500"],
-            [r'data.source = "ids" has token ids 0 to 899, but .* 500 tokens: set model.vocab to at least 900, .*'],
+            [
+                r'data.source = "ids", model.vocab = 500, .*: ids has token ids 0 to 899, which .* 500 .* at least 900 or .*'
+            ],
         ),
         (
             ["data.tokenizer=data/text.model", "model.vocab=200"],
@@ -188,6 +196,19 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(
     remedy = f"{damaged} is damaged: restore it, or remove it to {instead}"
     refused(["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={fresh}"], what, remedy)
     refused(["generate", str(fresh), "--prompt", "x"], what)
+
+
+@pytest.mark.parametrize("lost", ["model", "tokenizer", "progress", "watch"])
+def test_a_checkpoint_that_another_program_saved_is_refused(
+    lost: str, run_file: Path, refused: Callable[..., None]
+) -> None:
+    folder = shutil.copytree(run_file.parent / "run", run_file.parent / "foreign" / lost)
+    index = checkpoint(folder, 2) / "checkpoint.json"
+    index.write_text(json.dumps({key: value for key, value in json.loads(index.read_text()).items() if key != lost}))
+    line = f'{index.parent} was not saved by this `megaprec train`: its checkpoint.json has no "{lost}"'
+    refused(["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={folder}"], line)
+    if lost in ("model", "tokenizer"):
+        refused(["generate", str(folder), "--prompt", "x"], line)
 
 
 @pytest.mark.parametrize(

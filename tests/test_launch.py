@@ -12,7 +12,15 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megaprec.errors import UserError
-from tools.launch import PROGRAM, first_failure, joined_world, share_of_cores, slurm_environment, start_ranks
+from tools.launch import (
+    PROGRAM,
+    first_failure,
+    has_own_device,
+    joined_world,
+    share_of_cores,
+    slurm_environment,
+    start_ranks,
+)
 
 ROOT = Path(__file__).parent.parent
 REPORT = """
@@ -186,6 +194,36 @@ def test_a_slurm_step_is_said_in_torchs_words() -> None:
     assert slurm_environment(SLURM | {"SLURM_STEP_NODELIST": "a1,b[2-3]"})["MASTER_ADDR"] == "a1"
     assert slurm_environment(SLURM | {"SLURM_STEP_NODELIST": "n[2-3]-ib,m"})["MASTER_ADDR"] == "n2-ib"
     assert slurm_environment(SLURM | {"MASTER_ADDR": "me", "MASTER_PORT": "9"})["MASTER_ADDR"] == "me"
+
+
+@pytest.mark.parametrize(
+    ("said", "local"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, "2"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3", "SLURM_NTASKS_PER_NODE": "9"}, "1"),
+        ({"SLURM_NTASKS_PER_NODE": "2"}, "2"),
+        ({}, None),
+    ],
+)
+def test_a_slurm_task_knows_how_many_ranks_its_node_has(said: dict[str, str], local: str | None) -> None:
+    assert slurm_environment(SLURM | said).get("LOCAL_WORLD_SIZE") == local
+
+
+@pytest.mark.parametrize(
+    ("devices", "said", "own"),
+    [
+        (1, {"SLURM_PROCID": "0", "SLURM_GPUS_PER_TASK": "1"}, True),
+        (1, {"SLURM_PROCID": "0", "LOCAL_WORLD_SIZE": "2", "SLURM_GPUS_ON_NODE": "2"}, True),
+        (1, {"SLURM_PROCID": "0", "LOCAL_WORLD_SIZE": "2", "SLURM_GPUS_ON_NODE": "1"}, False),
+        (2, {"SLURM_PROCID": "0", "SLURM_GPUS_PER_TASK": "2"}, False),
+        (1, {"SLURM_GPUS_PER_TASK": "1"}, False),
+    ],
+)
+def test_a_lone_device_is_a_tasks_own_only_if_slurm_gave_it_to_that_task(
+    devices: int, said: dict[str, str], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    assert has_own_device(said) is own
 
 
 @pytest.mark.parametrize("change", [{"SLURM_STEP_NUM_TASKS": "1"}, {"RANK": "0"}])

@@ -51,6 +51,16 @@ def test_each_skipped_step_is_an_event_that_names_offenders_and_says_whether_to_
     assert "3 in a row and there is no scale to lower: this will not recover" in said
 
 
+def test_skips_in_a_row_are_counted_on_after_a_resume_but_one_who_starts_a_hopeless_run_again_has_new_patience(
+    run_file: Path, tmp_path: Path
+) -> None:
+    run = (*TOO_HIGH, f"train.folder={tmp_path}")
+    assert train(run_file, *run, "train.steps=2") == 0
+    assert train(run_file, *run) == 3
+    assert train(run_file, *run) == 3
+    assert [event["skipped_in_a_row"] for event in read_events(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_searching_scale_is_said_to_be_normal_and_the_run_goes_on(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +79,8 @@ def test_a_run_without_skips_says_so_and_another_folder_is_refused(
     folder = tmp_path / "run"
     train(run_file, f"train.folder={folder}")
     assert explain(folder, capsys) == (0, f"{folder}: no step was skipped\n")
+    for last in ("0", "-1"):
+        assert explain(folder, capsys, f"--last={last}") == (2, f"--last {last}: give at least 1\n")
     code, said = explain(tmp_path, capsys)
     assert code == 2
     assert said == f"{tmp_path} is not a run directory: it has no metrics.jsonl\n"

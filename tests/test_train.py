@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,20 +13,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint import folder as checkpoint_folder
 from megaprec.checkpoint import state as checkpoint_state
 from megaprec.data.indexed import IndexedDataset
+from megaprec.errors import UserError
+from parallel.mesh import told_by_first
+from tests.ranks import run_ranks
 from tests.runs import assert_close, checkpoint, losses, rewind, steps, tensors, train, train_on, write_run
 from tools.corpus import open_corpus
 from tools.journal import Journal
 from tools.plots import BLUE, ORANGE, RED, plot_run
 from tools.run import load_run
+from tools.train import open_named, prepare
 
 ROOT = Path(__file__).parent.parent
 EXACT = ["precision.compute=fp64", "train.eval_every=2"]
@@ -85,6 +93,47 @@ def test_the_held_out_loss_is_that_of_text_that_is_not_trained_on(run_file: Path
     assert steps(exact)[-1]["eval_loss"] > steps(exact)[-1]["loss"] + 0.1  # it is of another kind, see write_run
 
 
+def told(mesh: DeviceMesh, file: str, wrong: bool) -> tuple[dict[str, str], str]:
+    """On two ranks: what the second is told by the first, which is slower than the store's own patience."""
+    store = dist.FileStore(file, 2)
+    store.set_timeout(timedelta(seconds=0.1))
+
+    def make() -> dict[str, str]:
+        time.sleep(0.5)
+        if wrong:
+            raise UserError("no text")
+        return {"made by": str(dist.get_rank())}
+
+    try:
+        return told_by_first(store, make), ""
+    except UserError as error:
+        return {}, str(error)
+
+
+def test_what_rank_0_makes_or_cannot_make_is_told_to_all_however_long_it_takes(tmp_path: Path) -> None:
+    assert run_ranks(told, {"dp": 2}, file=str(tmp_path / "a"), wrong=False) == [({"made by": "0"}, "")] * 2
+    assert run_ranks(told, {"dp": 2}, file=str(tmp_path / "b"), wrong=True) == [({}, "no text")] * 2
+
+
+def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
+    run_file: Path, exact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_run(run_file, [f"train.folder={exact}"])
+    prefix, last = run_file.parent / "data" / "text", checkpoint(exact, 6)
+    named = {"prefix": str(prefix), "tokenizer": f"{prefix}.model", "checkpoint": str(checkpoint(exact, 3))}
+    assert prepare(config) == {**named, "checkpoint": str(last)}
+    monkeypatch.setattr("tools.corpus.reusable", lambda *_: pytest.fail("a rank decided for itself"))
+    corpus, start = open_named(config, named)
+    assert (corpus.dataset.prefix, start) == (prefix, checkpoint(exact, 3))
+    missing = {"prefix": "nowhere/text", "tokenizer": "nowhere/text.model", "checkpoint": "nowhere/step_00000003"}
+    with pytest.raises(UserError) as refused:
+        open_named(config, missing)
+    paths = ["text.idx", "text.bin", "text.model", "step_00000003/checkpoint.json"]
+    for problem, path in zip(refused.value.problems, paths, strict=True):
+        assert problem.startswith(f"nowhere/{path} is not on ")
+        assert problem.endswith("must be on a filesystem that all ranks share")
+
+
 # --- resuming
 
 
@@ -142,6 +191,31 @@ def test_a_run_that_is_done_says_so_and_changes_nothing(
     assert train(run_file, *EXACT, f"train.folder={exact}") == 0
     assert f"resumed    from {checkpoint(exact, 6)}, no step is left" in capsys.readouterr().out
     assert (exact / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_resumed_run_may_have_another_batch_without_a_jump_of_tokens_or_learning_rate(
+    run_file: Path, tmp_path: Path
+) -> None:
+    run = ["lr.unit=samples", "lr.schedule=linear", f"train.folder={tmp_path}", "model.max_positions=16"]
+    smaller = ["train.global_batch=4", "train.seq_length=8", "train.steps=4"]
+    assert train(run_file, *run, "train.steps=2") == 0
+    assert train(run_file, *run, *smaller) == 0
+    schedule = load_run(run_file, [*run, *smaller]).lr_schedule
+    assert [(record["tokens"], record["lr"]) for record in steps(tmp_path)[2:]] == [
+        (2 * 8 * 16 + 4 * 8, schedule.at(2 * 8)),
+        (2 * 8 * 16 + 2 * 4 * 8, schedule.at(2 * 8 + 4)),
+    ]
+
+
+def test_records_of_a_run_that_left_no_checkpoint_are_put_aside(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kept in ("", ".old", ".old2"):
+        assert train(run_file, f"train.folder={tmp_path}", f"train.steps={len(kept) + 1}") == 0
+        assert (f"kept       {tmp_path}/metrics.jsonl{kept}," in capsys.readouterr().out) is bool(kept)
+        shutil.rmtree(tmp_path / "checkpoints")
+    lengths = {path.name: len(path.read_text().splitlines()) for path in tmp_path.glob("metrics.jsonl*")}
+    assert lengths == {"metrics.jsonl.old": 1, "metrics.jsonl.old2": 5, "metrics.jsonl": 6}
 
 
 # --- dying
@@ -340,16 +414,44 @@ def test_the_same_text_is_the_same_run_however_it_is_given(run_file: Path, tmp_p
     (tmp_path / "lines.jsonl").write_text(json.dumps({"content": text}) + "\n")
     prefix = run_file.parent / "data" / "text"
     fresh, known = f"data.cache={tmp_path}", f"data.tokenizer={prefix}.model"
+    alone = tmp_path / "alone"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(prefix.with_suffix(suffix), alone.with_suffix(suffix))
     given = {
         "file": [],
         "folder": [f"data.source={tmp_path / 'folder'}", f"{fresh}/2", known],
         "jsonl": [f"data.source={tmp_path / 'lines.jsonl'}", "data.text_field=content", f"{fresh}/3", known],
         "tokens": [f"data.source={prefix}", known],
-        "tokens alone": [f"data.source={prefix}", "model.vocab=330"],
+        "tokens alone": [f"data.source={alone}", "model.vocab=330"],
     }
     for name, overrides in given.items():
         assert train(run_file, *overrides, "train.steps=2", f"train.folder={tmp_path / name}") == 0
     assert all(steps(tmp_path / name) == steps(tmp_path / "file") for name in given)
+
+
+def test_a_data_set_brings_the_tokenizer_that_was_built_with_it(run_file: Path) -> None:
+    prefix = run_file.parent / "data" / "text"
+    corpus = open_corpus(load_run(run_file, [f"data.source={prefix}"]))
+    assert corpus.tokenizer is not None
+    assert (corpus.tokenizer.path, corpus.model.vocab) == (Path(f"{prefix}.model"), 330)
+
+
+def test_the_working_directory_need_not_be_writable(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr("tools.train.os.access", lambda path, mode: path != tmp_path / "here")
+    assert train(run_file, "data.cache=", f"train.folder={tmp_path / 'run'}", "train.steps=1") == 0
+
+
+def test_a_tilde_is_the_home_directory_wherever_a_run_names_a_path(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = ("train.folder", "data.cache", "data.tokenizer", "data.source")
+    config = load_run(run_file, [f"{key}=~/x" for key in keys])
+    assert {config.value(key) for key in keys} == {'"/home/me/x"'}
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -6,13 +6,18 @@ known. Every problem is a line: which key, its value, why it cannot be and the n
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 from pydantic import BaseModel
 
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
+from megaprec.plan import LossScaling
+from megaprec.scaler import make_scaler
 from models.config import ModelConfig
 from tools.settings import LR, Data, Parallel, Precision, Train
+
+T = TypeVar("T")
 
 
 def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
@@ -23,6 +28,26 @@ def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
         if needed.keys() <= tables.keys():
             problems += check(**{name: tables[name] for name in needed})
     return problems
+
+
+def check_all(what: T, *checks: Callable[[T], object]) -> None:
+    """Raises one UserError with the problems of all `checks` of `what`."""
+    problems: list[str] = []
+    for check in checks:
+        try:
+            check(what)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def loss_scaling(precision: Precision) -> LossScaling:
+    """The loss scaling that [precision] asks for."""
+    p = precision
+    kind = "constant" if p.loss_scale else "dynamic" if p.compute == "fp16" else "none"
+    initial = p.loss_scale or p.initial_scale
+    return LossScaling(kind, initial, p.min_scale, p.growth_factor, p.backoff_factor, p.growth_interval, p.hysteresis)
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
@@ -101,6 +126,12 @@ def _scale(precision: Precision) -> Iterator[str]:
             f"precision.min_scale {precision.min_scale:g} is more than precision.initial_scale "
             f"{precision.initial_scale:g}: the scale starts at or above its floor"
         )
+        return
+    try:
+        make_scaler(loss_scaling(precision))
+    except UserError as error:
+        key = "loss_scale" if precision.loss_scale else "initial_scale"
+        yield from (f"precision.{key} = {getattr(precision, key):g}: {problem}" for problem in error.problems)
 
 
 def nearest_multiples(value: int, unit: int) -> str:

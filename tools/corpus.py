@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaprec.checkpoint.folder import latest
-from megaprec.data.build import prepare, reusable
+from megaprec.data.build import check_vocabulary, prepare, reusable
 from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples, split
@@ -14,6 +14,7 @@ from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.checks import check_all
 from tools.progress import building
 from tools.run import RunConfig
 
@@ -31,30 +32,30 @@ class Corpus:
 
 def check_sources(config: RunConfig) -> None:
     """Raises UserError for what [data] names and is not there, cannot be read or does not suit. Builds nothing."""
-    problems: list[str] = []
-    for find in (_find_data, _find_tokenizer):
-        try:
-            find(config)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    check_all(config, _find_data, _find_tokenizer)
 
 
-def open_corpus(config: RunConfig, check: bool = True) -> Corpus:
-    """Builds what is not built yet. One process at a time; all others after it find everything there.
+def open_corpus(config: RunConfig) -> Corpus:
+    """Builds what is not built yet, and opens it. One process at a time.
 
-    Raises UserError for a missing or empty text, a damaged data set, a text too short for a sample, and, if `check`
-    (which reads it once from end to end), a data set with tokens that the vocabulary does not hold.
+    Raises UserError for a missing or empty text, a damaged data set, a text too short for a sample, and a data set
+    with tokens that the vocabulary does not hold, for which a given one is read once from end to end.
     """
     ready, given = _ready(config), _given(config)
     prefix, model_file = (Path(config.data.source), given) if ready else _build(config, given)
+    corpus = open_made(config, prefix, model_file)
+    if ready:
+        with _about(config, "data.source", "model.vocab", "data.tokenizer"):
+            check_vocabulary(corpus.dataset, corpus.model.vocab)
+    return corpus
+
+
+def open_made(config: RunConfig, prefix: Path, model_file: Path | None) -> Corpus:
+    """The corpus of a data set and a tokenizer file that are there. Any number of processes may open it."""
     tokenizer = load_tokenizer(model_file) if model_file else None
     model = config.model.with_vocab(_vocab(config, tokenizer))
     with _about(config, "data.source"):
         dataset = IndexedDataset(prefix)
-    if ready and check:
-        _check_ids(dataset, model.vocab)
     train, data = config.train, config.data
     with _about(config, "data.source", "data.held_out", "train.seq_length"):
         samples, held_out = split(dataset, train.seq_length, data.held_out, train.seed, data.shuffle)
@@ -81,7 +82,7 @@ def _find_data(config: RunConfig) -> None:
 
 def _find_tokenizer(config: RunConfig) -> None:
     if given := _given(config):
-        with _about(config, "data.tokenizer"):
+        with _about(config, "data.tokenizer" if config.data.tokenizer else "data.source"):
             _vocab(config, load_tokenizer(given))
     elif _ready(config):
         _vocab(config, None)
@@ -97,7 +98,11 @@ def _ready(config: RunConfig) -> bool:
 
 
 def _given(config: RunConfig) -> Path | None:
-    return Path(config.data.tokenizer).expanduser() if config.data.tokenizer else None
+    """The tokenizer file to use: data.tokenizer, else the one that `megaprec data build` left beside its data set."""
+    if config.data.tokenizer:
+        return Path(config.data.tokenizer)
+    left = beside(Path(config.data.source), ".model")
+    return left if _ready(config) and left.is_file() else None
 
 
 def _source(config: RunConfig) -> Source:
@@ -114,7 +119,7 @@ def _build(config: RunConfig, given: Path | None) -> tuple[Path, Path]:
     A data set in the run's own folder may be replaced while nothing was trained on it; any other may not.
     """
     source, data = _source(config), config.data
-    cache = Path(data.cache).expanduser() if data.cache else Path(config.train.folder) / "data"
+    cache = Path(data.cache) if data.cache else Path(config.train.folder) / "data"
     prefix, vocab_size = cache / "text", None if given else data.vocab_size
     made = reusable(prefix, source, given or beside(prefix, ".model"), vocab_size)
     if made is None:
@@ -143,12 +148,3 @@ def _vocab(config: RunConfig, tokenizer: Tokenizer | None) -> int:
             f"use 0 or at least {tokenizer.vocab_size}"
         )
     return asked or (tokenizer.vocab_size if tokenizer else 0)
-
-
-def _check_ids(dataset: IndexedDataset, vocab: int) -> None:
-    low, high = dataset.token_range()
-    if low < 0 or high >= vocab:
-        raise UserError(
-            f'data.source = "{dataset.prefix}" has token ids {low} to {high}, but the vocabulary has {vocab} tokens: '
-            f"set model.vocab to at least {high + 1}, or data.tokenizer to the one that the data was made with"
-        )

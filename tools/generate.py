@@ -20,6 +20,7 @@ from megaprec.plan import plan
 from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
+from tools.resume import kept
 
 
 def add_parser(subparsers: Any) -> None:
@@ -72,8 +73,8 @@ def find_checkpoint(path: Path) -> Path:
 def load_model(path: Path) -> tuple[Stage, Tokenizer]:
     """The whole model in FP32 on the CPU, whatever layout and precision it was trained in, and its tokenizer."""
     store = Store(path)
-    config = ModelConfig(**store.index["model"])
-    if not (name := store.index["tokenizer"]):
+    config = ModelConfig(**kept(store, "model"))
+    if not (name := kept(store, "tokenizer")):
         raise UserError(f"{path} was trained on token ids without a tokenizer, so it cannot read a prompt")
     stage = Stage(config, Context(plan("fp32")), cuts(config, 1, config.max_positions)[0])
     with torch.no_grad():

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -26,9 +27,14 @@ class Scalars(Protocol):
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Writes a record per step. After a resume from `start`, records of later steps go: those steps happen again."""
+    """Writes a record per step. After a resume from `start`, records of later steps go: those steps happen again.
+
+    A start at 0 in the folder of a run that left no checkpoint keeps that run's records as metrics.jsonl.old.
+    """
 
     def __init__(self, folder: Path, start: int, total: int, every: int, progress: bool, tensorboard: bool) -> None:
+        if start == 0:
+            _put_aside(folder / METRICS, folder / EVENTS)
         self._metrics, self._events = (_reopen(folder / name, start) for name in (METRICS, EVENTS))
         self._scalars = _tensorboard(folder / "tensorboard", start) if tensorboard else None
         self._total, self._every = total, every
@@ -75,6 +81,16 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """All whole events of a run, oldest first."""
     return list(_records(folder / EVENTS))
+
+
+def _put_aside(*paths: Path) -> None:
+    """Renames what has records to the first free one of *.old, *.old2, ... and says so."""
+    for path in paths:
+        if path.is_file() and path.stat().st_size:
+            names = (f"{path.name}.old{number if number > 1 else ''}" for number in count(1))
+            free = next(aside for name in names if not (aside := path.with_name(name)).exists())
+            path.rename(free)
+            print(f"kept       {free}, of a run that left no checkpoint")
 
 
 def _reopen(path: Path, start: int) -> TextIO:

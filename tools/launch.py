@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -126,13 +127,32 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", environ["SLURM_STEP_NODELIST"])
     assert first is not None, environ["SLURM_STEP_NODELIST"]
+    local = _tasks_of_node(environ)
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "MASTER_ADDR": environ.get("MASTER_ADDR") or "".join(part or "" for part in first.groups()),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 10000),
+        **({"LOCAL_WORLD_SIZE": local} if local else {}),
     }
+
+
+def _tasks_of_node(environ: Mapping[str, str]) -> str:
+    """Tasks of the Slurm step on this node, "" if Slurm does not say. "2(x3),1" are four nodes."""
+    nodes: list[str] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        nodes += [tasks] * int(times or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return nodes[node] if node < len(nodes) else environ.get("SLURM_NTASKS_PER_NODE", "")
+
+
+def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm shows this task a CUDA device of its own and no other (--gpus-per-task), not one for all tasks."""
+    if torch.cuda.device_count() != 1 or "SLURM_PROCID" not in environ:
+        return False
+    tasks, devices = environ.get("LOCAL_WORLD_SIZE"), environ.get("SLURM_GPUS_ON_NODE")
+    return "SLURM_GPUS_PER_TASK" in environ or bool(tasks and devices and int(devices) >= int(tasks))
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

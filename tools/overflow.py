@@ -33,9 +33,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec explain-overflow`. UserError if RUN_DIR is no run directory."""
+    """Runs `megaprec explain-overflow`. UserError if RUN_DIR is no run directory or --last is below 1."""
     if not (args.folder / METRICS).is_file():
         raise UserError(f"{args.folder} is not a run directory: it has no {METRICS}")
+    if args.last < 1:
+        raise UserError(f"--last {args.last}: give at least 1")
     events = read_events(args.folder)[-args.last :]
     if not events:
         print(f"{args.folder}: no step was skipped")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megaprec.checkpoint.folder import checkpoints, latest
 from megaprec.checkpoint.store import Store
@@ -28,11 +29,20 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None) -> None:
             "give another train.folder, or remove this one"
         )
     store = _open(path)
+    for key in ("progress", "watch"):
+        kept(store, key)
     problems = [*_other_model(store, corpus.model if corpus else config.model)]
     if corpus:
         problems += _other_tokenizer(store, corpus)
     if problems:
         raise UserError(*problems, f"this run cannot go on from {path}: give another train.folder")
+
+
+def kept(store: Store, key: str) -> Any:
+    """What `megaprec train` keeps as `key` in its checkpoints. Raises UserError for one saved by another program."""
+    if key not in store.index:
+        raise UserError(f'{store.path} was not saved by this `megaprec train`: its checkpoint.json has no "{key}"')
+    return store.index[key]
 
 
 def _open(path: Path) -> Store:
@@ -45,7 +55,7 @@ def _open(path: Path) -> Store:
 
 
 def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
-    saved, asked = store.index["model"], json.loads(model.model_dump_json())
+    saved, asked = kept(store, "model"), json.loads(model.model_dump_json())
     free = set(FREE)
     if model.positions == "rope":
         free.add("max_positions")  # nothing in the model has that size
@@ -58,7 +68,7 @@ def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
 
 def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[str]:
     """Ids mean something else under another tokenizer, though the vocabulary may have the same size."""
-    name, tokenizer = store.index["tokenizer"], corpus.tokenizer
+    name, tokenizer = kept(store, "tokenizer"), corpus.tokenizer
     if name and tokenizer and store.file(name).read_bytes() != tokenizer.path.read_bytes():
         yield (
             f"{tokenizer.path} is not the tokenizer that the checkpoint was trained with: set data.tokenizer to "

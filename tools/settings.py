@@ -5,9 +5,12 @@ fields. `[model]` is `models.config.ModelConfig`. Values are read strictly: 8.0 
 "true" is not true.
 """
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
 class Table(BaseModel):
@@ -19,7 +22,7 @@ class Table(BaseModel):
 class Data(Table):
     """What is trained on."""
 
-    source: str = Field(
+    source: FilePath = Field(
         default="python",
         min_length=1,
         description='"python" (the standard library\'s own source), a text file, a folder, a .jsonl file '
@@ -28,14 +31,16 @@ class Data(Table):
     text_field: str = Field(
         default="text", min_length=1, description="field that holds the text in each line of a .jsonl file"
     )
-    tokenizer: str = Field(
+    tokenizer: FilePath = Field(
         default="", description="SentencePiece .model or Hugging Face tokenizer.json; empty: train one"
     )
     vocab_size: int = Field(default=4096, gt=0, description="tokens of the tokenizer that is trained")
     max_chars: int = Field(default=0, ge=0, description="characters of the source to use; 0: all")
     held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the text kept for evaluation")
     shuffle: bool = Field(default=True, description="false: samples in file order")
-    cache: str = Field(default="", description="folder of tokenizer and token files; empty: data in the run's folder")
+    cache: FilePath = Field(
+        default="", description="folder of tokenizer and token files; empty: data in the run's folder"
+    )
 
 
 class Parallel(Table):
@@ -108,7 +113,9 @@ class Train(Table):
     seed: int = Field(default=1234, ge=0, description="of weights, dropout and sample order")
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations on the held-out text; 0: never")
     eval_batches: int = Field(default=4, gt=0, description="global batches per evaluation")
-    folder: str = Field(default="runs/default", min_length=1, description="run directory: metrics, checkpoints, plots")
+    folder: FilePath = Field(
+        default="runs/default", min_length=1, description="run directory: metrics, checkpoints, plots"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda if there is one for each local rank"
     )
@@ -118,7 +125,7 @@ class Train(Table):
 class Checkpoint(Table):
     """What is kept of a run."""
 
-    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
+    every: int = Field(default=500, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(default=2, gt=0, description="newest checkpoints to keep")
     resume: bool = Field(default=True, description="go on from the newest checkpoint in the run directory")
 

@@ -6,16 +6,21 @@ started by torchrun, Slurm or itself it is one rank of the world it finds. One f
 
 import argparse
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.store import INDEX
+from megaprec.data.files import beside
 from megaprec.errors import UserError
-from parallel.mesh import make_mesh, world
-from tools.corpus import Corpus, check_sources, open_corpus
-from tools.launch import joined_world, launch_local, share_of_cores
+from parallel.mesh import make_mesh, told_by_first, world
+from tools.checks import check_all
+from tools.corpus import Corpus, check_sources, open_corpus, open_made
+from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.plots import plot_run
 from tools.resume import check_resumable
 from tools.run import RunConfig, check_world, load_run
@@ -44,14 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _open_checked(config: RunConfig) -> Corpus:
     """Looks for all that can be wrong before anything is written, then opens or builds the data, and looks again."""
-    problems: list[str] = []
-    for check in (_device, _check_folders, check_sources, check_resumable):
-        try:
-            check(config)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    check_all(config, _device, _check_folders, check_sources, check_resumable)
     corpus = open_corpus(config)
     check_resumable(config, corpus)
     return corpus
@@ -60,7 +58,9 @@ def _open_checked(config: RunConfig) -> Corpus:
 def _check_folders(config: RunConfig) -> None:
     """Raises UserError if what the run is to leave cannot be written."""
     for key, folder in (("train.folder", config.train.folder), ("data.cache", config.data.cache)):
-        there = Path(folder).expanduser().absolute()
+        if not folder:
+            continue
+        there = Path(folder).absolute()
         while not there.exists():
             there = there.parent
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -72,10 +72,11 @@ def _run_rank(config: RunConfig) -> int:
     check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
-    with world(device):
+    with world(device) as store:
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
-        corpus = _shared_corpus(config)
-        Trainer(config, corpus, mesh).run()
+        named = told_by_first(store, lambda: prepare(config))
+        corpus, checkpoint = open_named(config, named)
+        Trainer(config, corpus, mesh, checkpoint).run()
         first = dist.get_rank() == 0
     if first:
         print_outcome(config, plot_run(Path(config.train.folder)) if config.log.plot else None)
@@ -85,7 +86,7 @@ def _run_rank(config: RunConfig) -> int:
 def _device(config: RunConfig) -> str:
     """cpu or cuda, the same for all ranks of a machine: there is a CUDA device for each of them or for none."""
     wanted, ranks = config.train.device, _local_ranks(config)
-    there = torch.cuda.device_count()
+    there = ranks if has_own_device() else torch.cuda.device_count()
     if wanted == "cuda" and there < ranks:
         raise UserError(
             f'train.device = "cuda", but torch sees {there} CUDA devices and {ranks} are needed: use "auto" or "cpu"'
@@ -100,8 +101,23 @@ def _local_ranks(config: RunConfig) -> int:
     return config.world_size
 
 
-def _shared_corpus(config: RunConfig) -> Corpus:
-    """Rank 0 looks at everything and builds what is missing, then the others find it."""
-    corpus = _open_checked(config) if dist.get_rank() == 0 else None
-    dist.barrier()
-    return corpus or open_corpus(config, check=False)
+def prepare(config: RunConfig) -> dict[str, str]:
+    """Looks at everything, builds what is missing, and names the paths that the run needs; "" where it needs none."""
+    corpus, checkpoint = _open_checked(config), latest(config.checkpoint_folder)
+    return {
+        "prefix": str(corpus.dataset.prefix),
+        "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
+        "checkpoint": str(checkpoint or ""),
+    }
+
+
+def open_named(config: RunConfig, named: dict[str, str]) -> tuple[Corpus, Path | None]:
+    """The corpus and the checkpoint that rank 0 named. Raises UserError if this machine does not have them."""
+    prefix, *optional = (Path(named[what]) if named[what] else None for what in ("prefix", "tokenizer", "checkpoint"))
+    tokenizer, checkpoint = optional
+    assert prefix
+    needed = (beside(prefix, ".idx"), beside(prefix, ".bin"), tokenizer, checkpoint and checkpoint / INDEX)
+    if missing := [path for path in needed if path and not path.is_file()]:
+        here = socket.gethostname()
+        raise UserError(*(f"{p} is not on {here}: it must be on a filesystem that all ranks share" for p in missing))
+    return open_made(config, prefix, tokenizer), checkpoint

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint.folder import latest
 from megaprec.checkpoint.state import load, save
 from megaprec.data.samples import Samples
 from megaprec.events import StepReport, report_fields
 from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import LossScaling, PrecisionPlan, plan
+from megaprec.plan import PrecisionPlan, plan
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.stages import Stage
 from parallel.schedule import schedule
+from tools.checks import loss_scaling
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.overflow import Hopeless, overflow_event
@@ -29,11 +29,16 @@ from tools.write import print_start
 
 @dataclass
 class Progress:
-    """How far a run has come. A skipped step consumes its samples, but the learning rate waits for it."""
+    """How far a run has come. A skipped step consumes its samples, but the learning rate waits for it.
+
+    Samples and tokens are counted, for a resumed run may have another batch or sequence length.
+    """
 
     step: int = 0
     applied: int = 0
     samples: int = 0
+    applied_samples: int = 0
+    tokens: int = 0
 
     @property
     def skipped(self) -> int:
@@ -43,19 +48,14 @@ class Progress:
 def make_plan(config: RunConfig) -> PrecisionPlan:
     """The precision plan that [precision] describes."""
     p = config.precision
-    kind = "constant" if p.loss_scale else "dynamic" if p.compute == "fp16" else "none"
-    initial = p.loss_scale or p.initial_scale
-    scaling = LossScaling(
-        kind, initial, p.min_scale, p.growth_factor, p.backoff_factor, p.growth_interval, p.hysteresis
-    )
-    return plan(p.compute, scaling, p.on_nonfinite)
+    return plan(p.compute, loss_scaling(p), p.on_nonfinite)
 
 
 class Trainer:
-    """One rank's part of a run, which goes on from the newest checkpoint of the run directory if it may."""
+    """One rank's part of a run, which goes on from `checkpoint`, the same on every rank, or starts anew."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh) -> None:
-        self.config, self.corpus = config, corpus
+    def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, checkpoint: Path | None = None) -> None:
+        self.config, self.corpus, self.resumed = config, corpus, checkpoint
         train, parallel = config.train, config.parallel
         self.engine = Engine(
             corpus.model,
@@ -69,8 +69,10 @@ class Trainer:
             make_optimizer=self._optimizer,
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
-        self.progress = self._resume()
+        self.progress = Progress()
         self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
+        if checkpoint:
+            self._resume(checkpoint)
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
         o = self.config.optimizer
@@ -85,10 +87,10 @@ class Trainer:
             zero=self.config.parallel.zero,
         )
 
-    def _resume(self) -> Progress:
-        path = latest(self.config.checkpoint_folder) if self.config.checkpoint.resume else None
-        self.resumed = path
-        return Progress(**load(path, self.engine.optimizer)["progress"]) if path else Progress()
+    def _resume(self, checkpoint: Path) -> None:
+        saved = load(checkpoint, self.engine.optimizer)
+        self.progress = Progress(**saved["progress"])
+        self.watch.load_state_dict(saved["watch"])
 
     def run(self) -> None:
         """All steps that are left; a checkpoint at the end."""
@@ -126,7 +128,7 @@ class Trainer:
         fields = {
             "step": self.progress.step,
             **report_fields(report),
-            "tokens": self.progress.samples * self.config.train.seq_length,
+            "tokens": self.progress.tokens,
             "tokens_per_s": self.config.tokens_per_step / seconds,
             "seconds": seconds,
             "skipped_total": self.progress.skipped,
@@ -147,16 +149,23 @@ class Trainer:
         return overflow_event(report, self.progress.step, samples, self.watch)
 
     def _step(self) -> StepReport:
-        taken = self.progress.applied * (self.config.train.global_batch if self.config.lr.unit == "samples" else 1)
-        share = self._share(self.corpus.train, self.progress.samples)
-        report = self.engine.step(share, self.config.lr_schedule.at(taken), self.progress.step)
-        self.progress.step += 1
-        self.progress.samples += self.config.train.global_batch
-        self.progress.applied += report.outcome == "applied"
+        progress, batch = self.progress, self.config.train.global_batch
+        taken = progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
+        share = self._share(self.corpus.train, progress.samples)
+        report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step)
+        progress.step += 1
+        progress.samples += batch
+        progress.tokens += self.config.tokens_per_step
+        if report.outcome == "applied":
+            progress.applied += 1
+            progress.applied_samples += batch
         return report
 
     def evaluate(self, samples: Samples) -> float:
-        """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer."""
+        """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.
+
+        If `samples` do not fill one batch, it begins again with them: some then count more than others.
+        """
         batch = self.config.train.global_batch
         count = max(1, min(self.config.train.eval_batches, len(samples) // batch))
         losses = [self.engine.evaluate(self._share(samples, n * batch)) for n in range(count)]
@@ -173,6 +182,7 @@ class Trainer:
         extra = {
             "model": json.loads(self.corpus.model.model_dump_json()),
             "progress": asdict(self.progress),
+            "watch": self.watch.state_dict(),
             "layout": self.config.parallel.model_dump(),
             "precision": self.config.precision.model_dump(),
             "tokenizer": tokenizer.path.name if tokenizer else "",

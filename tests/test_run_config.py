@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
+from tools.checks import loss_scaling
 from tools.run import RunConfig, check_world, describe, load_run
 from tools.settings import LR, Data, Log, Optimizer, Parallel, Precision, Train
 
@@ -264,8 +265,22 @@ def test_the_scaler_has_the_same_defaults_in_a_run_file_and_in_the_library() -> 
         library.minimum,
         library.hysteresis,
     )
-    for name in ("growth_factor", "backoff_factor", "growth_interval"):
+    for name in ("growth_factor", "backoff_factor", "growth_interval", "hysteresis_refill"):
         assert getattr(ours, name) == getattr(library, name)
+    assert library.maximum is None
+
+
+def test_the_scaler_of_a_run_file_reaches_the_library_whole() -> None:
+    keys = {"compute": "fp16", "initial_scale": 16.0, "min_scale": 2.0, "max_scale": 64.0, "growth_factor": 4.0}
+    rest = {"backoff_factor": 0.25, "growth_interval": 7, "hysteresis": 3, "hysteresis_refill": "good_step"}
+    made = loss_scaling(Precision.model_validate(keys | rest))
+    assert made == LossScaling("dynamic", 16.0, 2.0, 4.0, 0.25, 7, 3, 64.0, "good_step")
+
+
+def test_a_scale_that_starts_above_its_maximum_is_refused_before_launch() -> None:
+    low = ["precision.compute=fp16", "precision.max_scale=8.0"]
+    with pytest.raises(UserError, match="between the minimum 1"):
+        load_run(None, [*MINIMAL, *low])
 
 
 def test_every_key_is_described_in_a_line_with_its_default() -> None:

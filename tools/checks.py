@@ -47,7 +47,17 @@ def loss_scaling(precision: Precision) -> LossScaling:
     p = precision
     kind = "constant" if p.loss_scale else "dynamic" if p.compute == "fp16" else "none"
     initial = p.loss_scale or p.initial_scale
-    return LossScaling(kind, initial, p.min_scale, p.growth_factor, p.backoff_factor, p.growth_interval, p.hysteresis)
+    return LossScaling(
+        kind,
+        initial,
+        p.min_scale,
+        p.growth_factor,
+        p.backoff_factor,
+        p.growth_interval,
+        p.hysteresis,
+        p.max_scale or None,
+        p.hysteresis_refill,
+    )
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:

@@ -32,7 +32,9 @@ class Data(Table):
         default="text", min_length=1, description="field that holds the text in each line of a .jsonl file"
     )
     tokenizer: FilePath = Field(
-        default="", description="SentencePiece .model or Hugging Face tokenizer.json; empty: train one"
+        default="",
+        description="SentencePiece .model or Hugging Face tokenizer.json; empty: PREFIX.model of a .bin and .idx pair "
+        "if it is there, of a text one that is trained",
     )
     vocab_size: int = Field(default=4096, gt=0, description="tokens of the tokenizer that is trained")
     max_chars: int = Field(default=0, ge=0, description="characters of the source to use; 0: all")
@@ -63,6 +65,10 @@ class Precision(Table):
     loss_scale: float = Field(default=0.0, ge=0, description="constant loss scale; 0: dynamic for fp16, none otherwise")
     initial_scale: float = Field(default=2.0**32, gt=0, description="dynamic loss scale at the first step")
     min_scale: float = Field(default=1.0, gt=0, description="lowest dynamic loss scale")
+    max_scale: float = Field(default=0.0, ge=0, description="highest dynamic loss scale; 0: 2^127")
+    hysteresis_refill: Literal["growth", "good_step"] = Field(
+        default="growth", description="what refills hysteresis: growth of the scale, as in Megatron, or a good step"
+    )
     growth_factor: float = Field(
         default=2.0, gt=1, description="the scale grows by this after growth_interval good steps"
     )

@@ -69,8 +69,9 @@ def table(event: dict[str, Any]) -> Table:
     samples = f"samples {event['first_sample']} to {event['first_sample'] + event['num_samples'] - 1}"
     title = f"step {event['step']} skipped at loss scale {float(event['loss_scale']):g}, {samples}"
     made = Table(title=title, title_justify="left")
-    for column in ("gradient of", "stage", "tensor rank", "inf", "NaN", "elements", "largest other"):
-        made.add_column(column, justify="left" if column == "gradient of" else "right")
+    made.add_column("gradient of", overflow="fold")  # a name is never cut short
+    for column in ("stage", "tp", "inf", "NaN", "elements", "largest other"):
+        made.add_column(column, justify="right")
     for o in event["offenders"]:
         counts = (o["stage"], o["tp_rank"], o["infs"], o["nans"], o["elements"])
         made.add_row(o["name"], *map(str, counts), f"{float(o['largest_finite']):.3g}")

@@ -124,9 +124,8 @@ class Buffer:
         places = [i for i, parameter in enumerate(self.parameters) if any(parameter is p for p in parameters)]
         ends = [*self.starts[1:], self.size]
         first, last = self.starts[places[0]], ends[places[-1]]
-        return min(max(first - self.first, 0), self.last - self.first), min(
-            max(last - self.first, 0), self.last - self.first
-        )
+        first, last = (min(max(place, self.first), self.last) - self.first for place in (first, last))
+        return first, last
 
     def reduce(self) -> None:
         """Sums the gradients over dp: afterwards the own slice of `grads` is final, the rest of it is not."""

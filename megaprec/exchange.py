@@ -2,8 +2,8 @@
 
 gloo's own collectives pass data round a ring in small pieces. That is the fastest way to sum large tensors, but small
 ones, gathers and scatters arrive two to four times sooner when everyone sends to everyone directly
-(docs/performance.md). Sums made here are taken in rank order, in FP32 or more, and rounded once; either way all ranks
-hold the same bits. Messages of one axis are matched by order, and every rank runs the same program, so each `start_`
+(docs/performance.md). Sums made here are taken in FP32 or more and rounded once; either way all ranks hold the
+same bits. Messages of one axis are matched by order, and every rank runs the same program, so each `start_`
 function returns what finishes it, and several may be under way.
 """
 
@@ -59,7 +59,7 @@ def start_sum_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return lambda: (work.wait(), tensor)[1]
-    gathered = start_gather(tensor.clone().unsqueeze(0), rank, group)
+    gathered = start_gather(tensor.unsqueeze(0), rank, group)
     return lambda: tensor.copy_(gathered().sum(0))
 
 

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -258,3 +260,14 @@ def test_ranks_take_a_cuda_device_each_or_none_does(run_file: Path, monkeypatch:
         with pytest.raises(ZeroDivisionError):
             train(run_file, "parallel.data=4")
     assert devices == ["cuda", "cpu"]
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "tools.cli", "keys"]
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, cwd=Path(__file__).parent.parent
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -21,7 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(slurm_environment(os.environ))
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()  # here, where a reader that has left can still be told from a fault
+        return code
+    except BrokenPipeError:  # `megaprec ... | head` has enough; nothing more can be said to it, at exit neither
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except UserError as error:
         note_failure(error)
         if must_tell():

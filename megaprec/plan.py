@@ -161,7 +161,7 @@ def plan(
     if unknown := [f"precision.{key} = {name!r} is not known" for key, name in named.items() if name not in DTYPES]:
         raise UserError(*(f"{problem}: use one of {', '.join(DTYPES)}" for problem in unknown))
     fields: dict[str, Any] = {key: DTYPES[name] for key, name in named.items()}
-    fields |= {name: DTYPES[wide] for name in ("sensitive", "buffers", "output")} | {"pipeline": DTYPES[compute]}
+    fields |= dict.fromkeys(("sensitive", "buffers", "output"), DTYPES[wide]) | {"pipeline": DTYPES[compute]}
     fields |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite} | others
     fields["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
     return PrecisionPlan(**fields, origin=dict.fromkeys(fields, "precision.compute"))

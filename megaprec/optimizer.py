@@ -23,18 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec import gradients
 from megaprec.agree import Agreed, Agreement, digest
-from megaprec.buffer import Buffer, held_as, widened
+from megaprec.buffer import Buffer, held_as
 from megaprec.comm import Axis, device_of
 from megaprec.events import Outcome, StepReport, describe
 from megaprec.gathered import gather_tensors, load_tensors
-from megaprec.groups import Group, Slice, by_factors, require_used, slices
+from megaprec.groups import Group, by_factors, require_used, slices
 from megaprec.layout import layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
 from megaprec.rules import AdamW, Rule, Step
 from megaprec.scaler import make_scaler
-from megaprec.stats import BLOCK, norm_of, statistics
+from megaprec.stats import norm_of, statistics
 from megaprec.tied import tied_axes
 
 
@@ -87,7 +87,8 @@ class ParallelAMPOptimizer:
             for frozen in (p for p in part.parameters() if not p.requires_grad):
                 frozen.data = frozen.data.to(self.device, plan.parameters)
         require_used(groups, self.all_buffers(), self.world, self.device)
-        self._slices: list[Slice] = [s for buffer in self.all_buffers() for s in slices(buffer, groups)]
+        cut = [s for buffer in self.all_buffers() for s in slices(buffer, groups)]
+        self._slices = [(s, list(s.buffer.blocks(s.first, s.last))) for s in cut]
         self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
         self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
         self._agreement = Agreement(self.pp, self.world, norm, self.device)
@@ -184,13 +185,13 @@ class ParallelAMPOptimizer:
         scale = self.scale.clone()
         norm = agreed.norm / scale
         found = self._forbidden(agreed)
-        self._update(lr, scale.double() / self._clip_factor(norm), found)
+        cleared = self._update(lr, scale.double() / self._clip_factor(norm), found)
         for buffer in self.all_buffers():
             buffer.collect()
         report = self._report(agreed, norm, scale, lr)
         self.scaler.update(agreed.finite.logical_not())
         for buffer in self.all_buffers():
-            buffer.grads.zero_()
+            buffer.clear(own=not cleared)
         gradients.forget(self.all_buffers())
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
             raise FloatingPointError(f"a gradient or the loss is not finite\n{describe(report)}")
@@ -217,26 +218,28 @@ class ParallelAMPOptimizer:
             return torch.ones_like(norm)
         return torch.where(norm.isfinite(), (self.clip / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
-        """The rule applied to gradient / divisor, or nothing at all where `found` is 1."""
-        self.steps += 1 - found
-        if self.device.type == "cpu" and found:  # asking a GPU would mean waiting for it
-            return
-        steps = self.steps.clamp(min=1)
-        for s in self._slices:
-            step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
-            length = BLOCK if self.device.type == "cpu" else BLOCK << 8
-            for first in range(s.first, s.last, length):
-                self._update_block(s.buffer, first, min(first + length, s.last), step)
-        self.rule.advance(found)
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> bool:
+        """The rule applied to gradient / divisor, or nothing at all where `found` is 1.
 
-    def _update_block(self, buffer: Buffer, first: int, last: int, step: Step) -> None:
-        weights, grads = buffer.wide_weights(first, last), widened(buffer.own(buffer.grads)[first:last])
-        state = [buffer.wide_state(name, first, last) for name in self.rule.names]
-        self.rule.update_(weights, grads, state, step)
-        for name, values in zip(self.rule.names, state, strict=True):
-            buffer.put_state(name, first, values, self.steps)
-        buffer.put_weights(first, weights, self.steps)
+        Returns whether the own slices' gradients were cleared on the way, while they were in the core's cache. On a
+        GPU they are not, for it would have to be asked first whether `locate` is going to need them.
+        """
+        self.steps += 1 - found
+        host = self.device.type == "cpu"
+        if host and found:
+            return False
+        clears = host and self.plan.on_nonfinite != "ignore"
+        steps = self.steps.clamp(min=1)
+        for s, blocks in self._slices:
+            step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
+            for block in blocks:
+                weights, grads, state = block.wide()
+                self.rule.update_(weights, grads, state, step)
+                block.keep(weights, state, self.steps)
+                if clears:
+                    block.grads.zero_()
+        self.rule.advance(found)
+        return clears
 
     def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float) -> StepReport:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""

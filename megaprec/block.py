@@ -55,7 +55,7 @@ class Block:
     nearest: bool
 
     def wide(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Masters, gradients and averages, to be updated in place: themselves where they are FP32 or wider, else copies."""
+        """Masters, gradients and averages, to be updated in place: what is kept if it is wide enough, else copies."""
         return self.wide_weights(), _widened(self.grads), [_widened(values) for _, values in self.state]
 
     def wide_weights(self) -> Tensor:

@@ -13,7 +13,7 @@ and the optimizer read memory once, in order.
     state      [own]   plan.moments, by name     the optimizer's averages
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -176,28 +176,32 @@ class Buffer:
             ranges.append((first, last))
         return ranges
 
-    def reduce(self) -> None:
-        """Sums the gradients over dp: afterwards the own slice of `grads` is final, the rest of it is not."""
+    def start_reduce(self) -> Callable[[], None]:
+        """Starts to sum the gradients over dp: when the returned function has returned, the own slice of `grads` is
+        final and the rest of it is not."""
         travelling = self.grads
         if self.plan.reduce.itemsize < self.grads.itemsize and self.dp.size > 1:
             travelling = self.grads.to(self.plan.reduce)
-        if self.shards.size == self.dp.size:
-            self.dp.scatter_sum_(travelling)
-        else:
-            self.dp.sum_(travelling)
-        if travelling is not self.grads:
-            self.own(self.grads).copy_(self.own(travelling))
+        start = self.dp.start_scatter_sum_ if self.shards.size == self.dp.size else self.dp.start_sum_
+        wait = start(travelling)
+
+        def finish() -> None:
+            wait()
+            if travelling is not self.grads:
+                self.own(self.grads).copy_(self.own(travelling))
+
+        return finish
 
     def publish(self, steps: Tensor) -> None:
-        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects all."""
+        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects them."""
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             for block in self.blocks(0, self.last - self.first):
                 block.keep_weights(block.wide_weights(), steps)
-        self.collect()
+        self.start_collect()()
 
-    def collect(self) -> None:
-        """Under ZeRO-1, all-gathers the weights over `shards`."""
-        self.shards.gather_(self.weights)
+    def start_collect(self) -> Callable[[], object]:
+        """Under ZeRO-1, starts to all-gather the weights over `shards`; the returned function waits for them."""
+        return self.shards.start_gather_(self.weights)
 
     def clear(self, own: bool = True) -> None:
         """Zeroes the gradients; with own=False those outside of the own slice only."""

@@ -14,7 +14,8 @@ One step, after the backward pass has summed gradients into the buffers:
 The loss must already be a mean over the tokens of all dp ranks, so gradients are summed and never averaged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class ParallelAMPOptimizer:
     clip: the largest global norm of the gradients; 0 to leave them as they are. norm: which one, 2, inf or any p >= 1.
     zero_size: neighbouring dp ranks that share one copy of masters and averages (ZeRO-1): 0 for all of them, 1 for
         none. It must divide the number of dp ranks.
+    overlap: sums over dp go on beside the backward passes of other chunks, and weights are collected beside the next
+        forward pass; `wait` before looking at weights in between.
     seed: of stochastic rounding.
     Raises UserError for what does not fit together, ValueError for a parameter without a fitting layout.
     """
@@ -65,9 +68,10 @@ class ParallelAMPOptimizer:
         clip: float = 1.0,
         norm: float = 2.0,
         zero_size: int = 0,
+        overlap: bool = False,
         seed: int = 0,
     ) -> None:
-        self.plan, self.clip, self.weight_decay, self.seed = plan, clip, weight_decay, seed
+        self.plan, self.clip, self.weight_decay, self.overlap, self.seed = plan, clip, weight_decay, overlap, seed
         self.rule: Rule = rule or AdamW()
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.shards = Axis.cut(mesh, "dp", zero_size or self.dp.size, "zero")
@@ -77,7 +81,8 @@ class ParallelAMPOptimizer:
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
         _require_fitting(parts, self.tp.size)
         self.buffers: list[list[Buffer]] = []  # by model chunk
-        self._reduced: set[int] = set()  # chunks whose gradients of this step are final
+        self._reducing: dict[int, list[Callable[[], None]]] = {}  # chunks whose sums are under way, and what ends them
+        self._collecting: list[Callable[[], object]] = []  # what ends the collection of weights
         self._tied: list[tuple[Buffer, Axis]] = []
         taken: set[nn.Parameter] = set()
         for part in parts:
@@ -87,8 +92,12 @@ class ParallelAMPOptimizer:
             for frozen in (p for p in part.parameters() if not p.requires_grad):
                 frozen.data = frozen.data.to(self.device, plan.parameters)
         require_used(groups, self.all_buffers(), self.world, self.device)
-        cut = [s for buffer in self.all_buffers() for s in slices(buffer, groups)]
-        self._slices = [(s, list(s.buffer.blocks(s.first, s.last))) for s in cut]
+        self._slices = [
+            (buffer, [(s, list(buffer.blocks(s.first, s.last))) for s in slices(buffer, groups)])
+            for buffer in self.all_buffers()
+        ]
+        for part in parts if overlap else ():
+            part.register_forward_pre_hook(lambda module, args: self.wait())
         self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
         self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
         self._agreement = Agreement(self.pp, self.world, norm, self.device)
@@ -134,6 +143,7 @@ class ParallelAMPOptimizer:
     @torch.no_grad()
     def load_numbers(self, numbers: dict[str, Any]) -> None:
         """Takes up saved numbers, and makes the weights from the masters as they now are."""
+        self.wait()
         self.steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
         self.rule.load_scalars(numbers.get("rule", {}))
@@ -156,15 +166,24 @@ class ParallelAMPOptimizer:
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
-        """Once per step, when the gradients of model chunk `chunk` are complete: sums them over tp and dp."""
-        if chunk in self._reduced:
+        """Once per step, when the gradients of model chunk `chunk` are complete: starts to sum them over tp and dp.
+
+        With `overlap` the sums go on while other chunks are worked on; `step` waits for them.
+        """
+        if chunk in self._reducing:
             raise RuntimeError(
                 f"model chunk {chunk} was reduced twice in one step: its gradients would be summed twice"
             )
-        self._reduced.add(chunk)
+        self._reducing[chunk] = []
         for buffer in self.buffers[chunk]:
             sum_partial(buffer.parameters, self.tp)
-            buffer.reduce()
+            finish = buffer.start_reduce()
+            self._reducing[chunk].append(finish) if self.overlap else finish()
+
+    def wait(self) -> None:
+        """Returns when the layers' weights are those of the last step. A model's forward calls it by itself."""
+        while self._collecting:
+            self._collecting.pop(0)()
 
     @torch.no_grad()
     def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
@@ -175,19 +194,13 @@ class ParallelAMPOptimizer:
         Raises RuntimeError on every rank, with nothing changed, if the ranks came with different scalers or with
         gradients of different parameters; FloatingPointError if the plan says so.
         """
-        for chunk in range(len(self.buffers)):
-            if chunk not in self._reduced:
-                self.reduce(chunk)
-        self._reduced.clear()
-        for buffer, axis in self._tied:
-            axis.sum_(buffer.own(buffer.grads))
+        self.wait()
+        self._finish_sums()
         agreed = self._agreement.read(self._agree(loss))
         scale = self.scale.clone()
         norm = agreed.norm / scale
         found = self._forbidden(agreed)
         cleared = self._update(lr, scale.double() / self._clip_factor(norm), found)
-        for buffer in self.all_buffers():
-            buffer.collect()
         report = self._report(agreed, norm, scale, lr)
         self.scaler.update(agreed.finite.logical_not())
         for buffer in self.all_buffers():
@@ -196,6 +209,17 @@ class ParallelAMPOptimizer:
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
             raise FloatingPointError(f"a gradient or the loss is not finite\n{describe(report)}")
         return report
+
+    def _finish_sums(self) -> None:
+        """Afterwards the gradients in the own slices are those of the whole model."""
+        for chunk in range(len(self.buffers)):
+            if chunk not in self._reducing:
+                self.reduce(chunk)
+        for finish in chain(*self._reducing.values()):
+            finish()
+        self._reducing.clear()
+        for buffer, axis in self._tied:
+            axis.sum_(buffer.own(buffer.grads))
 
     def _agree(self, loss: Tensor | None) -> Tensor:
         """The numbers of `Agreement`, summed over the whole mesh."""
@@ -230,14 +254,18 @@ class ParallelAMPOptimizer:
             return False
         clears = host and self.plan.on_nonfinite != "ignore"
         steps = self.steps.clamp(min=1)
-        for s, blocks in self._slices:
-            step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
-            for block in blocks:
-                weights, grads, state = block.wide()
-                self.rule.update_(weights, grads, state, step)
-                block.keep(weights, state, self.steps)
-                if clears:
-                    block.grads.zero_()
+        for buffer, parts in self._slices:
+            for s, blocks in parts:
+                step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
+                for block in blocks:
+                    weights, grads, state = block.wide()
+                    self.rule.update_(weights, grads, state, step)
+                    block.keep(weights, state, self.steps)
+                    if clears:
+                        block.grads.zero_()
+            self._collecting.append(buffer.start_collect())  # while the next buffer is updated
+        if not self.overlap:
+            self.wait()
         self.rule.advance(found)
         return clears
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 _LOW = 0xFFFF
-_NAN = 0x7FC00000  # whose upper half is a NaN as well; others may round to inf, or over the sign to zero
 
 
 def split(wide: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """FP32 [n] into bfloat16 weight [n] and int16 remainder [n]."""
-    bits = torch.where(wide.isnan(), _NAN, wide.view(torch.int32))
+    # One NaN for all: the upper half of others would round to inf, or past the sign to zero.
+    bits = wide.nan_to_num(torch.nan, torch.inf, -torch.inf).view(torch.int32)
     weight.view(torch.int16).copy_(_upper(bits + 0x8000))
     remainder.copy_(bits)  # the lower 16 bits: narrowing integers wraps
 

@@ -208,13 +208,13 @@ def tied_gradients_are_not_summed() -> None:
 
 
 def gradients_are_averaged_over_dp() -> None:
-    inner = Buffer.reduce
+    inner = Buffer.start_reduce
 
-    def reduce(self: Buffer) -> None:
-        inner(self)
-        self.grads /= self.dp.size
+    def start_reduce(self: Buffer) -> Callable[[], None]:
+        finish = inner(self)
+        return lambda: (finish(), self.grads.div_(self.dp.size), None)[2]
 
-    Buffer.reduce = reduce
+    Buffer.start_reduce = start_reduce
 
 
 def a_row_parallel_bias_is_added_by_every_rank() -> None:

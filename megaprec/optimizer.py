@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis, device_of
-from megaprec.events import StepReport, describe
+from megaprec.events import NonFiniteStep, StepReport
 from megaprec.layout import layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.partial import sum_partial
@@ -165,7 +165,7 @@ class ParallelAMPOptimizer:
         for buffer in self.all_buffers():
             buffer.grads.zero_()
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
-            raise FloatingPointError(f"a gradient or the loss is not finite\n{describe(report)}")
+            raise NonFiniteStep(report)
         return report
 
     def _agree(self, loss: Tensor | None) -> Tensor:

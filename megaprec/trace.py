@@ -39,7 +39,9 @@ class Finding:
     module: dotted path of the module in which it arose, "" for the whole model; None if outside of it: in what the
         model was given, or in what was made of its output. kind: the module's class.
     parameters: names of the module's own parameters, the logical ones if they have a layout.
-    what: which tensor it is. infs, nans: how many of its `elements`. largest: the largest magnitude of the others.
+    what: which tensor it is. dtype: in which it was made; of a parameter's gradient, that of the parameter, for its
+        products are in it whatever they are summed in. infs, nans: how many of its `elements`.
+    largest: the largest magnitude of the others.
     given: the largest magnitude that went into the module, of its inputs or, on the way back, of its gradient.
     """
 
@@ -87,25 +89,28 @@ class Trace(AbstractContextManager["Trace"]):
             for path in self._modules:
                 self._look_at_parameters(path)
 
-    def look(self, what: str, tensor: Tensor, module: str | None = None) -> float:
-        """Looks at a tensor that arose in `module`, by default outside; returns its largest finite magnitude."""
+    def look(self, what: str, tensor: Tensor, module: str | None = None, dtype: torch.dtype | None = None) -> float:
+        """Looks at a tensor that arose in `module`, by default outside; returns its largest finite magnitude.
+
+        dtype: in which it was made, if not its own.
+        """
         values = tensor.detach()
         finite = values.isfinite()
         largest = values.where(finite, 0).abs().max().item() if values.numel() else 0.0
         if self.found is None and finite.all():
             self.seen.append(Glance(what, largest))
         elif self.found is None:
-            self.found = self._finding(what, values, largest, module)
+            self.found = self._finding(what, values, largest, module, dtype or values.dtype)
         return largest
 
-    def _finding(self, what: str, values: Tensor, largest: float, path: str | None) -> Finding:
+    def _finding(self, what: str, values: Tensor, largest: float, path: str | None, dtype: torch.dtype) -> Finding:
         module = self._modules.get(path) if path is not None else None
         kind = "" if module is None else type(module).__name__
         names = tuple(name for name, _ in self._parameters(path)) if path is not None else ()
         infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
         given = self._given.get(path, 0.0) if path is not None else 0.0
         shape = tuple(values.shape)
-        return Finding(path, kind, names, what, shape, values.dtype, infs, nans, values.numel(), largest, given)
+        return Finding(path, kind, names, what, shape, dtype, infs, nans, values.numel(), largest, given)
 
     def _enter(
         self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,7 +150,7 @@ class Trace(AbstractContextManager["Trace"]):
         for name, parameter in self._parameters(path):
             gradient = getattr(parameter, "main_grad", parameter.grad)
             if gradient is not None and self.found is None and not gradient.isfinite().all():
-                self.look(f"gradient of {name}", gradient, path)
+                self.look(f"gradient of {name}", gradient, path, parameter.dtype)
 
     def _parameters(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._modules[path].named_parameters(path, recurse=False):

@@ -21,6 +21,7 @@ from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.locate import Onset
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
+from megaprec.trace import Trace
 from models.config import ModelConfig
 from models.stages import Stage, build, cuts
 from parallel.context import Context
@@ -107,6 +108,22 @@ class Engine:
         except NonFiniteStep as error:
             raise NonFiniteStep(self._explained(error.report, share, number)) from None
 
+    def examine(self, share: Share, number: int, microbatch: int, scale: float) -> Trace:
+        """Runs one micro-batch of a step alone, forward and backward, and watches all that passes through the model.
+
+        For an engine of one stage. No weight is changed and no gradient is left.
+        """
+        if self.last:
+            raise ValueError(f"a micro-batch is examined on one stage, not on {self.last + 1}")
+        self._running = self._begin(share, number, torch.tensor(scale, device=self.device))
+        with Trace(self.stages[0]) as trace:
+            scaled = self._forward(0, microbatch, None)
+            trace.look("the loss", self._running.loss)
+            trace.look("the loss times its scale", scaled)
+            scaled.backward()
+        self._clear()
+        return trace
+
     @torch.no_grad()
     def evaluate(self, share: Share) -> float:
         """Mean loss over the tokens of all shares. Collective over the whole mesh."""
@@ -143,8 +160,7 @@ class Engine:
 
         program = [i for i in self._train.program if i.op is not Op.REDUCE]
         Executor(program, self._links, self._forward, after=after).run()
-        for buffer in self.optimizer.all_buffers():
-            buffer.grads.zero_()
+        self._clear()
         firsts = self.dp.gather(torch.tensor([share.first], device=self.device)).tolist()
         moments = onset.agreed(self.optimizer.world)
         return tuple(self._dated(o, moment, firsts) for o, moment in zip(offenders, moments, strict=True))
@@ -157,6 +173,10 @@ class Engine:
         first = firsts[dp_rank] + microbatch * self.micro_batch
         samples = (first, first + self.micro_batch)
         return replace(offender, traced=True, microbatch=microbatch, dp_rank=dp_rank, samples=samples)
+
+    def _clear(self) -> None:
+        for buffer in self.optimizer.all_buffers():
+            buffer.grads.zero_()
 
     def _begin(self, share: Share, step: int | None, scale: Tensor) -> _Running:
         if len(share.tokens) != self._rows:

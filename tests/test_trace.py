@@ -94,7 +94,7 @@ def test_a_finite_pass_finds_nothing_and_changes_no_number() -> None:
 
 def test_a_module_is_named_whose_weight_makes_its_output_overflow() -> None:
     net = model()
-    net[1].second.weight.data.fill_(3e38)  # type: ignore[union-attr]
+    net.get_parameter("1.second.weight").data.fill_(3e38)
     found = found_in(net)
     assert (found.module, found.kind, found.what) == ("1.second", "Linear", "output of 1.second")
     assert found.parameters == ("1.second.weight", "1.second.bias")
@@ -143,8 +143,8 @@ def test_a_gradient_of_a_weight_is_found_even_if_all_that_passes_is_finite() -> 
     """A sum over tokens of what is finite: 5 x 3e38."""
     net = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False))
     with torch.no_grad():
-        net[0].weight.fill_(1e-38)
-        net[1].weight.fill_(1.0)
+        net.get_submodule("0").get_parameter("weight").fill_(1e-38)
+        net.get_submodule("1").get_parameter("weight").fill_(1.0)
     found = found_in(net, torch.full((5, 3), 1e38), lambda y: 2 * y.sum())
     assert (found.module, found.what, found.parameters) == ("0", "gradient of 0.weight", ("0.weight",))
     assert (found.infs, found.shape) == (3, (1, 3))

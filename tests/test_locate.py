@@ -126,6 +126,27 @@ def test_each_offender_has_its_own_beginning(axes: dict[str, int]) -> None:
             assert began(found) == (late if found.name.startswith("layers.1.") else early), found
 
 
+def step_with_a_bad_head(mesh: DeviceMesh) -> StepReport:
+    """On tensor rank 3 the gradient of query, key and value of layer 0 is infinite in the third micro-batch."""
+    run = Run(MODEL, compute="fp32", steps=1)
+    engine, calls = make_engine(mesh, run), iter(range(99))
+
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: tuple[Tensor, None]) -> None:
+        if next(calls) % 4 == 2 and mesh.get_local_rank("tp") == 3:
+            output[0].register_hook(lambda grad: torch.full_like(grad, torch.inf))
+
+    engine.stages[0].get_submodule("layers.0.attention.qkv").register_forward_hook(hook)
+    return engine.step(share_of(mesh, batches(run)[0]), 1e-2, 0)
+
+
+def test_a_rank_that_shares_a_slice_learns_from_the_one_whose_share_was_bad() -> None:
+    """Ranks 2 and 3 have the second of two key heads between them, so that on both it is bad in the end."""
+    for report in run_ranks(step_with_a_bad_head, {"tp": 4}):
+        assert {began(found) for found in report.offenders} == {(2, 0, (4, 6))}
+        keys = [found.tp_rank for found in report.offenders if found.name == "layers.0.attention.key.weight"]
+        assert keys == [2, 3]
+
+
 def raised(mesh: DeviceMesh) -> str:
     with pytest.raises(NonFiniteStep) as caught:
         step_with_bad_gradients(mesh, "raise")

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
-from megaprec.plan import LossScaling
+from megaprec.plan import LossScaling, plan
 from models.engine import Engine
 from models.stages import Stage
-from tests.layouts import Run, batches, make_engine, share_of, train
+from parallel.schedule import Instruction, Op, complete
+from tests.layouts import LENGTH, Run, batches, make_engine, share_of, train
 from tests.ranks import run_ranks
 
 MODEL = {"family": "llama", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 37}
@@ -145,6 +146,28 @@ def test_a_rank_that_shares_a_slice_learns_from_the_one_whose_share_was_bad() ->
         assert {began(found) for found in report.offenders} == {(2, 0, (4, 6))}
         keys = [found.tp_rank for found in report.offenders if found.name == "layers.0.attention.key.weight"]
         assert keys == [2, 3]
+
+
+def step_of_several_chunks(mesh: DeviceMesh) -> StepReport:
+    """Four layers as four stages on two ranks, in turn; sample 5 spoils layer 2 and all before it."""
+    run = Run({**MODEL, "layers": 4}, compute="fp32", steps=1)
+    rows: list[list[Instruction]] = [[], []]
+    for op, order in ((Op.FORWARD, range(4)), (Op.BACKWARD, reversed(range(4)))):
+        for stage in order:
+            rows[stage % 2] += [Instruction(op, stage, microbatch) for microbatch in range(4)]
+    engine = Engine(
+        run.config, plan("fp32"), mesh, complete(rows, (0, 1, 0, 1)), micro_batch=2, seq_length=LENGTH, seed=3
+    )
+    for stage in engine.stages.values():
+        poison_backward(stage, "2", 5)
+    return engine.step(share_of(mesh, batches(run)[0]), 1e-2, 0)
+
+
+def test_several_chunks_on_a_rank_are_told_apart_from_the_clean_one() -> None:
+    for report in run_ranks(step_of_several_chunks, {"pp": 2}):
+        assert len(report.offenders) == 5
+        assert {began(found) for found in report.offenders} == {(2, 0, (4, 6))}
+        assert not any(found.name.startswith("layers.3.") for found in report.offenders)
 
 
 def raised(mesh: DeviceMesh) -> str:

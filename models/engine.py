@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec import gradients
 from megaprec.comm import Axis, device_of
 from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.locate import Onset
@@ -133,7 +134,7 @@ class Engine:
 
     def _explained(self, report: StepReport, share: Share, number: int) -> StepReport:
         """The report of a skipped step with all that can be said of its offenders; any other as it is."""
-        if report.outcome == "applied":
+        if report.changed:
             return report
         offenders = report.offenders
         if not math.isfinite(report.loss):
@@ -147,7 +148,7 @@ class Engine:
         """Whether the scale is on its first way down: that it was too high says nothing of the samples."""
         scaling = self.optimizer.plan.scaling
         falls = scaling.kind == "dynamic" and report.loss_scale > scaling.minimum and math.isfinite(report.loss)
-        return falls and self.optimizer.state_dict()["steps"] == 0
+        return falls and self.optimizer.numbers()["steps"] == 0
 
     def _traced(self, offenders: Sequence[Offender], scale: float, share: Share, number: int) -> tuple[Offender, ...]:
         """Runs the skipped step again, with the scale it had, to find where each offender began. Collective."""
@@ -175,8 +176,11 @@ class Engine:
         return replace(offender, traced=True, microbatch=microbatch, dp_rank=dp_rank, samples=samples)
 
     def _clear(self) -> None:
-        for buffer in self.optimizer.all_buffers():
+        """Leaves the gradients as a step does."""
+        buffers = self.optimizer.all_buffers()
+        for buffer in buffers:
             buffer.grads.zero_()
+        gradients.forget(buffers)
 
     def _begin(self, share: Share, step: int | None, scale: Tensor) -> _Running:
         if len(share.tokens) != self._rows:

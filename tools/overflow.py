@@ -82,7 +82,8 @@ def _chosen(events: list[dict[str, Any]], step: int | None) -> list[dict[str, An
 def table(event: dict[str, Any]) -> Table:
     """One skipped step: a row per offender."""
     samples = f"samples {event['first_sample']} to {event['first_sample'] + event['num_samples'] - 1}"
-    title = f"step {event['step']} skipped at loss scale {float(event['loss_scale']):g}, {samples}"
+    how = "applied though not finite" if event.get("outcome") == "applied_nonfinite" else "skipped"
+    title = f"step {event['step']} {how} at loss scale {float(event['loss_scale']):g}, {samples}"
     offenders = event["offenders"]
     notes = dict.fromkeys(_note(o) for o in offenders)
     made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -113,7 +114,7 @@ def _microbatch(offender: dict[str, Any]) -> str:
 
 def _note(offender: dict[str, Any]) -> str:
     if not offender.get("traced"):
-        return "?: not looked for, while the scale searches or because of precision.trace_overflows = false"
+        return "?: not looked for: the scale was searching, the step was applied, or precision.trace_overflows = false"
     if offender["microbatch"] is None:
         return "none: in no micro-batch when run again; only the sum over ranks was not finite, or it was chance"
     return ""

@@ -80,7 +80,8 @@ def _saved_run(folder: Path) -> RunConfig:
 
 def _alone(config: RunConfig, folder: Path) -> RunConfig:
     """The same run on one rank, wherever its folder lies now. The steps on the way are not looked into."""
-    precision = config.precision.model_copy(update={"on_nonfinite": "skip", "trace_overflows": False})
+    on_nonfinite = "ignore" if config.precision.on_nonfinite == "ignore" else "skip"
+    precision = config.precision.model_copy(update={"on_nonfinite": on_nonfinite, "trace_overflows": False})
     train = config.train.model_copy(update={"folder": str(folder)})
     return config.model_copy(update={"parallel": Parallel(), "precision": precision, "train": train})
 

@@ -23,6 +23,7 @@ def overflow_event(report: StepReport, step: int, samples: range, watch: Overflo
     return {
         "event": "overflow",
         "step": step,
+        "outcome": report.outcome,
         "loss": report.loss,
         "loss_scale": report.loss_scale,
         "first_sample": samples.start,

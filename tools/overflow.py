@@ -137,7 +137,11 @@ def picture(seen: Replay, event: dict[str, Any]) -> RenderableType:
 
 
 def _facts(found: Finding) -> Table:
-    where = "outside of the model" if found.module is None else f"{found.module or 'the model'} ({found.kind})"
+    where = (
+        "outside of the model, in its input or its loss"
+        if found.module is None
+        else f"{found.module or 'the model'} ({found.kind})"
+    )
     facts = {
         "arose in": where,
         "tensor": f"{found.what}, {list(found.shape)}",

@@ -26,7 +26,7 @@ from megaprec import gradients
 from megaprec.agree import Agreed, Agreement, digest
 from megaprec.buffer import Buffer, held_as
 from megaprec.comm import Axis, device_of
-from megaprec.events import Outcome, StepReport, describe
+from megaprec.events import NonFiniteStep, Outcome, StepReport
 from megaprec.gathered import gather_tensors, load_tensors
 from megaprec.groups import Group, by_factors, require_used, slices
 from megaprec.layout import layout_of, parameters_of
@@ -192,7 +192,7 @@ class ParallelAMPOptimizer:
         loss: this rank's share of the global mean loss (unscaled), so that the sum over all ranks is that loss;
             None for no share.
         Raises RuntimeError on every rank, with nothing changed, if the ranks came with different scalers or with
-        gradients of different parameters; FloatingPointError if the plan says so.
+        gradients of different parameters; NonFiniteStep if the plan says so.
         """
         self.wait()
         self._finish_sums()
@@ -207,7 +207,7 @@ class ParallelAMPOptimizer:
             buffer.clear(own=not cleared)
         gradients.forget(self.all_buffers())
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
-            raise FloatingPointError(f"a gradient or the loss is not finite\n{describe(report)}")
+            raise NonFiniteStep(report)
         return report
 
     def _finish_sums(self) -> None:

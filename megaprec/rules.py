@@ -165,7 +165,7 @@ class Torch:
         if self._scalars.keys() != self._scalar_names:
             had, needs = (", ".join(sorted(names)) or "nothing" for names in (self._scalars, self._scalar_names))
             raise UserError(
-                f"{self._says} keeps {needs}, but the state that was loaded has {had}: it is of another one"
+                f"{self._says} keeps {needs}, but the loaded state has {had}: it is of another one"
             )
         return dict(zip(self.names, state, strict=True)) | {n: value.clone() for n, value in self._scalars.items()}
 
@@ -184,7 +184,7 @@ class Torch:
 
     @torch.no_grad()
     def _probe(self) -> tuple[tuple[str, ...], set[str]]:
-        """The names of the averages and those of the scalars. Raises UserError if slices do not come out as the whole does."""
+        """The names of the averages and of the scalars. Raises UserError unless slices come out as the whole does."""
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(12, dtype=torch.float64, generator=generator)
         slices, nothing = [part.clone() for part in whole.split([5, 7])], torch.zeros(3, dtype=torch.float64)

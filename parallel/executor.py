@@ -21,6 +21,7 @@ from parallel.simulate import Span
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 Reduce = Callable[[int], None]
+After = Callable[[Instruction], None]
 
 
 class Executor:
@@ -31,6 +32,7 @@ class Executor:
         the last stage the loss to back-propagate, a scalar that is already scaled.
     reduce(stage): called when the gradients of `stage` are final. Needed only if the program says REDUCE.
     spans: if given, receives when each instruction ran, in seconds of this process's clock.
+    after(instruction): if given, called after each one, at its place in the program.
 
     Gradients accumulate wherever autograd puts them. Under `torch.no_grad()` nothing is kept for a backward, so a
     program of forwards alone (`schedule.forward_only`) evaluates; `forward` then collects what it wants.
@@ -43,8 +45,9 @@ class Executor:
         forward: Forward,
         reduce: Reduce | None = None,
         spans: list[Span] | None = None,
+        after: After | None = None,
     ) -> None:
-        self.program, self.links, self.spans = program, links, spans
+        self.program, self.links, self.spans, self.after = program, links, spans, after
         self._stage_forward, self._stage_reduce = forward, reduce
         self._mail: dict[Message, Tensor] = {}
         self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
@@ -72,6 +75,8 @@ class Executor:
                 raise RuntimeError(self._failure(at, error)) from error
             if self.spans is not None:
                 self.spans.append(Span(self.links.axis.rank, i, start, perf_counter()))
+            if self.after is not None:
+                self.after(i)
         self.links.finish()
         assert not self._mail and not self._begun, f"left over: {[*self._mail]} and the graphs of {[*self._begun]}"
 

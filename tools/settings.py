@@ -86,6 +86,9 @@ class Precision(Table):
     on_nonfinite: Literal["skip", "raise", "ignore"] = Field(
         default="skip", description="what a step with non-finite gradients does"
     )
+    trace_overflows: bool = Field(
+        default=True, description="run a skipped step again to find the micro-batch and the samples that broke it"
+    )
     patience: int = Field(default=20, gt=0, description="skips in a row at the lowest scale after which the run stops")
 
 

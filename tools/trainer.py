@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.state import load, save
 from megaprec.data.samples import Samples
-from megaprec.events import StepReport, report_fields
+from megaprec.events import NonFiniteStep, StepReport, report_fields
 from megaprec.groups import Group
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan, plan
@@ -23,8 +23,8 @@ from parallel.schedule import schedule
 from tools.checks import loss_scaling, make_rule
 from tools.corpus import Corpus
 from tools.journal import Journal
-from tools.overflow import Hopeless, overflow_event
 from tools.run import RunConfig
+from tools.skips import Hopeless, overflow_event
 from tools.write import print_memory, print_start
 
 
@@ -67,10 +67,12 @@ class Trainer:
             seq_length=train.seq_length,
             sequence=parallel.sequence,
             seed=train.seed,
+            trace=config.precision.trace_overflows,
             make_optimizer=self._optimizer,
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = Progress()
+        self._raised: NonFiniteStep | None = None
         self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
         if checkpoint:
             self._resume(checkpoint)
@@ -110,10 +112,17 @@ class Trainer:
                     journal.write(record)
                     if overflow:
                         journal.write_event(overflow)
-                if self.progress.step == steps or self.watch.hopeless or (every and self.progress.step % every == 0):
+                stop = self._reason_to_stop(overflow)
+                if self.progress.step == steps or stop or (every and self.progress.step % every == 0):
                     self._save()
-                if self.watch.hopeless:
-                    raise Hopeless(f"stopped after step {self.progress.step}, state saved: {self.watch.advice()}")
+                if stop:
+                    raise Hopeless(f"stopped after step {self.progress.step}, state saved: {stop}")
+
+    def _reason_to_stop(self, overflow: dict[str, Any] | None) -> str:
+        """Why no further step is taken; empty if there is no reason."""
+        if self._raised is not None:
+            return f'precision.on_nonfinite = "raise", and {self._raised}'
+        return self.watch.advice() if self.watch.hopeless else ""
 
     def _journal(self) -> Journal | nullcontext[None]:
         """Rank 0 keeps it; the others have none."""
@@ -128,7 +137,7 @@ class Trainer:
         Returns what metrics.jsonl keeps of both, and what events.jsonl keeps of a skipped step.
         """
         start = time.perf_counter()
-        report = self._step()
+        report = self.step()
         seconds = time.perf_counter() - start
         fields = {
             "step": self.progress.step,
@@ -151,13 +160,20 @@ class Trainer:
             return None
         batch = self.config.train.global_batch
         samples = range(self.progress.samples - batch, self.progress.samples)
-        return overflow_event(report, self.progress.step, samples, self.watch)
+        return overflow_event(report, self.progress.step, samples, self.watch, self._ids)
 
-    def _step(self) -> StepReport:
+    def _ids(self, position: int, count: int) -> list[int]:
+        return self.corpus.train.batch(position, count).ids.tolist()
+
+    def step(self) -> StepReport:
+        """Takes the next step and counts it; one that is to raise as well, which is remembered."""
         progress, batch = self.progress, self.config.train.global_batch
         taken = progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
-        share = self._share(self.corpus.train, progress.samples)
-        report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step)
+        share = self.share(self.corpus.train, progress.samples)
+        try:
+            report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step)
+        except NonFiniteStep as error:
+            report, self._raised = error.report, error
         progress.step += 1
         progress.samples += batch
         progress.tokens += self.config.tokens_per_step
@@ -173,10 +189,10 @@ class Trainer:
         """
         batch = self.config.train.global_batch
         count = max(1, min(self.config.train.eval_batches, len(samples) // batch))
-        losses = [self.engine.evaluate(self._share(samples, n * batch)) for n in range(count)]
+        losses = [self.engine.evaluate(self.share(samples, n * batch)) for n in range(count)]
         return sum(losses) / count
 
-    def _share(self, samples: Samples, position: int) -> Share:
+    def share(self, samples: Samples, position: int) -> Share:
         """This dp rank's consecutive part of the global batch that begins at `position`."""
         own = self.config.train.global_batch // self.dp.size
         batch = samples.batch(position + self.dp.rank * own, own)

@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from megaprec.errors import UserError
-from models.config import PRESETS, ModelConfig, preset
+from models.config import ModelConfig
+from models.presets import PRESETS, preset
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("gpt2", 124_439_808), ("llama2-7b", 6_738_415_616)])

@@ -24,7 +24,8 @@ from pydantic_core import ErrorDetails
 
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
-from models.config import PRESETS, ModelConfig
+from models.config import ModelConfig
+from models.presets import PRESETS
 from tools.checks import cross_problems, lr_schedule
 from tools.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 

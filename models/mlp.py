@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
-from parallel.linear import Input, Linear
 
 
 class MLP(nn.Module):
@@ -14,7 +13,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__()
-        self.kind, self.context = config.mlp, context
+        self.kind = config.mlp
         stack = [Rows(f"{name}.{part}", config.ffn) for part in (("gate", "up") if self.kind == "swiglu" else ("up",))]
         self.inner = ColumnParallelLinear(context, config.hidden, stack, bias=config.mlp_bias, std=config.init_std)
         self.down = RowParallelLinear(
@@ -23,18 +22,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; the same for the result."""
-        return self.down(self._activate(self.inner(x)[0]))[0]
+        return self.down(self.activate(self.inner(x)[0]))[0]
 
-    def share(self, x: Tensor) -> Tensor:
-        """This rank's share of the result for tokens [n, hidden] that every tp rank has; their sum is the result.
-
-        No collective, forward or backward: the gradient of x is a share too. Without biases.
-        """
-        tp = self.context.tp
-        y = self._activate(Linear.apply(x, self.inner.weight, None, Input.OWN, tp))
-        return Linear.apply(y, self.down.weight, None, Input.OWN, tp)
-
-    def _activate(self, y: Tensor) -> Tensor:
+    def activate(self, y: Tensor) -> Tensor:
+        """y [..., own features of `inner`] -> [..., own features of `down`]."""
         if self.kind == "swiglu":
             gate, up = y.chunk(2, -1)
             return F.silu(gate) * up

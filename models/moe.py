@@ -30,7 +30,22 @@ from parallel import collectives
 from parallel.context import Context
 from parallel.dropout import Place
 from parallel.layers import parameter
-from parallel.linear import Widen
+from parallel.linear import Input, Linear, Widen
+
+
+class Expert(MLP):
+    """A feed-forward without biases that leaves the collectives to others, forward and backward.
+
+    x: tokens [n, hidden] that every tp rank has. The result is this rank's share, and so is the gradient of x.
+    """
+
+    def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
+        super().__init__(config, context, name)
+        self.tp = context.tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activate(Linear.apply(x, self.inner.weight, None, Input.OWN, self.tp))
+        return Linear.apply(y, self.down.weight, None, Input.OWN, self.tp)
 
 
 class MixtureOfExperts(nn.Module):
@@ -41,7 +56,7 @@ class MixtureOfExperts(nn.Module):
         self.config, self.context = config, context
         whole = Part.cut(f"{name}.router.weight", (config.experts, config.hidden), None, context.tp)
         self.router = parameter(context, [whole], config.init_std, partial=True)
-        self.experts = nn.ModuleList(MLP(config, context, f"{name}.experts.{n}") for n in range(config.experts))
+        self.experts = nn.ModuleList(Expert(config, context, f"{name}.experts.{n}") for n in range(config.experts))
 
     def forward(self, x: Tensor, place: Place | None) -> Tensor:
         """x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; the same for the result."""
@@ -72,7 +87,7 @@ class MixtureOfExperts(nn.Module):
         inverse = order.argsort()
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         sent = Take.apply(tokens, order // chosen.shape[1], inverse.view(chosen.shape))
-        results = [expert.share(some) for expert, some in zip(self.experts, sent.split(counts), strict=True)]
+        results = [expert(some) for expert, some in zip(self.experts, sent.split(counts), strict=True)]
         back = Take.apply(torch.cat(results), inverse, order.unsqueeze(1)).view(*chosen.shape, -1)
         return (back * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 

@@ -48,6 +48,24 @@ class Axis:
             )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
+    @staticmethod
+    def cut(mesh: DeviceMesh | None, name: str, size: int, new_name: str) -> "Axis":
+        """Runs of `size` neighbours along the axis `name`, which `size` must divide. Collective over the world."""
+        whole = Axis.of(mesh, name)
+        if whole.size % size:
+            raise ValueError(f"the {whole.size} ranks of {name} cannot be cut into runs of {size}")
+        if mesh is None or size == 1:
+            return Axis(new_name)
+        if size == whole.size:
+            return Axis(new_name, whole.rank, size, whole.group)
+        dim = (mesh.mesh_dim_names or ()).index(name)
+        group = None
+        for ranks in mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist():
+            made = dist.new_group(ranks)
+            if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
+                group = made
+        return Axis(new_name, whole.rank % size, size, group)
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce SUM over this axis, in place."""
         self.start_sum_(tensor)()

@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-Outcome = Literal["applied", "skipped_overflow"]
+Outcome = Literal["applied", "skipped_overflow", "applied_nonfinite"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,12 @@ class Offender:
 class StepReport:
     """The outcome of one step, the same on every rank.
 
-    outcome: applied, or skipped_overflow: some gradient or the loss was not finite, and no weight changed.
-    loss: mean over the step's tokens. grad_norm: L2 norm before clipping, without the loss scale.
+    outcome: applied, or skipped_overflow: some gradient or the loss was not finite, and no weight changed; or
+        applied_nonfinite: the same, but the plan says to ignore it.
+    loss: mean over the step's tokens. grad_norm: before clipping, without the loss scale; the L2 norm unless the
+        optimizer was given another.
     num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted once.
+    stage_zeros: the same count by pipeline rank.
     loss_scale: that this step's loss was multiplied by. lr: the learning rate of the step.
     offenders: of a skipped step, the tensors with the most non-finite elements, worst first.
     """
@@ -50,9 +53,15 @@ class StepReport:
     grad_norm: float
     num_zeros: int
     zero_ratio: float
+    stage_zeros: tuple[int, ...]
     loss_scale: float
     lr: float
     offenders: tuple[Offender, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        """Whether weights changed."""
+        return self.outcome != "skipped_overflow"
 
 
 def describe(report: StepReport) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaprec.random import bits, keep, key
 from parallel.context import Context
-from parallel.random import bits, keep, key
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ MODEL = {"family": "llama", "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2
 TARGET = "layers.1.mlp.down.weight"
 
 
-def step_with_a_bad_parameter(mesh: DeviceMesh, zero: bool) -> StepReport:
+def step_with_a_bad_parameter(mesh: DeviceMesh, zero_size: int) -> StepReport:
     """Spoils three gradient elements of one tensor on tensor rank 1 before they are reduced."""
-    run = Run(MODEL, compute="fp32", zero=zero, steps=1)
+    run = Run(MODEL, compute="fp32", zero_size=zero_size, steps=1)
     engine = make_engine(mesh, run)
     reduce = engine.optimizer.reduce
 
@@ -30,9 +30,9 @@ def step_with_a_bad_parameter(mesh: DeviceMesh, zero: bool) -> StepReport:
     return engine.step(share_of(mesh, batches(run)[0]), 1e-2, 0)
 
 
-@pytest.mark.parametrize("zero", [True, False], ids=["zero", "whole"])
-def test_the_offender_is_named_with_its_stage_its_tensor_rank_and_its_counts(zero: bool) -> None:
-    reports = run_ranks(step_with_a_bad_parameter, {"pp": 2, "dp": 2, "tp": 2}, zero=zero)
+@pytest.mark.parametrize("zero_size", [0, 1], ids=["zero", "whole"])
+def test_the_offender_is_named_with_its_stage_its_tensor_rank_and_its_counts(zero_size: int) -> None:
+    reports = run_ranks(step_with_a_bad_parameter, {"pp": 2, "dp": 2, "tp": 2}, zero_size=zero_size)
     for report in reports:
         assert report.outcome == "skipped_overflow"
         assert len(report.offenders) == 1

@@ -93,13 +93,13 @@ def a_skipped_step_is_counted() -> None:
 
 
 def a_nan_is_a_good_step_to_the_scaler() -> None:
-    tell = DynamicGradScaler.update
+    tell, inner = DynamicGradScaler.update, ParallelAMPOptimizer._clip_factor
 
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
-        INNER_UPDATE(self, lr, divisor, found)
-        vars(self.scaler)["of_nan"] = divisor.isnan()
+    def factor(self: ParallelAMPOptimizer, norm: Tensor) -> Tensor:
+        vars(self.scaler)["of_nan"] = norm.isnan()
+        return inner(self, norm)
 
-    ParallelAMPOptimizer._update = update
+    ParallelAMPOptimizer._clip_factor = factor
     DynamicGradScaler.update = lambda self, found_inf: tell(self, found_inf * ~vars(self)["of_nan"])
 
 
@@ -237,7 +237,7 @@ def parity(model: str, *layout: int, sequence: bool = False) -> Law:
 
 def planted(compute: str = "fp32", **axes: int) -> Law:
     def law(bug: Bug, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        run_ranks(plant_everywhere, axes, compute=compute, zero=True, when=(True,), before=bug)
+        run_ranks(plant_everywhere, axes, compute=compute, zero_size=0, when=(True,), before=bug)
 
     return law
 
@@ -261,7 +261,9 @@ def scaled(bug: Bug, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def zero_off(bug: Bug, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     test_parity.plain("llama")
-    monkeypatch.setattr(test_parity, "train", lambda run, *layout: train(replace(run, before=bug, zero=False), *layout))
+    monkeypatch.setattr(
+        test_parity, "train", lambda run, *layout: train(replace(run, before=bug, zero_size=1), *layout)
+    )
     test_parity.test_every_layout_trains_the_plain_model("llama", (1, 1, 2), False)
 
 

@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.state import load, save
 from megaprec.data.samples import Samples
 from megaprec.events import StepReport, report_fields
+from megaprec.groups import Group
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan, plan
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.stages import Stage
 from parallel.schedule import schedule
-from tools.checks import loss_scaling
+from tools.checks import loss_scaling, make_rule
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.overflow import Hopeless, overflow_event
@@ -80,11 +81,13 @@ class Trainer:
             parts,
             plan,
             mesh,
-            betas=o.betas,
-            eps=o.eps,
+            rule=make_rule(o),
             weight_decay=o.weight_decay,
+            groups=[Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
             clip=o.clip,
-            zero=self.config.parallel.zero,
+            norm=o.norm,
+            zero_size=self.config.parallel.zero_size if self.config.parallel.zero else 1,
+            seed=self.config.train.seed,
         )
 
     def _resume(self, checkpoint: Path) -> None:
@@ -156,7 +159,7 @@ class Trainer:
         progress.step += 1
         progress.samples += batch
         progress.tokens += self.config.tokens_per_step
-        if report.outcome == "applied":
+        if report.changed:
             progress.applied += 1
             progress.applied_samples += batch
         return report

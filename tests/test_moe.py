@@ -85,7 +85,7 @@ def test_losses_of_a_router_need_to_know_what_a_sample_weighs() -> None:
         experts(some(7, 3, 8), Place(0, torch.arange(3)))
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4, 8])
+@pytest.mark.parametrize("micro_batch", [1, 8])
 def test_the_size_of_a_micro_batch_changes_nothing(micro_batch: int) -> None:
     result = train(replace(MIXTRAL, micro_batch=micro_batch))
     for grads, record in zip(result.grads, plain("mixtral"), strict=True):

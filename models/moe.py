@@ -78,7 +78,7 @@ class MixtureOfExperts(nn.Module):
             if place.weight is None:
                 raise ValueError("a router's losses need place.weight: the loss scale over the samples of a batch")
             loss = router_losses(self.config, logits, probabilities, chosen).sum()
-            weights = Also.apply(weights, loss, place.weight / self.context.tp.size)
+            weights = WithLoss.apply(weights, loss, place.weight / self.context.tp.size)
         return weights, chosen
 
     def _through_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ def router_losses(config: ModelConfig, logits: Tensor, probabilities: Tensor, ch
     return config.router_aux_loss * balance + config.router_z_loss * z
 
 
-class Also(torch.autograd.Function):
-    """x, and on the way back also weight times the gradient of `loss`, both scalars."""
+class WithLoss(torch.autograd.Function):
+    """x; on the way back `weight` times the gradient of `loss` goes along with that of x. Both are scalars."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:

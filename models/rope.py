@@ -85,7 +85,11 @@ def rotary_tables(
 
 
 def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
-    """float64 [dims / 2]: radians per position of each pair."""
+    """float64 [dims / 2]: radians per position of each pair, in sequences of `length` tokens.
+
+    Only under dynamic scaling does the length matter, and then it is that of this very sequence; Hugging Face takes
+    the longest that a model has seen so far, which is the same where all are equally long.
+    """
     if scaling.kind == "dynamic":
         excess = scaling.factor * max(length / scaling.original_max_position_embeddings, 1) - (scaling.factor - 1)
         base *= excess ** (dims / (dims - 2))

@@ -11,7 +11,7 @@ from megaprec.layout import layout_of
 from megaprec.plan import LossScaling, plan
 from models import moe
 from models.config import ModelConfig
-from models.moe import Also, MixtureOfExperts
+from models.moe import MixtureOfExperts, WithLoss
 from parallel.context import Context
 from parallel.dropout import Place
 from tests import oracle
@@ -114,8 +114,8 @@ def the_router_is_not_summed_over_tp() -> None:
 
 
 def every_tp_rank_adds_the_losses_of_routers() -> None:
-    inner = Also.apply
-    Also.apply = lambda x, loss, weight: inner(x, loss, weight * 2)
+    inner = WithLoss.apply
+    WithLoss.apply = lambda x, loss, weight: inner(x, loss, weight * 2)
 
 
 def losses_of_routers_stop_at_the_last_stage() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm import Axis
+from megaprec.random import bits
 from megaprec.stats import joined_norm
 
 _DIGEST = 0xFFF  # so few bits that sums of squares over thousands of ranks are exact in float64
@@ -70,8 +71,6 @@ class Agreement:
 
 def digest(numbers: Iterable[Tensor], device: torch.device) -> Tensor:
     """12 bits of these numbers, taken as FP32: float64 of shape []."""
-    bits = torch.zeros((), dtype=torch.int64, device=device)
-    for number in numbers:
-        bits = (bits ^ number.float().view(torch.int32)) * 0x9E3779B1
-        bits = bits ^ (bits >> 15)
-    return (bits & _DIGEST).double()
+    values = torch.stack([number.float() for number in numbers]).view(torch.int32).long()
+    placed = values + (torch.arange(len(values), device=device) << 32)
+    return (bits(0, placed).sum() & _DIGEST).double()

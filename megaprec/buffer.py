@@ -13,19 +13,19 @@ and the optimizer read memory once, in order.
     state      [own]   plan.moments, by name     the optimizer's averages
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megaprec.block import Block, Draw
 from megaprec.comm import Axis
 from megaprec.errors import UserError
 from megaprec.layout import Part, layout_of
 from megaprec.plan import PrecisionPlan, dtype_name
-from megaprec.random import bits, key, places
-from megaprec.rounding import join, split, stochastic
 
+BLOCK = 1 << 18  # elements: what a CPU works on at a time stays in a core's cache between its uses
 _ALIGNMENT = 64  # elements; every parameter starts where vector loads and GEMMs like it
 
 
@@ -104,77 +104,37 @@ class Buffer:
         parameter.register_post_accumulate_grad_hook(_accumulate)
         first, last = max(start, self.first), min(start + values.numel(), self.last)
         if first < last:
-            mine = values[first - start : last - start].to(self.grads.device)
-            if self.remainder is not None:
-                self.put_weights(first - self.first, mine.float())
-            elif self.masters is not None and self.masters.dtype != self.weights.dtype:
-                self.masters[first - self.first : last - self.first].copy_(mine)
+            self.restore("weight", first - self.first, values[first - start : last - start])
 
     def own(self, flat: Tensor) -> Tensor:
         """This rank's slice of `weights` or `grads` (a view)."""
         return flat[self.first : self.last]
 
-    def wide_weights(self, first: int, last: int) -> Tensor:
-        """Elements [first, last) of the own slice in the dtype that updates are made in, FP32 or wider.
+    def blocks(self, first: int, last: int) -> Iterator[Block]:
+        """Elements [first, last) of the own slice, in runs of a length that suits the device."""
+        length = BLOCK if self.weights.device.type == "cpu" else BLOCK << 8
+        for start in range(first, last, length):
+            yield self._block(start, min(start + length, last))
 
-        The masters themselves where they are so; otherwise a copy, which `put_weights` takes back.
-        """
-        if self.remainder is not None:
-            return join(self.own(self.weights)[first:last], self.remainder[first:last])
-        assert self.masters is not None
-        return widened(self.masters[first:last])
-
-    def put_weights(self, first: int, wide: Tensor, steps: Tensor | None = None) -> None:
-        """Stores new masters from element `first` of the own slice on, and rounds them into the layers' weights.
-
-        steps: taken so far, of which stochastic rounding is a function; None rounds to nearest.
-        """
-        last = first + len(wide)
-        weights = self.own(self.weights)[first:last]
-        if self.remainder is not None:
-            split(wide, weights, self.remainder[first:last])
-            return
-        assert self.masters is not None
-        masters = self.masters[first:last]
-        if masters.dtype == wide.dtype and masters.data_ptr() != wide.data_ptr():
-            masters.copy_(wide)
-        if weights.data_ptr() != wide.data_ptr():
-            weights.copy_(wide if steps is None else self._rounded(wide, first, "weight", steps))
-
-    def _rounded(self, wide: Tensor, first: int, what: str, steps: Tensor) -> Tensor:
-        if self.plan.rounding == "nearest" or self.weights.dtype != torch.bfloat16:
-            return wide
-        return stochastic(wide, self._bits(first, first + len(wide), what, steps))
-
-    def wide_state(self, name: str, first: int, last: int) -> Tensor:
-        """Elements [first, last) of one of the averages, FP32 or wider; a copy, for `put_state`, if kept narrower."""
-        return widened(self.state[name][first:last])
-
-    def put_state(self, name: str, first: int, wide: Tensor, steps: Tensor) -> None:
-        """Stores an average. A narrower one is rounded stochastically, or it would stand still."""
-        kept = self.state[name][first : first + len(wide)]
-        if kept.dtype != wide.dtype:
-            kept.copy_(stochastic(wide, self._bits(first, first + len(wide), name, steps)))
-        elif kept.data_ptr() != wide.data_ptr():
-            kept.copy_(wide)
-
-    def _bits(self, first: int, last: int, what: str, steps: Tensor) -> Tensor:
-        """Random int64 [last - first] for elements of the own slice, by logical place and step."""
-        drawn = torch.zeros(last - first, dtype=torch.int64, device=self.weights.device)
-        first, last = first + self.first, last + self.first
-        for piece in self.pieces:
-            low, high = max(piece.start, first), min(piece.stop, last)
-            if low < high:
-                index = places(piece.part, low - piece.start, high - piece.start, drawn.device)
-                number = key(self.seed, "rounding", what, piece.part.name)
-                drawn[low - first : high - first] = bits(number, index + (steps.long() << 40))
-        return drawn
+    def _block(self, first: int, last: int) -> Block:
+        low, high = first + self.first, last + self.first
+        overlaps = [(p, max(p.start, low), min(p.stop, high)) for p in self.pieces]
+        spans = [(p.part, a - p.start, a - low, b - low) for p, a, b in overlaps if a < b]
+        return Block(
+            weights=self.own(self.weights)[first:last],
+            grads=self.own(self.grads)[first:last],
+            masters=None if self.masters is None else self.masters[first:last],
+            remainder=None if self.remainder is None else self.remainder[first:last],
+            state=tuple((name, values[first:last]) for name, values in self.state.items()),
+            draw=Draw(self.seed, last - first, spans, self.weights.device),
+            nearest=self.plan.rounding == "nearest" or self.weights.dtype != torch.bfloat16,
+        )
 
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, by name: own slices of the masters, as "weight", and of the averages."""
         kept = self.own(self.weights)
         if self.plan.masters_in_checkpoint:
-            kept = self.masters if self.masters is not None else self.wide_weights(0, self.last - self.first)
+            kept = self.masters if self.masters is not None else self._block(0, len(kept)).wide_weights()
         return {"weight": kept, **self.state}
 
     @property
@@ -184,13 +144,13 @@ class Buffer:
 
     def restore(self, name: str, first: int, values: Tensor) -> None:
         """Puts back what was saved, from element `first` of the own slice on; `publish` must follow for the weights."""
-        if name != "weight":
-            self.state[name][first : first + len(values)].copy_(values)
-        elif self.remainder is not None:
-            self.put_weights(first, values.to(self.weights.device, torch.float32))
-        else:
-            assert self.masters is not None
-            self.masters[first : first + len(values)].copy_(values)
+        last = first + len(values)
+        if name == "weight" and self.masters is None:
+            self._block(first, last).keep_weights(values.to(self.weights.device, torch.float32))
+            return
+        kept = self.masters if name == "weight" else self.state[name]
+        assert kept is not None
+        kept[first:last].copy_(values)
 
     def counted(self) -> list[tuple[int, int]]:
         """Ranges of the own slice that hold logical elements which no other rank counts."""
@@ -216,27 +176,37 @@ class Buffer:
             ranges.append((first, last))
         return ranges
 
-    def reduce(self) -> None:
-        """Sums the gradients over dp: afterwards the own slice of `grads` is final, the rest of it is not."""
+    def start_reduce(self) -> Callable[[], None]:
+        """Starts to sum the gradients over dp: when the returned function has returned, the own slice of `grads` is
+        final and the rest of it is not."""
         travelling = self.grads
         if self.plan.reduce.itemsize < self.grads.itemsize and self.dp.size > 1:
             travelling = self.grads.to(self.plan.reduce)
-        if self.shards.size == self.dp.size:
-            self.dp.scatter_sum_(travelling)
-        else:
-            self.dp.sum_(travelling)
-        if travelling is not self.grads:
-            self.own(self.grads).copy_(self.own(travelling))
+        start = self.dp.start_scatter_sum_ if self.shards.size == self.dp.size else self.dp.start_sum_
+        wait = start(travelling)
+
+        def finish() -> None:
+            wait()
+            if travelling is not self.grads:
+                self.own(self.grads).copy_(self.own(travelling))
+
+        return finish
 
     def publish(self, steps: Tensor) -> None:
-        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects all."""
+        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects them."""
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
-            self.put_weights(0, self.masters, steps)
-        self.collect()
+            for block in self.blocks(0, self.last - self.first):
+                block.keep_weights(block.wide_weights(), steps)
+        self.start_collect()()
 
-    def collect(self) -> None:
-        """Under ZeRO-1, all-gathers the weights over `shards`."""
-        self.shards.gather_(self.weights)
+    def start_collect(self) -> Callable[[], object]:
+        """Under ZeRO-1, starts to all-gather the weights over `shards`; the returned function waits for them."""
+        return self.shards.start_gather_(self.weights)
+
+    def clear(self, own: bool = True) -> None:
+        """Zeroes the gradients; with own=False those outside of the own slice only."""
+        for part in (self.grads,) if own else (self.grads[: self.first], self.grads[self.last :]):
+            part.zero_()
 
     def num_bytes(self) -> int:
         """Memory of all that this buffer keeps, in bytes."""
@@ -256,11 +226,6 @@ def held_as(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
         names, dtypes = (" and ".join(some) for some in ((p.name for p in parts), sorted(map(dtype_name, wanted))))
         raise UserError(f"keep_fp32: {names} are one parameter, whose parts would be {dtypes}: match all or none")
     return wanted.pop()
-
-
-def widened(values: Tensor) -> Tensor:
-    """`values` themselves if they are FP32 or FP64, else an FP32 copy."""
-    return values if values.itemsize >= 4 else values.float()
 
 
 def main_gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -5,7 +5,7 @@ branch of the model was taken on one rank only, the sum over ranks is of somethi
 would notice, so each rank's list is compared, as a digest in the numbers that a step exchanges anyway.
 """
 
-import json
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -13,9 +13,10 @@ import torch
 
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis
+from megaprec.gathered import everyones
 from megaprec.layout import layout_of
 
-_LINE = 1024  # bytes of JSON that each rank may send
+_MOST = 3  # names that are said of each rank
 _BITS = 20  # of a digest, so few that sums of squares over thousands of ranks are exact in float64
 
 
@@ -42,13 +43,13 @@ def disagreement(names: Sequence[str], world: Axis, device: torch.device, here: 
 
     here: this rank's place, in words.
     """
-    line = json.dumps([here, list(names)])
-    if len(line) > _LINE:
-        line = json.dumps([here, [*names[:3], f"and {len(names) - 3} more"]])[:_LINE]
-    packed = torch.tensor(list(line.encode()[:_LINE].ljust(_LINE)), dtype=torch.uint8, device=device)
-    rows = bytes(world.gather(packed).tolist())
-    said = [json.loads(rows[n : n + _LINE]) for n in range(0, len(rows), _LINE)]
-    lacks = [f"{place} has none for {', '.join(lacking)}" for place, lacking in said if lacking]
+    said = everyones({here: list(names)}, world, device)
+    ranks = Counter(name for lacking in said.values() for name in lacking)
+    lacks = []
+    for place, lacking in said.items():
+        rarest = sorted(lacking, key=ranks.__getitem__)  # what all ranks of a stage lack is no disagreement
+        more = [f"{len(lacking) - _MOST} more"] if len(lacking) > _MOST else []
+        lacks += [f"{place} has none for {', '.join(rarest[:_MOST] + more)}"] if lacking else []
     return (
         "gradients are missing on some ranks of a stage only, so nothing was changed: "
         f"{'; '.join(lacks)}; every rank must run the same parts of the model in a step"

@@ -11,6 +11,7 @@ run, not to a checkpoint, which keeps state by logical name: other groups may be
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import inf
 
 import torch
 from torch import nn
@@ -29,12 +30,16 @@ class Group:
     lr: float | None = None
     weight_decay: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
+            if factor is not None and not 0 <= factor < inf:
+                raise UserError(f'optimizer.groups: {name} = {factor} of pattern "{self.pattern}" must be 0 or more')
+
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [first, last) of the own slice of `buffer`, and the factors that they share."""
+    """Elements [first, last) of a buffer's own slice, and the factors that they share."""
 
-    buffer: Buffer
     first: int
     last: int
     lr: float
@@ -70,7 +75,7 @@ def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
         first = max(pieces[border][0], buffer.first)
         last = min(buffer.size if following is None else pieces[following][0], buffer.last)
         if first < last:
-            yield Slice(buffer, first - buffer.first, last - buffer.first, *pieces[border][1])
+            yield Slice(first - buffer.first, last - buffer.first, *pieces[border][1])
 
 
 def require_used(groups: Sequence[Group], buffers: Sequence[Buffer], world: Axis, device: torch.device) -> None:

@@ -14,7 +14,8 @@ One step, after the backward pass has summed gradients into the buffers:
 The loss must already be a mean over the tokens of all dp ranks, so gradients are summed and never averaged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,18 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec import gradients
 from megaprec.agree import Agreed, Agreement, digest
-from megaprec.buffer import Buffer, held_as, widened
+from megaprec.buffer import Buffer, held_as
 from megaprec.comm import Axis, device_of
 from megaprec.events import Outcome, StepReport, describe
 from megaprec.gathered import gather_tensors, load_tensors
-from megaprec.groups import Group, Slice, by_factors, require_used, slices
+from megaprec.groups import Group, by_factors, require_used, slices
 from megaprec.layout import layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
 from megaprec.rules import AdamW, Rule, Step
 from megaprec.scaler import make_scaler
-from megaprec.stats import BLOCK, norm_of, statistics
+from megaprec.stats import norm_of, statistics
 from megaprec.tied import tied_axes
 
 
@@ -49,6 +50,8 @@ class ParallelAMPOptimizer:
     clip: the largest global norm of the gradients; 0 to leave them as they are. norm: which one, 2, inf or any p >= 1.
     zero_size: neighbouring dp ranks that share one copy of masters and averages (ZeRO-1): 0 for all of them, 1 for
         none. It must divide the number of dp ranks.
+    overlap: sums over dp go on beside the backward passes of other chunks, and weights are collected beside the next
+        forward pass; `wait` before looking at weights in between.
     seed: of stochastic rounding.
     Raises UserError for what does not fit together, ValueError for a parameter without a fitting layout.
     """
@@ -65,9 +68,10 @@ class ParallelAMPOptimizer:
         clip: float = 1.0,
         norm: float = 2.0,
         zero_size: int = 0,
+        overlap: bool = False,
         seed: int = 0,
     ) -> None:
-        self.plan, self.clip, self.weight_decay, self.seed = plan, clip, weight_decay, seed
+        self.plan, self.clip, self.weight_decay, self.overlap, self.seed = plan, clip, weight_decay, overlap, seed
         self.rule: Rule = rule or AdamW()
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.shards = Axis.cut(mesh, "dp", zero_size or self.dp.size, "zero")
@@ -77,7 +81,8 @@ class ParallelAMPOptimizer:
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
         _require_fitting(parts, self.tp.size)
         self.buffers: list[list[Buffer]] = []  # by model chunk
-        self._reduced: set[int] = set()  # chunks whose gradients of this step are final
+        self._reducing: dict[int, list[Callable[[], None]]] = {}  # chunks whose sums are under way, and what ends them
+        self._collecting: list[Callable[[], object]] = []  # what ends the collection of weights
         self._tied: list[tuple[Buffer, Axis]] = []
         taken: set[nn.Parameter] = set()
         for part in parts:
@@ -87,7 +92,12 @@ class ParallelAMPOptimizer:
             for frozen in (p for p in part.parameters() if not p.requires_grad):
                 frozen.data = frozen.data.to(self.device, plan.parameters)
         require_used(groups, self.all_buffers(), self.world, self.device)
-        self._slices: list[Slice] = [s for buffer in self.all_buffers() for s in slices(buffer, groups)]
+        self._slices = [
+            (buffer, [(s, list(buffer.blocks(s.first, s.last))) for s in slices(buffer, groups)])
+            for buffer in self.all_buffers()
+        ]
+        for part in parts if overlap else ():
+            part.register_forward_pre_hook(lambda module, args: self.wait())
         self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
         self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
         self._agreement = Agreement(self.pp, self.world, norm, self.device)
@@ -133,6 +143,7 @@ class ParallelAMPOptimizer:
     @torch.no_grad()
     def load_numbers(self, numbers: dict[str, Any]) -> None:
         """Takes up saved numbers, and makes the weights from the masters as they now are."""
+        self.wait()
         self.steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
         self.rule.load_scalars(numbers.get("rule", {}))
@@ -155,15 +166,24 @@ class ParallelAMPOptimizer:
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
-        """Once per step, when the gradients of model chunk `chunk` are complete: sums them over tp and dp."""
-        if chunk in self._reduced:
+        """Once per step, when the gradients of model chunk `chunk` are complete: starts to sum them over tp and dp.
+
+        With `overlap` the sums go on while other chunks are worked on; `step` waits for them.
+        """
+        if chunk in self._reducing:
             raise RuntimeError(
                 f"model chunk {chunk} was reduced twice in one step: its gradients would be summed twice"
             )
-        self._reduced.add(chunk)
+        self._reducing[chunk] = []
         for buffer in self.buffers[chunk]:
             sum_partial(buffer.parameters, self.tp)
-            buffer.reduce()
+            finish = buffer.start_reduce()
+            self._reducing[chunk].append(finish) if self.overlap else finish()
+
+    def wait(self) -> None:
+        """Returns when the layers' weights are those of the last step. A model's forward calls it by itself."""
+        while self._collecting:
+            self._collecting.pop(0)()
 
     @torch.no_grad()
     def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
@@ -174,27 +194,32 @@ class ParallelAMPOptimizer:
         Raises RuntimeError on every rank, with nothing changed, if the ranks came with different scalers or with
         gradients of different parameters; FloatingPointError if the plan says so.
         """
-        for chunk in range(len(self.buffers)):
-            if chunk not in self._reduced:
-                self.reduce(chunk)
-        self._reduced.clear()
-        for buffer, axis in self._tied:
-            axis.sum_(buffer.own(buffer.grads))
+        self.wait()
+        self._finish_sums()
         agreed = self._agreement.read(self._agree(loss))
         scale = self.scale.clone()
         norm = agreed.norm / scale
         found = self._forbidden(agreed)
-        self._update(lr, scale.double() / self._clip_factor(norm), found)
-        for buffer in self.all_buffers():
-            buffer.collect()
+        cleared = self._update(lr, scale.double() / self._clip_factor(norm), found)
         report = self._report(agreed, norm, scale, lr)
         self.scaler.update(agreed.finite.logical_not())
         for buffer in self.all_buffers():
-            buffer.grads.zero_()
+            buffer.clear(own=not cleared)
         gradients.forget(self.all_buffers())
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
             raise FloatingPointError(f"a gradient or the loss is not finite\n{describe(report)}")
         return report
+
+    def _finish_sums(self) -> None:
+        """Afterwards the gradients in the own slices are those of the whole model."""
+        for chunk in range(len(self.buffers)):
+            if chunk not in self._reducing:
+                self.reduce(chunk)
+        for finish in chain(*self._reducing.values()):
+            finish()
+        self._reducing.clear()
+        for buffer, axis in self._tied:
+            axis.sum_(buffer.own(buffer.grads))
 
     def _agree(self, loss: Tensor | None) -> Tensor:
         """The numbers of `Agreement`, summed over the whole mesh."""
@@ -217,26 +242,32 @@ class ParallelAMPOptimizer:
             return torch.ones_like(norm)
         return torch.where(norm.isfinite(), (self.clip / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
-        """The rule applied to gradient / divisor, or nothing at all where `found` is 1."""
-        self.steps += 1 - found
-        if self.device.type == "cpu" and found:  # asking a GPU would mean waiting for it
-            return
-        steps = self.steps.clamp(min=1)
-        for s in self._slices:
-            step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
-            length = BLOCK if self.device.type == "cpu" else BLOCK << 8
-            for first in range(s.first, s.last, length):
-                self._update_block(s.buffer, first, min(first + length, s.last), step)
-        self.rule.advance(found)
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> bool:
+        """The rule applied to gradient / divisor, or nothing at all where `found` is 1.
 
-    def _update_block(self, buffer: Buffer, first: int, last: int, step: Step) -> None:
-        weights, grads = buffer.wide_weights(first, last), widened(buffer.own(buffer.grads)[first:last])
-        state = [buffer.wide_state(name, first, last) for name in self.rule.names]
-        self.rule.update_(weights, grads, state, step)
-        for name, values in zip(self.rule.names, state, strict=True):
-            buffer.put_state(name, first, values, self.steps)
-        buffer.put_weights(first, weights, self.steps)
+        Returns whether the own slices' gradients were cleared on the way, while they were in the core's cache. On a
+        GPU they are not, for it would have to be asked first whether `locate` is going to need them.
+        """
+        self.steps += 1 - found
+        host = self.device.type == "cpu"
+        if host and found:
+            return False
+        clears = host and self.plan.on_nonfinite != "ignore"
+        steps = self.steps.clamp(min=1)
+        for buffer, parts in self._slices:
+            for s, blocks in parts:
+                step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
+                for block in blocks:
+                    weights, grads, state = block.wide()
+                    self.rule.update_(weights, grads, state, step)
+                    block.keep(weights, state, self.steps)
+                    if clears:
+                        block.grads.zero_()
+            self._collecting.append(buffer.start_collect())  # while the next buffer is updated
+        if not self.overlap:
+            self.wait()
+        self.rule.advance(found)
+        return clears
 
     def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float) -> StepReport:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""

@@ -5,10 +5,11 @@ drawn for:
 
     split       the weight and the 16 bits it lacks: together the FP32 number, bit for bit. The weight is rounded to
                 nearest; a tie (one number in 65,536) goes away from zero, where torch goes to the even neighbour,
-                for the remainder has no bit left to say which way a tie went
+                for the remainder has no bit left to say which way a tie went. Of a NaN only that it is one is kept
     stochastic  rounded up with a probability equal to the part lost, so that the mean is exact. Small updates then
                 add up, where rounding to nearest would lose each one: a BF16 average with a decay of 0.999 stands
-                still, and so does a BF16 weight that is its own master
+                still, and so does a BF16 weight that is its own master. Beyond the largest finite bfloat16 the upper
+                neighbour is inf, as it is for rounding to nearest
 """
 
 import torch
@@ -19,7 +20,8 @@ _LOW = 0xFFFF
 
 def split(wide: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """FP32 [n] into bfloat16 weight [n] and int16 remainder [n]."""
-    bits = wide.view(torch.int32)
+    # One NaN for all: the upper half of others would round to inf, or past the sign to zero.
+    bits = wide.nan_to_num(torch.nan, torch.inf, -torch.inf).view(torch.int32)
     weight.view(torch.int16).copy_(_upper(bits + 0x8000))
     remainder.copy_(bits)  # the lower 16 bits: narrowing integers wraps
 

@@ -67,6 +67,12 @@ class AdamW(_Stateless):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
 
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas = {list(self.betas)} must be two numbers from 0 to below 1")
+        if self.eps <= 0:
+            raise UserError(f"eps = {self.eps} must be above 0: padding and unseen tokens have gradients of 0")
+
     @property
     def names(self) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
@@ -85,6 +91,12 @@ class SGD(_Stateless):
 
     momentum: float = 0.9
     nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise UserError(f"momentum = {self.momentum} must lie from 0 to below 1")
+        if self.nesterov and not self.momentum:
+            raise UserError("nesterov needs a momentum above 0")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,42 +122,52 @@ class Torch:
     """Any elementwise optimizer class of torch, by the state it keeps for a slice.
 
     Which averages it keeps, and whether it is elementwise, is found by trying it on a few numbers, whole and cut.
-    Raises UserError if it is not. It waits for the device once a step.
+    Raises UserError if it is not, or if it makes something of nothing: padding must stay zero. The numbers that it
+    keeps besides must not depend on learning rate and weight decay, for they are the same for all groups. It waits for
+    the device once a step.
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any] | None = None) -> None:
         self.kind, self.options = kind, dict(options or {})
+        if given := {"lr", "weight_decay", "params"} & self.options.keys():
+            raise UserError(f"{self._says}: {sorted(given)[0]} is not one of its options here; it comes with each step")
         self._decays = "weight_decay" in inspect.signature(kind).parameters
-        self._before: dict[str, Tensor] | None = None  # scalars before this step; None: it was never stepped
-        self._after: dict[str, Tensor] | None = None
-        self.names = self._probe()
+        self._scalars: dict[str, Tensor] = {}  # as they are before this step; none before the first one
+        self.names, self._scalar_names = self._probe()
 
     @property
     def scalars(self) -> dict[str, float]:
-        return {name: float(value) for name, value in (self._before or {}).items()}
+        return {name: float(value) for name, value in self._scalars.items()}
 
     def load_scalars(self, scalars: dict[str, float]) -> None:
-        self._before = {name: torch.tensor(value) for name, value in scalars.items()} or None
+        self._scalars = {name: torch.tensor(value) for name, value in scalars.items()}
 
     def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
         if bool(step.found):
             return
         grads.div_(step.divisor)
-        kept = None if self._before is None else dict(zip(self.names, state, strict=True)) | self._copied()
-        made = self._step_once(weights, grads, kept, step.lr, step.weight_decay)
+        made = self._step_once(weights, grads, self._kept(state, int(step.steps) == 1), step.lr, step.weight_decay)
         for name, values in zip(self.names, state, strict=True):
             if made[name] is not values:
                 values.copy_(made[name])
-        self._after = {name: value for name, value in made.items() if name not in self.names}
 
     def advance(self, found: Tensor) -> None:
-        """After all elements of a step: the scalars move on, once."""
+        """After all elements of a step: the scalars move on, once, also on a rank that has no elements."""
         if not bool(found):
-            self._before = self._after if self._after is not None else self._before
+            weights, grads, *state = torch.zeros(2 + len(self.names), 1).unbind()
+            made = self._step_once(weights, grads, self._kept(state, not self._scalars), 1.0, 0.0)
+            self._scalars = {name: value for name, value in made.items() if name not in self.names}
 
-    def _copied(self) -> dict[str, Tensor]:
-        """The scalars as they were before this step, for one more slice of it."""
-        return {name: value.clone() for name, value in (self._before or {}).items()}
+    def _kept(self, state: Sequence[Tensor], first: bool) -> dict[str, Tensor] | None:
+        """All that the optimizer kept before this step; the scalars as copies, for other slices need them too."""
+        if first:
+            return None
+        if self._scalars.keys() != self._scalar_names:
+            had, needs = (", ".join(sorted(names)) or "nothing" for names in (self._scalars, self._scalar_names))
+            raise UserError(
+                f"{self._says} keeps {needs}, but the state that was loaded has {had}: it is of another one"
+            )
+        return dict(zip(self.names, state, strict=True)) | {n: value.clone() for n, value in self._scalars.items()}
 
     def _step_once(
         self, weights: Tensor, grads: Tensor, state: dict[str, Tensor] | None, lr: float, weight_decay: float
@@ -161,26 +183,37 @@ class Torch:
         return {name: v if isinstance(v, Tensor) else torch.tensor(v) for name, v in optimizer.state[weights].items()}
 
     @torch.no_grad()
-    def _probe(self) -> tuple[str, ...]:
-        """The names of the averages. Raises UserError if slices do not come out as the whole does."""
+    def _probe(self) -> tuple[tuple[str, ...], set[str]]:
+        """The names of the averages and those of the scalars. Raises UserError if slices do not come out as the whole does."""
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(12, dtype=torch.float64, generator=generator)
-        slices = [part.clone() for part in whole.split([5, 7])]
-        states: list[dict[str, Tensor] | None] = [None, None, None]
+        slices, nothing = [part.clone() for part in whole.split([5, 7])], torch.zeros(3, dtype=torch.float64)
+        states: list[dict[str, Tensor] | None] = [None] * 4
         try:
-            for _ in range(3):
-                grads = torch.randn(12, dtype=torch.float64, generator=generator)
+            for size in (1.0, 1e-3, 1e3):
+                grads = torch.randn(12, dtype=torch.float64, generator=generator) * size
                 cut = [part.clone() for part in grads.split([5, 7])]
                 for n, (weights, grad) in enumerate(zip([whole, *slices], [grads, *cut], strict=True)):
                     states[n] = self._step_once(weights, grad, states[n], 1e-2, 0.1)
+                states[3] = self._step_once(nothing, torch.zeros_like(nothing), states[3], 1.0, 0.0)
         except (TypeError, ValueError, RuntimeError, KeyError) as error:
             raise UserError(f"{self._says} cannot step a flat slice of a parameter: {error}") from error
+        kept, unmoved = states[0] or {}, states[3] or {}
+        names = tuple(name for name, value in kept.items() if value.shape == whole.shape)
+        scalars = kept.keys() - set(names)
         if not torch.allclose(whole, torch.cat(slices), rtol=1e-12, atol=1e-14):
             raise UserError(
                 f"{self._says} is not elementwise: a slice stepped alone comes out otherwise than within the whole, so "
                 "its state cannot be cut over ranks; use one like AdamW, RAdam or Adagrad"
             )
-        return tuple(name for name, value in (states[0] or {}).items() if value.shape == whole.shape)
+        if nothing.count_nonzero():
+            raise UserError(f"{self._says} moves weights of 0 whose gradients are 0, so padding would not stay padding")
+        if differing := [name for name in sorted(scalars) if not torch.equal(kept[name], unmoved[name])]:
+            raise UserError(
+                f"{self._says} keeps {differing[0]}, one number for all elements that is not the same for all learning "
+                "rates, weight decays and gradients; use one like AdamW, RAdam or Adagrad"
+            )
+        return names, scalars
 
     @property
     def _says(self) -> str:

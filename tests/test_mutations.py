@@ -37,10 +37,10 @@ INNER_UPDATE, AGREE = ParallelAMPOptimizer._update, ParallelAMPOptimizer._agree
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> bool:
         later = deepcopy(self.scaler)
         later.update(found)
-        INNER_UPDATE(self, lr, divisor * later.scale / self.scale, found)
+        return INNER_UPDATE(self, lr, divisor * later.scale / self.scale, found)
 
     ParallelAMPOptimizer._update = update
 
@@ -85,9 +85,10 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
-        INNER_UPDATE(self, lr, divisor, found)
+    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> bool:
+        cleared = INNER_UPDATE(self, lr, divisor, found)
         self.steps += found
+        return cleared
 
     ParallelAMPOptimizer._update = update
 
@@ -172,10 +173,10 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> bool:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
-        INNER_UPDATE(self, lr, divisor, found)
+        return INNER_UPDATE(self, lr, divisor, found)
 
     replace_sum_partial(lambda parameters, tp: None)
     ParallelAMPOptimizer._update = update
@@ -207,13 +208,13 @@ def tied_gradients_are_not_summed() -> None:
 
 
 def gradients_are_averaged_over_dp() -> None:
-    inner = Buffer.reduce
+    inner = Buffer.start_reduce
 
-    def reduce(self: Buffer) -> None:
-        inner(self)
-        self.grads /= self.dp.size
+    def start_reduce(self: Buffer) -> Callable[[], None]:
+        finish = inner(self)
+        return lambda: (finish(), self.grads.div_(self.dp.size), None)[2]
 
-    Buffer.reduce = reduce
+    Buffer.start_reduce = start_reduce
 
 
 def a_row_parallel_bias_is_added_by_every_rank() -> None:

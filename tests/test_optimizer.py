@@ -135,14 +135,15 @@ def test_zero_on_off_and_over_a_part_are_the_same_bits_on_every_rank(dp: int, si
 
 
 @pytest.mark.parametrize("layout", [(1, 2, 2), (2, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
-def test_zero_on_and_off_train_the_same_model_bit_for_bit(layout: tuple[int, int, int]) -> None:
+def test_zero_on_and_off_and_overlap_train_the_same_model_bit_for_bit(layout: tuple[int, int, int]) -> None:
     run = Run(MODELS["gpt2"], compute="bf16")
-    on, off = train_all([run, replace(run, zero_size=1)], *layout)
-    assert on.reports == off.reports
-    assert on.num_elements == off.num_elements == run.config.num_parameters
-    for name, weight in on.after.items():
-        assert torch.equal(off.after[name], weight), name
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(on.grads, off.grads, strict=True)), name
+    on, *others = train_all([run, replace(run, zero_size=1), replace(run, options={"overlap": True})], *layout)
+    assert on.num_elements == run.config.num_parameters
+    for other in others:
+        assert (other.reports, other.num_elements) == (on.reports, on.num_elements)
+        for name, weight in on.after.items():
+            assert torch.equal(other.after[name], weight), name
+            assert all(torch.equal(a[name], b[name]) for a, b in zip(on.grads, other.grads, strict=True)), name
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

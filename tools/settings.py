@@ -56,6 +56,9 @@ class Parallel(Table):
     )
     schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="order of a pipeline's micro-batches")
     zero: bool = Field(default=True, description="cut optimizer state over the replicas (ZeRO-1)")
+    overlap: bool = Field(
+        default=False, description="sum gradients and collect weights while the model computes; for GPUs"
+    )
     zero_size: int = Field(default=0, ge=0, description="replicas that share one copy of optimizer state; 0: all")
 
 

@@ -25,7 +25,7 @@ from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.overflow import Hopeless, overflow_event
 from tools.run import RunConfig
-from tools.write import print_start
+from tools.write import print_memory, print_start
 
 
 @dataclass
@@ -86,6 +86,7 @@ class Trainer:
             groups=[Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
             clip=o.clip,
             norm=o.norm,
+            overlap=self.config.parallel.overlap,
             zero_size=self.config.parallel.zero_size if self.config.parallel.zero else 1,
             seed=self.config.train.seed,
         )
@@ -100,6 +101,7 @@ class Trainer:
         steps, every = self.config.train.steps, self.config.checkpoint.every
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
+            print_memory(self.engine.optimizer)
             self.config.save_resolved(Path(self.config.train.folder))
         with self._journal() as journal:
             while self.progress.step < steps:

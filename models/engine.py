@@ -195,13 +195,13 @@ class Engine:
         place = None
         if run.step is not None:
             samples = torch.arange(rows.start, rows.stop, device=self.device) + run.share.first
-            place = Place(run.step, samples)
+            place = Place(run.step, samples, self.optimizer.scale / (self._rows * self.dp.size))
         x = self._columns(run.share.tokens[rows]) if received is None else received
         y = self.stages[stage](x, place)
         return y if stage < self.last else self._scaled_loss(stage, y, rows)
 
     def _scaled_loss(self, stage: int, logits: Tensor, rows: slice) -> Tensor:
-        """This micro-batch's part of the mean loss, times the loss scale. The only place where the scale is applied."""
+        """This micro-batch's part of the mean loss, times the loss scale (which other losses get by their `Place`)."""
         run = self._running
         losses = self.stages[stage].losses(logits, self._columns(run.share.targets[rows]))
         if run.share.mask is not None:

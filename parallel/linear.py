@@ -33,7 +33,7 @@ class Linear(torch.autograd.Function):
         ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
         ctx.save_for_backward(x)
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
-        y = product(whole.reshape(-1, whole.shape[-1]), weight.t()).view(*whole.shape[:-1], -1)
+        y = product(whole.reshape(-1, whole.shape[-1]), weight.t()).view(*whole.shape[:-1], weight.shape[0])
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -53,7 +53,7 @@ def _none() -> None: ...
 
 def _start_input_gradient(ctx: Any, rows: Tensor, weight: Tensor, shape: torch.Size) -> Callable[[], Tensor]:
     """Computes the input's gradient and starts its sum over tp; the returned function waits for it."""
-    grad_x = product(rows, weight).view(*shape[:-1], -1)
+    grad_x = product(rows, weight).view(*shape[:-1], weight.shape[1])
     if ctx.lies is Input.SEQUENCE:
         return ctx.tp.start_scatter_sum(grad_x)
     wait = ctx.tp.start_sum_(grad_x) if ctx.lies is Input.COPIED else _none

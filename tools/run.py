@@ -24,13 +24,19 @@ from pydantic_core import ErrorDetails
 
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
-from models.config import PRESETS, ModelConfig
+from models.config import ModelConfig
+from models.presets import PRESETS
 from tools.checks import cross_problems, lr_schedule
 from tools.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
-PLAINER = {"bool_type": "must be true or false", "string_type": "must be text in quotes"}
+PLAINER = {
+    "bool_type": "must be true or false",
+    "string_type": "must be text in quotes",
+    "model_type": 'must be a table, like {kind = "linear"}',
+    "extra_forbidden": "is none of its keys",
+}
 
 
 class RunConfig(BaseModel):
@@ -105,9 +111,9 @@ class RunConfig(BaseModel):
 
     def _as_toml(self) -> str:
         lines = [SAVED]
-        for table, values in self.model_dump().items():
+        for table, values in self:
             lines += ["", f"[{table}]"]
-            lines += [f"{k} = {_toml(v)}  # {_toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values.items()]
+            lines += [f"{k} = {_toml(v)}  # {_toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values]
         return "\n".join(lines) + "\n"
 
 
@@ -276,7 +282,8 @@ def _must(found: ErrorDetails) -> str:
     if found["type"] == "missing":
         return "too few values"
     message = PLAINER.get(found["type"], found["msg"].replace("Input should be", "must be"))
-    where = f"value {int(found['loc'][1]) + 1} " if len(found["loc"]) > 1 else ""
+    place = found["loc"][1] if len(found["loc"]) > 1 else None
+    where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
     if found["type"] == "literal_error":
         expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
         message += _did_you_mean(str(found["input"]), expected)
@@ -304,4 +311,8 @@ def _toml(value: Any) -> str:
         return f"{{{', '.join(f'{k} = {_toml(v)}' for k, v in value.items() if v is not None)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, BaseModel):
+        return _toml(value.model_dump(exclude_defaults=True))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {_toml(item)}' for name, item in value.items())}}}"
     return repr(value)

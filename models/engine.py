@@ -195,7 +195,7 @@ class Engine:
         place = None
         if run.step is not None:
             samples = torch.arange(rows.start, rows.stop, device=self.device) + run.share.first
-            place = Place(run.step, samples, self.optimizer.scale / (self._rows * self.dp.size))
+            place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
         x = self._columns(run.share.tokens[rows]) if received is None else received
         y = self.stages[stage](x, place)
         return y if stage < self.last else self._scaled_loss(stage, y, rows)

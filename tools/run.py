@@ -307,8 +307,6 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{k} = {_toml(v)}' for k, v in value.items() if v is not None)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
     if isinstance(value, BaseModel):

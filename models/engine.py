@@ -4,7 +4,7 @@ This is the whole of a training step. It knows batches, not where they come from
 when to stop is the trainer's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,13 @@ from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.stages import Stage, build, cuts
+from parallel.check import check
 from parallel.context import Context
 from parallel.dropout import Place
 from parallel.executor import Executor
 from parallel.links import Links
 from parallel.schedule import Schedule, forward_only
-from parallel.simulate import check
+from parallel.simulate import sends_under_way
 
 MakeOptimizer = Callable[[list[Stage], PrecisionPlan, DeviceMesh | None], ParallelAMPOptimizer]
 
@@ -54,7 +55,7 @@ class _Running:
 class Engine:
     """Trains a model of `config` over a (pp, dp, tp) mesh, by `schedule`, in micro-batches of `micro_batch` samples.
 
-    make_optimizer: builds the optimizer over this rank's stages.
+    make_optimizer: builds the optimizer over this rank's stages. layers: how many each stage has; by cost if empty.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Engine:
         sequence: bool = False,
         seed: int = 0,
         make_optimizer: MakeOptimizer = ParallelAMPOptimizer,
+        layers: Sequence[int] = (),
     ) -> None:
         check(schedule)
         self.device, self.micro_batch = device_of(mesh), micro_batch
@@ -76,14 +78,17 @@ class Engine:
         self.last = len(schedule.rank_of_stage) - 1
         self._rows = schedule.microbatches * micro_batch  # samples in a share
         context = Context(plan, self.tp, sequence, seed)
-        cut = cuts(config, self.last + 1, seq_length)
+        cut = cuts(config, self.last + 1, seq_length, layers)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)
-        links = Links.open(self.pp, schedule.rank_of_stage, shape, plan.compute, self.device)
+        sends = sends_under_way(schedule)
+        links = Links.open(self.pp, schedule.rank_of_stage, shape, plan.compute, self.device, sends=sends)
         train, evaluate = schedule.programs[self.pp.rank], forward_only(schedule).programs[self.pp.rank]
-        self._train = Executor(train, links, self._forward, lambda stage: self.optimizer.reduce(self._chunk[stage]))
+        ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
+        self._shared_ends = config.tied and ends == {self.pp.rank} and self.last > 0
+        self._train = Executor(train, links, self._forward, self._reduce, deferred=context.deferred)
         self._evaluate = Executor(evaluate, links, self._forward)
 
     def step(self, share: Share, lr: float, number: int) -> StepReport:
@@ -127,6 +132,12 @@ class Engine:
         if self.tp.rank == 0:  # the other tp ranks hold the same loss, and shares are summed over the world
             run.loss += loss.detach()
         return loss * self.optimizer.scale
+
+    def _reduce(self, stage: int) -> None:
+        """A head tied to the embedding on the same rank adds to the first stage's gradients, perhaps after the first
+        stage is done: they are reduced by the optimizer's step, which takes what is left."""
+        if not (stage == 0 and self._shared_ends):
+            self.optimizer.reduce(self._chunk[stage])
 
     def _columns(self, samples: Tensor) -> Tensor:
         """[b, s] of the data set to [s, b] of the model, on its device."""

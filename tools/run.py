@@ -25,7 +25,8 @@ from pydantic_core import ErrorDetails
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
 from models.config import PRESETS, ModelConfig
-from tools.checks import cross_problems, lr_schedule
+from parallel.schedule import Schedule
+from tools.checks import cross_problems, lr_schedule, pipeline_schedule
 from tools.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
@@ -67,6 +68,11 @@ class RunConfig(BaseModel):
     def num_microbatches(self) -> int:
         """Micro-batches per step of one replica."""
         return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the pipeline ranks of one replica do."""
+        return pipeline_schedule(self.parallel, self.num_microbatches)
 
     @property
     def tokens_per_step(self) -> int:

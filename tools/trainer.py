@@ -18,7 +18,6 @@ from megaprec.plan import PrecisionPlan, plan
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.stages import Stage
-from parallel.schedule import schedule
 from tools.checks import loss_scaling
 from tools.corpus import Corpus
 from tools.journal import Journal
@@ -61,12 +60,13 @@ class Trainer:
             corpus.model,
             make_plan(config),
             mesh,
-            schedule(parallel.schedule, parallel.pipeline, config.num_microbatches),
+            config.schedule,
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             sequence=parallel.sequence,
             seed=train.seed,
             make_optimizer=self._optimizer,
+            layers=parallel.cuts,
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = Progress()

@@ -67,6 +67,15 @@ def test_tied_weights_count_once_though_first_and_last_stage_share_a_rank(layout
         assert not (wrong := differing(result.after, plain()[-1]["weights"])), f"{run.kind}: ratios {wrong}"
 
 
+def test_a_tied_head_may_come_after_the_first_stage_is_reduced() -> None:
+    """Both on one rank: had the first stage been summed over dp when it was done, the head's share would be lost."""
+    first = [f"F0.{m} F1.{m} I1.{m} I0.{m} W0.{m}" for m in range(4)]
+    own = " ".join([*first, *(f"W1.{m}" for m in range(4))])
+    result = train(Run(TIED, own=own, micro_batch=1), dp=2)
+    for grads, record in zip(result.grads, plain(), strict=True):
+        assert not (wrong := differing(grads, record["grads"])), f"ratios {wrong}"
+
+
 def test_one_rank_may_hold_both_ends_of_a_v() -> None:
     result = train(Run(TIED, kind="zb-v", micro_batch=1))
     for grads, record in zip(result.grads, plain(), strict=True):

@@ -22,6 +22,7 @@ from parallel.context import Context
 from parallel.dropout import Place
 from parallel.executor import Executor
 from parallel.links import Links
+from parallel.recording import Recording
 from parallel.schedule import Schedule, forward_only
 from parallel.simulate import sends_under_way
 
@@ -73,6 +74,7 @@ class Engine:
         layers: Sequence[int] = (),
     ) -> None:
         check(schedule)
+        self.schedule = schedule
         self.device, self.micro_batch = device_of(mesh), micro_batch
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.last = len(schedule.rank_of_stage) - 1
@@ -91,9 +93,13 @@ class Engine:
         self._train = Executor(train, links, self._forward, self._reduce, deferred=context.deferred)
         self._evaluate = Executor(evaluate, links, self._forward)
 
-    def step(self, share: Share, lr: float, number: int) -> StepReport:
-        """One training step, the `number`-th; every rank gets the same report. Collective over the whole mesh."""
+    def step(self, share: Share, lr: float, number: int, recording: Recording | None = None) -> StepReport:
+        """One training step, the `number`-th; every rank gets the same report. Collective over the whole mesh.
+
+        recording: receives when each instruction ran.
+        """
         self._running = self._begin(share, number)
+        self._train.spans = recording.spans if recording else None
         self._train.run()
         return self.optimizer.step(lr, self._running.loss)
 

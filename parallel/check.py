@@ -5,11 +5,11 @@ The second is a run of all programs together (`simulate.py`) over the communicat
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from megaprec.errors import UserError
 from parallel.schedule import (
     INPUT_GRADIENTS,
     WEIGHT_GRADIENTS,
@@ -18,29 +18,35 @@ from parallel.schedule import (
     Op,
     Schedule,
     complete,
-    picture,
 )
-from parallel.simulate import sends_under_way, simulate
+from parallel.simulate import Mark, Refused, Span, sends_under_way, simulate
 
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 def check(schedule: Schedule) -> None:
-    """Raises UserError, with a picture of all ranks, unless the schedule does everything once and finishes.
+    """Raises Refused, with a picture of all ranks, unless the schedule does everything once and finishes.
 
     Each stage runs on its own rank; each forward and backward (no backward at all is a schedule for
-    evaluation) with its transfers and REDUCE is there once, after what it needs; and the whole ends without
-    a deadlock where messages of one channel are matched by order and sends wait for their receives.
+    evaluation), whole or as two halves, with its transfers and REDUCE is there once, after what it needs; and the
+    whole ends without a deadlock where messages of one channel are matched by order and sends wait for their receives.
     """
     faults = list(chain.from_iterable(_faults(schedule, rank) for rank in range(len(schedule.programs))))
     if faults:
-        first = {fault.rank: fault for fault in reversed(faults)}
-        programs = dict(enumerate(schedule.programs))
-        at = {rank: first[rank].at if rank in first else 0 for rank in programs}
-        notes = {rank: fault.note for rank, fault in first.items()}
-        raise UserError(*(f"rank {fault.rank}: {fault.note}" for fault in faults), picture(programs, at, notes))
+        marks = {fault.rank: Mark(fault.at, fault.note) for fault in reversed(faults)}
+        problems = (f"rank {fault.rank}: {fault.note}" for fault in faults)
+        raise Refused(*problems, schedule=schedule, spans=_before(schedule, marks), marks=dict(sorted(marks.items())))
     sends = sends_under_way(schedule)
     simulate(schedule, communicator=lambda message: Channel.of(message, schedule.rank_of_stage), sends=sends)
+
+
+def _before(schedule: Schedule, marks: Mapping[int, Mark]) -> Sequence[Span]:
+    """What would run if each rank stopped at its mark."""
+    programs = (p[: marks[rank].at] if rank in marks else p for rank, p in enumerate(schedule.programs))
+    try:
+        return simulate(replace(schedule, programs=tuple(programs)))
+    except Refused as stopped:
+        return stopped.spans
 
 
 class _Fault(NamedTuple):

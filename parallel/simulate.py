@@ -9,7 +9,7 @@ cannot hang; that is the proof in `check.py`.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -39,6 +39,24 @@ class Span(NamedTuple):
     end: float
 
 
+class Mark(NamedTuple):
+    """What is to be said of instruction number `at` of a rank's program; at its end if it has no more."""
+
+    at: int
+    note: str
+
+
+class Refused(UserError):
+    """A schedule that cannot be run. spans: what would run before it hangs; marks: by rank, where it goes wrong."""
+
+    def __init__(self, *problems: str, schedule: Schedule, spans: Sequence[Span], marks: Mapping[int, Mark]) -> None:
+        programs = dict(enumerate(schedule.programs))
+        at = {rank: marks[rank].at if rank in marks else 0 for rank in programs}
+        notes = {rank: mark.note for rank, mark in marks.items()}
+        super().__init__(*problems, picture(programs, at, notes))
+        self.spans, self.marks = spans, marks
+
+
 def textbook(i: Instruction) -> float:
     """A forward costs one, each of both halves of a backward one, all else nothing."""
     costs = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
@@ -54,7 +72,7 @@ def simulate(
     """When each instruction runs. The cost of a send is its message's time on the way; a receive costs nothing.
 
     Every message has a communicator of its own unless `communicator` says otherwise; a rank waits when one has
-    `sends` of its sends under way. Raises UserError with a picture of all ranks if some instruction can never run.
+    `sends` of its sends under way. Raises Refused with a picture of all ranks if some instruction can never run.
     """
     clockwork = _Clockwork(schedule, cost, communicator, sends)
     while sum(clockwork.run(rank) for rank in range(len(schedule.programs))):  # not any(): every rank has its turn
@@ -124,8 +142,8 @@ class _Clockwork:
     """All ranks of a schedule under way."""
 
     def __init__(self, schedule: Schedule, cost: Cost, communicator: Communicator, sends: int) -> None:
-        self.programs, self.cost, self.communicator, self.sends = schedule.programs, cost, communicator, sends
-        self.rank_of_stage = schedule.rank_of_stage
+        self.schedule, self.cost, self.communicator, self.sends = schedule, cost, communicator, sends
+        self.programs = schedule.programs
         self.at = [0] * len(self.programs)
         self.clock = [0.0] * len(self.programs)
         self.receiving: set[int] = set()  # ranks that asked for a message and wait for it
@@ -188,14 +206,14 @@ class _Clockwork:
             return
         notes = {r: self._waits_for(r) for r, p in enumerate(self.programs) if self.at[r] < len(p)}
         notes |= {p.rank: f"nobody receives {p.instruction}" for p in under_way if p.rank not in notes}
-        at = dict(enumerate(self.at))
-        raise UserError("this schedule cannot finish", picture(dict(enumerate(self.programs)), at, notes))
+        marks = {rank: Mark(self.at[rank], note) for rank, note in sorted(notes.items())}
+        raise Refused("this schedule cannot finish", schedule=self.schedule, spans=self.spans, marks=marks)
 
     def _waits_for(self, rank: int) -> str:
         i = self.programs[rank][self.at[rank]]
         message = Message.of(i)
         assert message is not None, f"{i} waits for nobody"
-        channel, queues = Channel.of(message, self.rank_of_stage), self.queues[self.communicator(message)]
+        channel, queues = Channel.of(message, self.schedule.rank_of_stage), self.queues[self.communicator(message)]
         if i.op in SENDS:
             return f"waits for rank {channel.destination} to receive {queues[rank][0].instruction}"
         ahead = queues.get(channel.source)

@@ -107,6 +107,7 @@ def pipeline_schedule(parallel: Parallel, microbatches: int) -> Schedule:
             raise UserError(*(f"parallel.chunks {p.chunks}: {problem}" for problem in problems))
         return schedule(p.schedule, p.pipeline, microbatches, p.chunks)
     made = read_schedule(p.schedule_file)
+    check(made)
     here = f"parallel.schedule_file {p.schedule_file}"
     if len(made.programs) != p.pipeline:
         raise UserError(f"{here}: has {len(made.programs)} ranks, but parallel.pipeline is {p.pipeline}")
@@ -119,17 +120,14 @@ def pipeline_schedule(parallel: Parallel, microbatches: int) -> Schedule:
 
 
 def read_schedule(path: str) -> Schedule:
-    """The schedule in a text file, proven to do everything once and to finish. Raises UserError that names the file."""
+    """The schedule in a text file, which need not be one that can run. Raises UserError that names the file."""
     try:
-        made = Schedule.parse(Path(path).read_text(encoding="utf-8"))
-        check(made)
+        return Schedule.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"schedule {path}: cannot be read ({reason})") from error
     except UserError as error:
-        first, *others = error.problems
-        raise UserError(f"schedule {path}: {first}", *others) from error
-    return made
+        raise UserError(*(f"schedule {path}: {problem}" for problem in error.problems)) from error
 
 
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:

@@ -151,5 +151,8 @@ class Log(Table):
     every: int = Field(default=1, gt=0, description="steps between log lines")
     tensorboard: bool = Field(default=True, description="write TensorBoard events, where it is installed")
     plot: bool = Field(default=True, description="draw loss, gradient norm and loss scale at the end")
+    timeline: int = Field(
+        default=0, ge=0, description="step of which timeline.json records when each rank did what; 0: none"
+    )
     progress: bool = Field(default=True, description="progress line on a terminal")
     sample: str = Field(default="", description="prompt of the text generated at the end; empty: none")

@@ -18,11 +18,13 @@ from megaprec.plan import PrecisionPlan, plan
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.stages import Stage
+from parallel.recording import Recording
 from tools.checks import loss_scaling
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.overflow import Hopeless, overflow_event
 from tools.run import RunConfig
+from tools.trace import TIMELINE, write_trace
 from tools.write import print_start
 
 
@@ -152,14 +154,22 @@ class Trainer:
         progress, batch = self.progress, self.config.train.global_batch
         taken = progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
         share = self._share(self.corpus.train, progress.samples)
-        report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step)
+        recording = Recording.start(self.engine.pp) if progress.step + 1 == self.config.log.timeline else None
+        report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step, recording)
         progress.step += 1
+        if recording:
+            self._write_timeline(recording)
         progress.samples += batch
         progress.tokens += self.config.tokens_per_step
         if report.outcome == "applied":
             progress.applied += 1
             progress.applied_samples += batch
         return report
+
+    def _write_timeline(self, recording: Recording) -> None:
+        spans = recording.gather(self.engine.schedule, self.engine.device)
+        if self.rank == 0:
+            write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self.progress.step}")
 
     def evaluate(self, samples: Samples) -> float:
         """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.

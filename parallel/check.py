@@ -11,6 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from parallel.schedule import (
+    COMPUTATIONS,
     INPUT_GRADIENTS,
     WEIGHT_GRADIENTS,
     Channel,
@@ -58,7 +59,7 @@ class _Fault(NamedTuple):
 
 
 def _faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
-    program, due = schedule.programs[rank], _due(schedule, rank)
+    program, there, due = schedule.programs[rank], {*schedule.programs[rank]}, _due(schedule, rank)
     seen: Counter[Instruction] = Counter()
     for at, i in enumerate(program):
         seen[i] += 1
@@ -70,10 +71,10 @@ def _faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
             yield _Fault(rank, at, f"{i} has no purpose here")
         elif seen[i] > 1:
             yield _Fault(rank, at, f"{i} stands here for the second time")
-        elif late := [need for need in _needs(i, due) if need not in seen]:
+        elif late := [need for need in _needs(i, due) if need not in seen and need in there]:
             yield _Fault(rank, at, f"{i} stands before {late[0]}")
-    for i in due:
-        if i not in seen:
+    for i in sorted(due, key=lambda i: i.op not in COMPUTATIONS):  # stable
+        if i not in there:
             yield _Fault(rank, len(program), f"{i} is missing")
 
 

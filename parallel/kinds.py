@@ -18,26 +18,38 @@ they go down and up again, so that the first and the last stage lie on rank 0.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from math import inf
 
 from megaprec.errors import UserError
-from parallel.schedule import Instruction, Op, Schedule, complete
+from parallel.schedule import Cost, Instruction, Op, Schedule, complete
+from parallel.simulate import simulate
 
 Order = list[Instruction]  # of one rank, forwards and backwards alone
+Done = Callable[[Instruction], bool]
 
 
-def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0) -> Schedule:
+def equal(i: Instruction) -> float:
+    """All forwards and both halves of all backwards last equally long."""
+    return 1
+
+
+def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Cost = equal) -> Schedule:
     """The schedule named `kind`, a key of `KINDS`. chunks: stages on each rank; 0 for what is usual.
 
-    Raises UserError that lists all that does not fit.
+    cost: how long a forward, an input gradient and a weight gradient take, by which weight gradients are placed; as
+    if all were equal, if that ends earlier. Raises UserError that lists all that does not fit.
     """
     counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
     problems = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
     problems += chunk_problems(kind, chunks)
     if problems:
         raise UserError(*problems)
-    return KINDS[kind](ranks, microbatches, chunks or default_chunks(kind))
+    plans = [
+        KINDS[kind](ranks, microbatches, chunks or default_chunks(kind), by) for by in dict.fromkeys((cost, equal))
+    ]
+    return min(plans, key=lambda plan: max(span.end for span in simulate(plan, cost)))
 
 
 def default_chunks(kind: str) -> int:
@@ -58,12 +70,12 @@ def chunk_problems(kind: str, chunks: int) -> list[str]:
     return []
 
 
-def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def gpipe(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
     """Every forward, then every backward. All micro-batches' activations are held at once."""
     return complete([_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)], range(ranks))
 
 
-def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
     """Forwards until the pipe is full, then one forward for one backward, then the remaining backwards.
 
     As fast as GPipe, but rank r holds the activations of only min(microbatches, ranks - r) micro-batches.
@@ -71,7 +83,7 @@ def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     return complete([_alternate(rank, microbatches, ranks - rank - 1) for rank in range(ranks)], range(ranks))
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
+def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) -> Schedule:
     """1F1B over `chunks` stages on each rank, `ranks` apart: the pipe fills in 1 / chunks of the time.
 
     A rank takes each group of micro-batches through one of its stages, then through the next. A group has at least
@@ -88,26 +100,26 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     return complete(orders, [stage % ranks for stage in range(ranks * chunks)])
 
 
-def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
     """1F1B with the backward split; no rank holds more than rank 0 of 1F1B, which is `ranks` micro-batches."""
     orders = [_alternate(rank, microbatches, ranks - rank - 1, Op.BACKWARD_INPUT) for rank in range(ranks)]
-    return complete(fill(orders, range(ranks), limit=ranks), range(ranks))
+    return complete(fill(orders, range(ranks), limit=ranks, cost=cost), range(ranks))
 
 
-def zb_h2(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
     """As zb-h1, but twice as far ahead: no rank waits between its first and its last instruction."""
     orders = [_alternate(rank, microbatches, 2 * (ranks - rank - 1), Op.BACKWARD_INPUT) for rank in range(ranks)]
-    return complete(fill(orders, range(ranks), limit=2 * ranks - 1), range(ranks))
+    return complete(fill(orders, range(ranks), limit=2 * ranks - 1, cost=cost), range(ranks))
 
 
-def zb_v(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> Schedule:
     """Stage s and stage 2 * ranks - 1 - s share a rank: no waiting as in zb-h2, in the memory of 1F1B."""
     orders = [_v_order(rank, ranks, microbatches) for rank in range(ranks)]
     rank_of_stage = [*range(ranks), *reversed(range(ranks))]
-    return complete(fill(orders, rank_of_stage, limit=2 * ranks), rank_of_stage)
+    return complete(fill(orders, rank_of_stage, limit=2 * ranks, cost=cost), rank_of_stage)
 
 
-KINDS: Mapping[str, Callable[[int, int, int], Schedule]] = {
+KINDS: Mapping[str, Callable[[int, int, int, Cost], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
@@ -161,18 +173,21 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
     return [i for i in order if i.microbatch < microbatches]
 
 
-def fill(orders: Sequence[Order], rank_of_stage: Sequence[int], limit: int) -> list[Order]:
+def fill(orders: Sequence[Order], rank_of_stage: Sequence[int], limit: int, cost: Cost = equal) -> list[Order]:
     """Adds to each rank's forwards and input gradients the weight gradients, wherever the rank would wait.
 
     It would wait for another rank, or because it holds `limit` activations, each from its forward to its weight
-    gradient. All instructions are taken to last equally long. The forwards and input gradients stay in order.
+    gradient. The forwards and input gradients stay in order. cost: whole numbers compare exactly.
     """
     ranks = [_Filling(order, len(rank_of_stage) - 1, limit) for order in orders]
-    done: set[Instruction] = set()
+    now, free_at = 0.0, [0.0] * len(ranks)
+    done_at: dict[Instruction, float] = {}
     while any(rank.order or rank.put_off for rank in ranks):
-        begun = [i for rank in ranks if (i := rank.take(done)) is not None]
-        assert begun, "every rank waits for another, or for memory"
-        done.update(begun)
+        for number, rank in enumerate(ranks):
+            if free_at[number] <= now and (i := rank.take(lambda i, now=now: done_at.get(i, inf) <= now)) is not None:
+                free_at[number] = done_at[i] = now + cost(i)
+        assert max(free_at) > now, "every rank waits for another, or for memory"
+        now = min(end for end in free_at if end > now)
     return [rank.filled for rank in ranks]
 
 
@@ -185,8 +200,8 @@ class _Filling:
         self.held = 0
         self.filled: Order = []
 
-    def take(self, done: Container[Instruction]) -> Instruction | None:
-        """The instruction that this rank runs next, if any can be run after those that are `done`."""
+    def take(self, done: Done) -> Instruction | None:
+        """The instruction that this rank begins now, if any can be run after those that are done."""
         if self.order and self._can_run(self.order[0], done):
             i = self.order.popleft()
         elif self.put_off:
@@ -199,9 +214,7 @@ class _Filling:
         self.filled.append(i)
         return i
 
-    def _can_run(self, i: Instruction, done: Container[Instruction]) -> bool:
+    def _can_run(self, i: Instruction, done: Done) -> bool:
         if i.op is Op.FORWARD:
-            return self.held < self.limit and (i.stage == 0 or i._replace(stage=i.stage - 1) in done)
-        return i._replace(op=Op.FORWARD) in done and (
-            i.stage == self.last_stage or i._replace(stage=i.stage + 1) in done
-        )
+            return self.held < self.limit and (i.stage == 0 or done(i._replace(stage=i.stage - 1)))
+        return done(i._replace(op=Op.FORWARD)) and (i.stage == self.last_stage or done(i._replace(stage=i.stage + 1)))

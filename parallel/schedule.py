@@ -16,7 +16,7 @@ do not count. A text that names computations alone is completed, so this is a wh
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
@@ -74,6 +74,9 @@ class Instruction(NamedTuple):
             if str(instruction) == text:
                 return instruction
         raise UserError(f"{text!r} is no instruction: one of {', '.join(Op)}, then stage.micro-batch, as in F0.3 or R0")
+
+
+Cost = Callable[[Instruction], float]  # how long an instruction takes
 
 
 class Message(NamedTuple):

@@ -19,6 +19,7 @@ from parallel.schedule import (
     SENDS_UNDER_WAY,
     WEIGHT_GRADIENTS,
     Channel,
+    Cost,
     Instruction,
     Message,
     Op,
@@ -26,7 +27,6 @@ from parallel.schedule import (
     picture,
 )
 
-Cost = Callable[[Instruction], float]
 Communicator = Callable[[Message], Hashable]  # messages with the same value share one
 
 

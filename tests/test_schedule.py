@@ -16,12 +16,14 @@ from parallel.schedule import (
     WEIGHT_GRADIENTS,
     Channel,
     Instruction,
+    Message,
     Op,
     Schedule,
     complete,
     forward_only,
 )
-from parallel.simulate import Span, bubble, idle, in_flight, sends_under_way, simulate
+from parallel.simulate import Mark, Refused, Span, bubble, idle, in_flight, peak, sends_under_way, simulate
+from parallel.textbook import TEXTBOOK, Sizes
 
 KIND = st.sampled_from(sorted(KINDS))
 RANKS = st.integers(1, 8)
@@ -265,6 +267,84 @@ def test_a_faulty_schedule_is_refused_with_a_picture(second_rank: str, says: str
     assert f"rank 1: {says}" in problems
     assert f"<-- {problems[0].removeprefix('rank 1: ')}" in picture.splitlines()[1]
     assert picture.startswith("rank 0:")
+
+
+def test_a_refused_schedule_tells_what_would_run_and_where_each_rank_goes_wrong() -> None:
+    with pytest.raises(Refused) as refusal:
+        check(placed((0, 1), "F0.0 sA0.0 rG0.0 B0.0 R0", "rA1.0 F1.0 sG1.0 R1"))
+    assert refusal.value.marks == {1: Mark(2, "sG1.0 stands before B1.0")}
+    ran = [span.instruction for span in refusal.value.spans]
+    assert [str(i) for i in ran if i.op is Op.FORWARD] == ["F0.0", "F1.0"]
+    assert not {Op.BACKWARD, Op.SEND_GRADIENT} & {i.op for i in ran}
+
+
+@UNHURRIED
+@given(
+    st.sampled_from(["zb-h1", "zb-h2", "zb-v"]),
+    st.integers(1, 4),
+    MICROBATCHES,
+    st.lists(st.tuples(COSTS, COSTS, COSTS), min_size=8, max_size=8),
+)
+def test_a_schedule_planned_by_cost_keeps_all_laws(
+    kind: str, p: int, m: int, costs: list[tuple[int, int, int]]
+) -> None:
+    def cost(i: Instruction) -> float:
+        forward, of_input, of_weight = costs[i.stage]
+        return {Op.FORWARD: forward, Op.BACKWARD_INPUT: of_input, Op.BACKWARD_WEIGHT: of_weight}.get(i.op, 0)
+
+    planned = schedule(kind, p, m, cost=cost)
+    check(planned)
+    check(forward_only(planned))
+    assert worked(simulate(planned, cost)) <= worked(simulate(schedule(kind, p, m), cost))
+    assert max(in_flight(planned)) <= {"zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p}[kind]
+
+
+@pytest.mark.parametrize("costs", [(3, 5, 2), (2, 3, 2), (1, 2, 1)])
+def test_zero_bubble_schedules_beat_1f1b_at_real_costs_too(costs: tuple[int, int, int]) -> None:
+    """Of a layer whose attention is long, as models/costs.py counts it: F = w + a, I = w + 2 a, W = w."""
+    forward, of_input, of_weight = costs
+    times = {Op.FORWARD: forward, Op.BACKWARD: of_input + of_weight}
+    times |= {Op.BACKWARD_INPUT: of_input, Op.BACKWARD_WEIGHT: of_weight}
+
+    def seconds(kind: str) -> float:
+        cost = lambda i: times.get(i.op, 0)  # noqa: E731
+        spans = simulate(schedule(kind, 4, 12, cost=cost), cost)
+        return worked(spans) / (2 if kind == "zb-v" else 1)  # its stages are half as large
+
+    assert seconds("zb-v") <= seconds("zb-h2") <= seconds("zb-h1") < seconds("1f1b")
+
+
+def test_planning_by_cost_fills_the_time_in_which_equal_stages_would_not_wait() -> None:
+    """The last stage, on rank 0, has a head and takes half as long again."""
+
+    def cost(i: Instruction) -> float:
+        return 0 if Message.of(i) or i.op is Op.REDUCE else 3 if i.stage == 3 else 2
+
+    plain, planned = (simulate(s, cost) for s in (schedule("zb-v", 2, 8), schedule("zb-v", 2, 8, cost=cost)))
+    assert worked(planned) < worked(plain)
+
+
+def test_memory_grows_and_shrinks_as_instructions_say() -> None:
+    sizes = {Op.FORWARD: 10, Op.BACKWARD: -10, Op.BACKWARD_INPUT: -6, Op.BACKWARD_WEIGHT: -4}
+    assert peak(gpipe(2, 3), lambda i: sizes.get(i.op, 0)) == [30, 30]
+    halves = Schedule.parse("F0.0 I0.0 F0.1 I0.1 F0.2 I0.2 W0.0 W0.1 W0.2")
+    assert peak(halves, lambda i: sizes.get(i.op, 0)) == [18]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("costs", [(1, 1, 1), (4, 4, 4), (3, 5, 2)])
+def test_the_textbook_is_right_about_equal_stages(kind: str, costs: tuple[int, int, int]) -> None:
+    if kind.startswith("zb") and len(set(costs)) > 1:
+        pytest.skip("of zero-bubble schedules it speaks for F = I = W only")
+    forward, of_input, of_weight = costs
+    times = {Op.FORWARD: forward, Op.BACKWARD: of_input + of_weight}
+    times |= {Op.BACKWARD_INPUT: of_input, Op.BACKWARD_WEIGHT: of_weight}
+    for p, m in ((1, 4), (2, 6), (4, 8), (4, 16), (8, 24)):
+        s = schedule(kind, p, m, cost=lambda i: times.get(i.op, 0))
+        sizes = Sizes(p, m, len(s.rank_of_stage) // p, *costs)
+        book = TEXTBOOK[kind]
+        assert bubble(simulate(s, lambda i: times.get(i.op, 0))) == pytest.approx(book.bubble.value(sizes), abs=1e-12)
+        assert max(in_flight(s)) / sizes.v == book.held.value(sizes)
 
 
 def test_a_deadlock_is_drawn() -> None:

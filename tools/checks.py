@@ -17,8 +17,8 @@ from megaprec.plan import LossScaling
 from megaprec.scaler import make_scaler
 from models.config import ModelConfig
 from parallel.check import check
-from parallel.kinds import chunk_problems, schedule
-from parallel.schedule import Schedule
+from parallel.kinds import chunk_problems, equal, schedule
+from parallel.schedule import Cost, Schedule
 from tools.settings import LR, Data, Parallel, Precision, Train
 
 T = TypeVar("T")
@@ -99,13 +99,13 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
         )
 
 
-def pipeline_schedule(parallel: Parallel, microbatches: int) -> Schedule:
-    """The schedule that [parallel] asks for, checked. Raises UserError that names the keys."""
+def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
+    """The schedule that [parallel] asks for, planned for this cost. Raises UserError that names the keys."""
     p = parallel
     if not p.schedule_file:
         if problems := chunk_problems(p.schedule, p.chunks):
             raise UserError(*(f"parallel.chunks {p.chunks}: {problem}" for problem in problems))
-        return schedule(p.schedule, p.pipeline, microbatches, p.chunks)
+        return schedule(p.schedule, p.pipeline, microbatches, p.chunks, cost)
     made = read_schedule(p.schedule_file)
     check(made)
     here = f"parallel.schedule_file {p.schedule_file}"

@@ -25,6 +25,8 @@ from pydantic_core import ErrorDetails
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
 from models.config import PRESETS, ModelConfig
+from models.costs import stage_costs
+from models.stages import cuts
 from parallel.schedule import Schedule
 from tools.checks import cross_problems, lr_schedule, pipeline_schedule
 from tools.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
@@ -71,8 +73,12 @@ class RunConfig(BaseModel):
 
     @property
     def schedule(self) -> Schedule:
-        """What the pipeline ranks of one replica do."""
-        return pipeline_schedule(self.parallel, self.num_microbatches)
+        """What the pipeline ranks of one replica do, planned by the FLOPs of their stages."""
+        train, stages = self.train, len(pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage)
+        model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
+        cut = cuts(model, stages, train.seq_length, self.parallel.cuts)
+        costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
+        return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
 
     @property
     def tokens_per_step(self) -> int:

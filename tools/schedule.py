@@ -18,8 +18,8 @@ from models.memory import Kept, kept_bytes
 from models.stages import cuts
 from parallel.check import check
 from parallel.kinds import KINDS, schedule
-from parallel.schedule import SENDS, Instruction, Op, Schedule
-from parallel.simulate import Cost, Refused, Span, bubble, idle, in_flight, peak, simulate
+from parallel.schedule import SENDS, Cost, Instruction, Op, Schedule
+from parallel.simulate import Refused, Span, bubble, idle, in_flight, peak, simulate
 from parallel.textbook import TEXTBOOK, Sizes
 from tools.checks import read_schedule
 from tools.run import RunConfig, load_run

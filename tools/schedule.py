@@ -102,7 +102,7 @@ def _of_options(args: argparse.Namespace) -> _Case:
     }
     ranks, stages = len(made.programs), len(made.rank_of_stage)
     return _Case(
-        args.own or args.kind,
+        Path(args.own).name if args.own else args.kind,
         "" if args.own else args.kind,
         made,
         _with_transfers(lambda i: times.get(i.op, 0.0), args.transfer),
@@ -188,11 +188,11 @@ def _facts(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
     book = TEXTBOOK.get(case.kind)
     work = sum(span.end - span.start for span in panel.computed) / s.p
     held = max(in_flight(case.schedule)) / s.v
-    said = f"; textbook {book.bubble.value(s):.1%} = {book.bubble.text}" if book else ""
-    yield f"bubble  {bubble(predicted):.1%} of its work is the longest that a rank waits, once it has begun{said}"
+    said = f" (textbook {book.bubble.value(s):.1%} = {book.bubble.text})" if book else ""
+    yield f"bubble  {bubble(predicted):.1%}{said}: the longest that a rank waits amid its work, over that work"
     yield f"step    {panel.length:.4g} {case.unit}, {panel.length / work - 1:.1%} more than the mean work of a rank"
-    said = f"; textbook {book.held.value(s):.3g} = {book.held.text}" if book else ""
-    yield f"memory  at most {held:.3g} micro-batches of a whole rank's activations held at once{said}"
+    said = f" (textbook {book.held.value(s):.3g} = {book.held.text})" if book else ""
+    yield f"memory  {held:.3g}{said}: the most micro-batches that a rank holds the activations of, for all its stages"
 
 
 def _rank_table(case: _Case, predicted: Sequence[Span]) -> list[tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 Grey is waiting. Under each row stands how many activations the rank holds, from their forward to their weight
 gradient. In text a block is its name, as long as it lasts, in small letters for later stages of the same rank, and a
-dot is waiting.
+dot is waiting; where names do not fit, letters alone stand for them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class Panel:
     title: str
     spans: Sequence[Span]
     ranks: int
-    unit: str = ""
+    unit: str = "forwards"
     facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ def _legend(panels: Sequence[Panel], y: float) -> Iterator[Shape]:
 
 
 def _panel(panel: Panel, y: float, scale: float) -> Iterator[Shape]:
-    yield Text(MARGIN, y + 12, panel.title, 14, INK, bold=True)
+    yield Text(MARGIN, y + 12, f"{panel.title}, time in {panel.unit}", 14, INK, bold=True)
     for number, heading in enumerate(panel.facts):
         yield Text(LEFT + TRACK + (number + 1) * COLUMN, y + 12, heading, 12, FAINT, "end")
     top = y + 24
@@ -107,7 +107,6 @@ def _axis(panel: Panel, top: float, bottom: float, scale: float) -> Iterator[Sha
         x = LEFT + number * step * scale
         yield Line(x, top - 4, x, bottom, "#e3e6ea")
         yield Text(x, bottom + 14, f"{number * step:g}", 11, FAINT, "middle")
-    yield Text(MARGIN, bottom + 14, panel.unit, 11, FAINT)
 
 
 def _round_step(length: float) -> float:
@@ -140,8 +139,9 @@ def _block(span: Span, chunk: int, x: float, y: float, scale: float) -> Iterator
     color = _lighter(LOOKS[i.op][1], min(0.55, 0.33 * chunk))
     yield Rect(x + 0.4, y, max(width - 0.8, 0.4), ROW, color, 2, f"{i}  {span.end - span.start:.4g}")
     label = "" if i.op is Op.REDUCE else str(i.microbatch)
-    if width > 7.5 * len(label) + 2:
-        yield Text(x + width / 2, y + ROW / 2 + 4, label, 11, "#ffffff" if chunk == 0 else INK, "middle")
+    size = min(11.0, (width - 1.5) / (0.64 * max(len(label), 1)))
+    if size >= 7:
+        yield Text(x + width / 2, y + ROW / 2 + 0.36 * size, label, size, "#ffffff" if chunk == 0 else INK, "middle")
 
 
 def _held(panel: Panel, own: Sequence[Span], bottom: float, scale: float) -> Iterator[Shape]:
@@ -162,7 +162,7 @@ def _activations(own: Sequence[Span]) -> list[tuple[float, int]]:
     for time, change in sorted(changes):
         held += change
         steps.append((time, held))
-    return steps
+    return [*steps, (max((s.end for s in own), default=0.0), held)]
 
 
 def _lighter(color: str, share: float) -> str:
@@ -185,7 +185,9 @@ def as_text(panel: Panel, width: int) -> str:
         for span in own:
             first, last = (round((t - panel.start) / longest * columns) for t in (span.start, span.end))
             i = span.instruction
-            name = f"{i.op if i.stage == lowest else i.op.lower()}{i.microbatch}"
-            cells[first:last] = name.ljust(last - first)[: last - first]
+            letter = i.op if i.stage == lowest else i.op.lower()
+            name = f"{letter}{i.microbatch}"
+            fits = len(name) + (each < 2) <= last - first  # a gap, where one name can be as long as another
+            cells[first:last] = name.ljust(last - first) if fits else letter * (last - first)
         rows.append(f"rank {rank:<3} {''.join(cells)}")
     return "\n".join(rows)

@@ -19,12 +19,13 @@ from megaprec.plan import PrecisionPlan, plan
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.stages import Stage
-from parallel.schedule import schedule
+from parallel.recording import Recording
 from tools.checks import loss_scaling, make_rule
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.run import RunConfig
 from tools.skips import Hopeless, overflow_event
+from tools.trace import TIMELINE, write_trace
 from tools.write import print_memory, print_start
 
 
@@ -62,13 +63,14 @@ class Trainer:
             corpus.model,
             make_plan(config),
             mesh,
-            schedule(parallel.schedule, parallel.pipeline, config.num_microbatches),
+            config.schedule,
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             sequence=parallel.sequence,
             seed=train.seed,
             trace=config.precision.trace_overflows,
             make_optimizer=self._optimizer,
+            layers=parallel.cuts,
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = Progress()
@@ -170,17 +172,25 @@ class Trainer:
         progress, batch = self.progress, self.config.train.global_batch
         taken = progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
         share = self.share(self.corpus.train, progress.samples)
+        recording = Recording.start(self.engine.pp) if progress.step + 1 == self.config.log.timeline else None
         try:
-            report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step)
+            report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step, recording)
         except NonFiniteStep as error:
             report, self._raised = error.report, error
         progress.step += 1
+        if recording:
+            self._write_timeline(recording)
         progress.samples += batch
         progress.tokens += self.config.tokens_per_step
         if report.changed:
             progress.applied += 1
             progress.applied_samples += batch
         return report
+
+    def _write_timeline(self, recording: Recording) -> None:
+        spans = recording.gather(self.engine.schedule, self.engine.device)
+        if self.rank == 0:
+            write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self.progress.step}")
 
     def evaluate(self, samples: Samples) -> float:
         """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.

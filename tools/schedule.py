@@ -107,7 +107,7 @@ def _of_options(args: argparse.Namespace) -> _Case:
         made,
         _with_transfers(lambda i: times.get(i.op, 0.0), args.transfer),
         Sizes(ranks, made.microbatches, stages // ranks, forward, of_input, of_weight),
-        measured=read_trace(args.measured) if args.measured else (),
+        measured=_measured(made, args.measured),
     )
 
 
@@ -132,7 +132,6 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
     kept = kept_bytes(model, make_plan(config), cut, train.seq_length, train.micro_batch, parallel.tensor)
     mean = sum(c.forward for c in costs) / len(costs)
-    path = args.measured or Path(train.folder) / TIMELINE
     totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
     ranks = len(made.programs)
     return _Case(
@@ -144,8 +143,22 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
         "mean forwards",
         _stage_table(made, costs, kept),
         lambda i: kept[i.stage].growth(i),
-        read_trace(path) if args.measured or path.is_file() else (),
+        _measured(made, args.measured, Path(train.folder) / TIMELINE),
     )
+
+
+def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None) -> Sequence[Span]:
+    """The recorded spans in `asked_for`, or else in `there` if it exists; they must be of this schedule."""
+    path = asked_for or (there if there and there.is_file() else None)
+    if path is None:
+        return ()
+    spans = read_trace(path)
+    if [(s.rank, s.instruction) for s in spans] == [(r, i) for r, program in enumerate(made.programs) for i in program]:
+        return spans
+    if asked_for:
+        raise UserError(f"--measured {path}: was recorded under another schedule")
+    print(f"left out   {path}, which was recorded under another schedule")
+    return ()
 
 
 def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept]) -> list[str]:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megaprec.errors import UserError
+from megaprec.errors import UserError, did_you_mean
 from megaprec.lr import LRSchedule
 from models.config import PRESETS, ModelConfig
 from tools.checks import cross_problems, lr_schedule
@@ -228,7 +228,7 @@ def _add_preset(given: dict[str, _Given]) -> list[str]:
     if chosen is None:
         return []
     if not isinstance(chosen.value, str) or chosen.value not in PRESETS:
-        would = f"{', '.join(PRESETS)}{_did_you_mean(str(chosen.value), PRESETS)}"
+        would = f"{', '.join(PRESETS)}{did_you_mean(str(chosen.value), PRESETS)}"
         return [f"model.preset = {_toml(chosen.value)} ({chosen.origin}): no such preset; there are {would}"]
     for name, value in PRESETS[chosen.value].items():
         given.setdefault(f"model.{name}", _Given(value, f"preset {chosen.value}"))
@@ -242,7 +242,7 @@ def _unknown(given: Mapping[str, _Given]) -> Iterator[str]:
         table, dot, name = key.partition(".")
         if dot and table not in tables:
             if table not in reported:
-                yield f"[{table}] ({entry.origin}): no such table{_did_you_mean(table, tables, '[{}]')}"
+                yield f"[{table}] ({entry.origin}): no such table{did_you_mean(table, tables, '[{}]')}"
             reported.add(table)
         elif key not in known:
             yield f"{key} = {_toml(entry.value)} ({entry.origin}): no such key{_nearest_key(table, name or key, known)}"
@@ -279,13 +279,8 @@ def _must(found: ErrorDetails) -> str:
     where = f"value {int(found['loc'][1]) + 1} " if len(found["loc"]) > 1 else ""
     if found["type"] == "literal_error":
         expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
-        message += _did_you_mean(str(found["input"]), expected)
+        message += did_you_mean(str(found["input"]), expected)
     return where + message
-
-
-def _did_you_mean(word: str, known: Mapping[str, Any] | Sequence[str], form: str = "{}") -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
 def _default(field: FieldInfo) -> str:

@@ -29,7 +29,7 @@ SYSTEM, PREFIX = "Colossal-AI", "precision.colossalai"
 _SCALE = Field(ge=FLOOR, le=CEILING)
 
 
-class AMP_TYPE(Enum):  # noqa: N801 - the name that users write
+class AMP_TYPE(Enum):
     """The implementation of mixed precision."""
 
     APEX = "apex"
@@ -202,7 +202,8 @@ def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     if not asked.enabled:
         plain = dict.fromkeys(("compute", "pipeline", "parameters"), reading.by(torch.float32, "fp16.enabled"))
         return reading.resolved(plain, {})
-    level = {key: own if getattr(asked, key) is None else getattr(asked, key) for key, own in _level(asked).items()}
+    given = {key: value for key, value in asked if key in LEVELS["O1"] and value is not None}
+    level = {**LEVELS[asked.opt_level], **given}
     scaling = reading.by(
         _apex_scaling(asked, level["loss_scale"]), *(f"fp16.{key}" for key in ("opt_level", *_APEX_SCALE))
     )
@@ -218,10 +219,6 @@ def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
 
 
 _APEX_SCALE = ("loss_scale", "min_loss_scale", "max_loss_scale")
-
-
-def _level(asked: Apex) -> Mapping[str, Any]:
-    return LEVELS[asked.opt_level]
 
 
 def _cast(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decision]:
@@ -246,7 +243,9 @@ def _apex_scaling(asked: Apex, scale: float | str) -> LossScaling:
     if scale == "dynamic":
         initial = min(2.0**16, asked.max_loss_scale)
         floor = asked.min_loss_scale or FLOOR
-        return LossScaling("dynamic", initial, floor, growth_interval=2000, hysteresis=1, maximum=cap(asked.max_loss_scale))
+        return LossScaling(
+            "dynamic", initial, floor, growth_interval=2000, hysteresis=1, maximum=cap(asked.max_loss_scale)
+        )
     return LossScaling() if scale == 1.0 else LossScaling("constant", float(scale))
 
 

@@ -208,7 +208,9 @@ def _notes(reading: Reading, model: Model) -> list[str]:
     notes = []
     if f"{PREFIX}.dtype" not in reading.given:
         notes.append("dtype is not given: InternEvo takes torch.float16")
-    layout = [key for key in ("embed_split_hidden", "parallel_output", "use_flash_attn") if getattr(model, key) is False]
+    layout = [
+        key for key in ("embed_split_hidden", "parallel_output", "use_flash_attn") if getattr(model, key) is False
+    ]
     layout += ["embed_split_hidden"] if model.embed_split_hidden else []
     if layout:
         notes.append(

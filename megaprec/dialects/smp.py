@@ -207,9 +207,7 @@ def _policy(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[s
     return decisions, (note,) if doubtful else ()
 
 
-def _common(
-    reading: Reading, table: str, param: torch.dtype | None, reduce: torch.dtype | None
-) -> dict[str, Decision]:
+def _common(reading: Reading, table: str, param: torch.dtype | None, reduce: torch.dtype | None) -> dict[str, Decision]:
     """What both generations of FSDP have in common."""
     held = reading.by(param or torch.float32, f"{table}.param_dtype")
     reduced = reading.by(reduce or held.value, f"{table}.reduce_dtype" if reduce else f"{table}.param_dtype")

@@ -14,12 +14,11 @@ from megaprec.checkpoint.state import load, save
 from megaprec.data.samples import Samples
 from megaprec.events import StepReport, report_fields
 from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import PrecisionPlan, plan
+from megaprec.plan import PrecisionPlan
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.stages import Stage
 from parallel.schedule import schedule
-from tools.checks import loss_scaling
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.overflow import Hopeless, overflow_event
@@ -45,12 +44,6 @@ class Progress:
         return self.step - self.applied
 
 
-def make_plan(config: RunConfig) -> PrecisionPlan:
-    """The precision plan that [precision] describes."""
-    p = config.precision
-    return plan(p.compute, loss_scaling(p), p.on_nonfinite)
-
-
 class Trainer:
     """One rank's part of a run, which goes on from `checkpoint`, the same on every rank, or starts anew."""
 
@@ -59,7 +52,7 @@ class Trainer:
         train, parallel = config.train, config.parallel
         self.engine = Engine(
             corpus.model,
-            make_plan(config),
+            config.plan,
             mesh,
             schedule(parallel.schedule, parallel.pipeline, config.num_microbatches),
             micro_batch=train.micro_batch,

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from megaprec.dialects.reading import NORMS, Decision, Dtype, Keys, Reading, Resolved, name_of
+from megaprec.dialects.reading import NORMS, Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR, SCALER_KEYS, GradScaler, cap, torch_scaling, torch_words
 from megaprec.errors import did_you_mean
 from megaprec.plan import LossScaling, PrecisionPlan
@@ -160,8 +160,8 @@ def _torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
 def _autocast(reading: Reading) -> dict[str, Decision]:
     """FP32 parameters whose products are made in FP16; what flows between layers is as wide as the parameters."""
     wide = reading.by(torch.float32, "fp16.mode")
-    held = dict.fromkeys(("parameters", "pipeline", "masters", "moments", "gradients", "reduce"), wide)
-    return held | dict.fromkeys(("compute", "output"), reading.by(torch.float16, "fp16.mode"))
+    held = all_of(("parameters", "pipeline", "masters", "moments", "gradients", "reduce"), wide)
+    return held | all_of(("compute", "output"), reading.by(torch.float16, "fp16.mode"))
 
 
 def _parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
@@ -182,8 +182,8 @@ def _parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     )
     half, wide = reading.by(torch.float16, "fp16.mode"), reading.always(torch.float32)
     decisions = {
-        **dict.fromkeys(("compute", "pipeline", "parameters", "gradients", "reduce"), half),
-        **dict.fromkeys(("masters", "moments", "output"), wide),
+        **all_of(("compute", "pipeline", "parameters", "gradients", "reduce"), half),
+        **all_of(("masters", "moments", "output"), wide),
         "scaling": reading.by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE)),
     }
     settings = {"optimizer.clip": reading.by(asked.clip_grad, "fp16.clip_grad")}
@@ -200,7 +200,7 @@ def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     _apex_contradictions(reading, asked)
     reading.done()
     if not asked.enabled:
-        plain = dict.fromkeys(("compute", "pipeline", "parameters"), reading.by(torch.float32, "fp16.enabled"))
+        plain = all_of(("compute", "pipeline", "parameters"), reading.by(torch.float32, "fp16.enabled"))
         return reading.resolved(plain, {})
     given = {key: value for key, value in asked if key in LEVELS["O1"] and value is not None}
     level = {**LEVELS[asked.opt_level], **given}
@@ -209,7 +209,7 @@ def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     )
     if level["patch_torch_functions"]:
         decisions = _autocast(reading)
-        decisions |= dict.fromkeys(("compute", "output"), reading.by(torch.float16, "fp16.opt_level"))
+        decisions |= all_of(("compute", "output"), reading.by(torch.float16, "fp16.opt_level"))
     else:
         decisions = _cast(reading, level)
     if asked.cast_model_outputs is not None:
@@ -228,7 +228,7 @@ def _cast(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decision]:
     masters = torch.float32 if level["master_weights"] else cast
     moments = masters if masters != torch.float16 else torch.float32
     return {
-        **dict.fromkeys(("compute", "pipeline", "parameters", "reduce"), held),
+        **all_of(("compute", "pipeline", "parameters", "reduce"), held),
         "masters": reading.by(masters, "fp16.opt_level", "fp16.master_weights"),
         "gradients": reading.by(masters, "fp16.opt_level", "fp16.master_weights"),
         "moments": reading.by(moments, "fp16.opt_level", "fp16.master_weights"),

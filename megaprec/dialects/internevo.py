@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from megaprec.dialects.reading import NORMS, TORCH_DTYPES, Decision, Keys, Reading, Resolved, name_of
+from megaprec.dialects.reading import NORMS, TORCH_DTYPES, Decision, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR, cap
 from megaprec.errors import did_you_mean
 from megaprec.plan import LossScaling, PrecisionPlan
@@ -131,8 +131,8 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     wide = reading.always(torch.float32)
     residual = reading.by(torch.float32, "residual_in_fp32") if model.residual_in_fp32 else dtype
     decisions = {
-        **dict.fromkeys(("compute", "parameters", "gradients", "reduce"), dtype),
-        **dict.fromkeys(("masters", "moments", "output", "sensitive"), wide),
+        **all_of(("compute", "parameters", "gradients", "reduce"), dtype),
+        **all_of(("masters", "moments", "output", "sensitive"), wide),
         "pipeline": residual,
         "tf32": reading.by(model.dtype == "tf32", "dtype"),
         "keep_fp32": reading.by(NORMS if model.use_fp32_norm else (), "use_fp32_norm"),

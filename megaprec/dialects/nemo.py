@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, name_of
+from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR
 from megaprec.errors import did_you_mean
 from megaprec.fp8.recipe import FP8Recipe, Kind
@@ -146,8 +146,8 @@ def resolve(
         "compute": compute,
         "parameters": held,
         "pipeline": reading.by(asked.pipeline_dtype or automatic, "pipeline_dtype", "recipe"),
-        **dict.fromkeys(("gradients", "reduce"), reading.by(summed, "grad_reduce_in_fp32", "recipe")),
-        **dict.fromkeys(("masters", "moments"), reading.always(torch.float32)),
+        **all_of(("gradients", "reduce"), reading.by(summed, "grad_reduce_in_fp32", "recipe")),
+        **all_of(("masters", "moments"), reading.always(torch.float32)),
         "scaling": _scaling(reading, asked, half),
         "fp8": reading.by(_fp8(asked), "fp8", "recipe", *FP8_KEYS),
     }

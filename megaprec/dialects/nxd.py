@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from megaprec.dialects.reading import Keys, Reading, Resolved
+from megaprec.dialects.reading import Keys, Reading, Resolved, all_of
 from megaprec.plan import PrecisionPlan
 
 SYSTEM, PREFIX = "NxD", "precision.nxd"
@@ -67,9 +67,9 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     reading.done()
     legacy = not (masters or accumulates or in_checkpoint)
     decisions = {
-        **dict.fromkeys(("compute", "pipeline", "parameters"), reading.always(torch.bfloat16)),
-        **dict.fromkeys(("masters", "moments"), reading.by(_wide(masters), MASTERS)),
-        **dict.fromkeys(("gradients", "reduce"), reading.by(_wide(accumulates), ACCUMULATE)),
+        **all_of(("compute", "pipeline", "parameters"), reading.always(torch.bfloat16)),
+        **all_of(("masters", "moments"), reading.by(_wide(masters), MASTERS)),
+        **all_of(("gradients", "reduce"), reading.by(_wide(accumulates), ACCUMULATE)),
         "rounding": reading.by("stochastic" if legacy else "nearest", MASTERS, ACCUMULATE),
         "masters_in_checkpoint": reading.by(in_checkpoint, IN_CHECKPOINT),
         "sensitive": reading.always(torch.float32),

@@ -8,7 +8,7 @@ What a dialect makes of its keys is a `Resolved`: the precision plan, and run-fi
 decides besides. Every decision carries its origin, the key that took it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Annotated, Any, TypeVar
@@ -85,6 +85,11 @@ class Decision:
     value: Any
     origin: str
     given: bool = False
+
+
+def all_of(names: Iterable[str], decision: Decision) -> dict[str, Decision]:
+    """One decision about several fields."""
+    return dict.fromkeys(names, decision)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, member, name_of
+from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of, member, name_of
 from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, torch_words
 from megaprec.errors import did_you_mean
 from megaprec.fp8.recipe import FP8Recipe, Kind
@@ -212,8 +212,8 @@ def _common(reading: Reading, table: str, param: torch.dtype | None, reduce: tor
     held = reading.by(param or torch.float32, f"{table}.param_dtype")
     reduced = reading.by(reduce or held.value, f"{table}.reduce_dtype" if reduce else f"{table}.param_dtype")
     return {
-        **dict.fromkeys(("compute", "pipeline", "parameters"), held),
-        **dict.fromkeys(("masters", "moments", "gradients"), reading.always(torch.float32)),
+        **all_of(("compute", "pipeline", "parameters"), held),
+        **all_of(("masters", "moments", "gradients"), reading.always(torch.float32)),
         "reduce": reduced,
     }
 

@@ -20,9 +20,10 @@ from megaprec.plan import PrecisionPlan, dtype_name
 class Dialect(Protocol):
     """What each module of the package offers."""
 
-    SYSTEM: str
-    PREFIX: str
-
+    @property
+    def SYSTEM(self) -> str: ...
+    @property
+    def PREFIX(self) -> str: ...
     def resolve(self, config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved: ...
     def express(self, plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]: ...
 

@@ -107,10 +107,11 @@ def native(plan: PrecisionPlan) -> dict[str, Any]:
 _PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_checkpoint", "tf32")
 
 
-def resolve_dialect(given: dict[str, Given], known: frozenset[str]) -> tuple[tuple[str, ...], list[str]]:
+def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:
     """Takes the tables of a dialect out of `given` and puts in the native keys that they come to.
 
-    known: all keys of a run file. Returns notes on how the dialect was understood, and problems.
+    known: all keys of a run file, where what it has no key for is a problem. Returns notes on how the dialect was
+    understood, and problems.
     """
     found = {name: _take(given, name) for name in DIALECTS}
     found = {name: leaves for name, leaves in found.items() if leaves is not None}
@@ -187,10 +188,12 @@ def _add_zero(given: Mapping[str, Given], name: str, leaves: dict[str, Given]) -
         leaves[path] = Given(zero.value, f"parallel.zero, {zero.origin}")
 
 
-def _settle(given: dict[str, Given], key: str, said: Given, explicit: bool, known: frozenset[str]) -> Iterator[str]:
+def _settle(
+    given: dict[str, Given], key: str, said: Given, explicit: bool, known: frozenset[str] | None
+) -> Iterator[str]:
     """Puts a dialect's decision about a run-file key into `given`; only a key of the dialect contradicts the run's."""
     own = given.get(key)
-    if key not in known:
+    if known is not None and key not in known:
         yield f"{said.origin} = {toml(said.value)}: not supported yet"
     elif own is None:
         given[key] = said

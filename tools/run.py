@@ -101,10 +101,14 @@ class RunConfig(BaseModel):
         """Where the value of the dotted `key` came from: "default", "file ...", "command line" or "preset ..."."""
         return self._origins.get(key, "default")
 
+    def get(self, key: str) -> Any:
+        """The value of the dotted `key`."""
+        table, name = key.split(".")
+        return getattr(getattr(self, table), name)
+
     def value(self, key: str) -> str:
         """The value of the dotted `key`, in TOML's grammar."""
-        table, name = key.split(".")
-        return toml(getattr(getattr(self, table), name))
+        return toml(self.get(key))
 
     def save_resolved(self, folder: Path) -> Path:
         """Writes the run to folder/run.toml and returns that path; a run file of the user's own is left alone."""
@@ -153,9 +157,7 @@ def describe() -> str:
 
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The run described by the TOML file `path` and changed by `overrides`. Raises UserError with all problems."""
-    given, problems = _overridden(overrides)
-    if path is not None:
-        given = _from_file(Path(path)) | given
+    given, problems = given_in(path, overrides)
     notes, wrong = resolve_dialect(given, frozenset(_fields()))
     problems += wrong
     problems += _unknown(given)
@@ -163,19 +165,50 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     length = given.get("train.seq_length")
     if length is not None and isinstance(length.value, int):
         given.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
-    tables: dict[str, Any] = {}
-    for table, kind in _tables().items():
+    tables, wrong = _typed(given, _tables())
+    problems += [*wrong, *cross_problems(tables)]
+    if problems:
+        raise UserError(*problems)
+    config = RunConfig.model_validate(tables)
+    config._origins, config._notes = _origins(given), notes
+    return config
+
+
+def load_precision(given: dict[str, Given]) -> tuple[PrecisionPlan, dict[str, Given], tuple[str, ...]]:
+    """The plan of keys that need not be a whole run, the other keys that they decide, and notes. Raises UserError."""
+    before = set(given)
+    notes, problems = resolve_dialect(given, None)
+    problems += _unknown({key: entry for key, entry in given.items() if key in before})
+    numbers = {name: kind for name, kind in _tables().items() if name in ("precision", "fp8")}
+    tables, wrong = _typed(given, numbers)
+    problems += [*wrong, *cross_problems(tables)]
+    if problems:
+        raise UserError(*problems)
+    precision, fp8 = Precision.model_validate(tables["precision"]), FP8.model_validate(tables["fp8"])
+    plan = with_origins(plan_of(precision, fp8), _origins(given))
+    return plan, {key: entry for key, entry in given.items() if key.partition(".")[0] not in numbers}, notes
+
+
+def given_in(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Given], list[str]]:
+    """What the file and the overrides say, by dotted key, and what is wrong with the grammar of the latter."""
+    given, problems = _overridden(overrides)
+    return (_from_file(Path(path)) | given if path is not None else given), problems
+
+
+def _typed(given: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]]) -> tuple[dict[str, BaseModel], list[str]]:
+    """The tables that can be read, and the problems of those that cannot."""
+    tables, problems = dict[str, BaseModel](), list[str]()
+    for table, kind in kinds.items():
         values = {name: given[f"{table}.{name}"].value for name in kind.model_fields if f"{table}.{name}" in given}
         try:
             tables[table] = kind.model_validate(values)
         except ValidationError as error:
             problems += _explained(table, kind, error, given)
-    problems += cross_problems(tables)
-    if problems:
-        raise UserError(*problems)
-    config = RunConfig(**tables)
-    config._origins, config._notes = {key: entry.origin for key, entry in given.items()}, notes
-    return config
+    return tables, problems
+
+
+def _origins(given: Mapping[str, Given]) -> dict[str, str]:
+    return {key: entry.origin for key, entry in given.items()}
 
 
 def _tables() -> dict[str, type[BaseModel]]:

@@ -9,7 +9,7 @@ both have a dynamic loss scale. "torch.tf32" is FP32 whose products may be made 
     [precision.internevo.grad_scaler]               max_scale, hysteresis, growth_factor, backoff_factor
     [precision.internevo.grad_scaler.fp16]          initial_scale, min_scale, growth_interval
     [precision.internevo.hybrid_zero_optimizer]     clip_grad_norm
-    [precision.internevo.parallel]                  zero1: 1 is off, -1 all data-parallel ranks
+    [precision.internevo.parallel]                  zero1, tensor, pipeline: sizes; zero1 of 1 is off, -1 all ranks
 
 Keys of the model that are not given are left to the run file. Where InternEvo overlooks something megaprec does not:
 TF32 and FP32 gradients are clipped, a NaN counts as an overflow, and clip_grad_norm = 0 turns off nothing else.
@@ -97,9 +97,11 @@ class HybridZeroOptimizer(Keys):
 
 
 class Parallel(Keys):
-    """The key of `parallel` that bears on precision: how many ranks share the optimizer state."""
+    """Keys of `parallel = dict(...)`: a size each, or dict(size=...); zero1 is who shares the optimizer's state."""
 
     zero1: Any = -1
+    tensor: Any = None
+    pipeline: Any = None
 
 
 SCALE_KEYS = ("grad_scaler.growth_factor", "grad_scaler.backoff_factor", "grad_scaler.max_scale")
@@ -181,7 +183,7 @@ def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
         optimizer = reading.read(HybridZeroOptimizer, model.hybrid_zero_optimizer, "hybrid_zero_optimizer")
         settings["optimizer.clip"] = reading.by(optimizer.clip_grad_norm, "hybrid_zero_optimizer.clip_grad_norm")
     if model.parallel is not None:
-        settings |= _zero(reading, reading.read(Parallel, model.parallel, "parallel").zero1)
+        settings |= _parallel(reading, reading.read(Parallel, model.parallel, "parallel"))
     return settings
 
 
@@ -192,16 +194,33 @@ _OTHER = {
 }
 
 
-def _zero(reading: Reading, zero1: Any) -> dict[str, Decision]:
-    """zero1: a size, or dict(size=...): 1 is off, 0 or less all data-parallel ranks, more that many of them."""
-    size = zero1.get("size", -1) if isinstance(zero1, Mapping) else zero1
-    if not isinstance(size, int) or isinstance(size, bool):
-        reading.refuse("parallel.zero1", zero1, "must be a number of ranks: 1 is off, -1 all")
-        return {}
-    settings = {"parallel.zero": reading.by(size != 1, "parallel.zero1", "parallel.zero1.size")}
-    if size > 1:
-        settings["parallel.zero_size"] = reading.by(size, "parallel.zero1", "parallel.zero1.size")
+def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
+    """Sizes by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that many of them."""
+    settings: dict[str, Decision] = {}
+    for name in ("tensor", "pipeline"):
+        if getattr(asked, name) is not None and (size := _size(reading, name, getattr(asked, name))) is not None:
+            settings[f"parallel.{name}"] = reading.by(size, f"parallel.{name}", f"parallel.{name}.size")
+    mode = asked.tensor.get("mode", "mtp") if isinstance(asked.tensor, Mapping) else "mtp"
+    if mode not in SEQUENCE:
+        reading.refuse("parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}")
+    elif SEQUENCE[mode]:
+        settings["parallel.sequence"] = reading.by(True, "parallel.tensor", "parallel.tensor.mode")
+    if (size := _size(reading, "zero1", asked.zero1)) is not None:
+        settings["parallel.zero"] = reading.by(size != 1, "parallel.zero1", "parallel.zero1.size")
+        if size > 1:
+            settings["parallel.zero_size"] = reading.by(size, "parallel.zero1", "parallel.zero1.size")
     return settings
+
+
+SEQUENCE = {"mtp": False, "msp": True, "fsp": True}  # mode of tensor parallelism -> sequence parallelism
+
+
+def _size(reading: Reading, name: str, value: Any) -> int | None:
+    size = value.get("size", -1 if name == "zero1" else 1) if isinstance(value, Mapping) else value
+    if isinstance(size, int) and not isinstance(size, bool) and (size > 0 or name == "zero1"):
+        return size
+    reading.refuse(f"parallel.{name}", value, "must be a number of ranks, or dict(size=...)")
+    return None
 
 
 def _notes(reading: Reading, model: Model) -> list[str]:
@@ -253,7 +272,11 @@ def _expressed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         config["mlp_ratio"] = settings["model.ffn"] / settings["model.hidden"]
     if "optimizer.clip" in settings:
         config["hybrid_zero_optimizer"] = {"clip_grad_norm": settings["optimizer.clip"]}
+    sizes = {name: settings[f"parallel.{name}"] for name in ("tensor", "pipeline") if f"parallel.{name}" in settings}
+    parallel: dict[str, Any] = {name: {"size": size} for name, size in sizes.items()}
+    if settings.get("parallel.sequence"):
+        parallel["tensor"] = {"size": sizes.get("tensor", 1), "mode": "msp"}
     if "parallel.zero" in settings:
-        off = 1 if not settings["parallel.zero"] else -1
-        config["parallel"] = {"zero1": {"size": settings.get("parallel.zero_size", off)}}
-    return config
+        whole = -1 if settings["parallel.zero"] else 1
+        parallel["zero1"] = {"size": settings.get("parallel.zero_size", whole)}
+    return config | ({"parallel": parallel} if parallel else {})

@@ -49,6 +49,8 @@ class Translation:
 def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Translation:
     """The plan and the run-file keys in `settings`, in the words of the dialect `to`, as exactly as it can.
 
+    That a system's precision says nothing of the model's shape is not counted as something unsaid.
+
     Raises UserError if that system has nothing that comes near.
     """
     dialect, tried = DIALECTS[to], list[Translation]()
@@ -73,7 +75,11 @@ def differences(asked: PrecisionPlan, said: PrecisionPlan) -> list[str]:
 
 def _settings(asked: Mapping[str, Any], resolved: Resolved) -> list[str]:
     said = {key: decision.value for key, decision in resolved.settings.items()}
-    lines = [f"{key} = {shown(value)}; it has no key for it" for key, value in asked.items() if key not in said]
+    lines = [
+        f"{key} = {shown(value)}; it has no key for it"
+        for key, value in asked.items()
+        if key not in said and not key.startswith("model.")
+    ]
     lines += [f"{k} = {shown(asked[k])}; it has {shown(v)}" for k, v in said.items() if k in asked and asked[k] != v]
     return lines + [f"{key} would become {shown(value)}" for key, value in said.items() if key not in asked]
 

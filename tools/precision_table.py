@@ -1,0 +1,6 @@
+"""The table."""
+
+
+def table() -> str:
+    """The table."""
+    return ""

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megaprec.dialects.translate import DIALECTS, FIELDS, shown, translate
+from megaprec.dialects.translate import BESIDE, DIALECTS, FIELDS, shown, translate
 from megaprec.errors import UserError
 from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
@@ -26,11 +27,9 @@ from tools.precision_modules import ROLES, Row, rows
 from tools.precision_native import native
 from tools.precision_pasted import read_pasted
 from tools.precision_table import table
-from tools.run import given_in, load_precision, load_run
+from tools.run import given_in, known_keys, load_precision, load_run
 from tools.settings import FP8, Precision
 from tools.toml import Given, toml
-
-BESIDE = ("parallel.zero", "optimizer.clip")  # run-file keys that other systems have beside their precision
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def _toml(path: Path) -> Mapping[str, Any]:
 
 def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
     config = load_run(path, overrides)
-    settings = {key: Given(config.get(key), config.origin(key)) for key in BESIDE}
+    settings = {key: Given(config.get(key), config.origin(key)) for key in BESIDE if key in known_keys()}
     settings |= {f"model.{key}": Given(value, config.origin(f"model.{key}")) for key, value in config.model}
     model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
     return Understood(config.plan, settings, config.notes, model, config.num_microbatches, config.parallel.data)
@@ -135,7 +134,7 @@ def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
 def plan_table(found: Understood) -> Table:
     """A row per field of the plan and per other key that was decided."""
     made = Table(title="precision plan", title_justify="left")
-    for column in ("", "", "decided by"):
+    for column in ("field", "value", "decided by"):
         made.add_column(column, overflow="fold")
     for name in FIELDS:
         made.add_row(name, shown(getattr(found.plan, name)), found.plan.origin.get(name, "default"))
@@ -147,24 +146,23 @@ def plan_table(found: Understood) -> Table:
 
 def module_table(all_rows: Iterable[Row]) -> Table:
     """A row per module: dtypes and bytes of the whole model, before it is cut over ranks."""
-    made = Table(title="modules, bytes of the whole model", title_justify="left")
-    made.add_column("module", overflow="fold")
-    made.add_column("elements", justify="right")
+    made = Table(title="modules, bytes of the whole model", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    made.add_column("module", no_wrap=True)
     for role in ROLES:
-        made.add_column(role)
+        made.add_column(role, no_wrap=True)
     total: dict[str, int] = dict.fromkeys(ROLES, 0)
     for row in all_rows:
-        made.add_row(row.name, f"{row.elements:,}", *(_cell(row, role) for role in ROLES))
+        made.add_row(row.name, *(_cell(row, role) for role in ROLES))
         total = {role: total[role] + row.bytes.get(role, 0) for role in ROLES}
     made.add_section()
-    made.add_row("all", "", *(size(total[role]) if total[role] else "" for role in ROLES))
+    made.add_row("all", *(size(total[role]) if total[role] else "" for role in ROLES))
     return made
 
 
 def _cell(row: Row, role: str) -> str:
     if role not in row.bytes:
         return row.dtypes[role]
-    return f"{row.dtypes[role]} {size(row.bytes[role])}" if row.bytes[role] else "the parameter"
+    return f"{row.dtypes[role]}\n{size(row.bytes[role])}" if row.bytes[role] else "the same"
 
 
 def size(count: int) -> str:
@@ -181,9 +179,12 @@ def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
     tables: dict[str, dict[str, Any]] = {"precision": _needed(Precision, "precision", keys)}
     tables |= {"fp8": fp8} if (fp8 := _needed(FP8, "fp8", keys)) else {}
     for key, value in settings.items():
-        name, _, leaf = key.partition(".")
-        tables.setdefault(name, {})[leaf] = value
-    return [line for name, values in tables.items() for line in [*table_lines(name, values), ""]][:-1]
+        if key in known_keys():
+            name, _, leaf = key.partition(".")
+            tables.setdefault(name, {})[leaf] = value
+    lines = [line for name, values in tables.items() for line in [*table_lines(name, values), ""]][:-1]
+    unknown = [key for key in settings if key not in known_keys()]
+    return lines + [f"# not said: {key} = {toml(settings[key])}; not supported yet" for key in unknown]
 
 
 def _needed(kind: type[Precision] | type[FP8], table: str, keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ class Row:
     """
 
     name: str
-    elements: int
     dtypes: dict[str, str]
     bytes: dict[str, int]
 
@@ -36,7 +35,8 @@ def logical_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         stage = Stage(one, Context(plan("fp32")), cuts(one, 1, 1)[0])
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in (part for parameter in stage.parameters() for part in layout_of(parameter).parts):
+    parts = [part for parameter in stage.parameters() for part in layout_of(parameter).parts]
+    for part in sorted(parts, key=lambda part: part.name.startswith("head.")):
         for layer in range(config.layers if part.name.startswith("layers.0.") else 1):
             shapes[part.name.replace("layers.0.", f"layers.{layer}.", 1)] = part.shape
     return shapes
@@ -86,7 +86,7 @@ def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str
     }
     named = {role: dtype_name(dtype) for role, dtype in dtypes.items()}
     if plan.fp8 is not None and not kept and _in_fp8(plan, name, layer, layers):
-        named["compute"] = f"{plan.fp8.kind} fp8"
+        named["compute"] = "fp8"
         named["parameter"] = "fp8" if plan.fp8.parameters else named["parameter"]
     if plan.remainders and not kept:
         named["master"] = "16 bits"
@@ -105,4 +105,4 @@ def _row(plan: PrecisionPlan, name: str, elements: int, dtypes: dict[str, str]) 
     taken = {role: elements * sizes[dtypes[role]] for role in ("parameter", "gradient")}
     taken["master"] = 0 if dtypes["master"] == dtypes["parameter"] else elements * sizes[dtypes["master"]]
     taken["moment"] = 2 * elements * sizes[dtypes["moment"]]
-    return Row(name, elements, dtypes, taken)
+    return Row(name, dtypes, taken)

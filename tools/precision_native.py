@@ -31,7 +31,7 @@ SCALING = {
 BESIDE = ("precision.patience", "precision.on_nonfinite")  # native keys that no dialect has words for
 _DEVIANT: Mapping[str, tuple[str, ...]] = {
     "remainders": ("precision.masters",),
-    "sensitive": ("precision.compute",),
+    "sensitive": (),
     "scaling": ("precision.scaling", "precision.loss_scale", *(f"precision.{key}" for key in SCALING)),
     "fp8": tuple(f"fp8.{f.name}" for f in fields(FP8Recipe)),
 }

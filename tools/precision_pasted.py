@@ -249,5 +249,5 @@ def _recognise(named: Mapping[str, Any], found: Pasted, inside: bool = False) ->
         found.add("nxd", "", flat)
     elif isinstance(flat.get("plugins"), str):
         found.add("nemo", "", {"recipe": flat["plugins"]})
-    elif {"recipe", "precision"} & set(flat):
+    elif not inside and {"recipe", "precision"} & set(flat):
         found.add("nemo", "", flat)

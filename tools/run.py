@@ -158,7 +158,7 @@ def describe() -> str:
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The run described by the TOML file `path` and changed by `overrides`. Raises UserError with all problems."""
     given, problems = given_in(path, overrides)
-    notes, wrong = resolve_dialect(given, frozenset(_fields()))
+    notes, wrong = resolve_dialect(given, known_keys())
     problems += wrong
     problems += _unknown(given)
     problems += _add_preset(given)
@@ -219,6 +219,11 @@ def _tables() -> dict[str, type[BaseModel]]:
 def _fields() -> dict[str, FieldInfo]:
     """Every dotted key but model.preset."""
     return {f"{t}.{name}": field for t, kind in _tables().items() for name, field in kind.model_fields.items()}
+
+
+def known_keys() -> frozenset[str]:
+    """Every key of a resolved run, dotted."""
+    return frozenset(_fields())
 
 
 def _from_file(path: Path) -> dict[str, Given]:

@@ -36,6 +36,8 @@ DIALECTS: Mapping[str, Dialect] = {
     "nemo": nemo,
 }
 FIELDS = tuple(f.name for f in fields(PrecisionPlan) if f.name != "origin")
+BESIDE = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
+"""Run-file keys that belong to mixed precision in some system."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Translation:
 def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Translation:
     """The plan and the run-file keys in `settings`, in the words of the dialect `to`, as exactly as it can.
 
-    That a system's precision says nothing of the model's shape is not counted as something unsaid.
+    Of the run-file keys that a system has no words for, only those of ZeRO and clipping are counted as unsaid.
 
     Raises UserError if that system has nothing that comes near.
     """
@@ -78,7 +80,7 @@ def _settings(asked: Mapping[str, Any], resolved: Resolved) -> list[str]:
     lines = [
         f"{key} = {shown(value)}; it has no key for it"
         for key, value in asked.items()
-        if key not in said and not key.startswith("model.")
+        if key not in said and key in BESIDE
     ]
     lines += [f"{k} = {shown(asked[k])}; it has {shown(v)}" for k, v in said.items() if k in asked and asked[k] != v]
     return lines + [f"{key} would become {shown(value)}" for key, value in said.items() if key not in asked]

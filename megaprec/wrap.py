@@ -3,9 +3,9 @@
     set_fp32_attr_to_module(model.router)
     model = NaiveAMPModel(model, dtype=torch.bfloat16)      # or PlannedModel(model, plan)
 
-The first two have the names and arguments of InternEvo's. Where the original loses something this does not: values of a part
-marked FP32 are never rounded, arguments are cast wherever they are nested and by keyword too, integers are left alone,
-and a tuple comes back as a tuple.
+The first two have the names and arguments of InternEvo's. Where the original loses something this does not: values of
+a part marked FP32 are never rounded, arguments are cast wherever they are nested and by keyword too, integers are left
+alone, and a tuple comes back as a tuple.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
 """`megaprec precision`: what a configuration of precision means, and what it is called elsewhere.
 
     megaprec precision show FILE [table.key=value ...]      the resolved plan, each field with the key that decided it
-    megaprec precision translate FILE --to SYSTEM           the same plan in another system's words
+    megaprec precision translate FILE [...] --to SYSTEM     the same plan in another system's words
     megaprec precision table                                who has which feature of mixed precision
 
 FILE is a run file, a part of one, or a configuration as users of another system have it: Python, JSON or TOML.
@@ -147,9 +147,9 @@ def plan_table(found: Understood) -> Table:
 def module_table(all_rows: Iterable[Row]) -> Table:
     """A row per module: dtypes and bytes of the whole model, before it is cut over ranks."""
     made = Table(title="modules, bytes of the whole model", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    made.add_column("module", no_wrap=True)
+    made.add_column("module", overflow="fold")
     for role in ROLES:
-        made.add_column(role, no_wrap=True)
+        made.add_column(role, overflow="fold")
     total: dict[str, int] = dict.fromkeys(ROLES, 0)
     for row in all_rows:
         made.add_row(row.name, *(_cell(row, role) for role in ROLES))
@@ -169,8 +169,8 @@ def size(count: int) -> str:
     """Bytes in a unit of three digits or so."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count} B"
+            return f"{count / unit:.3g}{name}"
+    return f"{count}B"
 
 
 def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:

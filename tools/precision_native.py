@@ -37,6 +37,8 @@ _DEVIANT: Mapping[str, tuple[str, ...]] = {
 }
 KEYS: Mapping[str, tuple[str, ...]] = {name: _DEVIANT.get(name, (f"precision.{name}",)) for name in FIELDS}
 """The native keys that decide each field of a plan."""
+FOLLOWS = {"parameters": "compute", "pipeline": "compute", "reduce": "gradients", "scaling": "compute"}
+"""Fields that follow another where none of their keys is given."""
 
 
 def loss_scaling(precision: Precision) -> LossScaling:
@@ -75,6 +77,7 @@ def with_origins(plan: PrecisionPlan, places: Mapping[str, str]) -> PrecisionPla
     """`plan` with what decided each field. places: where the native keys that were given came from."""
     origin = {}
     for name, keys in KEYS.items():
+        keys = keys if any(key in places for key in keys) else KEYS.get(FOLLOWS.get(name, ""), ())
         said = [_origin(key, places[key]) for key in dict.fromkeys(keys) if key in places]
         origin[name] = ", ".join(dict.fromkeys(said)) or "default"
     return replace(plan, origin=origin)

@@ -120,13 +120,13 @@ def _from_json(text: str, found: Pasted) -> dict[str, Any] | None:
 def _from_python(text: str, found: Pasted) -> dict[str, Any] | None:
     try:
         tree = ast.parse(text)
-        values = _Values(found)
-        for statement in tree.body:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Dict):
-                values.named |= values.dictionary(statement.value)
-            values.follow(statement)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+    values = _Values(found)
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Dict):
+            values.named |= values.dictionary(statement.value)
+        values.follow(statement)
     return values.named
 
 
@@ -181,7 +181,7 @@ class _Values:
             return node.value
         if isinstance(node, ast.Name) and node.id in self.named:
             return self.named[node.id]
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and _is_dotted(node):
             return ast.unparse(node)
         if isinstance(node, ast.Dict):
             return self.dictionary(node)
@@ -207,14 +207,19 @@ class _Values:
             return self._literals(words, f"line {node.lineno}")
         if name in smp.RECIPES and not node.args:
             return {"recipe": name} | self._literals(words, f"{name}, line {node.lineno}")
-        if isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
+        if isinstance(node.func, ast.Attribute) and _is_dotted(node.func) and not node.args and not node.keywords:
             return ast.unparse(node.func)  # torch.bfloat16(), as one of the systems' own examples has it
         raise _Unknown
 
 
+def _is_dotted(node: ast.expr) -> bool:
+    """Whether this is a name, or an attribute of one: torch.bfloat16."""
+    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _is_dotted(node.value))
+
+
 def _last(function: ast.expr) -> str:
     """The last part of a dotted name."""
-    return ast.unparse(function).rpartition(".")[2] if isinstance(function, ast.Name | ast.Attribute) else ""
+    return ast.unparse(function).rpartition(".")[2] if _is_dotted(function) else ""
 
 
 def _number(value: Any) -> int | float:

@@ -299,7 +299,7 @@ def _nearest_key(table: str, name: str, known: Sequence[str]) -> str:
     """A hint at the key whose name within its table is most like `name`; at one of `table` rather than another."""
     here_last = sorted(known, key=lambda key: key.startswith(f"{table}."))
     keys = {key.partition(".")[2]: key for key in here_last}
-    close = difflib.get_close_matches(name, keys, n=1)
+    close = difflib.get_close_matches(name.partition(".")[0], keys, n=1)
     return f"; did you mean {keys[close[0]]}?" if close else ""
 
 

@@ -15,6 +15,7 @@ from megaprec.data.samples import Samples
 from megaprec.events import StepReport, report_fields
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
+from megaprec.tf32 import tf32
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.stages import Stage
@@ -91,7 +92,7 @@ class Trainer:
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
             self.config.save_resolved(Path(self.config.train.folder))
-        with self._journal() as journal:
+        with tf32(self.config.plan.tf32), self._journal() as journal:
             while self.progress.step < steps:
                 record, overflow = self._record()
                 if journal is not None:

@@ -45,7 +45,7 @@ def _precision(value: object) -> object:
 
 
 class MegatronMixedPrecision(Keys):
-    """The plugin's fields; pipeline_dtype and autocast_dtype None: bfloat16 with BF16, float32 otherwise."""
+    """The plugin's fields. pipeline_dtype None: bfloat16 with BF16, float32 otherwise; autocast_dtype: of precision."""
 
     recipe: str | None = None
     precision: Annotated[str, BeforeValidator(_precision)] | None = None
@@ -137,7 +137,7 @@ def resolve(
     automatic = torch.bfloat16 if half == torch.bfloat16 else torch.float32
     held = reading.by(half, "precision", "recipe")
     if asked.autocast_enabled:
-        compute = reading.by(asked.autocast_dtype or automatic, "autocast_enabled", "autocast_dtype")
+        compute = reading.by(asked.autocast_dtype or half, "autocast_enabled", "autocast_dtype")
         held = reading.by(asked.params_dtype or torch.float32, "params_dtype", "autocast_enabled")
     else:
         compute = held
@@ -237,14 +237,13 @@ def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Configurations that come near to a plan: plain, and under autocast; run-file keys have no words in them."""
-    names = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
     common: dict[str, Any] = {"pipeline_dtype": name_of(plan.pipeline)}
     common["grad_reduce_in_fp32"] = plan.gradients == torch.float32
     common |= _scaling_words(plan.scaling) | _fp8_words(plan.fp8)
-    precision = names.get(plan.compute, "32")
     narrow = {"autocast_enabled": True, "autocast_dtype": name_of(plan.compute)}
     narrow |= {"params_dtype": name_of(plan.parameters)}
-    return [{"precision": precision} | common, {"precision": precision} | narrow | common]
+    plain = [{"precision": precision} | common for precision in ("bf16-mixed", "16-mixed", "32")]
+    return plain + [config | narrow for config in plain]
 
 
 def _scaling_words(scaling: LossScaling) -> dict[str, Any]:

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.errors import UserError
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.plan import LossScaling, plan
+from tests.ranks import run_ranks
 from tests.runs import steps, train_on, write_run
 from tools.checks import CHECKS
+from tools.corpus import open_corpus
 from tools.precision_native import KEYS
 from tools.run import RunConfig, load_run
+from tools.trainer import Trainer
 
 MINIMAL = ["model.preset=llama-demo", "train.steps=10", "train.global_batch=8", "train.micro_batch=2"]
 MINIMAL += ["train.seq_length=64"]
@@ -217,3 +221,26 @@ def test_a_run_in_a_dialect_trains_as_the_same_run_in_native_keys(tmp_path: Path
     ]
     assert records[0] == records[1]
     assert records[0][0]["loss_scale"] == 1024
+
+
+def _switches_of_a_run(mesh: DeviceMesh, file: Path, keys: list[str]) -> tuple[set[tuple[bool, bool]], bool]:
+    """The two switches at every step, and whether they are afterwards what they were before."""
+    config = load_run(file, keys)
+    trainer, seen, before = Trainer(config, open_corpus(config), mesh), set(), tf32_switches()
+    step = trainer._step
+    trainer._step = lambda: (seen.add(tf32_switches()), step())[1]  # type: ignore[method-assign]
+    trainer.run()
+    return seen, tf32_switches() == before
+
+
+def tf32_switches() -> tuple[bool, bool]:
+    return bool(torch.backends.cuda.matmul.allow_tf32), torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize(("dtype", "on"), [("torch.tf32", True), ("torch.float32", False)])
+def test_tf32_is_on_for_the_time_of_a_run_that_asks_for_it(dtype: str, on: bool, tmp_path: Path) -> None:
+    keys = [f"precision.internevo.dtype={dtype}", "train.steps=2"]
+    file = write_run(tmp_path)
+    for seen, restored in run_ranks(_switches_of_a_run, {"pp": 1, "dp": 1, "tp": 1}, file=file, keys=keys):
+        assert seen == {(on, on)}
+        assert restored

@@ -26,6 +26,7 @@ from megaprec import gradients
 from megaprec.agree import Agreed, Agreement, digest
 from megaprec.buffer import Buffer, held_as
 from megaprec.comm import Axis, device_of
+from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, Outcome, StepReport
 from megaprec.gathered import gather_tensors, load_tensors
 from megaprec.groups import Group, by_factors, require_used, slices
@@ -161,6 +162,9 @@ class ParallelAMPOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a state of any layout. Raises UserError, before anything is changed, if it is of another model."""
+        if lacking := [key for key in ("tensors", "steps", "scaler") if key not in state]:
+            raise UserError(f"this is no state of an optimizer: it has no {' and no '.join(lacking)}")
+        self.wait()
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_numbers(state)
 

@@ -25,7 +25,6 @@ from tools.checks import read_schedule
 from tools.run import RunConfig, load_run
 from tools.timeline import Panel, as_text, draw
 from tools.trace import TIMELINE, read_trace, write_trace
-from tools.trainer import make_plan
 
 FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (the schedule itself)"
 
@@ -130,7 +129,7 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
     cut = cuts(model, len(made.rank_of_stage), train.seq_length, parallel.cuts)
     costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
-    kept = kept_bytes(model, make_plan(config), cut, train.seq_length, train.micro_batch, parallel.tensor)
+    kept = kept_bytes(model, config.plan, cut, train.seq_length, train.micro_batch, parallel.tensor)
     mean = sum(c.forward for c in costs) / len(costs)
     totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
     ranks = len(made.programs)

@@ -30,7 +30,7 @@ from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, Outcome, StepReport
 from megaprec.gathered import gather_tensors, load_tensors
 from megaprec.groups import Group, by_factors, require_used, slices
-from megaprec.layout import layout_of, parameters_of
+from megaprec.layout import has_layout, layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
@@ -74,6 +74,8 @@ class ParallelAMPOptimizer:
     ) -> None:
         self.plan, self.clip, self.weight_decay, self.overlap, self.seed = plan, clip, weight_decay, overlap, seed
         self.rule: Rule = rule or AdamW()
+        if not norm >= 1:
+            raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.shards = Axis.cut(mesh, "dp", zero_size or self.dp.size, "zero")
         self.world, self.device = Axis.world(mesh), device_of(mesh)
@@ -91,7 +93,8 @@ class ParallelAMPOptimizer:
             taken.update(mine)
             self.buffers.append([self._adopt(alike, axes, groups) for alike in _kinds(mine, plan)])
             for frozen in (p for p in part.parameters() if not p.requires_grad):
-                frozen.data = frozen.data.to(self.device, plan.parameters)
+                held = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
+                frozen.data = frozen.data.to(self.device, held)
         require_used(groups, self.all_buffers(), self.world, self.device)
         self._slices = [
             (buffer, [(s, list(buffer.blocks(s.first, s.last))) for s in slices(buffer, groups)])

@@ -105,6 +105,12 @@ class PrecisionPlan:
             f"masters = {named['masters']}, parameters = {named['parameters']}: half masters must be the weights": (
                 self.masters.itemsize > 2 or self.masters == self.parameters
             ),
+            f"masters = {named['masters']}, moments = {named['moments']} with parameters = {named['parameters']}: fp64 "
+            "goes with fp64": len({dtype == torch.float64 for dtype in (self.parameters, self.masters, self.moments)})
+            == 1,
+            f"reduce = {dtype_name(self.reduce)} is wider than gradients = {named['gradients']} can be": (
+                self.reduce != torch.float64 or self.gradients == torch.float64
+            ),
             f"gradients = {named['gradients']} must be fp32 or that of the parameters, {named['parameters']}": (
                 self.gradients in (torch.float32, self.parameters)
             ),

@@ -8,12 +8,15 @@ optimizer works in something wider, and a few operators (norms, softmax, loss) a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import torch
 
 from megaprec.errors import UserError
+
+OnNonfinite = Literal["skip", "raise", "ignore"]
 
 
 @dataclass(frozen=True)
@@ -37,44 +40,134 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """compute: dtype of products and of activations between layers, and of what pipeline stages send.
+    """compute: dtype of products and of activations between layers.
+    pipeline: dtype of what pipeline stages send each other.
     parameters: dtype of the weights that the layers hold.
-    gradients: dtype in which gradients are accumulated over micro-batches and reduced over dp.
-    masters: dtype of the optimizer's weights and moments.
-    sensitive: dtype of norms, softmax and loss.
+    keep_fp32: patterns (`fnmatch`) of logical names; a parameter that matches one is held, used and reduced in the
+        sensitive dtype.
+    gradients: dtype in which gradients are accumulated over micro-batches.
+    reduce: dtype in which gradients travel when they are summed over ranks.
+    masters: dtype of the weights that the optimizer updates; those of the layers are rounded from them. There are no
+        others if it is that of `parameters`.
+    remainders: FP32 masters are kept as the BF16 weight and the 16 bits that it lacks, not as a copy of their own.
+    moments: dtype of the optimizer's averages.
+    rounding: of masters into weights: to the nearest, or up or down with the probability that makes the mean exact.
+    sensitive: dtype of norms, softmax, router and loss.
+    buffers: dtype of the model's tables, such as rotary angles.
+    output: dtype of the logits that a model hands out.
     scaling: of the loss.
-    on_nonfinite: what a step does whose gradients hold an inf or a NaN, in any precision.
+    on_nonfinite: what a step does whose gradients hold an inf or a NaN, in any precision: skip it, raise
+        FloatingPointError after skipping it, or apply it all the same.
+    masters_in_checkpoint: whether checkpoints hold the masters, or only the rounded weights.
+    tf32: whether FP32 products may be made in TF32.
     origin: field name -> the configuration key that decided it.
     """
 
     compute: torch.dtype
+    pipeline: torch.dtype
     parameters: torch.dtype
+    keep_fp32: tuple[str, ...] = ()
     gradients: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
     masters: torch.dtype = torch.float32
+    remainders: bool = False
+    moments: torch.dtype = torch.float32
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     sensitive: torch.dtype = torch.float32
+    buffers: torch.dtype = torch.float32
+    output: torch.dtype = torch.float32
     scaling: LossScaling = LossScaling()
-    on_nonfinite: Literal["skip", "raise"] = "skip"
+    on_nonfinite: OnNonfinite = "skip"
+    masters_in_checkpoint: bool = True
+    tf32: bool = False
     origin: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if broken := [rule for rule, holds in self._rules().items() if not holds]:
+            raise UserError(*broken)
+
+    def _rules(self) -> dict[str, bool]:
+        """What any plan must keep, whichever configuration made it."""
+        named = {name: dtype_name(getattr(self, name)) for name in ("parameters", "gradients", "masters", "moments")}
+        return {
+            f"moments = {named['moments']}: use fp32 or bf16, whose range is FP32's": (
+                self.moments in (torch.float64, torch.float32, torch.bfloat16)
+            ),
+            f"masters = {named['masters']} are narrower than parameters = {named['parameters']}": (
+                self.masters.itemsize >= self.parameters.itemsize
+            ),
+            f"masters = {named['masters']}, parameters = {named['parameters']}: half masters must be the weights": (
+                self.masters.itemsize > 2 or self.masters == self.parameters
+            ),
+            f"gradients = {named['gradients']} must be fp32 or that of the parameters, {named['parameters']}": (
+                self.gradients in (torch.float32, self.parameters)
+            ),
+            f"split masters need bf16 parameters and FP32 masters, not {named['parameters']} and {named['masters']}": (
+                not self.remainders or (self.parameters, self.masters) == (torch.bfloat16, torch.float32)
+            ),
+            f"stochastic rounding makes bf16 weights, but parameters = {named['parameters']}": (
+                self.rounding == "nearest" or self.parameters == torch.bfloat16
+            ),
+            "stochastic rounding cannot be undone, so masters cannot be split into weight and remainder": (
+                self.rounding == "nearest" or not self.remainders
+            ),
+        }
+
+    def holds(self, name: str) -> torch.dtype:
+        """The dtype in which the parameter of this logical name is held."""
+        return self.sensitive if self._kept(name) else self.parameters
+
+    def computes(self, name: str) -> torch.dtype:
+        """The dtype of products with the parameter of this logical name."""
+        return self.sensitive if self._kept(name) else self.compute
+
+    def bytes_per_parameter(self, averages: int) -> tuple[int, int]:
+        """(on every rank, cut over the ranks that share optimizer state) for a rule that keeps so many averages."""
+        own = self.masters.itemsize if self.masters.itemsize > self.parameters.itemsize else 0
+        masters = 2 if self.remainders else own
+        return self.parameters.itemsize + self.gradients.itemsize, masters + averages * self.moments.itemsize
+
+    def _kept(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)
 
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def plan(
-    compute: str = "fp32", scaling: LossScaling | None = None, on_nonfinite: Literal["skip", "raise"] = "skip"
-) -> PrecisionPlan:
-    """The plan named by its compute precision: fp64 (for proofs), fp32, bf16 or fp16.
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name in DTYPES, torch's own for any other."""
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
-    Half weights get FP32 masters, moments and gradients. fp16 scales its loss dynamically unless told otherwise.
+
+def plan(
+    compute: str = "fp32",
+    scaling: LossScaling | None = None,
+    on_nonfinite: OnNonfinite = "skip",
+    *,
+    parameters: str = "",
+    gradients: str = "fp32",
+    reduce: str = "",
+    masters: str = "fp32",
+    moments: str = "fp32",
+    **others: Any,
+) -> PrecisionPlan:
+    """The plan named by its compute precision: fp64 (for proofs), fp32, bf16 or fp16, changed by what is given.
+
+    parameters: that of compute unless given. reduce: that of gradients unless given.
+    masters: fp32, or "split" (BF16 weight and 16 further bits, together FP32), or "none" (the weights are updated).
+    others: fields of PrecisionPlan as they are.
+    fp16 scales its loss dynamically unless told otherwise; with fp64 everything that is FP32 by default is FP64.
     """
-    if compute not in DTYPES:
-        raise UserError(f"precision.compute = {compute!r} is not known: use one of {', '.join(DTYPES)}")
-    if scaling is None:
-        scaling = LossScaling("dynamic" if compute == "fp16" else "none")
-    dtype = DTYPES[compute]
-    decided: tuple[str, ...] = ("compute", "parameters", "gradients", "masters", "sensitive")
-    origin: dict[str, str] = dict.fromkeys(decided, "precision.compute")
-    made = PrecisionPlan(dtype, dtype, scaling=scaling, on_nonfinite=on_nonfinite, origin=origin)
-    if dtype == torch.float64:
-        made = replace(made, gradients=dtype, masters=dtype, sensitive=dtype)
-    return made
+    wide = "fp64" if compute == "fp64" else "fp32"
+    parameters = parameters or compute
+    gradients, moments = (wide if name == "fp32" else name for name in (gradients, moments))
+    held = {"none": parameters, "split": "fp32", "fp32": wide}
+    named = {"compute": compute, "parameters": parameters, "gradients": gradients, "reduce": reduce or gradients}
+    named |= {"moments": moments, "masters": held.get(masters, masters)}
+    if unknown := [f"precision.{key} = {name!r} is not known" for key, name in named.items() if name not in DTYPES]:
+        raise UserError(*(f"{problem}: use one of {', '.join(DTYPES)}" for problem in unknown))
+    fields: dict[str, Any] = {key: DTYPES[name] for key, name in named.items()}
+    fields |= dict.fromkeys(("sensitive", "buffers", "output"), DTYPES[wide]) | {"pipeline": DTYPES[compute]}
+    fields |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite} | others
+    fields["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
+    return PrecisionPlan(**fields, origin=dict.fromkeys(fields, "precision.compute"))

@@ -7,8 +7,13 @@ Logical names, the same for every layout:
 
     embedding.weight [vocab, hidden]        positions.weight [max_positions, hidden] (learned positions)
     layers.N.attention_norm.weight|bias     layers.N.attention.query|key|value|output.weight|bias
-    layers.N.mlp_norm.weight|bias           layers.N.mlp.gate|up|down.weight|bias
+                                            layers.N.attention.query_norm|key_norm.weight [head_dim]
+    layers.N.mlp_norm.weight|bias           layers.N.mlp.gate|up|down.weight|bias, or with experts
+                                            layers.N.mlp.router.weight [experts, hidden]
+                                            layers.N.mlp.experts.E.gate|up|down.weight
     final_norm.weight|bias                  head.weight [vocab, hidden] (none if tied: then it is embedding.weight)
+
+Weights are [output features, input features]. Rows of query and key are in the order in which `models.rope` turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.layout import Part, layout_of
-from models.blocks import Block, make_norm, rotary_tables
+from models.blocks import Block, make_norm
 from models.config import ModelConfig
+from models.rope import rotary_tables
 from parallel.context import Context
 from parallel.dropout import Place, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
@@ -89,10 +95,12 @@ class Stage(nn.Module):
         return Linear.apply(self.final_norm(x), self.head, None, lies, self.context.tp, self.context.deferred)
 
     def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._tables is None or len(self._tables[0]) < length:
-            made = rotary_tables(self.config, max(length, self.config.max_positions), self.context.plan.sensitive)
+        """Made once for each length: under dynamic scaling the angles depend on it."""
+        if self._tables is None or len(self._tables[0]) != length:
+            c, wide = self.config, self.context.plan.sensitive
+            made = rotary_tables(c.rope_scaling, c.rope_base, c.rotary_dims, length, wide)
             self._tables = made[0].to(device), made[1].to(device)
-        return self._tables[0][:length], self._tables[1][:length]
+        return self._tables
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Last stage: the loss of each token, in the sensitive dtype, [s, b] like `targets`."""

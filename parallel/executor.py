@@ -37,7 +37,7 @@ class Executor:
     spans: if given, receives when each instruction ran, in seconds of this process's clock.
     deferred: the one that the stages' layers were given (`Context.deferred`). Layers that know of none make all
         gradients in the first half of a split backward, which is right as well, but gains nothing.
-    after: called after each instruction.
+    after(instruction): if given, called after each one, at its place in the program.
 
     Gradients accumulate wherever autograd puts them. Under `torch.no_grad()` nothing is kept for a backward, so a
     program of forwards alone (`schedule.forward_only`) evaluates; `forward` then collects what it wants.

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaprec.buffer import main_gradient
 from megaprec.layout import Layout, Part, attach, layout_of
+from megaprec.random import normal_part
 from parallel import collectives
 from parallel.context import Context
 from parallel.linear import Add, Input, Linear
-from parallel.random import normal_part
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
         ids, foreign = ctx.saved_tensors
-        main = getattr(ctx.weight, "main_grad", None)
+        main = main_gradient(ctx.weight)
         total = torch.zeros_like(ctx.weight) if main is None else main
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaprec.buffer import main_gradient
 from megaprec.comm import Axis
 from megaprec.gemm import add_product_, product
 from parallel.deferred import Deferred
@@ -45,7 +46,7 @@ class Linear(torch.autograd.Function):
         ctx.deferred = deferred or Deferred()
         ctx.save_for_backward(x)
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
-        y = product(whole.reshape(-1, whole.shape[-1]), weight.t()).view(*whole.shape[:-1], -1)
+        y = product(whole.reshape(-1, whole.shape[-1]), weight.t()).view(*whole.shape[:-1], weight.shape[0])
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -73,7 +74,7 @@ def _none() -> None: ...
 
 def _start_input_gradient(ctx: Any, rows: Tensor, weight: Tensor, shape: torch.Size) -> Callable[[], Tensor]:
     """Computes the input's gradient and starts its sum over tp; the returned function waits for it."""
-    grad_x = product(rows, weight).view(*shape[:-1], -1)
+    grad_x = product(rows, weight).view(*shape[:-1], weight.shape[1])
     if ctx.lies is Input.SEQUENCE:
         return ctx.tp.start_scatter_sum(grad_x)
     wait = ctx.tp.start_sum_(grad_x) if ctx.lies is Input.COPIED else _none
@@ -82,7 +83,7 @@ def _start_input_gradient(ctx: Any, rows: Tensor, weight: Tensor, shape: torch.S
 
 def weight_gradient(weight: nn.Parameter, rows: Tensor, x: Tensor) -> Tensor | None:
     """rows.T @ x, added into the main gradient if there is one (then None is returned)."""
-    main = getattr(weight, "main_grad", None)
+    main = main_gradient(weight)
     if main is None:
         return product(rows.t(), x)
     add_product_(main, rows.t(), x)
@@ -91,7 +92,7 @@ def weight_gradient(weight: nn.Parameter, rows: Tensor, x: Tensor) -> Tensor | N
 
 def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
     """Sum of `rows` [tokens, n], added into the main gradient of a vector if there is one (then None is returned)."""
-    main = getattr(vector, "main_grad", None)
+    main = main_gradient(vector)
     if main is None:
         return rows.sum(0).to(vector.dtype)
     main.add_(rows.sum(0, dtype=main.dtype))
@@ -108,7 +109,7 @@ class Add(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        main = getattr(ctx.parameter, "main_grad", None)
+        main = main_gradient(ctx.parameter)
         total = torch.zeros_like(ctx.parameter) if main is None else main
         if ctx.rows is None:
             total.add_(grad.flatten(0, -2).sum(0, dtype=total.dtype))
@@ -127,7 +128,7 @@ class Widen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        main = getattr(ctx.parameter, "main_grad", None)
+        main = main_gradient(ctx.parameter)
         if main is None:
             return grad.to(ctx.parameter.dtype), None
         main.add_(grad)

@@ -114,6 +114,8 @@ def assert_close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], toler
         for key in one:
             if isinstance(one[key], float):
                 torch.testing.assert_close(one[key], other[key], rtol=tolerance, atol=0, msg=f"{key}: {one} {other}")
+            elif key == "stage_zeros":
+                assert sum(one[key]) == one["num_zeros"] == sum(other[key])
             else:
                 assert one[key] == other[key]
 

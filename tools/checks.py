@@ -14,12 +14,13 @@ from pydantic import BaseModel
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
 from megaprec.plan import LossScaling
+from megaprec.rules import Rule, rule
 from megaprec.scaler import make_scaler
 from models.config import ModelConfig
 from parallel.check import check
 from parallel.kinds import chunk_problems, equal, schedule
 from parallel.schedule import Cost, Schedule
-from tools.settings import LR, Data, Parallel, Precision, Train
+from tools.settings import LR, Data, Optimizer, Parallel, Precision, Train
 
 T = TypeVar("T")
 
@@ -64,6 +65,12 @@ def loss_scaling(precision: Precision) -> LossScaling:
     )
 
 
+def make_rule(optimizer: Optimizer) -> Rule:
+    """The update rule that [optimizer] asks for. Raises UserError."""
+    own = {"betas": optimizer.betas, "eps": optimizer.eps} if optimizer.name.lower() == "adamw" else {}
+    return rule(optimizer.name, own | optimizer.options)
+
+
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
     """The schedule over the whole run, in steps or samples as lr.unit says. Raises UserError."""
     total = train.steps * (train.global_batch if lr.unit == "samples" else 1)
@@ -75,6 +82,22 @@ def _schedule(lr: LR, train: Train) -> Iterator[str]:
         lr_schedule(lr, train)
     except UserError as error:
         yield from (f"lr.{problem}{' (in samples)' if lr.unit == 'samples' else ''}" for problem in error.problems)
+
+
+def _rule(optimizer: Optimizer) -> Iterator[str]:
+    try:
+        make_rule(optimizer)
+    except UserError as error:
+        yield from error.problems
+
+
+def _zero(parallel: Parallel) -> Iterator[str]:
+    size, data = parallel.zero_size, parallel.data
+    if size and data % size:
+        would = ", ".join(str(n) for n in range(1, data + 1) if data % n == 0)
+        yield f"parallel.zero_size {size} does not divide parallel.data {data}: {would} would"
+    if size > 1 and not parallel.zero:
+        yield f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: leave one of them out"
 
 
 def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
@@ -210,4 +233,6 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _evaluation,
     _schedule,
     _scale,
+    _rule,
+    _zero,
 )

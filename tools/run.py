@@ -24,8 +24,9 @@ from pydantic_core import ErrorDetails
 
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
-from models.config import PRESETS, ModelConfig
+from models.config import ModelConfig
 from models.costs import stage_costs
+from models.presets import PRESETS
 from models.stages import cuts
 from parallel.schedule import Schedule
 from tools.checks import cross_problems, lr_schedule, pipeline_schedule
@@ -33,7 +34,12 @@ from tools.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Preci
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
-PLAINER = {"bool_type": "must be true or false", "string_type": "must be text in quotes"}
+PLAINER = {
+    "bool_type": "must be true or false",
+    "string_type": "must be text in quotes",
+    "model_type": 'must be a table, like {kind = "linear"}',
+    "extra_forbidden": "is none of its keys",
+}
 
 
 class RunConfig(BaseModel):
@@ -117,9 +123,9 @@ class RunConfig(BaseModel):
 
     def _as_toml(self) -> str:
         lines = [SAVED]
-        for table, values in self.model_dump().items():
+        for table, values in self:
             lines += ["", f"[{table}]"]
-            lines += [f"{k} = {_toml(v)}  # {_toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values.items()]
+            lines += [f"{k} = {_toml(v)}  # {_toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values]
         return "\n".join(lines) + "\n"
 
 
@@ -288,7 +294,8 @@ def _must(found: ErrorDetails) -> str:
     if found["type"] == "missing":
         return "too few values"
     message = PLAINER.get(found["type"], found["msg"].replace("Input should be", "must be"))
-    where = f"value {int(found['loc'][1]) + 1} " if len(found["loc"]) > 1 else ""
+    place = found["loc"][1] if len(found["loc"]) > 1 else None
+    where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
     if found["type"] == "literal_error":
         expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
         message += _did_you_mean(str(found["input"]), expected)
@@ -314,4 +321,8 @@ def _toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
+    if isinstance(value, BaseModel):
+        return _toml(value.model_dump(exclude_defaults=True))
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {_toml(item)}' for name, item in value.items())}}}"
     return repr(value)

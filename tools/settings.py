@@ -6,7 +6,7 @@ fields. `[model]` is `models.config.ModelConfig`. Values are read strictly: 8.0 
 """
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -65,6 +65,10 @@ class Parallel(Table):
         default=(), strict=False, description="layers of each stage, like [3, 4, 4, 3]; empty: by cost"
     )
     zero: bool = Field(default=True, description="cut optimizer state over the replicas (ZeRO-1)")
+    overlap: bool = Field(
+        default=False, description="sum gradients and collect weights while the model computes; for GPUs"
+    )
+    zero_size: int = Field(default=0, ge=0, description="replicas that share one copy of optimizer state; 0: all")
 
 
 class Precision(Table):
@@ -88,21 +92,48 @@ class Precision(Table):
         default=1000, gt=0, description="steps in a row without overflow before the scale grows"
     )
     hysteresis: int = Field(default=2, gt=0, description="overflowing steps before the scale shrinks")
-    on_nonfinite: Literal["skip", "raise"] = Field(
+    on_nonfinite: Literal["skip", "raise", "ignore"] = Field(
         default="skip", description="what a step with non-finite gradients does"
+    )
+    trace_overflows: bool = Field(
+        default=True, description="run a skipped step again to find the micro-batch and the samples that broke it"
     )
     patience: int = Field(default=20, gt=0, description="skips in a row at the lowest scale after which the run stops")
 
 
-class Optimizer(Table):
-    """AdamW and gradient clipping."""
+class Group(Table):
+    """Parameters that are treated otherwise than the rest."""
 
+    pattern: str = Field(min_length=1, description="of logical names, with * and ?; the first that matches counts")
+    lr: float | None = Field(default=None, ge=0, description="factor of the learning rate")
+    weight_decay: float | None = Field(default=None, ge=0, description="factor of optimizer.weight_decay")
+
+
+class Optimizer(Table):
+    """How gradients change weights."""
+
+    name: str = Field(
+        default="adamw", min_length=1, description="adamw, sgd or an elementwise class of torch.optim such as RAdam"
+    )
+    options: dict[str, Any] = Field(
+        default={}, description="arguments of that class, such as {momentum = 0.9}; adamw has betas and eps here"
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), strict=False, description="decay of the first and the second moment, per step"
     )
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled, times the learning rate")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="of parameters of two or more dims; for adamw decoupled, times the learning rate"
+    )
+    groups: tuple[Group, ...] = Field(
+        default=(),
+        strict=False,
+        description='factors by logical name, such as [{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}]',
+    )
     clip: float = Field(default=1.0, ge=0, description="largest global gradient norm; 0: do not clip")
+    norm: float = Field(
+        default=2.0, ge=1, allow_inf_nan=True, description="which norm of the gradients: 2.0, inf or another"
+    )
 
 
 class LR(Table):

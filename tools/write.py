@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megaprec.optimizer import ParallelAMPOptimizer
 from models.costs import stage_costs
 from models.stages import cuts
 from parallel.simulate import bubble, simulate
@@ -39,6 +40,17 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
             f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"
         )
         print(f"resumed    from {resumed}, {left}")
+
+
+def print_memory(optimizer: ParallelAMPOptimizer) -> None:
+    """What weights, gradients and optimizer state take, by formula and on this rank."""
+    whole, cut = optimizer.plan.bytes_per_parameter(len(optimizer.rule.names))
+    ranks = optimizer.shards.size
+    formula = f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
+    held = sum(buffer.num_bytes() for buffer in optimizer.all_buffers())
+    print(
+        f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
+    )
 
 
 def _stages(config: RunConfig, corpus: Corpus) -> str:

@@ -127,6 +127,12 @@ class PrecisionPlan:
         """The dtype of products with the parameter of this logical name."""
         return self.sensitive if self._kept(name) else self.compute
 
+    def bytes_per_parameter(self, averages: int) -> tuple[int, int]:
+        """(on every rank, cut over the ranks that share optimizer state) for a rule that keeps so many averages."""
+        own = self.masters.itemsize if self.masters.itemsize > self.parameters.itemsize else 0
+        masters = 2 if self.remainders else own
+        return self.parameters.itemsize + self.gradients.itemsize, masters + averages * self.moments.itemsize
+
     def _kept(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)
 

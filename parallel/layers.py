@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaprec.buffer import main_gradient
 from megaprec.layout import Layout, Part, attach, layout_of
+from megaprec.random import normal_part
 from parallel import collectives
 from parallel.context import Context
 from parallel.linear import Add, Input, Linear
-from parallel.random import normal_part
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         added = None if self.skip_bias_add else self.bias
-        y = Linear.apply(x, self.weight, added, lies, self.context.tp)
+        y = Linear.apply(x, self.weight, added, lies, self.context.tp, self.context.deferred)
         if self.gather_output:
             y = collectives.join(y, self.context.tp, y.dim() - 1)
         return y, self.bias if self.skip_bias_add else None
@@ -120,7 +121,7 @@ class RowParallelLinear(nn.Module):
         tp = self.context.tp
         if not self.input_is_parallel:
             x = collectives.split(x, tp, x.dim() - 1)
-        y = Linear.apply(x, self.weight, None, Input.OWN, tp)
+        y = Linear.apply(x, self.weight, None, Input.OWN, tp, self.context.deferred)
         y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias
@@ -165,7 +166,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
         ids, foreign = ctx.saved_tensors
-        main = getattr(ctx.weight, "main_grad", None)
+        main = main_gradient(ctx.weight)
         total = torch.zeros_like(ctx.weight) if main is None else main
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)

@@ -11,7 +11,8 @@ import torch
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.layout import layout_of
 from megaprec.plan import LossScaling, plan
-from models.config import ModelConfig, preset
+from models.config import ModelConfig
+from models.presets import preset
 from models.stages import Stage, cuts
 from parallel.context import Context
 from tools.cli import main

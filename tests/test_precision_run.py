@@ -227,8 +227,8 @@ def _switches_of_a_run(mesh: DeviceMesh, file: Path, keys: list[str]) -> tuple[s
     """The two switches at every step, and whether they are afterwards what they were before."""
     config = load_run(file, keys)
     trainer, seen, before = Trainer(config, open_corpus(config), mesh), set(), tf32_switches()
-    step = trainer._step
-    trainer._step = lambda: (seen.add(tf32_switches()), step())[1]  # type: ignore[method-assign]
+    step = trainer.step
+    trainer.step = lambda: (seen.add(tf32_switches()), step())[1]  # type: ignore[method-assign]
     trainer.run()
     return seen, tf32_switches() == before
 

@@ -12,7 +12,8 @@ from models.config import ModelConfig
 from tools.corpus import Corpus
 from tools.run import RunConfig
 
-FREE = {"dropout", "attention_dropout", "init_std"}  # keys of [model] that may change in the middle of a run
+# keys of [model] that may change in the middle of a run
+FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss"}
 
 
 def check_resumable(config: RunConfig, corpus: Corpus | None = None) -> None:
@@ -55,7 +56,8 @@ def _open(path: Path) -> Store:
 
 
 def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
-    saved, asked = kept(store, "model"), json.loads(model.model_dump_json())
+    """Keys that the checkpoint does not know yet have their default in it."""
+    saved, asked = (json.loads(m.model_dump_json()) for m in (ModelConfig(**kept(store, "model")), model))
     free = set(FREE)
     if model.positions == "rope":
         free.add("max_positions")  # nothing in the model has that size

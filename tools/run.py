@@ -24,15 +24,24 @@ from megaprec.dialects.translate import DIALECTS
 from megaprec.errors import UserError, did_you_mean
 from megaprec.lr import LRSchedule
 from megaprec.plan import PrecisionPlan
-from models.config import PRESETS, ModelConfig
-from tools.checks import cross_problems, lr_schedule
+from models.config import ModelConfig
+from models.costs import stage_costs
+from models.presets import PRESETS
+from models.stages import cuts
+from parallel.schedule import Schedule
+from tools.checks import cross_problems, lr_schedule, pipeline_schedule
 from tools.precision_native import plan_of, resolve_dialect, with_origins
 from tools.settings import FP8, LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 from tools.toml import Given, toml
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
-PLAINER = {"bool_type": "must be true or false", "string_type": "must be text in quotes"}
+PLAINER = {
+    "bool_type": "must be true or false",
+    "string_type": "must be text in quotes",
+    "model_type": 'must be a table, like {kind = "linear"}',
+    "extra_forbidden": "is none of its keys",
+}
 
 
 class RunConfig(BaseModel):
@@ -71,6 +80,15 @@ class RunConfig(BaseModel):
     def num_microbatches(self) -> int:
         """Micro-batches per step of one replica."""
         return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the pipeline ranks of one replica do, planned by the FLOPs of their stages."""
+        train, stages = self.train, len(pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage)
+        model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
+        cut = cuts(model, stages, train.seq_length, self.parallel.cuts)
+        costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
+        return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
 
     @property
     def tokens_per_step(self) -> int:
@@ -123,9 +141,9 @@ class RunConfig(BaseModel):
 
     def _as_toml(self) -> str:
         lines = [SAVED]
-        for table, values in self.model_dump().items():
+        for table, values in self:
             lines += ["", f"[{table}]"]
-            lines += [f"{k} = {toml(v)}  # {toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values.items()]
+            lines += [f"{k} = {toml(v)}  # {toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values]
         return "\n".join(lines) + "\n"
 
 
@@ -323,7 +341,8 @@ def _must(found: ErrorDetails) -> str:
     if found["type"] == "missing":
         return "too few values"
     message = PLAINER.get(found["type"], found["msg"].replace("Input should be", "must be"))
-    where = f"value {int(found['loc'][1]) + 1} " if len(found["loc"]) > 1 else ""
+    place = found["loc"][1] if len(found["loc"]) > 1 else None
+    where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
     if found["type"] == "literal_error":
         expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
         message += did_you_mean(str(found["input"]), expected)

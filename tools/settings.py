@@ -6,7 +6,7 @@ fields. `[model]` is `models.config.ModelConfig`. Values are read strictly: 8.0 
 """
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -49,13 +49,26 @@ class Parallel(Table):
     """How the model is spread over ranks: tensor x pipeline x data of them."""
 
     tensor: int = Field(default=1, gt=0, description="ranks that share each layer")
-    pipeline: int = Field(default=1, gt=0, description="stages of consecutive layers")
+    pipeline: int = Field(default=1, gt=0, description="ranks that each hold one or more stages of consecutive layers")
     data: int = Field(default=1, gt=0, description="replicas, each on its own samples")
     sequence: bool = Field(
         default=False, description="cut the sequence over the tensor ranks between the layers' products"
     )
-    schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="order of a pipeline's micro-batches")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = Field(
+        default="1f1b", description="order of a pipeline's micro-batches"
+    )
+    chunks: int = Field(default=0, ge=0, description="stages on each rank; 0: interleaved and zb-v 2, all others 1")
+    schedule_file: FilePath = Field(
+        default="", description="text file with a schedule of one's own, in place of schedule and chunks; empty: none"
+    )
+    cuts: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        default=(), strict=False, description="layers of each stage, like [3, 4, 4, 3]; empty: by cost"
+    )
     zero: bool = Field(default=True, description="cut optimizer state over the replicas (ZeRO-1)")
+    overlap: bool = Field(
+        default=False, description="sum gradients and collect weights while the model computes; for GPUs"
+    )
+    zero_size: int = Field(default=0, ge=0, description="replicas that share one copy of optimizer state; 0: all")
 
 
 class Precision(Table):
@@ -123,6 +136,9 @@ class Precision(Table):
     on_nonfinite: Literal["skip", "raise", "ignore"] = Field(
         default="skip", description="what a step with non-finite gradients does; ignore: it is applied"
     )
+    trace_overflows: bool = Field(
+        default=True, description="run a skipped step again to find the micro-batch and the samples that broke it"
+    )
     patience: int = Field(default=20, gt=0, description="skips in a row at the lowest scale after which the run stops")
 
 
@@ -150,15 +166,39 @@ class FP8(Table):
     calibrating: bool = Field(default=False, description="only record magnitudes, compute in precision.compute")
 
 
-class Optimizer(Table):
-    """AdamW and gradient clipping."""
+class Group(Table):
+    """Parameters that are treated otherwise than the rest."""
 
+    pattern: str = Field(min_length=1, description="of logical names, with * and ?; the first that matches counts")
+    lr: float | None = Field(default=None, ge=0, description="factor of the learning rate")
+    weight_decay: float | None = Field(default=None, ge=0, description="factor of optimizer.weight_decay")
+
+
+class Optimizer(Table):
+    """How gradients change weights."""
+
+    name: str = Field(
+        default="adamw", min_length=1, description="adamw, sgd or an elementwise class of torch.optim such as RAdam"
+    )
+    options: dict[str, Any] = Field(
+        default={}, description="arguments of that class, such as {momentum = 0.9}; adamw has betas and eps here"
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), strict=False, description="decay of the first and the second moment, per step"
     )
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled, times the learning rate")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="of parameters of two or more dims; for adamw decoupled, times the learning rate"
+    )
+    groups: tuple[Group, ...] = Field(
+        default=(),
+        strict=False,
+        description='factors by logical name, such as [{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}]',
+    )
     clip: float = Field(default=1.0, ge=0, description="largest global gradient norm; 0: do not clip")
+    norm: float = Field(
+        default=2.0, ge=1, allow_inf_nan=True, description="which norm of the gradients: 2.0, inf or another"
+    )
 
 
 class LR(Table):
@@ -207,5 +247,8 @@ class Log(Table):
     every: int = Field(default=1, gt=0, description="steps between log lines")
     tensorboard: bool = Field(default=True, description="write TensorBoard events, where it is installed")
     plot: bool = Field(default=True, description="draw loss, gradient norm and loss scale at the end")
+    timeline: int = Field(
+        default=0, ge=0, description="step of which timeline.json records when each rank did what; 0: none"
+    )
     progress: bool = Field(default=True, description="progress line on a terminal")
     sample: str = Field(default="", description="prompt of the text generated at the end; empty: none")

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
 
 @dataclass(frozen=True)
 class Given:
@@ -22,6 +24,8 @@ def toml(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml(item) for item in value)}]"
+    if isinstance(value, BaseModel):
+        return toml(value.model_dump(exclude_defaults=True))
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key} = {toml(item)}' for key, item in value.items())}}}"
     return repr(value)

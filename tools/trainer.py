@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.state import load, save
 from megaprec.data.samples import Samples
+from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, StepReport, report_fields
 from megaprec.groups import Group
 from megaprec.optimizer import ParallelAMPOptimizer
@@ -54,6 +55,8 @@ class Trainer:
     def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, checkpoint: Path | None = None) -> None:
         self.config, self.corpus, self.resumed = config, corpus, checkpoint
         train, parallel = config.train, config.parallel
+        if config.plan.fp8 is not None:
+            raise UserError(f'fp8.kind = "{config.fp8.kind}": FP8 is read, shown and translated, but not computed yet')
         self.engine = Engine(
             corpus.model,
             config.plan,

@@ -164,9 +164,7 @@ class Torch:
             return None
         if self._scalars.keys() != self._scalar_names:
             had, needs = (", ".join(sorted(names)) or "nothing" for names in (self._scalars, self._scalar_names))
-            raise UserError(
-                f"{self._says} keeps {needs}, but the loaded state has {had}: it is of another one"
-            )
+            raise UserError(f"{self._says} keeps {needs}, but the loaded state has {had}: it is of another one")
         return dict(zip(self.names, state, strict=True)) | {n: value.clone() for n, value in self._scalars.items()}
 
     def _step_once(

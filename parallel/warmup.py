@@ -5,6 +5,7 @@ each rank drops what it holds, receives what others have sent it meanwhile but i
 carries anything old, and begins anew.
 """
 
+from collections.abc import Sequence
 from itertools import chain, takewhile
 
 from parallel.schedule import Channel, Instruction, Message, Op, Program, Schedule
@@ -13,7 +14,7 @@ from parallel.simulate import simulate
 _OPS = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
 
 
-def warmup(program: Program) -> Program:
+def warmup(program: Sequence[Instruction]) -> Program:
     """The part of `program` before the first backward pass and what it waits for."""
     return tuple(takewhile(lambda i: i.op in _OPS, program))
 

@@ -25,12 +25,14 @@ from megaprec.plan import PrecisionPlan
 from megaprec.trace import Trace
 from models.config import ModelConfig
 from models.stages import Stage, build, cuts
+from parallel.check import check
 from parallel.context import Context
 from parallel.dropout import Place
 from parallel.executor import Executor
 from parallel.links import Links
+from parallel.recording import Recording
 from parallel.schedule import Instruction, Message, Op, Schedule, forward_only
-from parallel.simulate import check
+from parallel.simulate import sends_under_way
 
 MakeOptimizer = Callable[[list[Stage], PrecisionPlan, DeviceMesh | None], ParallelAMPOptimizer]
 
@@ -64,7 +66,7 @@ class Engine:
     """Trains a model of `config` over a (pp, dp, tp) mesh, by `schedule`, in micro-batches of `micro_batch` samples.
 
     trace: whether a skipped step is run again to find the micro-batch and the samples that broke it.
-    make_optimizer: builds the optimizer over this rank's stages.
+    make_optimizer: builds the optimizer over this rank's stages. layers: how many each stage has; by cost if empty.
     """
 
     def __init__(
@@ -80,36 +82,44 @@ class Engine:
         seed: int = 0,
         trace: bool = True,
         make_optimizer: MakeOptimizer = ParallelAMPOptimizer,
+        layers: Sequence[int] = (),
     ) -> None:
         check(schedule)
+        self.schedule = schedule
         self.device, self.micro_batch, self.trace = device_of(mesh), micro_batch, trace
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.last, self._last_rank = len(schedule.rank_of_stage) - 1, schedule.rank_of_stage[-1]
         self._rows = schedule.microbatches * micro_batch  # samples in a share
         context = Context(plan, self.tp, sequence, seed)
-        cut = cuts(config, self.last + 1, seq_length)
+        cut = cuts(config, self.last + 1, seq_length, layers)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)
-        self._links = links = Links.open(self.pp, schedule.rank_of_stage, shape, plan.compute, self.device)
+        sends = sends_under_way(schedule)
+        self._links = links = Links.open(self.pp, schedule.rank_of_stage, shape, plan.compute, self.device, sends=sends)
         train, evaluate = schedule.programs[self.pp.rank], forward_only(schedule).programs[self.pp.rank]
-        self._train = Executor(train, links, self._forward, lambda stage: self.optimizer.reduce(self._chunk[stage]))
+        ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
+        self._shared_ends = config.tied and ends == {self.pp.rank} and self.last > 0
+        self._deferred = context.deferred
+        self._train = Executor(train, links, self._forward, self._reduce, deferred=self._deferred)
         self._evaluate = Executor(evaluate, links, self._forward)
 
-    def step(self, share: Share, lr: float, number: int) -> StepReport:
+    def step(self, share: Share, lr: float, number: int, recording: Recording | None = None) -> StepReport:
         """One training step, the `number`-th; every rank gets the same report. Collective over the whole mesh.
 
+        recording: receives when each instruction ran.
         Raises NonFiniteStep, on every rank, if the plan says so of a step that is not finite.
         """
-        self.accumulate(share, number)
+        self.accumulate(share, number, recording)
         report = self.update(lr) or self.settle()
         assert report is not None
         return report
 
-    def accumulate(self, share: Share, number: int) -> StepReport | None:
+    def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> StepReport | None:
         """The first half of `step`: all passes. Returns the report of the step before, if that was still unknown."""
         self._running = self._begin(share, number, self.optimizer.scale)
+        self._train.spans = recording.spans if recording else None
         self._train.run()
 
     def update(self, lr: float) -> StepReport | None:
@@ -174,7 +184,7 @@ class Engine:
                 onset.look(i.microbatch * self.dp.size + self.dp.rank)
 
         program = [i for i in self._train.program if i.op is not Op.REDUCE]
-        Executor(program, self._links, self._forward, after=after).run()
+        Executor(program, self._links, self._forward, deferred=self._deferred, after=after).run()
         self._clear()
         firsts = self.dp.gather(torch.tensor([run.share.first], device=self.device)).tolist()
         moments = onset.agreed(self.optimizer.world)
@@ -224,6 +234,12 @@ class Engine:
         if self.tp.rank == 0:  # the other tp ranks hold the same loss, and shares are summed over the world
             run.loss += loss.detach()
         return loss * run.scale
+
+    def _reduce(self, stage: int) -> None:
+        """A head tied to the embedding on the same rank adds to the first stage's gradients, perhaps after the first
+        stage is done: they are reduced by the optimizer's step, which takes what is left."""
+        if not (stage == 0 and self._shared_ends):
+            self.optimizer.reduce(self._chunk[stage])
 
     def _columns(self, samples: Tensor) -> Tensor:
         """[b, s] of the data set to [s, b] of the model, on its device."""

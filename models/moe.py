@@ -41,11 +41,11 @@ class Expert(MLP):
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__(config, context, name)
-        self.tp = context.tp
+        self.tp, self.deferred = context.tp, context.deferred
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.activate(Linear.apply(x, self.inner.weight, None, Input.OWN, self.tp))
-        return Linear.apply(y, self.down.weight, None, Input.OWN, self.tp)
+        y = self.activate(Linear.apply(x, self.inner.weight, None, Input.OWN, self.tp, self.deferred))
+        return Linear.apply(y, self.down.weight, None, Input.OWN, self.tp, self.deferred)
 
 
 class MixtureOfExperts(nn.Module):

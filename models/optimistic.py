@@ -14,6 +14,7 @@ from megaprec.optimistic import OptimisticOptimizer
 from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.engine import Engine, MakeOptimizer, Share
+from parallel.recording import Recording
 from parallel.schedule import Schedule
 from parallel.warmup import unread, warmup
 
@@ -40,9 +41,10 @@ class OptimisticEngine(Engine):
         self._warmup = len(warmup(self._train.program))
         self._unread = unread(schedule)[self.pp.rank]
 
-    def accumulate(self, share: Share, number: int) -> StepReport | None:
+    def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> StepReport | None:
         """As before. Returns the report of the step before, unless `update` or `settle` has given it."""
         self._running = self._begin(share, number, self.optimizer.scale)
+        self._train.spans = spans = recording.spans if recording else None
         self._train.carry_out(0, self._warmup)
         report = None
         if settled := self._optimistic.settle():
@@ -51,6 +53,8 @@ class OptimisticEngine(Engine):
                 self._train.abandon(self._unread)
                 report = self._explained(report, self._taken)
                 self._running = self._begin(share, number, self.optimizer.scale)
+                if spans is not None:
+                    spans.clear()
                 self._train.carry_out(0, self._warmup)
         self._train.carry_out(self._warmup, len(self._train.program))
         self._train.finish()

@@ -92,7 +92,7 @@ class Stage(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
-        return Linear.apply(self.final_norm(x), self.head, None, lies, self.context.tp)
+        return Linear.apply(self.final_norm(x), self.head, None, lies, self.context.tp, self.context.deferred)
 
     def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Made once for each length: under dynamic scaling the angles depend on it."""
@@ -108,10 +108,15 @@ class Stage(nn.Module):
         return cross_entropy(logits, targets, vocabulary, self.context.tp, self.context.plan.sensitive)
 
 
-def cuts(config: ModelConfig, stages: int, seq_length: int) -> list[Cut]:
-    """The cut of a model into `stages` stages whose most expensive one costs least; each has a layer or more."""
+def cuts(config: ModelConfig, stages: int, seq_length: int, given: Sequence[int] = ()) -> list[Cut]:
+    """The cut of a model into `stages` stages whose most expensive one costs least; each has a layer or more.
+
+    given: how many layers each stage has, if not that is to decide.
+    """
     layers = [config.layer_flops(seq_length)] * config.layers
-    counts = best_cut(layers, stages, first=config.embedding_flops(), last=config.head_flops())
+    counts = given or best_cut(layers, stages, first=config.embedding_flops(), last=config.head_flops())
+    if (len(counts), sum(counts), min(counts) > 0) != (stages, config.layers, True):
+        raise ValueError(f"{config.layers} layers are not cut into {stages} stages by {[*counts]}")
     ends = list(accumulate(counts))
     return [
         Cut(i, range(end - n, end), i == 0, i == stages - 1)

@@ -80,7 +80,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         added = None if self.skip_bias_add else self.bias
-        y = Linear.apply(x, self.weight, added, lies, self.context.tp)
+        y = Linear.apply(x, self.weight, added, lies, self.context.tp, self.context.deferred)
         if self.gather_output:
             y = collectives.join(y, self.context.tp, y.dim() - 1)
         return y, self.bias if self.skip_bias_add else None
@@ -121,7 +121,7 @@ class RowParallelLinear(nn.Module):
         tp = self.context.tp
         if not self.input_is_parallel:
             x = collectives.split(x, tp, x.dim() - 1)
-        y = Linear.apply(x, self.weight, None, Input.OWN, tp)
+        y = Linear.apply(x, self.weight, None, Input.OWN, tp, self.context.deferred)
         y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias

@@ -2,7 +2,7 @@
 
 The weight's gradient is added into `weight.main_grad`, the FP32 view of the gradient buffer, as soon as it is made;
 autograd never holds one. The input's gradient is summed over tp while the weight's gradient is
-still being computed.
+still being computed. Nothing waits for the weight's gradient, so a pipeline schedule may put it off (`deferred.py`).
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megaprec.buffer import main_gradient
 from megaprec.comm import Axis
 from megaprec.gemm import add_product_, product
+from parallel.deferred import Deferred
 
 
 class Input(Enum):
@@ -26,26 +27,46 @@ class Input(Enum):
 
 
 class Linear(torch.autograd.Function):
-    """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s for SEQUENCE."""
+    """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s for SEQUENCE.
+
+    deferred: where the gradient of a weight that has a main gradient is put off; a bias's never is.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, lies: Input, tp: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        lies: Input,
+        tp: Axis,
+        deferred: Deferred | None = None,
+    ) -> Tensor:
         ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
+        ctx.deferred = deferred or Deferred()
         ctx.save_for_backward(x)
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
         y = product(whole.reshape(-1, whole.shape[-1]), weight.t()).view(*whole.shape[:-1], weight.shape[0])
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        weight = ctx.weight
+        weight, tp, lies = ctx.weight, ctx.tp, ctx.lies
         rows = grad.reshape(-1, grad.shape[-1])
         finish = _start_input_gradient(ctx, rows, weight, grad.shape) if ctx.needs_input_grad[0] else _none
-        whole = ctx.tp.gather(x) if ctx.lies is Input.SEQUENCE else x
-        grad_weight = weight_gradient(weight, rows, whole.reshape(-1, whole.shape[-1]))
+
+        def make_weight_gradient() -> Tensor | None:
+            whole = tp.gather(x) if lies is Input.SEQUENCE else x
+            return weight_gradient(weight, rows, whole.reshape(-1, whole.shape[-1]))
+
+        grad_weight = None
+        if getattr(weight, "main_grad", None) is None:
+            grad_weight = make_weight_gradient()  # autograd itself wants it, now
+        else:
+            ctx.deferred.run(make_weight_gradient)
         grad_bias = None if ctx.bias is None else add_gradient(ctx.bias, rows)
-        return finish(), grad_weight, grad_bias, None, None
+        return finish(), grad_weight, grad_bias, None, None, None
 
 
 def _none() -> None: ...

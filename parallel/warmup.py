@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain, takewhile
 
 from parallel.schedule import Channel, Instruction, Message, Op, Program, Schedule
-from parallel.simulate import simulate
+from parallel.simulate import sends_under_way, simulate
 
 _OPS = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
 
@@ -32,5 +32,9 @@ def unread(schedule: Schedule) -> tuple[Program, ...]:
             receive = Instruction(Op.RECV_ACTIVATION, message.stage + 1, message.microbatch)
             drains[schedule.rank_of_stage[receive.stage]].append(receive)
     programs = tuple((*first, *drain) for first, drain in zip(warmups, drains, strict=True))
-    simulate(Schedule(programs, schedule.rank_of_stage), communicator=lambda m: Channel.of(m, schedule.rank_of_stage))
+    simulate(
+        Schedule(programs, schedule.rank_of_stage),
+        communicator=lambda message: Channel.of(message, schedule.rank_of_stage),
+        sends=sends_under_way(schedule),
+    )
     return tuple(map(tuple, drains))

@@ -16,7 +16,7 @@ from megaprec.plan import PrecisionPlan, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
 from models.stages import Stage
-from parallel.schedule import schedule
+from parallel.kinds import schedule
 from tests.layouts import Fragment, Recording, assemble
 from tests.ranks import run_ranks
 

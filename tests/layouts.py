@@ -15,7 +15,8 @@ from megaprec.plan import LossScaling, PrecisionPlan, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
 from models.stages import Stage
-from parallel.schedule import schedule
+from parallel.kinds import schedule
+from parallel.schedule import Schedule
 from tests.ranks import run_ranks
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]  # tp, pp, dp
@@ -39,6 +40,8 @@ class Run:
     lr: float = 1e-2
     clip: float = 0.5
     kind: str = "1f1b"
+    chunks: int = 0
+    own: str = ""  # the text of a schedule in place of kind and chunks
     micro_batch: int = 2
     plant: tuple[int, int, float] | None = None  # rank, step, value put into one of its gradient elements
     before: Callable[[], None] | None = None  # called on every rank before it trains; a function of a module
@@ -160,7 +163,7 @@ def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
         run.config,
         plan(run.compute, run.scaling, **run.changes),
         mesh,
-        schedule(run.kind, pp, SAMPLES // run.micro_batch // dp),
+        Schedule.parse(run.own) if run.own else schedule(run.kind, pp, SAMPLES // run.micro_batch // dp, run.chunks),
         micro_batch=run.micro_batch,
         seq_length=LENGTH,
         sequence=run.sequence,

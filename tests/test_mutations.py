@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec import block, gradients, groups
 from megaprec import optimizer as optimizer_module
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis
@@ -20,6 +22,7 @@ from megaprec.events import StepReport
 from megaprec.layout import Layout, layout_of
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.partial import sum_partial
+from megaprec.plan import PrecisionPlan
 from megaprec.scaler import DynamicGradScaler
 from megaprec.stats import statistics
 from models.engine import Engine
@@ -27,9 +30,12 @@ from parallel.layers import RowParallelLinear
 from tests import test_parity
 from tests.layouts import train
 from tests.ranks import run_ranks
+from tests.test_agree import require_branches_noticed
 from tests.test_amp import plant_everywhere, require_nan_lowers_the_scale, require_scale_divided_out
 from tests.test_checkpoint import resume_and_compare
+from tests.test_groups import require_factors
 from tests.test_scaler import require_megatron_trace, require_state_round_trip
+from tests.test_state_precision import require_planned_travel, require_same_bits
 
 Bug = Callable[[], None]
 Law = Callable[[Bug, pytest.MonkeyPatch, Path], object]
@@ -313,3 +319,40 @@ def no_bug() -> None:
 def test_and_holds_without_it(law: Law, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those laws that no other test takes in this layout."""
     law(no_bug, monkeypatch, tmp_path)
+
+
+def gradients_travel_as_they_are_kept() -> None:
+    inner = Buffer.__init__
+
+    def init(self: Buffer, parameters: Sequence[nn.Parameter], plan: PrecisionPlan, *others: Any) -> None:
+        inner(self, parameters, replace(plan, reduce=plan.gradients), *others)
+
+    setattr(Buffer, "__init__", init)  # noqa: B010  # its arguments are only passed on
+
+
+def rounding_is_drawn_by_the_place_in_the_own_slice() -> None:
+    block.places = lambda part, first, last, device: torch.arange(last - first, device=device)
+
+
+def the_last_group_that_matches_decides() -> None:
+    inner = groups.factors
+    groups.factors = lambda part, some: inner(part, some[::-1])
+
+
+def missing_gradients_are_not_compared() -> None:
+    gradients.missing = lambda buffers: []
+
+
+STATE_LAWS: list[tuple[Bug, Callable[[Bug], None]]] = [
+    (gradients_travel_as_they_are_kept, lambda bug: require_planned_travel("bf16", bug)),
+    (rounding_is_drawn_by_the_place_in_the_own_slice, lambda bug: require_same_bits({"tp": 2}, ["no masters"], bug)),
+    (rounding_is_drawn_by_the_place_in_the_own_slice, lambda bug: require_same_bits({"dp": 2}, ["bf16 moments"], bug)),
+    (the_last_group_that_matches_decides, lambda bug: require_factors({"dp": 2}, bug)),
+    (missing_gradients_are_not_compared, require_branches_noticed),
+]
+
+
+@pytest.mark.parametrize(("bug", "law"), STATE_LAWS, ids=lambda x: x.__name__ if x in dict(STATE_LAWS) else "")
+def test_a_test_of_what_is_kept_and_agreed_fails_if(bug: Bug, law: Callable[[Bug], None]) -> None:
+    with pytest.raises(AssertionError):
+        law(bug)

@@ -100,7 +100,7 @@ def test_override_values_are_toml_and_text_needs_no_quotes(override: str, value:
         ("tensor=2", "did you mean parallel.tensor?"),
         ("modle.layers=2", "[modle] (command line): no such table; did you mean [model]?"),
         ("model.preset=llama-dem", "did you mean llama-demo?"),
-        ("parallel.schedule=1fb1", "must be 'gpipe' or '1f1b'; did you mean 1f1b?"),
+        ("parallel.schedule=1fb1", "'zb-h2' or 'zb-v'; did you mean 1f1b?"),
         ("nothing", '"nothing" (command line): an override is table.key=value'),
     ],
 )

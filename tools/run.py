@@ -25,8 +25,11 @@ from pydantic_core import ErrorDetails
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
 from models.config import ModelConfig
+from models.costs import stage_costs
 from models.presets import PRESETS
-from tools.checks import cross_problems, lr_schedule
+from models.stages import cuts
+from parallel.schedule import Schedule
+from tools.checks import cross_problems, lr_schedule, pipeline_schedule
 from tools.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
@@ -73,6 +76,15 @@ class RunConfig(BaseModel):
     def num_microbatches(self) -> int:
         """Micro-batches per step of one replica."""
         return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the pipeline ranks of one replica do, planned by the FLOPs of their stages."""
+        train, stages = self.train, len(pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage)
+        model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
+        cut = cuts(model, stages, train.seq_length, self.parallel.cuts)
+        costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
+        return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
 
     @property
     def tokens_per_step(self) -> int:

@@ -49,12 +49,21 @@ class Parallel(Table):
     """How the model is spread over ranks: tensor x pipeline x data of them."""
 
     tensor: int = Field(default=1, gt=0, description="ranks that share each layer")
-    pipeline: int = Field(default=1, gt=0, description="stages of consecutive layers")
+    pipeline: int = Field(default=1, gt=0, description="ranks that each hold one or more stages of consecutive layers")
     data: int = Field(default=1, gt=0, description="replicas, each on its own samples")
     sequence: bool = Field(
         default=False, description="cut the sequence over the tensor ranks between the layers' products"
     )
-    schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="order of a pipeline's micro-batches")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = Field(
+        default="1f1b", description="order of a pipeline's micro-batches"
+    )
+    chunks: int = Field(default=0, ge=0, description="stages on each rank; 0: interleaved and zb-v 2, all others 1")
+    schedule_file: FilePath = Field(
+        default="", description="text file with a schedule of one's own, in place of schedule and chunks; empty: none"
+    )
+    cuts: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        default=(), strict=False, description="layers of each stage, like [3, 4, 4, 3]; empty: by cost"
+    )
     zero: bool = Field(default=True, description="cut optimizer state over the replicas (ZeRO-1)")
     overlap: bool = Field(
         default=False, description="sum gradients and collect weights while the model computes; for GPUs"
@@ -177,5 +186,8 @@ class Log(Table):
     every: int = Field(default=1, gt=0, description="steps between log lines")
     tensorboard: bool = Field(default=True, description="write TensorBoard events, where it is installed")
     plot: bool = Field(default=True, description="draw loss, gradient norm and loss scale at the end")
+    timeline: int = Field(
+        default=0, ge=0, description="step of which timeline.json records when each rank did what; 0: none"
+    )
     progress: bool = Field(default=True, description="progress line on a terminal")
     sample: str = Field(default="", description="prompt of the text generated at the end; empty: none")

@@ -23,12 +23,13 @@ from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.optimistic import OptimisticEngine
 from models.stages import Stage
-from parallel.schedule import schedule
+from parallel.recording import Recording
 from tools.checks import loss_scaling, make_rule
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.run import RunConfig
 from tools.skips import Hopeless, overflow_event
+from tools.trace import TIMELINE, write_trace
 from tools.write import print_memory, print_start
 
 
@@ -66,13 +67,14 @@ class Trainer:
             corpus.model,
             make_plan(config),
             mesh,
-            schedule(parallel.schedule, parallel.pipeline, config.num_microbatches),
+            config.schedule,
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             sequence=parallel.sequence,
             seed=train.seed,
             trace=config.precision.trace_overflows,
             make_optimizer=self._optimizer,
+            layers=parallel.cuts,
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = Progress()  # of the steps whose outcome is known; one more may have been taken
@@ -192,9 +194,12 @@ class Trainer:
         raise is remembered.
         """
         position = self.progress.samples + (self._taken - self.progress.step) * self.config.train.global_batch
-        before = self.engine.accumulate(self.share(self.corpus.train, position), self._taken)
+        recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
+        before = self.engine.accumulate(self.share(self.corpus.train, position), self._taken, recording)
         known = [(before, self._count(before))] if before else []
         self._taken += 1
+        if recording:
+            self._write_timeline(recording)
         try:
             report = self.engine.update(self._lr())
             if self._evaluates_after(self._taken) or self._saves_after(self._taken):
@@ -221,6 +226,11 @@ class Trainer:
             progress.tokens + self.config.tokens_per_step,
         )
         return self.progress
+
+    def _write_timeline(self, recording: Recording) -> None:
+        spans = recording.gather(self.engine.schedule, self.engine.device)
+        if self.rank == 0:
+            write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self._taken}")
 
     def evaluate(self, samples: Samples) -> float:
         """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.

@@ -5,8 +5,7 @@ from pathlib import Path
 from megaprec.optimistic import OptimisticOptimizer
 from megaprec.optimizer import ParallelAMPOptimizer
 from models.stages import cuts
-from parallel.schedule import schedule
-from parallel.simulate import bubble
+from parallel.simulate import bubble, simulate
 from tools.corpus import Corpus
 from tools.generate import find_checkpoint, generate, harmless, load_model
 from tools.run import RunConfig
@@ -18,7 +17,11 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
     """Model, data, layout, batch arithmetic and stages, in a few lines."""
     p, t, model = config.parallel, config.train, corpus.model
     replicas = _count(p.data, "replica")
-    modes = [p.schedule, *(["sequence parallel"] if p.sequence else []), *(["ZeRO-1"] if p.zero and p.data > 1 else [])]
+    modes = [
+        p.schedule_file or p.schedule,
+        *(["sequence parallel"] if p.sequence else []),
+        *(["ZeRO-1"] if p.zero and p.data > 1 else []),
+    ]
     print(
         f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
@@ -55,12 +58,13 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
 def _stages(config: RunConfig, corpus: Corpus) -> str:
     """Layers of each stage, its share of the cost, and the share of time that ranks will wait."""
     model, p = corpus.model, config.parallel
-    cut = cuts(model, p.pipeline, config.train.seq_length)
+    schedule = config.schedule
+    cut = cuts(model, len(schedule.rank_of_stage), config.train.seq_length, p.cuts)
     costs = [len(c.layers) * model.layer_flops(config.train.seq_length) + c.last * model.head_flops() for c in cut]
     said = ", ".join(
         f"{_count(len(c.layers), 'layer')} ({cost / sum(costs):.0%})" for c, cost in zip(cut, costs, strict=True)
     )
-    return f"{said}; bubble of equal stages {bubble(schedule(p.schedule, p.pipeline, config.num_microbatches)):.1%}"
+    return f"{said}; bubble of equal stages {bubble(simulate(schedule)):.1%}"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:

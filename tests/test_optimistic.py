@@ -1,7 +1,11 @@
 """The laws of the optimistic step: it trains what an agreed step trains, bit for bit, and no stage waits for others."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +13,26 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.block import Block, Wide
+from megaprec.buffer import Buffer
+from megaprec.errors import UserError
 from megaprec.events import StepReport
+from megaprec.layout import attach_whole
 from megaprec.optimistic import OptimisticOptimizer, Settled
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import LossScaling, plan
-from megaprec.rules import rule
+from megaprec.rules import Torch, rule
 from models.engine import Engine, Share
 from models.optimistic import OptimisticEngine
-from parallel.schedule import schedule
+from parallel.executor import Executor
+from parallel.kinds import KINDS, schedule
+from parallel.links import Links
+from parallel.schedule import Instruction, Message, Op
+from parallel.warmup import unread, warmup
 from tests.layouts import LENGTH, SAMPLES, Run, batches, share_of
 from tests.ranks import run_ranks
+from tests.runs import checkpoint, rewind, steps, tensors, train_on, write_run
+from tools.run import load_run
 
 INF, NAN = float("inf"), float("nan")
 MODEL = {"family": "llama", "layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 37}
@@ -117,6 +131,7 @@ def make(mesh: DeviceMesh, case: Case, kind: str, after: bool) -> Engine:
 def state(engine: Engine) -> tuple[str, list[Tensor]]:
     """All that a step may change. Tensors as bytes, for NaN is not itself."""
     optimizer = engine.optimizer
+    optimizer.wait()
     held = [
         kept
         for b in optimizer.all_buffers()
@@ -187,3 +202,230 @@ def test_what_is_guessed_and_taken_back_trains_what_is_agreed_on_first(
     axes: dict[str, int], kind: str, names: list[str]
 ) -> None:
     run_ranks(require_same, axes, names=names, kind=kind)
+
+
+# --- the tests are tested
+
+
+def averages_are_forgotten() -> None:
+    inner = Block.changed
+    Block.changed = lambda self: inner(self)[:-1]
+
+
+def the_step_count_is_forgotten() -> None:
+    OptimisticOptimizer._counters = lambda self: [*self.scaler.tensors()]
+
+
+def the_scaler_is_forgotten() -> None:
+    OptimisticOptimizer._counters = lambda self: [self.steps]
+
+
+def scalars_of_the_rule_are_forgotten() -> None:
+    Torch.load_scalars = lambda self, scalars: None
+
+
+def gradients_are_spent() -> None:
+    inner = OptimisticOptimizer._widen_copied
+
+    def widen(self: OptimisticOptimizer, block: Block) -> Wide:
+        weights, _, state = inner(self, block)
+        return weights, block.grads, state
+
+    OptimisticOptimizer._widen_copied = widen
+
+
+def weights_of_others_are_kept() -> None:
+    """A step that is skipped after all collects nothing."""
+    inner = OptimisticOptimizer._go_back
+
+    def go_back(self: OptimisticOptimizer, guessed: Any) -> None:
+        collect, Buffer.start_collect = Buffer.start_collect, lambda self: lambda: None
+        inner(self, guessed)
+        Buffer.start_collect = collect
+
+    OptimisticOptimizer._go_back = go_back
+
+
+def stale_messages_are_read() -> None:
+    """Those which should be dropped are taken for those that come after them."""
+    late: list[Instruction] = []
+    receive, abandon = Links.receive, Executor.abandon
+
+    def receive_first(self: Links, i: Instruction) -> Tensor:
+        first = receive(self, i)
+        if i in late:
+            late.remove(i)
+            receive(self, i)
+        return first
+
+    def abandon_nothing(self: Executor, unread: Sequence[Instruction]) -> None:
+        late.extend(unread)
+        abandon(self, ())
+
+    Executor.abandon, Links.receive = abandon_nothing, receive_first
+
+
+def the_warmup_is_not_made_again() -> None:
+    inner = After.settle
+
+    def settle(self: After) -> Settled | None:
+        settled = inner(self)
+        return settled and replace(settled, stands=True)
+
+    After.settle = settle
+
+
+BUGS: list[tuple[Callable[[], None], dict[str, int], str, str]] = [
+    (averages_are_forgotten, {"pp": 2}, "wrong in a row", "tensors"),
+    (the_step_count_is_forgotten, {"pp": 2}, "wrong in a row", "AssertionError"),
+    (the_scaler_is_forgotten, {"pp": 2}, "wrong in a row", "AssertionError"),
+    (scalars_of_the_rule_are_forgotten, {"pp": 2}, "other rule", "AssertionError"),
+    (gradients_are_spent, {"pp": 2}, "wrong in a row", "AssertionError"),
+    (weights_of_others_are_kept, {"pp": 2, "dp": 2}, "fp16", "tensors"),
+    (stale_messages_are_read, {"pp": 2}, "wrong in a row", "tensors"),
+    (the_warmup_is_not_made_again, {"pp": 2}, "wrong in a row", "modified by an inplace operation"),
+]
+
+
+@pytest.mark.parametrize(("bug", "axes", "name", "says"), BUGS, ids=lambda x: getattr(x, "__name__", ""))
+def test_it_is_noticed_if(bug: Callable[[], None], axes: dict[str, int], name: str, says: str) -> None:
+    with pytest.raises(pytest.fail.Exception) as raised:
+        run_ranks(require_same, axes, names=[name], kind="1f1b", bug=bug)
+    assert says in str(raised.value), "it failed for another reason"
+
+
+# --- nobody waits
+
+
+class Patient(OptimisticOptimizer):
+    """Its last stage does not come to an agreement before the first one has begun the next step."""
+
+    folder: Path
+
+    def _own_numbers(self, loss: Tensor | None) -> Tensor:
+        numbers = super()._own_numbers(loss)
+        begun = self.folder / str(int(self.steps) + 1)
+        deadline = time.monotonic() + 30
+        while self.pp.rank == self.pp.size - 1 and int(self.steps) < STEPS - 1 and not begun.exists():
+            assert time.monotonic() < deadline, "the first stage waits for the last one"
+            time.sleep(0.01)
+        return numbers
+
+
+STEPS = 3
+
+
+def go_ahead(mesh: DeviceMesh, folder: Path) -> list[str]:
+    Patient.folder = folder
+    run = Run(MODEL, "fp32", steps=STEPS)
+    kind = schedule("1f1b", 2, SAMPLES // run.micro_batch)
+    engine = OptimisticEngine(
+        run.config, plan("fp32"), mesh, kind, micro_batch=run.micro_batch, seq_length=LENGTH, make_optimizer=never_clips
+    )
+    stage, known = next(iter(engine.stages.values())), []
+    for number, batch in enumerate(batches(run)):
+        stage.register_forward_pre_hook(lambda module, args, number=number: (folder / str(number)).touch())
+        known += [engine.accumulate(share_of(mesh, batch), number), engine.update(1e-2)]
+    known.append(engine.settle())
+    return [report.outcome for report in known if report is not None]
+
+
+def never_clips(*args: Any) -> Patient:
+    return Patient(*args, clip=0.0)
+
+
+def test_a_stage_begins_the_next_step_while_another_has_not_come_to_the_end_of_this_one(tmp_path: Path) -> None:
+    assert run_ranks(go_ahead, {"pp": 2}, folder=tmp_path) == [["applied"] * STEPS] * 2
+
+
+# --- the warm-up
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
+def test_every_message_of_the_warm_ups_is_read_once_in_it_or_after_it(kind: str, ranks: int, microbatches: int) -> None:
+    whole = schedule(kind, ranks, microbatches)
+    warmups, drains = [warmup(program) for program in whole.programs], unread(whole)
+    sent = Counter(Message.of(i) for i in chain(*warmups) if i.op is Op.SEND_ACTIVATION)
+    assert Counter(Message.of(i) for i in chain(*warmups, *drains) if i.op is Op.RECV_ACTIVATION) == sent
+    for rank, (program, first) in enumerate(zip(whole.programs, warmups, strict=True)):
+        assert program[: len(first)] == first
+        assert program[len(first)].op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.RECV_GRADIENT)
+        assert all(whole.rank_of_stage[i.stage] == rank for i in drains[rank])
+
+
+def test_in_1f1b_each_rank_but_the_first_has_one_message_left_and_in_gpipe_none() -> None:
+    assert [len(drain) for drain in unread(schedule("1f1b", 4, 8))] == [0, 1, 1, 1]
+    assert [len(drain) for drain in unread(schedule("gpipe", 4, 8))] == [0, 0, 0, 0]
+
+
+# --- what is refused
+
+
+def come_apart(mesh: DeviceMesh, folder: Path) -> list[str]:
+    """The messages of what may not be done while a step is not settled, and of ranks that disagree."""
+    case = Case(Run(MODEL, "fp16", LossScaling("dynamic", 2.0**8), steps=2))
+    engine = make(mesh, case, "1f1b", after=True)
+    first, second = shares(mesh, case)
+    engine.accumulate(first, 0)
+    engine.update(1e-2)
+    said = []
+    for wrong in (lambda: engine.evaluate(first), lambda: engine.update(1e-2), engine.optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="not settled") as raised:
+            wrong()
+        said.append(str(raised.value))
+    engine.settle()
+    expected = [kept.clone() for kept in state(engine)[1]]
+    engine.accumulate(second, 1)
+    if mesh.get_rank() == 1:
+        engine.optimizer.scaler.tensors()[0].mul_(2)
+    engine.update(1e-2)
+    with pytest.raises(RuntimeError, match="disagree about the loss scaler"):
+        engine.settle()
+    kept = [held for b in engine.optimizer.all_buffers() for held in (b.weights, *b.state.values())]
+    assert any(torch.equal(held.view(torch.uint8), kept[0].view(torch.uint8)) for held in expected)
+    return said
+
+
+def test_what_needs_a_settled_step_says_so_and_ranks_that_disagree_stop(tmp_path: Path) -> None:
+    assert all(len(said) == 3 for said in run_ranks(come_apart, {"pp": 2}, folder=tmp_path))
+
+
+def test_a_plan_that_raises_is_refused(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    attach_whole(layer)
+    with pytest.raises(UserError, match='validation = "after" learns'):
+        OptimisticOptimizer([layer], plan("fp32", on_nonfinite="raise"))
+    with pytest.raises(UserError, match='validation "after" learns'):
+        load_run(write_run(tmp_path), ["optimizer.validation=after", "precision.on_nonfinite=raise"])
+
+
+# --- runs
+
+FP16 = ["precision.compute=fp16", "precision.initial_scale=4194304", "precision.growth_interval=2", "train.steps=12"]
+CHANGES = [*FP16, "train.eval_every=4", "optimizer.clip=0.85", "precision.hysteresis=1", "lr.warmup=4"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+def test_a_run_leaves_the_same_records_and_checkpoints_and_can_be_resumed(run_file: Path, tmp_path: Path) -> None:
+    """Steps 3, 4, 6, 8, 9 and 12 are settled at once, to be saved or evaluated."""
+    before = train_on(run_file, *CHANGES, f"train.folder={tmp_path / 'before'}", pipeline=2)
+    after = train_on(run_file, *CHANGES, "optimizer.validation=after", f"train.folder={tmp_path / 'after'}", pipeline=2)
+    records = steps(before)
+    assert any(record["outcome"] == "applied" and record["grad_norm"] > 0.85 for record in records)
+    assert any(record["outcome"] == "applied" and record["grad_norm"] < 0.85 for record in records)
+    assert len({record["outcome"] for record in records}) == 2
+    assert steps(after) == records
+    events = [(folder / "events.jsonl").read_text() for folder in (before, after)]
+    assert events[0] == events[1]
+    resumed = rewind(after, tmp_path / "resumed", 9)
+    train_on(run_file, *CHANGES, "optimizer.validation=after", f"train.folder={resumed}", pipeline=2)
+    assert steps(resumed) == records
+    for folder in (after, resumed):
+        ours, theirs = (tensors(checkpoint(one, 12)) for one in (folder, before))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -1,10 +1,8 @@
 """The laws of the optimistic step: it trains what an agreed step trains, bit for bit, and no stage waits for others."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,9 @@ from megaprec.rules import Torch, rule
 from models.engine import Engine, Share
 from models.optimistic import OptimisticEngine
 from parallel.executor import Executor
-from parallel.kinds import KINDS, schedule
+from parallel.kinds import schedule
 from parallel.links import Links
-from parallel.schedule import Instruction, Message, Op
-from parallel.warmup import unread, warmup
+from parallel.schedule import Instruction
 from tests.layouts import LENGTH, SAMPLES, Run, batches, share_of
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, rewind, steps, tensors, train_on, write_run
@@ -276,13 +273,13 @@ def the_warmup_is_not_made_again() -> None:
 
 
 BUGS: list[tuple[Callable[[], None], dict[str, int], str, str]] = [
-    (averages_are_forgotten, {"pp": 2}, "wrong in a row", "tensors"),
+    (averages_are_forgotten, {"pp": 2}, "wrong in a row", "AssertionError"),
     (the_step_count_is_forgotten, {"pp": 2}, "wrong in a row", "AssertionError"),
     (the_scaler_is_forgotten, {"pp": 2}, "wrong in a row", "AssertionError"),
     (scalars_of_the_rule_are_forgotten, {"pp": 2}, "other rule", "AssertionError"),
     (gradients_are_spent, {"pp": 2}, "wrong in a row", "AssertionError"),
-    (weights_of_others_are_kept, {"pp": 2, "dp": 2}, "fp16", "tensors"),
-    (stale_messages_are_read, {"pp": 2}, "wrong in a row", "tensors"),
+    (weights_of_others_are_kept, {"pp": 2, "dp": 2}, "fp16", "AssertionError"),
+    (stale_messages_are_read, {"pp": 2}, "wrong in a row", "AssertionError"),
     (the_warmup_is_not_made_again, {"pp": 2}, "wrong in a row", "modified by an inplace operation"),
 ]
 
@@ -336,28 +333,6 @@ def never_clips(*args: Any) -> Patient:
 
 def test_a_stage_begins_the_next_step_while_another_has_not_come_to_the_end_of_this_one(tmp_path: Path) -> None:
     assert run_ranks(go_ahead, {"pp": 2}, folder=tmp_path) == [["applied"] * STEPS] * 2
-
-
-# --- the warm-up
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
-def test_every_message_of_the_warm_ups_is_read_once_in_it_or_after_it(kind: str, ranks: int, microbatches: int) -> None:
-    whole = schedule(kind, ranks, microbatches)
-    warmups, drains = [warmup(program) for program in whole.programs], unread(whole)
-    sent = Counter(Message.of(i) for i in chain(*warmups) if i.op is Op.SEND_ACTIVATION)
-    assert Counter(Message.of(i) for i in chain(*warmups, *drains) if i.op is Op.RECV_ACTIVATION) == sent
-    for rank, (program, first) in enumerate(zip(whole.programs, warmups, strict=True)):
-        assert program[: len(first)] == first
-        assert program[len(first)].op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.RECV_GRADIENT)
-        assert all(whole.rank_of_stage[i.stage] == rank for i in drains[rank])
-
-
-def test_in_1f1b_each_rank_but_the_first_has_one_message_left_and_in_gpipe_none() -> None:
-    assert [len(drain) for drain in unread(schedule("1f1b", 4, 8))] == [0, 1, 1, 1]
-    assert [len(drain) for drain in unread(schedule("gpipe", 4, 8))] == [0, 0, 0, 0]
 
 
 # --- what is refused

@@ -45,7 +45,7 @@ class ParallelAMPOptimizer:
     """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts; their memory is taken
-        over by flat buffers on the mesh's device.
+        over by flat buffers on the mesh's device, without a mesh on their own.
     mesh: with axes pp, dp and tp; None for a plain process.
     rule: how weights change; AdamW with its defaults unless given. Give each optimizer its own.
     groups: factors of learning rate and weight decay by logical name; biases and norms do not decay by default.
@@ -80,6 +80,8 @@ class ParallelAMPOptimizer:
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.shards = Axis.cut(mesh, "dp", zero_size or self.dp.size, "zero")
         self.world, self.device = Axis.world(mesh), device_of(mesh)
+        if mesh is None:  # wherever the model is
+            self.device = next((p.device for p in parameters_of(parts)), self.device)
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))

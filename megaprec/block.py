@@ -92,7 +92,8 @@ class Block:
         if self.nearest or steps is None:
             self.weights.copy_(wide)
         else:
-            self.weights.copy_(stochastic(wide, self.draw.bits("weight", steps)))
+            drawn = stochastic(wide, self.draw.bits("weight", steps))
+            self.weights.copy_(torch.where(steps > 0, drawn, wide.bfloat16()))  # nearest, as at the start
 
 
 def _widened(values: Tensor) -> Tensor:

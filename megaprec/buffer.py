@@ -24,6 +24,7 @@ from megaprec.comm import Axis
 from megaprec.errors import UserError
 from megaprec.layout import Part, layout_of
 from megaprec.plan import PrecisionPlan, dtype_name
+from megaprec.rounding import split
 
 BLOCK = 1 << 18  # elements: what a CPU works on at a time stays in a core's cache between its uses
 _ALIGNMENT = 64  # elements; every parameter starts where vector loads and GEMMs like it
@@ -83,6 +84,7 @@ class Buffer:
         self.weights = torch.zeros(self.size, dtype=held, device=device)
         gradients = plan.gradients if held == plan.parameters else held
         self.grads = torch.zeros(self.size, dtype=gradients, device=device)
+        self.travels = plan.reduce if held == plan.parameters else held
         self.remainder: Tensor | None = None
         self.masters: Tensor | None = None
         if wide == held:
@@ -99,7 +101,11 @@ class Buffer:
     def _move_in(self, parameter: nn.Parameter, start: int) -> None:
         values = parameter.data.reshape(-1)
         view = self.weights[start : start + values.numel()].view_as(parameter)
-        parameter.data = view.copy_(parameter.data)
+        if self.remainder is None:
+            view.copy_(parameter.data)
+        else:  # other ranks' slices too must be rounded as their owners round them
+            split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
+        parameter.data = view
         parameter.main_grad = self.grads[start : start + values.numel()].view_as(parameter)  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(_accumulate)
         first, last = max(start, self.first), min(start + values.numel(), self.last)
@@ -179,9 +185,7 @@ class Buffer:
     def start_reduce(self) -> Callable[[], None]:
         """Starts to sum the gradients over dp: when the returned function has returned, the own slice of `grads` is
         final and the rest of it is not."""
-        travelling = self.grads
-        if self.plan.reduce.itemsize < self.grads.itemsize and self.dp.size > 1:
-            travelling = self.grads.to(self.plan.reduce)
+        travelling = self.grads if self.dp.size == 1 else self.grads.to(self.travels)
         start = self.dp.start_scatter_sum_ if self.shards.size == self.dp.size else self.dp.start_sum_
         wait = start(travelling)
 

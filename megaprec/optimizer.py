@@ -27,10 +27,11 @@ from megaprec.agree import Agreed, Agreement, digest
 from megaprec.block import Block, Wide
 from megaprec.buffer import Buffer, held_as
 from megaprec.comm import Axis, device_of
+from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, Outcome, StepReport
 from megaprec.gathered import gather_tensors, load_tensors
 from megaprec.groups import Group, by_factors, require_used, slices
-from megaprec.layout import layout_of, parameters_of
+from megaprec.layout import has_layout, layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
@@ -74,6 +75,8 @@ class ParallelAMPOptimizer:
     ) -> None:
         self.plan, self.clip, self.weight_decay, self.overlap, self.seed = plan, clip, weight_decay, overlap, seed
         self.rule: Rule = rule or AdamW()
+        if not norm >= 1:
+            raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.shards = Axis.cut(mesh, "dp", zero_size or self.dp.size, "zero")
         self.world, self.device = Axis.world(mesh), device_of(mesh)
@@ -91,7 +94,8 @@ class ParallelAMPOptimizer:
             taken.update(mine)
             self.buffers.append([self._adopt(alike, axes, groups) for alike in _kinds(mine, plan)])
             for frozen in (p for p in part.parameters() if not p.requires_grad):
-                frozen.data = frozen.data.to(self.device, plan.parameters)
+                held = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
+                frozen.data = frozen.data.to(self.device, held)
         require_used(groups, self.all_buffers(), self.world, self.device)
         self._slices = [
             (buffer, [(s, list(buffer.blocks(s.first, s.last))) for s in slices(buffer, groups)])
@@ -162,6 +166,9 @@ class ParallelAMPOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a state of any layout. Raises UserError, before anything is changed, if it is of another model."""
+        if lacking := [key for key in ("tensors", "steps", "scaler") if key not in state]:
+            raise UserError(f"this is no state of an optimizer: it has no {' and no '.join(lacking)}")
+        self.wait()
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_numbers(state)
 

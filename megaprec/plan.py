@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megaprec.errors import UserError
+from megaprec.fp8.recipe import FP8Recipe
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
@@ -55,6 +56,9 @@ class PrecisionPlan:
     sensitive: dtype of norms, softmax, router and loss.
     buffers: dtype of the model's tables, such as rotary angles.
     output: dtype of the logits that a model hands out.
+    cast_inputs: which modules have their floating inputs cast to the dtype that they compute in: the model itself
+        ("root"), every module below it ("inner"), both ("all") or none.
+    fp8: how products of linear layers are made in FP8 instead of `compute`; None: they are not.
     scaling: of the loss.
     on_nonfinite: what a step does whose gradients hold an inf or a NaN, in any precision: skip it, raise
         FloatingPointError after skipping it, or apply it all the same.
@@ -76,6 +80,8 @@ class PrecisionPlan:
     sensitive: torch.dtype = torch.float32
     buffers: torch.dtype = torch.float32
     output: torch.dtype = torch.float32
+    cast_inputs: Literal["none", "root", "inner", "all"] = "root"
+    fp8: FP8Recipe | None = None
     scaling: LossScaling = LossScaling()
     on_nonfinite: OnNonfinite = "skip"
     masters_in_checkpoint: bool = True
@@ -98,6 +104,11 @@ class PrecisionPlan:
             ),
             f"masters = {named['masters']}, parameters = {named['parameters']}: half masters must be the weights": (
                 self.masters.itemsize > 2 or self.masters == self.parameters
+            ),
+            f"parameters = {named['parameters']}, masters = {named['masters']}, moments = {named['moments']}: fp64 "
+            "goes with fp64": len({d == torch.float64 for d in (self.parameters, self.masters, self.moments)}) == 1,
+            f"reduce = {dtype_name(self.reduce)} is wider than gradients = {named['gradients']} can be": (
+                self.reduce != torch.float64 or self.gradients == torch.float64
             ),
             f"gradients = {named['gradients']} must be fp32 or that of the parameters, {named['parameters']}": (
                 self.gradients in (torch.float32, self.parameters)

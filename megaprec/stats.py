@@ -62,12 +62,15 @@ def _squares(norms: Tensor, blocks: Sequence[Tensor]) -> Tensor:
 
 def norm_of(values: Iterable[Tensor], p: float, device: torch.device) -> Tensor:
     """The p-norm of flat tensors taken together, float64 of shape []; p may be inf. Zero for none."""
-    parts = [torch.linalg.vector_norm(block.double(), p) for one in values for block in _blocks(one) if len(block)]
+    parts = [joined_norm(block.double().abs(), p) for one in values for block in _blocks(one) if len(block)]
     return joined_norm(torch.stack(parts), p) if parts else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def joined_norm(norms: Tensor, p: float) -> Tensor:
-    """The p-norm of the whole, from the p-norms [n] of its parts: relative to the largest, for p-th powers overflow."""
+    """The p-norm of the whole, from the p-norms [n] of its parts: relative to the largest, for p-th powers overflow.
+
+    Not finite if one of them is not.
+    """
     largest = norms.max()
     safe = torch.where(largest > 0, largest, 1.0)
     return torch.linalg.vector_norm(norms / safe, p) * safe

@@ -84,7 +84,9 @@ class Engine:
         make_optimizer: MakeOptimizer = ParallelAMPOptimizer,
         layers: Sequence[int] = (),
     ) -> None:
-        check(schedule)
+        evaluation = forward_only(schedule)
+        for every in (schedule, evaluation):
+            check(every)
         self.schedule = schedule
         self.device, self.micro_batch, self.trace = device_of(mesh), micro_batch, trace
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
@@ -96,9 +98,11 @@ class Engine:
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)
-        sends = sends_under_way(schedule)
-        self._links = links = Links.open(self.pp, schedule.rank_of_stage, shape, plan.compute, self.device, sends=sends)
-        train, evaluate = schedule.programs[self.pp.rank], forward_only(schedule).programs[self.pp.rank]
+        sends = max(sends_under_way(schedule), sends_under_way(evaluation))
+        self._links = links = Links.open(
+            self.pp, schedule.rank_of_stage, shape, plan.pipeline, self.device, sends=sends
+        )
+        train, evaluate = schedule.programs[self.pp.rank], evaluation.programs[self.pp.rank]
         ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
         self._shared_ends = config.tied and ends == {self.pp.rank} and self.last > 0
         self._deferred = context.deferred
@@ -220,9 +224,10 @@ class Engine:
         if run.step is not None:
             samples = torch.arange(rows.start, rows.stop, device=self.device) + run.share.first
             place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
-        x = self._columns(run.share.tokens[rows]) if received is None else received
+        plan = self.optimizer.plan
+        x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.compute)
         y = self.stages[stage](x, place)
-        return y if stage < self.last else self._scaled_loss(stage, y, rows)
+        return y.to(plan.pipeline) if stage < self.last else self._scaled_loss(stage, y, rows)
 
     def _scaled_loss(self, stage: int, logits: Tensor, rows: slice) -> Tensor:
         """This micro-batch's part of the mean loss, times the loss scale (which other losses get by their `Place`)."""

@@ -44,8 +44,8 @@ class Expert(MLP):
         self.tp, self.deferred = context.tp, context.deferred
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.activate(Linear.apply(x, self.inner.weight, None, Input.OWN, self.tp, self.deferred))
-        return Linear.apply(y, self.down.weight, None, Input.OWN, self.tp, self.deferred)
+        y = self.activate(Linear.apply(x, self.inner.weight, None, Input.OWN, self.tp, self.deferred, self.inner.gemm))
+        return Linear.apply(y, self.down.weight, None, Input.OWN, self.tp, self.deferred, self.down.gemm)
 
 
 class MixtureOfExperts(nn.Module):

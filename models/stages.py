@@ -24,6 +24,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from megaprec.gemm import Gemm
 from megaprec.layout import Part, layout_of
 from models.blocks import Block, make_norm
 from models.config import ModelConfig
@@ -91,14 +92,15 @@ class Stage(nn.Module):
         return dropout(x, self.config.dropout, self.context, "embedding", place)
 
     def _logits(self, x: Tensor) -> Tensor:
-        lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
-        return Linear.apply(self.final_norm(x), self.head, None, lies, self.context.tp, self.context.deferred)
+        c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
+        dtype = c.plan.computes(layout_of(self.head).parts[0].name)
+        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, Gemm(dtype, dtype))
 
     def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Made once for each length: under dynamic scaling the angles depend on it."""
         if self._tables is None or len(self._tables[0]) != length:
-            c, wide = self.config, self.context.plan.sensitive
-            made = rotary_tables(c.rope_scaling, c.rope_base, c.rotary_dims, length, wide)
+            c, dtype = self.config, self.context.plan.buffers
+            made = rotary_tables(c.rope_scaling, c.rope_base, c.rotary_dims, length, dtype)
             self._tables = made[0].to(device), made[1].to(device)
         return self._tables
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from megaprec.comm import Axis
+from megaprec.gemm import Gemm
 from megaprec.plan import PrecisionPlan
 from parallel.deferred import Deferred
 
@@ -20,6 +21,10 @@ class Context:
     sequence: bool = False
     seed: int = 0
     deferred: Deferred = field(default_factory=Deferred, compare=False)
+
+    def gemm(self, name: str) -> Gemm:
+        """How products with the weight of this logical name are made. What comes out is activations."""
+        return Gemm(self.plan.computes(name), self.plan.compute)
 
     @property
     def cut_sequence(self) -> bool:

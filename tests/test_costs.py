@@ -68,8 +68,7 @@ def test_flops_are_those_that_torch_counts(model: dict[str, Any]) -> None:
         assert backward.get_total_flops() == cost.input + cost.weight - lookup
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "precision"), [*zip(MODELS, ["fp32", "bf16", "fp16", "bf16"], strict=True)])
 def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict[str, Any], precision: str) -> None:
     config = ModelConfig(**model)
     made = stages(config, 3, precision)

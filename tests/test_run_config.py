@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
-from tools.checks import loss_scaling
+from tools.precision_native import loss_scaling
 from tools.run import RunConfig, check_world, describe, load_run
 from tools.settings import LR, Data, Log, Optimizer, Parallel, Precision, Train
 

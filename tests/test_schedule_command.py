@@ -208,6 +208,14 @@ def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
     assert re.search(r"^3 +0 +3 \+ head ", text, re.MULTILINE)
     assert "measured: bubble" in text
     assert "predicted: bubble" in picture.read_text() and "measured: bubble" in picture.read_text()
+    other = [run_file, *keys, "parallel.pipeline=2", "parallel.schedule=interleaved"]
+    assert f"left out   {folder / TIMELINE}, which was recorded under another schedule" in said(capsys, *other)
+    assert "recorded under another schedule" in refused(capsys, *other, "--measured", folder / TIMELINE)
+
+
+def test_a_model_with_experts_has_a_table_too(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["model.family=mixtral", "model.layers=4", "parallel.pipeline=2", "parallel.schedule=zb-v"]
+    assert len(re.findall(r"^\d +\d +\d.* as routed$", said(capsys, run_file, *keys), re.MULTILINE)) == 4
 
 
 def test_every_schedule_and_cut_trains_the_same_losses(run_file: Path, tmp_path: Path) -> None:

@@ -13,14 +13,14 @@ from pydantic import BaseModel
 
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
-from megaprec.plan import LossScaling
 from megaprec.rules import Rule, rule
 from megaprec.scaler import make_scaler
 from models.config import ModelConfig
 from parallel.check import check
 from parallel.kinds import chunk_problems, equal, schedule
 from parallel.schedule import Cost, Schedule
-from tools.settings import LR, Data, Optimizer, Parallel, Precision, Train
+from tools.precision_native import loss_scaling, plan_of
+from tools.settings import FP8, LR, Data, Optimizer, Parallel, Precision, Train
 
 T = TypeVar("T")
 
@@ -45,24 +45,6 @@ def check_all(what: T, *checks: Callable[[T], object]) -> None:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-
-
-def loss_scaling(precision: Precision) -> LossScaling:
-    """The loss scaling that [precision] asks for."""
-    p = precision
-    kind = "constant" if p.loss_scale else "dynamic" if p.compute == "fp16" else "none"
-    initial = p.loss_scale or p.initial_scale
-    return LossScaling(
-        kind,
-        initial,
-        p.min_scale,
-        p.growth_factor,
-        p.backoff_factor,
-        p.growth_interval,
-        p.hysteresis,
-        p.max_scale or None,
-        p.hysteresis_refill,
-    )
 
 
 def make_rule(optimizer: Optimizer) -> Rule:
@@ -211,6 +193,21 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
         yield f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: 0.02 would do"
 
 
+def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
+    try:
+        plan_of(precision, fp8)
+    except UserError as error:
+        yield from (f"precision.{problem}" for problem in error.problems)
+
+
+def _kind_of_scale(precision: Precision) -> Iterator[str]:
+    if (precision.scaling == "constant") != (precision.loss_scale > 0):
+        yield (
+            f'precision.scaling = "{precision.scaling}", precision.loss_scale = {precision.loss_scale:g}: '
+            "a constant scale needs a loss_scale, any other has none"
+        )
+
+
 def _scale(precision: Precision) -> Iterator[str]:
     if precision.min_scale > precision.initial_scale:
         yield (
@@ -240,6 +237,8 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _vocabulary,
     _evaluation,
     _schedule,
+    _plan,
+    _kind_of_scale,
     _scale,
     _rule,
     _zero,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools import data, generate, overflow, schedule, train
+from tools import data, generate, overflow, precision, schedule, train
 from tools.launch import must_tell, note_failure, slurm_environment
 from tools.run import describe
 from tools.skips import Hopeless
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     data.add_parser(commands)
     overflow.add_parser(commands)
     schedule.add_parser(commands)
+    precision.add_parser(commands)
     keys = commands.add_parser("keys", help="list all keys of a run file")
     keys.set_defaults(run=_print_keys)
     return parser

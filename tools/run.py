@@ -10,11 +10,9 @@ left out; elsewhere, what TOML cannot read (`parallel.schedule=gpipe`) is taken 
 """
 
 import difflib
-import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,15 +20,19 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megaprec.errors import UserError
+from megaprec.dialects.translate import DIALECTS
+from megaprec.errors import UserError, did_you_mean
 from megaprec.lr import LRSchedule
+from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.costs import stage_costs
 from models.presets import PRESETS
 from models.stages import cuts
 from parallel.schedule import Schedule
 from tools.checks import cross_problems, lr_schedule, pipeline_schedule
-from tools.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.precision_native import plan_of, resolve_dialect, with_origins
+from tools.settings import FP8, LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.toml import Given, toml
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
@@ -54,12 +56,14 @@ class RunConfig(BaseModel):
     data: Data = Data()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
+    fp8: FP8 = FP8()
     optimizer: Optimizer = Optimizer()
     lr: LR = LR()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="after")
     def _tables_fit(self) -> Self:
@@ -101,14 +105,28 @@ class RunConfig(BaseModel):
         """The learning rate; ask it at the steps or samples taken, as lr.unit says."""
         return lr_schedule(self.lr, self.train)
 
+    @property
+    def plan(self) -> PrecisionPlan:
+        """What [precision] and [fp8] come to, each field with the key that decided it."""
+        return with_origins(plan_of(self.precision, self.fp8), self._origins)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How another system's precision was understood, where that is not plain."""
+        return self._notes
+
     def origin(self, key: str) -> str:
         """Where the value of the dotted `key` came from: "default", "file ...", "command line" or "preset ..."."""
         return self._origins.get(key, "default")
 
+    def get(self, key: str) -> Any:
+        """The value of the dotted `key`."""
+        table, name = key.split(".")
+        return getattr(getattr(self, table), name)
+
     def value(self, key: str) -> str:
         """The value of the dotted `key`, in TOML's grammar."""
-        table, name = key.split(".")
-        return _toml(getattr(getattr(self, table), name))
+        return toml(self.get(key))
 
     def save_resolved(self, folder: Path) -> Path:
         """Writes the run to folder/run.toml and returns that path; a run file of the user's own is left alone."""
@@ -125,7 +143,7 @@ class RunConfig(BaseModel):
         lines = [SAVED]
         for table, values in self:
             lines += ["", f"[{table}]"]
-            lines += [f"{k} = {_toml(v)}  # {_toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values]
+            lines += [f"{k} = {toml(v)}  # {toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values]
         return "\n".join(lines) + "\n"
 
 
@@ -150,42 +168,65 @@ def describe() -> str:
     for table, kind in _tables().items():
         lines += ["", f"[{table}]  {(kind.__doc__ or '').splitlines()[0]}"]
         if kind is ModelConfig:
-            lines.append(f"{'model.preset':28}{'none':16}{PRESET_DOC}")
-        lines += [f"{table + '.' + name:28}{_default(f):16}{f.description}" for name, f in kind.model_fields.items()]
+            lines.append(f"{'model.preset':34}{'none':16}{PRESET_DOC}")
+        lines += [f"{table + '.' + name:34}{_default(f):16}{f.description}" for name, f in kind.model_fields.items()]
     return "\n".join(lines[1:])
 
 
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The run described by the TOML file `path` and changed by `overrides`. Raises UserError with all problems."""
-    given, problems = _overridden(overrides)
-    if path is not None:
-        given = _from_file(Path(path)) | given
+    given, problems = given_in(path, overrides)
+    notes, wrong = resolve_dialect(given, known_keys())
+    problems += wrong
     problems += _unknown(given)
     problems += _add_preset(given)
     length = given.get("train.seq_length")
     if length is not None and isinstance(length.value, int):
-        given.setdefault("model.max_positions", _Given(length.value, "train.seq_length"))
-    tables: dict[str, Any] = {}
-    for table, kind in _tables().items():
+        given.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
+    tables, wrong = _typed(given, _tables())
+    problems += [*wrong, *cross_problems(tables)]
+    if problems:
+        raise UserError(*problems)
+    config = RunConfig.model_validate(tables)
+    config._origins, config._notes = _origins(given), notes
+    return config
+
+
+def load_precision(given: dict[str, Given]) -> tuple[PrecisionPlan, dict[str, Given], tuple[str, ...]]:
+    """The plan of keys that need not be a whole run, the other keys that they decide, and notes. Raises UserError."""
+    before = set(given)
+    notes, problems = resolve_dialect(given, None)
+    problems += _unknown({key: entry for key, entry in given.items() if key in before})
+    numbers = {name: kind for name, kind in _tables().items() if name in ("precision", "fp8")}
+    tables, wrong = _typed(given, numbers)
+    problems += [*wrong, *cross_problems(tables)]
+    if problems:
+        raise UserError(*problems)
+    precision, fp8 = Precision.model_validate(tables["precision"]), FP8.model_validate(tables["fp8"])
+    plan = with_origins(plan_of(precision, fp8), _origins(given))
+    return plan, {key: entry for key, entry in given.items() if key.partition(".")[0] not in numbers}, notes
+
+
+def given_in(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Given], list[str]]:
+    """What the file and the overrides say, by dotted key, and what is wrong with the grammar of the latter."""
+    given, problems = _overridden(overrides)
+    return (_from_file(Path(path)) | given if path is not None else given), problems
+
+
+def _typed(given: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]]) -> tuple[dict[str, BaseModel], list[str]]:
+    """The tables that can be read, and the problems of those that cannot."""
+    tables, problems = dict[str, BaseModel](), list[str]()
+    for table, kind in kinds.items():
         values = {name: given[f"{table}.{name}"].value for name in kind.model_fields if f"{table}.{name}" in given}
         try:
             tables[table] = kind.model_validate(values)
         except ValidationError as error:
             problems += _explained(table, kind, error, given)
-    problems += cross_problems(tables)
-    if problems:
-        raise UserError(*problems)
-    config = RunConfig(**tables)
-    config._origins = {key: entry.origin for key, entry in given.items()}
-    return config
+    return tables, problems
 
 
-@dataclass(frozen=True)
-class _Given:
-    """A value and where it came from."""
-
-    value: Any
-    origin: str
+def _origins(given: Mapping[str, Given]) -> dict[str, str]:
+    return {key: entry.origin for key, entry in given.items()}
 
 
 def _tables() -> dict[str, type[BaseModel]]:
@@ -198,7 +239,12 @@ def _fields() -> dict[str, FieldInfo]:
     return {f"{t}.{name}": field for t, kind in _tables().items() for name, field in kind.model_fields.items()}
 
 
-def _from_file(path: Path) -> dict[str, _Given]:
+def known_keys() -> frozenset[str]:
+    """Every key of a resolved run, dotted."""
+    return frozenset(_fields())
+
+
+def _from_file(path: Path) -> dict[str, Given]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -207,22 +253,22 @@ def _from_file(path: Path) -> dict[str, _Given]:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"run file {path}: not TOML: {error}") from error
     origin = f"file {path}"
-    given: dict[str, _Given] = {}
+    given: dict[str, Given] = {}
     for table, values in content.items():
         if isinstance(values, dict):
-            given |= {f"{table}.{name}": _Given(value, origin) for name, value in values.items()}
+            given |= {f"{table}.{name}": Given(value, origin) for name, value in values.items()}
         else:
-            given[table] = _Given(values, origin)
+            given[table] = Given(values, origin)
     return given
 
 
-def _overridden(overrides: Sequence[str]) -> tuple[dict[str, _Given], list[str]]:
-    given: dict[str, _Given] = {}
+def _overridden(overrides: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
+    given: dict[str, Given] = {}
     problems: list[str] = []
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
         if equals:
-            given[key] = _Given(_override_value(key, text), "command line")
+            given[key] = Given(_override_value(key, text), "command line")
         else:
             problems.append(f'"{override}" (command line): an override is table.key=value, like train.steps=100')
     return given, problems
@@ -240,41 +286,42 @@ def _override_value(key: str, text: str) -> Any:
     return parsed["value"]
 
 
-def _add_preset(given: dict[str, _Given]) -> list[str]:
+def _add_preset(given: dict[str, Given]) -> list[str]:
     """Puts the preset's fields under the given ones."""
     chosen = given.pop("model.preset", None)
     if chosen is None:
         return []
     if not isinstance(chosen.value, str) or chosen.value not in PRESETS:
-        would = f"{', '.join(PRESETS)}{_did_you_mean(str(chosen.value), PRESETS)}"
-        return [f"model.preset = {_toml(chosen.value)} ({chosen.origin}): no such preset; there are {would}"]
+        would = f"{', '.join(PRESETS)}{did_you_mean(str(chosen.value), PRESETS)}"
+        return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset; there are {would}"]
     for name, value in PRESETS[chosen.value].items():
-        given.setdefault(f"model.{name}", _Given(value, f"preset {chosen.value}"))
+        given.setdefault(f"model.{name}", Given(value, f"preset {chosen.value}"))
     return []
 
 
-def _unknown(given: Mapping[str, _Given]) -> Iterator[str]:
+def _unknown(given: Mapping[str, Given]) -> Iterator[str]:
     """One line for each unknown key, and only one for all keys of an unknown table."""
-    known, tables, reported = [*_fields(), "model.preset"], _tables(), set[str]()
+    known = [*_fields(), "model.preset", *(f"precision.{name}" for name in DIALECTS)]
+    tables, reported = _tables(), set[str]()
     for key, entry in given.items():
         table, dot, name = key.partition(".")
         if dot and table not in tables:
             if table not in reported:
-                yield f"[{table}] ({entry.origin}): no such table{_did_you_mean(table, tables, '[{}]')}"
+                yield f"[{table}] ({entry.origin}): no such table{did_you_mean(table, tables, '[{}]')}"
             reported.add(table)
         elif key not in known:
-            yield f"{key} = {_toml(entry.value)} ({entry.origin}): no such key{_nearest_key(table, name or key, known)}"
+            yield f"{key} = {toml(entry.value)} ({entry.origin}): no such key{_nearest_key(table, name or key, known)}"
 
 
 def _nearest_key(table: str, name: str, known: Sequence[str]) -> str:
     """A hint at the key whose name within its table is most like `name`; at one of `table` rather than another."""
     here_last = sorted(known, key=lambda key: key.startswith(f"{table}."))
     keys = {key.partition(".")[2]: key for key in here_last}
-    close = difflib.get_close_matches(name, keys, n=1)
+    close = difflib.get_close_matches(name.partition(".")[0], keys, n=1)
     return f"; did you mean {keys[close[0]]}?" if close else ""
 
 
-def _explained(table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, _Given]) -> Iterator[str]:
+def _explained(table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, Given]) -> Iterator[str]:
     """Pydantic's findings in one table, each as a line that names key, value, origin and what would do."""
     for found in error.errors(include_url=False):
         cause = found.get("ctx", {}).get("error")
@@ -286,7 +333,7 @@ def _explained(table: str, kind: type[BaseModel], error: ValidationError, given:
             yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
         elif found["type"] != "default_factory_not_called":  # a consequence of another line
             key = f"{table}.{found['loc'][0]}"
-            yield f"{key} = {_toml(given[key].value)} ({given[key].origin}): {_must(found)}"
+            yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {_must(found)}"
 
 
 def _must(found: ErrorDetails) -> str:
@@ -298,31 +345,11 @@ def _must(found: ErrorDetails) -> str:
     where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
     if found["type"] == "literal_error":
         expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
-        message += _did_you_mean(str(found["input"]), expected)
+        message += did_you_mean(str(found["input"]), expected)
     return where + message
-
-
-def _did_you_mean(word: str, known: Mapping[str, Any] | Sequence[str], form: str = "{}") -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    return "derived" if field.default_factory is not None else _toml(field.default)
-
-
-def _toml(value: Any) -> str:
-    """A value in TOML's grammar; what TOML has no form for, as Python shows it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, BaseModel):
-        return _toml(value.model_dump(exclude_defaults=True))
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name} = {_toml(item)}' for name, item in value.items())}}}"
-    return repr(value)
+    return "derived" if field.default_factory is not None else toml(field.default)

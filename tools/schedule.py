@@ -25,7 +25,6 @@ from tools.checks import read_schedule
 from tools.run import RunConfig, load_run
 from tools.timeline import Panel, as_text, draw
 from tools.trace import TIMELINE, read_trace, write_trace
-from tools.trainer import make_plan
 
 FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (the schedule itself)"
 
@@ -107,7 +106,7 @@ def _of_options(args: argparse.Namespace) -> _Case:
         made,
         _with_transfers(lambda i: times.get(i.op, 0.0), args.transfer),
         Sizes(ranks, made.microbatches, stages // ranks, forward, of_input, of_weight),
-        measured=read_trace(args.measured) if args.measured else (),
+        measured=_measured(made, args.measured),
     )
 
 
@@ -130,9 +129,10 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
     cut = cuts(model, len(made.rank_of_stage), train.seq_length, parallel.cuts)
     costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
-    kept = kept_bytes(model, make_plan(config), cut, train.seq_length, train.micro_batch, parallel.tensor)
+    kept: Sequence[Kept] = ()  # what experts keep depends on the tokens that are sent to them
+    if not model.experts:
+        kept = kept_bytes(model, config.plan, cut, train.seq_length, train.micro_batch, parallel.tensor)
     mean = sum(c.forward for c in costs) / len(costs)
-    path = args.measured or Path(train.folder) / TIMELINE
     totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
     ranks = len(made.programs)
     return _Case(
@@ -143,21 +143,36 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
         Sizes(ranks, made.microbatches, len(cut) // ranks, *totals),
         "mean forwards",
         _stage_table(made, costs, kept),
-        lambda i: kept[i.stage].growth(i),
-        read_trace(path) if args.measured or path.is_file() else (),
+        (lambda i: kept[i.stage].growth(i)) if kept else None,
+        _measured(made, args.measured, Path(train.folder) / TIMELINE),
     )
+
+
+def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None) -> Sequence[Span]:
+    """The recorded spans in `asked_for`, or else in `there` if it exists; they must be of this schedule."""
+    path = asked_for or (there if there and there.is_file() else None)
+    if path is None:
+        return ()
+    spans = read_trace(path)
+    if [(s.rank, s.instruction) for s in spans] == [(r, i) for r, program in enumerate(made.programs) for i in program]:
+        return spans
+    if asked_for:
+        raise UserError(f"--measured {path}: was recorded under another schedule")
+    print(f"left out   {path}, which was recorded under another schedule")
+    return ()
 
 
 def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept]) -> list[str]:
     """A line for each stage: where it lies, what it has, what a micro-batch costs it."""
     total = sum(cost.forward for cost in costs)
     rows = [("stage", "rank", "layers", "parameters", "FLOPs", "forward", "input", "weight", "activations")]
-    for stage, (cost, keeps) in enumerate(zip(costs, kept, strict=True)):
+    for stage, cost in enumerate(costs):
         layers = cost.cut.layers
         what = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
         ends = (" + embedding" if cost.cut.first else "") + (" + head" if cost.cut.last else "")
         forward, of_input, of_weight = (f"{part / 1e9:.3g} GF" for part in (cost.forward, cost.input, cost.weight))
-        share, memory = f"{cost.forward / total:.1%}", f"{keeps.activations / 2**20:.1f} MiB"
+        share = f"{cost.forward / total:.1%}"
+        memory = f"{kept[stage].activations / 2**20:.1f} MiB" if kept else "as routed"
         place = str(stage), str(made.rank_of_stage[stage]), what + ends
         rows.append((*place, f"{cost.parameters:,}", share, forward, of_input, of_weight, memory))
     return _aligned(rows)

@@ -72,10 +72,51 @@ class Parallel(Table):
 
 
 class Precision(Table):
-    """The numbers that are computed with."""
+    """The numbers that are computed with: these keys, or one table of another system's own words."""
 
-    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(default="fp32", description="fp64 is for parity checks")
-    loss_scale: float = Field(default=0.0, ge=0, description="constant loss scale; 0: dynamic for fp16, none otherwise")
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default="fp32", description="dtype of products and activations; fp64 is for parity checks"
+    )
+    parameters: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default_factory=lambda known: known["compute"],
+        description="dtype in which layers hold weights; default: compute. Wider than it: cast for each product",
+    )
+    keep_fp32: tuple[str, ...] = Field(
+        default=(), strict=False, description='parameters kept in fp32, by pattern: ["*norm.weight", "head.weight"]'
+    )
+    gradients: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="dtype in which gradients are added up over micro-batches"
+    )
+    reduce: Literal["fp32", "bf16", "fp16"] = Field(
+        default_factory=lambda known: known["gradients"],
+        description="dtype in which gradients are summed over ranks; default: gradients",
+    )
+    masters: Literal["fp32", "split", "none"] = Field(
+        default="fp32",
+        description="the optimizer's weights; split: a bf16 weight and the 16 bits it lacks; none: the layers' own",
+    )
+    masters_in_checkpoint: bool = Field(default=True, description="false: checkpoints hold the layers' weights only")
+    moments: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the optimizer's averages")
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="of updated weights to the dtype in which layers hold them"
+    )
+    pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default_factory=lambda known: known["compute"],
+        description="dtype of what pipeline stages send each other; default: compute",
+    )
+    buffers: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of tables, as of rotary angles")
+    output: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of logits that are handed out")
+    cast_inputs: Literal["none", "root", "inner", "all"] = Field(
+        default="root", description="modules whose inputs are cast to their dtype: the model, those in it, or all"
+    )
+    tf32: bool = Field(default=False, description="fp32 products may be made in TF32")
+    loss_scale: float = Field(default=0.0, ge=0, description="constant loss scale; 0: see scaling")
+    scaling: Literal["none", "constant", "dynamic"] = Field(
+        default_factory=lambda known: (
+            "constant" if known["loss_scale"] else "dynamic" if known["compute"] == "fp16" else "none"
+        ),
+        description="of the loss; default: constant if loss_scale is given, dynamic for fp16, none otherwise",
+    )
     initial_scale: float = Field(default=2.0**32, gt=0, description="dynamic loss scale at the first step")
     min_scale: float = Field(default=1.0, gt=0, description="lowest dynamic loss scale")
     max_scale: float = Field(default=0.0, ge=0, description="highest dynamic loss scale; 0: 2^127")
@@ -93,12 +134,36 @@ class Precision(Table):
     )
     hysteresis: int = Field(default=2, gt=0, description="overflowing steps before the scale shrinks")
     on_nonfinite: Literal["skip", "raise", "ignore"] = Field(
-        default="skip", description="what a step with non-finite gradients does"
+        default="skip", description="what a step with non-finite gradients does; ignore: it is applied"
     )
     trace_overflows: bool = Field(
         default=True, description="run a skipped step again to find the micro-batch and the samples that broke it"
     )
     patience: int = Field(default=20, gt=0, description="skips in a row at the lowest scale after which the run stops")
+
+
+class FP8(Table):
+    """Products of linear layers in FP8."""
+
+    kind: Literal["none", "delayed", "current", "rowwise", "blockwise", "mx"] = Field(
+        default="none", description="what shares a scale, and when it is taken; none: no FP8"
+    )
+    format: Literal["hybrid", "e4m3"] = Field(
+        default="hybrid", description="hybrid: gradients in E5M2, the rest in E4M3; e4m3: all in E4M3"
+    )
+    margin: int = Field(default=0, description="scales are 2^margin lower than the largest magnitude asks for")
+    history_length: int = Field(default=1024, gt=0, description="passes that a delayed scale looks back on")
+    amax_algo: Literal["max", "most_recent"] = Field(default="max", description="which of them decides it")
+    reduce_amax: bool = Field(default=True, description="ranks agree on delayed scales")
+    reduce_over: Literal["world", "stage"] = Field(default="world", description="which ranks do")
+    power_2_scales: bool = Field(default=False, description="scales are rounded down to powers of two")
+    parameters: bool = Field(default=False, description="layers hold their weights in FP8 alone")
+    weight_gradients: bool = Field(default=True, description="products of weight gradients are in FP8 too")
+    dot_product_attention: bool = Field(default=False, description="the two products of attention are in FP8")
+    multi_head_attention: bool = Field(default=False, description="so is what flows between them and the projections")
+    first_layers: int = Field(default=0, ge=0, description="first layers that stay in precision.compute")
+    last_layers: int = Field(default=0, ge=0, description="last layers that do")
+    calibrating: bool = Field(default=False, description="only record magnitudes, compute in precision.compute")
 
 
 class Group(Table):

@@ -18,13 +18,14 @@ from megaprec.events import NonFiniteStep, StepReport, report_fields
 from megaprec.groups import Group
 from megaprec.optimistic import OptimisticOptimizer
 from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import PrecisionPlan, plan
+from megaprec.plan import PrecisionPlan
+from megaprec.tf32 import tf32
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.optimistic import OptimisticEngine
 from models.stages import Stage
 from parallel.recording import Recording
-from tools.checks import loss_scaling, make_rule
+from tools.checks import make_rule
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.run import RunConfig
@@ -51,12 +52,6 @@ class Progress:
         return self.step - self.applied
 
 
-def make_plan(config: RunConfig) -> PrecisionPlan:
-    """The precision plan that [precision] describes."""
-    p = config.precision
-    return plan(p.compute, loss_scaling(p), p.on_nonfinite)
-
-
 class Trainer:
     """One rank's part of a run, which goes on from `checkpoint`, the same on every rank, or starts anew."""
 
@@ -65,7 +60,7 @@ class Trainer:
         train, parallel = config.train, config.parallel
         self.engine = (OptimisticEngine if config.optimizer.validation == "after" else Engine)(
             corpus.model,
-            make_plan(config),
+            config.plan,
             mesh,
             config.schedule,
             micro_batch=train.micro_batch,
@@ -114,7 +109,7 @@ class Trainer:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
             print_memory(self.engine.optimizer)
             self.config.save_resolved(Path(self.config.train.folder))
-        with self._journal() as journal:
+        with tf32(self.config.plan.tf32), self._journal() as journal:
             while self.progress.step < steps:
                 stop = ""
                 for record, overflow in self._records():

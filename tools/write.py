@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megaprec.optimistic import OptimisticOptimizer
 from megaprec.optimizer import ParallelAMPOptimizer
+from models.costs import stage_costs
 from models.stages import cuts
 from parallel.simulate import bubble, simulate
 from tools.corpus import Corpus
@@ -56,15 +57,13 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
 
 
 def _stages(config: RunConfig, corpus: Corpus) -> str:
-    """Layers of each stage, its share of the cost, and the share of time that ranks will wait."""
-    model, p = corpus.model, config.parallel
-    schedule = config.schedule
-    cut = cuts(model, len(schedule.rank_of_stage), config.train.seq_length, p.cuts)
-    costs = [len(c.layers) * model.layer_flops(config.train.seq_length) + c.last * model.head_flops() for c in cut]
-    said = ", ".join(
-        f"{_count(len(c.layers), 'layer')} ({cost / sum(costs):.0%})" for c, cost in zip(cut, costs, strict=True)
-    )
-    return f"{said}; bubble of equal stages {bubble(simulate(schedule)):.1%}"
+    """Layers of each stage, its share of the cost, and how long a rank will wait."""
+    schedule, train = config.schedule, config.train
+    cut = cuts(corpus.model, len(schedule.rank_of_stage), train.seq_length, config.parallel.cuts)
+    costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch)
+    total = sum(cost.forward for cost in costs)
+    said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
+    return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from megaprec.errors import UserError
 from tools import data, generate, overflow, train
+from tools.convert import command as convert
 from tools.launch import must_tell, note_failure, slurm_environment
 from tools.overflow import Hopeless
 from tools.run import describe
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     data.add_parser(commands)
     overflow.add_parser(commands)
+    convert.add_parser(commands)
     keys = commands.add_parser("keys", help="list all keys of a run file")
     keys.set_defaults(run=_print_keys)
     return parser

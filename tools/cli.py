@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools import data, generate, overflow, train
+from tools import data, difference, generate, inspection, overflow, train
 from tools.convert import command as convert
 from tools.launch import must_tell, note_failure, slurm_environment
 from tools.overflow import Hopeless
@@ -53,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     data.add_parser(commands)
     overflow.add_parser(commands)
     convert.add_parser(commands)
+    inspection.add_parser(commands)
+    difference.add_parser(commands)
     keys = commands.add_parser("keys", help="list all keys of a run file")
     keys.set_defaults(run=_print_keys)
     return parser

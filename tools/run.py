@@ -26,10 +26,14 @@ from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
 from models.config import PRESETS, ModelConfig
 from tools.checks import cross_problems, lr_schedule
+from tools.convert.config import model_fields
+from tools.convert.hf import CONFIG, TOKENIZER_FILES, hf_model
+from tools.convert.vocabulary import main_file
 from tools.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
+FREE = {"dropout", "attention_dropout", "init_std"}  # keys of [model] that do not make it another model
 PLAINER = {"bool_type": "must be true or false", "string_type": "must be text in quotes"}
 
 
@@ -144,6 +148,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
         given = _from_file(Path(path)) | given
     problems += _unknown(given)
     problems += _add_preset(given)
+    problems += _add_initial(given)
     length = given.get("train.seq_length")
     if length is not None and isinstance(length.value, int):
         given.setdefault("model.max_positions", _Given(length.value, "train.seq_length"))
@@ -233,6 +238,27 @@ def _add_preset(given: dict[str, _Given]) -> list[str]:
     for name, value in PRESETS[chosen.value].items():
         given.setdefault(f"model.{name}", _Given(value, f"preset {chosen.value}"))
     return []
+
+
+def _add_initial(given: dict[str, _Given]) -> Iterator[str]:
+    """Puts in what the folder of train.init_from says of model and tokenizer; yields what contradicts it."""
+    asked = given.get("train.init_from")
+    if asked is None or not isinstance(asked.value, str) or not asked.value:
+        return
+    folder = Path(asked.value).expanduser()
+    try:
+        said = model_fields(hf_model(folder))
+    except UserError as error:
+        yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
+        return
+    origin = f"{folder / CONFIG}"
+    for name, value in said.items():
+        chosen = given.setdefault(f"model.{name}", _Given(value, origin))
+        if chosen.value != value and name not in FREE:
+            there = f"it is {_toml(value)} in {origin}; leave it out, or leave train.init_from out"
+            yield f"model.{name} = {_toml(chosen.value)} ({chosen.origin}): {there}"
+    if tokenizer := main_file([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]):
+        given.setdefault("data.tokenizer", _Given(str(tokenizer), origin))
 
 
 def _unknown(given: Mapping[str, _Given]) -> Iterator[str]:

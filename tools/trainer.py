@@ -20,6 +20,7 @@ from models.engine import Engine, Share
 from models.stages import Stage
 from parallel.schedule import schedule
 from tools.checks import loss_scaling
+from tools.convert.initial import start_from
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.overflow import Hopeless, overflow_event
@@ -73,6 +74,8 @@ class Trainer:
         self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
         if checkpoint:
             self._resume(checkpoint)
+        elif train.init_from:
+            start_from(Path(train.init_from), self.engine.optimizer)
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
         o = self.config.optimizer

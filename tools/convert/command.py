@@ -46,28 +46,37 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `megaprec convert`."""
-    if args.destination.exists():
-        raise UserError(f"{args.destination} is there already: give another folder, or remove it")
     source = open_source(args.source, args.vocab)
-    check_tokenizer(source.tokenizer, source.model["vocab"])
-    target = _target(args, source)
-    with moving(f"{source.path} to {args.destination}", 2 * target.size) as report:
-        convert(source, target, args.destination, report)
-    left = [kind for kind in source.kinds if not any(key.startswith(f"{kind}/") for key in target.dtypes)]
-    print(
-        f"{args.destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written once and read back"
-        + (f"; left out: {', '.join(left)}" if left else "")
-    )
+    to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    write_model(source, to, args.destination, dtype, MegatronLayout(args.tp, args.pp, args.layers == "te"))
     if args.verify:
         print(compare_logits(source.path, args.destination, args.vocab))
     return 0
 
 
-def _target(args: argparse.Namespace, source: Source) -> Target:
-    to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
-    dtype = DTYPES[args.dtype] if args.dtype else None
+def write_model(
+    source: Source,
+    to: str,
+    destination: Path,
+    dtype: torch.dtype | None = None,
+    layout: MegatronLayout | None = None,
+) -> None:
+    """Writes `source` to `destination` in the format `to`, with progress on a terminal, and says what was written."""
+    if destination.exists():
+        raise UserError(f"{destination} is there already: give another folder, or remove it")
+    check_tokenizer(source.tokenizer, source.model["vocab"])
+    target = _target(source, to, dtype, layout or MegatronLayout())
+    with moving(f"{source.path} to {destination}", 2 * target.size) as report:
+        convert(source, target, destination, report)
+    left = [kind for kind in source.kinds if not any(key.startswith(f"{kind}/") for key in target.dtypes)]
+    print(
+        f"{destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written once and read back"
+        + (f"; left out: {', '.join(left)}" if left else "")
+    )
+
+
+def _target(source: Source, to: str, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:
     if to == "hf":
         return hf_target(source, dtype)
-    if to == "megaprec":
-        return native_target(source, dtype)
-    return megatron_target(source, dtype, MegatronLayout(args.tp, args.pp, args.layers == "te"))
+    return native_target(source, dtype) if to == "megaprec" else megatron_target(source, dtype, layout)

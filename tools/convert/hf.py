@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial as bind
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from tools.convert.source import Facts, Origin, Source
 from tools.convert.target import Place, Target, Write
 from tools.convert.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.torch_files import tensors_in
+from tools.convert.transforms import SAME
 from tools.convert.vocabulary import write_tokenizer
 
 CONFIG = "config.json"
@@ -58,7 +60,11 @@ def open_hf(path: Path) -> Source:
     found = matches(HUGGING_FACE[kind], model)
     _check_tied(path, model, stored, found)
     check_tensors(path, found, stored)
-    origins = [origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model) for m in found]
+    origins = [
+        replace(origin, rows=stored[m.foreign].rows if m.how is SAME else None)
+        for m in found
+        for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
+    ]
     tokenizer = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     return Source(path, "hf", model, origins, Facts(), tokenizer)
 

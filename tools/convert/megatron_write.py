@@ -36,9 +36,9 @@ HALF = (torch.bfloat16, torch.float16)
 class MegatronLayout:
     """Over how many ranks the checkpoint is laid out, and whether norms bear Transformer Engine's fused names."""
 
-    tp: int
-    pp: int
-    fused_norms: bool
+    tp: int = 1
+    pp: int = 1
+    fused_norms: bool = True
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Origin:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     load: Callable[[], Sequence[Tensor]]
+    rows: Callable[[int, int], Tensor] | None = None  # reads some rows only, where the tensor is stored as ours is
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class Source:
     def dtype(self, key: str) -> torch.dtype:
         """The dtype that a logical tensor is stored in."""
         return self._origin[key].dtype
+
+    def rows(self, key: str, top: int, bottom: int) -> Tensor:
+        """Rows [top, bottom) of a logical tensor."""
+        some = self._origin[key].rows
+        return some(top, bottom) if some else self.read(key)[top:bottom]
 
     def read(self, key: str) -> Tensor:
         """A logical tensor. The last foreign tensor's parts stay in memory, for they are asked for together."""

@@ -9,7 +9,7 @@ import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -57,6 +57,14 @@ class Stored:
             return self._elements(prod(self.shape)).view(self.shape)
         span = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
         return self._elements(span).as_strided(self.shape, self.strides)
+
+    def rows(self, top: int, bottom: int) -> Tensor:
+        """Rows [top, bottom), without reading the others."""
+        if self.strides is not None:
+            return self.read()[top:bottom]
+        row = prod(self.shape[1:])
+        start = self.start + top * row * self.dtype.itemsize
+        return replace(self, shape=(bottom - top, *self.shape[1:]), start=start).read()
 
     def _elements(self, count: int) -> Tensor:
         size = count * self.dtype.itemsize

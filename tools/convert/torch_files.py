@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
-from tools.convert import untrusted
 from tools.convert.tensors import Stored
 
+PROGRAM = Path(__file__).with_name("untrusted.py")
 PATIENCE = 900  # seconds that the other process may take
 
 
@@ -41,7 +41,7 @@ def tensors_in(file: Path) -> dict[str, Stored]:
 
 
 def _ask(paths: Sequence[Path]) -> list[Any]:
-    command = [sys.executable, "-P", untrusted.__file__, *(str(path.absolute()) for path in paths)]
+    command = [sys.executable, "-P", str(PROGRAM), *(str(path.absolute()) for path in paths)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired as error:

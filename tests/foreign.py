@@ -69,9 +69,8 @@ def write_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **
 
 def same_files(one: Path, other: Path) -> None:
     """The same names with the same bytes, all the way down."""
-    files = [
+    first, second = (
         {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()} for path in (one, other)
-    ]
-    assert files[0].keys() == files[1].keys()
-    for name, content in files[0].items():
-        assert content == files[1][name], name
+    )
+    assert first.keys() == second.keys()
+    assert not [name for name, content in first.items() if content != second[name]]

@@ -57,9 +57,8 @@ def test_what_is_joined_splits_into_the_same(how: Transform, sizes: Heads, colum
 
 def test_grouped_rows_stand_group_by_group_queries_before_their_key_and_value() -> None:
     sizes = Heads(4, 2, 3, 3)
-    query, key, value = (
-        [f"{name}{head}.{i}" for head in range(n) for i in range(3)] for name, n in (("q", 4), ("k", 2), ("v", 2))
-    )
+    stacks = (("q", 4), ("k", 2), ("v", 2))
+    query, key, value = ([f"{name}{head}.{i}" for head in range(n) for i in range(3)] for name, n in stacks)
     names = query + key + value
     joined = GROUPED.join([x.flatten()[:, None] for x in parts(sizes, 1)], sizes)
     assert [names[i] for i in joined.flatten().tolist()] == [

@@ -51,7 +51,7 @@ def hidden_imports(_: Path, tree: ast.Module) -> Iterator[str]:
 
 
 def code_from_data(path: Path, tree: ast.Module) -> Iterator[str]:
-    """What runs code that a file holds: pickle in any form, eval and exec. No module may import a program of its own."""
+    """What runs code that a file holds: pickle, eval and exec. No module imports a program of its own."""
     yield from (f"{line} imports {name}" for line, name in imported(tree) if name == "tools.convert.untrusted")
     yield from (o for o in _dangerous(tree) if (str(path), o.partition(" ")[2]) not in MAY)
 

@@ -56,9 +56,8 @@ def describe(source: Source) -> str:
         lines.append(f"{kind:11}{elements:,} elements in {len(keys)} tensors, {size:,} bytes ({said})")
     if facts.progress:
         tokens = facts.progress.get("tokens", 0)
-        lines.append(
-            f"trained    {facts.progress['step']} steps, {facts.steps} of them applied, {tokens:,} tokens seen"
-        )
+        steps = facts.progress["step"]
+        lines.append(f"trained    {steps} steps, {facts.steps} of them applied, {tokens:,} tokens seen")
     for name, said in (("layout", facts.layout), ("precision", facts.precision), ("scaler", facts.scaler)):
         if said:
             lines.append(f"{name:11}{', '.join(f'{key} {value}' for key, value in said.items())}")

@@ -83,22 +83,20 @@ class _Writer:
         self.folder = f"iter_{source.facts.progress.get('step', source.facts.steps):07d}"
         kept = {"weight": torch.float32 if self.masters else weights, **dict.fromkeys(MOMENTS, torch.float32)}
         names = [name for match in self.matches for name in match.logical]
+        self.stages = [list(self._stage(stage)) for stage in range(layout.pp)]
         self.dtypes = {
             f"{kind}/{n}": d for kind, d in kept.items() if kind == "weight" or self.has_state for n in names
         }
 
-    def stages(self) -> Iterator[tuple[int, list[_Local]]]:
-        """The tensors of each pipeline stage, in the order of its parameters."""
+    def _stage(self, stage: int) -> Iterator[_Local]:
+        """The tensors of a pipeline stage, in the order of its parameters."""
         pp, layers = self.layout.pp, self.source.model["layers"] // self.layout.pp
-        for stage in range(pp):
-            local = []
-            for match in self.matches:
-                if name := _local_name(match.foreign, stage, layers, pp):
-                    local.append(self._local(name, match))
-            if self.source.model["tied"] and pp > 1 and stage == pp - 1:
-                embedding = next(m for m in self.matches if m.foreign.startswith("embedding.word"))
-                local.append(self._local("output_layer.weight", embedding))
-            yield stage, local
+        for match in self.matches:
+            if name := _local_name(match.foreign, stage, layers, pp):
+                yield self._local(name, match)
+        if self.source.model["tied"] and pp > 1 and stage == pp - 1:
+            embedding = next(m for m in self.matches if m.foreign.startswith("embedding.word"))
+            yield self._local("output_layer.weight", embedding)
 
     def _local(self, name: str, match: Match) -> _Local:
         return _Local(name, match, part_shape(match.shape, match.cut, self.layout.tp, self.padded))
@@ -106,7 +104,7 @@ class _Writer:
     def reserve(self, folder: Path, write: bool) -> list[Write]:
         """Makes all ranks' files; one write for each whole tensor and kind, with a place in each file that has it."""
         places: dict[tuple[str, Match], list[Place]] = {}
-        for stage, local in self.stages():
+        for stage, local in enumerate(self.stages):
             for rank in range(self.layout.tp):
                 file = f"{self.folder}/{rank_folder(rank, stage, self.layout.pp)}/{FILE}"
                 starts = self._make(folder / file, local, stage, rank, write)
@@ -146,7 +144,7 @@ class _Writer:
             if slot is not None:
                 yield slot, start
             elif write and scale is not None:
-                fill(file, start, scale)
+                fill(file, start, torch.tensor([scale]))
 
     def _content(self, local: Sequence[_Local], stage: int, rank: int, room: Any) -> dict[str, Any]:
         progress = self.source.facts.progress
@@ -182,7 +180,7 @@ class _Writer:
             "fp32_from_fp16_params": [[room("weight", t, torch.float32) for t in group] for group in groups],
         }
 
-    def _add_scaler(self, content: dict[str, Any], slots: list[Any]) -> Tensor | None:
+    def _add_scaler(self, content: dict[str, Any], slots: list[Any]) -> float | None:
         """Puts the loss scaler's state there, where Megatron has one; returns its scale, which is a tensor there."""
         scaler = self.source.facts.scaler
         if not self.masters or not scaler:
@@ -190,7 +188,7 @@ class _Writer:
         trackers = {name: int(scaler[name]) for name in ("growth_tracker", "hysteresis_tracker")}
         content["optimizer"]["grad_scaler"] = {"scale": torch.empty(1), **trackers}
         slots.append(None)
-        return torch.tensor([scaler["scale"]])
+        return scaler["scale"]
 
     def finish(self, folder: Path) -> None:
         """The file that names the iteration."""

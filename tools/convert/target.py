@@ -84,10 +84,15 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
         target.finish(partial)
         _compare(target.reopen(partial), journal.by_key(), report)
         journal.path.unlink()
-        for file in partial.rglob("*"):
-            sync(file)
-        partial.rename(destination)
-        sync(destination.parent)
+        _publish(partial, destination)
+
+
+def _publish(partial: Path, destination: Path) -> None:
+    """Gives the folder its name, with all that is in it on the disk."""
+    for path in partial.rglob("*"):
+        sync(path)
+    partial.rename(destination)
+    sync(destination.parent)
 
 
 class Journal:

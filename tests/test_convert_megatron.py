@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import functools
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ def build(kind: str, tp: int, pp: int, dtype: torch.dtype = torch.float32) -> An
     from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: PLC0415
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     parallel_state.initialize_model_parallel(tp, pp)
@@ -136,10 +139,7 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, dtype: tor
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: PLC0415
     from megatron.core.transformer.module import Float16Module  # noqa: PLC0415
 
-    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor"):
-        setattr(torch.cuda, name, getattr(torch, name))
-    kind_of = torch.Tensor.type
-    torch.Tensor.type = lambda self, *a, **k: _as_cuda(kind_of(self, *a, **k))  # type: ignore[method-assign]
+    pretend_there_is_a_gpu()
     model = build(kind, tp, pp, dtype)
     args = args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, dtype)
     wrapped = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
@@ -168,8 +168,19 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, dtype: tor
     dist.barrier()
 
 
+def pretend_there_is_a_gpu() -> None:
+    """Megatron's optimizer makes numbers on a GPU, and tells half parameters by the type that tensors have there."""
+    kind_of = torch.Tensor.type
+    torch.Tensor.type = lambda self, *a, **k: _as_cuda(kind_of(self, *a, **k))  # type: ignore[method-assign]
+    for name in ("tensor", "zeros", "ones", "empty", "zeros_like"):
+        setattr(torch, name, functools.partial(_on_cpu, getattr(torch, name)))
+
+
+def _on_cpu(make: Any, *sizes: Any, **options: Any) -> Tensor:
+    return make(*sizes, **(options | {"device": "cpu"} if options.get("device") == "cuda" else options))
+
+
 def _as_cuda(said: Any) -> Any:
-    """Megatron tells half parameters by the type of tensors on a GPU."""
     return said.replace("torch.", "torch.cuda.", 1) if isinstance(said, str) and "cuda" not in said else said
 
 
@@ -222,6 +233,7 @@ def save_distributed(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int
     model = build(kind, tp, pp)
     args = args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, torch.float32)
     state = {**model.sharded_state_dict(), "args": argparse.Namespace(**args), "iteration": 5}
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it writes in children
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()

@@ -24,7 +24,7 @@ import torch
 MEMORY = 4 << 30  # bytes more than torch itself takes
 SECONDS = 300
 HARMLESS = ("megatron.", "transformer_engine.", "numpy.", "signal.", "pathlib.", "enum.", "_io.BytesIO")
-METADATA = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+METADATA = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
 
 
 class Inert:

@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PACKAGES = ("megaprec", "parallel", "models", "tools")
-HF = ["tokenizers>=0.20", "transformers>=4.56"]
+HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
 README = Path(__file__).with_name("README.md")

@@ -13,12 +13,12 @@ from megaprec.layout import layout_of
 from megaprec.plan import plan
 from parallel.context import Context
 from parallel.executor import Executor
+from parallel.kinds import one_f_one_b
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.links import Links
 from parallel.loss import cross_entropy
 from parallel.mesh import make_mesh, world
 from parallel.norms import RMSNorm
-from parallel.schedule import one_f_one_b
 
 HIDDEN, LENGTH, MICROBATCHES = 64, 32, 4
 

@@ -1,26 +1,32 @@
 """Parameters of one kind laid end to end, with their gradients and the slice of optimizer state that is ours.
 
 The layers hold views of one flat weight tensor, the backward pass adds into views of one flat gradient tensor
-(`parameter.main_grad`), and the optimizer works on one contiguous slice of both: 1/dp of it under ZeRO-1, all
-of it otherwise. Reducing gradients and publishing weights is then one collective on one tensor, and statistics
+(`parameter.main_grad`), and the optimizer works on one contiguous slice of both: a share of it under ZeRO-1, all
+of it otherwise. Reducing gradients and collecting weights is then one collective on one tensor, and statistics
 and the optimizer read memory once, in order.
 
-    weights  [size]   plan.parameters   what the layers see
-    grads    [size]   plan.gradients    summed over micro-batches
-    masters  [own]    plan.masters      the optimizer's weights; the same memory as `weights` if the dtypes agree
-    moments  [own] x2 plan.masters      Adam's two averages
+    weights    [size]  as the plan holds them    what the layers see
+    grads      [size]  plan.gradients            summed over micro-batches
+    masters    [own]   plan.masters              the optimizer's weights; the same memory as `weights` if the dtypes
+                                                 agree, and absent if the plan keeps remainders
+    remainder  [own]   int16                     only then: the bits that `weights` lacks to make FP32 masters
+    state      [own]   plan.moments, by name     the optimizer's averages
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megaprec.block import Block, Draw
 from megaprec.comm import Axis
+from megaprec.errors import UserError
 from megaprec.layout import Part, layout_of
-from megaprec.plan import PrecisionPlan
+from megaprec.plan import PrecisionPlan, dtype_name
+from megaprec.rounding import split
 
+BLOCK = 1 << 18  # elements: what a CPU works on at a time stays in a core's cache between its uses
 _ALIGNMENT = 64  # elements; every parameter starts where vector loads and GEMMs like it
 
 
@@ -37,6 +43,8 @@ class Piece:
 class Buffer:
     """Takes over the memory of `parameters`: afterwards they are views of `weights` and add into `grads`.
 
+    dp: over which gradients are summed. shards: over which masters and state are cut; of size one without ZeRO-1.
+    state: names of the optimizer's averages. seed: of stochastic rounding.
     The masters are made from the values that the parameters come with, before those are rounded.
     """
 
@@ -45,20 +53,24 @@ class Buffer:
         parameters: Sequence[nn.Parameter],
         plan: PrecisionPlan,
         dp: Axis,
+        shards: Axis,
         pp_rank: int,
-        zero: bool,
         device: torch.device,
+        state: Sequence[str] = (),
+        seed: int = 0,
     ) -> None:
-        self.parameters, self.dp, self.zero = tuple(parameters), dp, zero
+        self.parameters, self.plan, self.dp, self.shards, self.seed = tuple(parameters), plan, dp, shards, seed
         self.starts, end = [], 0
         for parameter in self.parameters:
             self.starts.append(end)
             end += _up(parameter.numel(), _ALIGNMENT)
         self.size = _up(end, dp.size * _ALIGNMENT)
-        self.share = self.size // dp.size * dp.rank, self.size // dp.size * (dp.rank + 1)  # counted here
-        self.first, self.last = self.share if zero else (0, self.size)
+        length, counted = self.size // shards.size, self.size // dp.size
+        self.first, self.last = length * shards.rank, length * (shards.rank + 1)
+        replica = self.first + counted * (dp.rank // shards.size)
+        self.share = replica, replica + counted  # of the own slice, what is counted here and not by another replica
         self.pieces = tuple(self._pieces(pp_rank))
-        self._allocate(plan, device)
+        self._allocate(device, state)
 
     def _pieces(self, pp_rank: int) -> Iterator[Piece]:
         for parameter, start in zip(self.parameters, self.starts, strict=True):
@@ -66,34 +78,85 @@ class Buffer:
             for part, first, last in layout.spans():
                 yield Piece(part, start + first, start + last, part.copy == 0 and layout.counts(pp_rank))
 
-    def _allocate(self, plan: PrecisionPlan, device: torch.device) -> None:
-        self.weights = torch.zeros(self.size, dtype=plan.parameters, device=device)
-        self.grads = torch.zeros(self.size, dtype=plan.gradients, device=device)
-        shared = plan.parameters == plan.masters
-        self.masters = (
-            self.own(self.weights) if shared else torch.zeros(self.last - self.first, dtype=plan.masters, device=device)
-        )
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.masters), torch.zeros_like(self.masters)
+    def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
+        plan, held, own = self.plan, held_as(self.parameters[0], self.plan), self.last - self.first
+        wide = plan.masters if plan.masters.itemsize > held.itemsize else held
+        self.weights = torch.zeros(self.size, dtype=held, device=device)
+        gradients = plan.gradients if held == plan.parameters else held
+        self.grads = torch.zeros(self.size, dtype=gradients, device=device)
+        self.travels = plan.reduce if held == plan.parameters else held
+        self.remainder: Tensor | None = None
+        self.masters: Tensor | None = None
+        if wide == held:
+            self.masters = self.own(self.weights)
+        elif plan.remainders:
+            self.remainder = torch.zeros(own, dtype=torch.int16, device=device)
+        else:
+            self.masters = torch.zeros(own, dtype=wide, device=device)
+        moments = plan.moments if held == plan.parameters or plan.moments.itemsize > 2 else wide
+        self.state = {name: torch.zeros(own, dtype=moments, device=device) for name in state}
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
 
     def _move_in(self, parameter: nn.Parameter, start: int) -> None:
         values = parameter.data.reshape(-1)
-        first, last = max(start, self.first), min(start + values.numel(), self.last)
-        if first < last:
-            self.masters[first - self.first : last - self.first].copy_(values[first - start : last - start])
         view = self.weights[start : start + values.numel()].view_as(parameter)
-        parameter.data = view.copy_(parameter.data)
+        if self.remainder is None:
+            view.copy_(parameter.data)
+        else:  # other ranks' slices too must be rounded as their owners round them
+            split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
+        parameter.data = view
         parameter.main_grad = self.grads[start : start + values.numel()].view_as(parameter)  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(_accumulate)
+        first, last = max(start, self.first), min(start + values.numel(), self.last)
+        if first < last:
+            self.restore("weight", first - self.first, values[first - start : last - start])
 
     def own(self, flat: Tensor) -> Tensor:
         """This rank's slice of `weights` or `grads` (a view)."""
         return flat[self.first : self.last]
 
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, by name: own slices of the masters and of both moments."""
-        return {"weight": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+    def blocks(self, first: int, last: int) -> Iterator[Block]:
+        """Elements [first, last) of the own slice, in runs of a length that suits the device."""
+        length = BLOCK if self.weights.device.type == "cpu" else BLOCK << 8
+        for start in range(first, last, length):
+            yield self._block(start, min(start + length, last))
+
+    def _block(self, first: int, last: int) -> Block:
+        low, high = first + self.first, last + self.first
+        overlaps = [(p, max(p.start, low), min(p.stop, high)) for p in self.pieces]
+        spans = [(p.part, a - p.start, a - low, b - low) for p, a, b in overlaps if a < b]
+        return Block(
+            weights=self.own(self.weights)[first:last],
+            grads=self.own(self.grads)[first:last],
+            masters=None if self.masters is None else self.masters[first:last],
+            remainder=None if self.remainder is None else self.remainder[first:last],
+            state=tuple((name, values[first:last]) for name, values in self.state.items()),
+            draw=Draw(self.seed, last - first, spans, self.weights.device),
+            nearest=self.plan.rounding == "nearest" or self.weights.dtype != torch.bfloat16,
+        )
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, by name: own slices of the masters, as "weight", and of the averages."""
+        kept = self.own(self.weights)
+        if self.plan.masters_in_checkpoint:
+            kept = self.masters if self.masters is not None else self._block(0, len(kept)).wide_weights()
+        return {"weight": kept, **self.state}
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:
+        """The names in `saved`."""
+        return ("weight", *self.state)
+
+    def restore(self, name: str, first: int, values: Tensor) -> None:
+        """Puts back what was saved, from element `first` of the own slice on; `publish` must follow for the weights."""
+        last = first + len(values)
+        if name == "weight" and self.masters is None:
+            self._block(first, last).keep_weights(values.to(self.weights.device, torch.float32))
+            return
+        kept = self.masters if name == "weight" else self.state[name]
+        assert kept is not None
+        kept[first:last].copy_(values)
 
     def counted(self) -> list[tuple[int, int]]:
         """Ranges of the own slice that hold logical elements which no other rank counts."""
@@ -119,34 +182,69 @@ class Buffer:
             ranges.append((first, last))
         return ranges
 
-    def range_of(self, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
-        """Elements of the own slice taken up by `parameters`, which must lie next to each other."""
-        places = [i for i, parameter in enumerate(self.parameters) if any(parameter is p for p in parameters)]
-        ends = [*self.starts[1:], self.size]
-        first, last = self.starts[places[0]], ends[places[-1]]
-        first, last = (min(max(place, self.first), self.last) - self.first for place in (first, last))
-        return first, last
+    def start_reduce(self) -> Callable[[], None]:
+        """Starts to sum the gradients over dp: when the returned function has returned, the own slice of `grads` is
+        final and the rest of it is not."""
+        travelling = self.grads if self.dp.size == 1 else self.grads.to(self.travels)
+        start = self.dp.start_scatter_sum_ if self.shards.size == self.dp.size else self.dp.start_sum_
+        wait = start(travelling)
 
-    def reduce(self) -> None:
-        """Sums the gradients over dp: afterwards the own slice of `grads` is final, the rest of it is not."""
-        if self.zero:
-            self.dp.scatter_sum_(self.grads)
-        else:
-            self.dp.sum_(self.grads)
+        def finish() -> None:
+            wait()
+            if travelling is not self.grads:
+                self.own(self.grads).copy_(self.own(travelling))
 
-    def publish(self) -> None:
-        """Rounds the masters into `weights` and, under ZeRO-1, collects the other ranks' slices over dp."""
-        own = self.own(self.weights)
-        if own.data_ptr() != self.masters.data_ptr():
-            own.copy_(self.masters)
-        if self.zero:
-            self.dp.gather_(self.weights)
+        return finish
+
+    def publish(self, steps: Tensor) -> None:
+        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects them."""
+        if self.masters is not None and self.masters.dtype != self.weights.dtype:
+            for block in self.blocks(0, self.last - self.first):
+                block.keep_weights(block.wide_weights(), steps)
+        self.start_collect()()
+
+    def start_collect(self) -> Callable[[], object]:
+        """Under ZeRO-1, starts to all-gather the weights over `shards`; the returned function waits for them."""
+        return self.shards.start_gather_(self.weights)
+
+    def clear(self, own: bool = True) -> None:
+        """Zeroes the gradients; with own=False those outside of the own slice only."""
+        for part in (self.grads,) if own else (self.grads[: self.first], self.grads[self.last :]):
+            part.zero_()
+
+    def num_bytes(self) -> int:
+        """Memory of all that this buffer keeps, in bytes."""
+        kept = [self.weights, self.grads, *self.state.values()]
+        if self.remainder is not None:
+            kept.append(self.remainder)
+        if self.masters is not None and self.masters.dtype != self.weights.dtype:
+            kept.append(self.masters)
+        return sum(tensor.nbytes for tensor in kept)
+
+
+def held_as(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
+    """The dtype in which a parameter is held. Raises UserError if the plan wants its parts in different ones."""
+    parts = layout_of(parameter).parts
+    wanted = {plan.holds(part.name) for part in parts}
+    if len(wanted) > 1:
+        names, dtypes = (" and ".join(some) for some in ((p.name for p in parts), sorted(map(dtype_name, wanted))))
+        raise UserError(f"keep_fp32: {names} are one parameter, whose parts would be {dtypes}: match all or none")
+    return wanted.pop()
+
+
+def main_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Where the gradient of `parameter` is to be added, None if it has no buffer; it counts as given from now on."""
+    main = getattr(parameter, "main_grad", None)
+    if main is not None:
+        parameter.megaprec_given = True  # type: ignore[attr-defined]
+    return main
 
 
 def _accumulate(parameter: nn.Parameter) -> None:
     """Takes in a gradient that autograd made itself; layers of ours have added into `main_grad` and left none."""
-    if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    main = main_gradient(parameter)
+    if parameter.grad is not None and main is not None:
+        main.add_(parameter.grad)
         parameter.grad = None
 
 

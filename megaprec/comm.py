@@ -48,6 +48,24 @@ class Axis:
             )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
+    @staticmethod
+    def cut(mesh: DeviceMesh | None, name: str, size: int, new_name: str) -> "Axis":
+        """Runs of `size` neighbours along the axis `name`, which `size` must divide. Collective over the world."""
+        whole = Axis.of(mesh, name)
+        if whole.size % size:
+            raise ValueError(f"the {whole.size} ranks of {name} cannot be cut into runs of {size}")
+        if mesh is None or size == 1:
+            return Axis(new_name)
+        if size == whole.size:
+            return Axis(new_name, whole.rank, size, whole.group)
+        dim = (mesh.mesh_dim_names or ()).index(name)
+        group = None
+        for ranks in mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist():
+            made = dist.new_group(ranks)
+            if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
+                group = made
+        return Axis(new_name, whole.rank % size, size, group)
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce SUM over this axis, in place."""
         self.start_sum_(tensor)()
@@ -98,22 +116,24 @@ class Axis:
         work = _reduce_scatter(part, tensor, group=self.group, async_op=True)
         return lambda: (work.wait(), part)[1]
 
-    def scatter_sum_(self, flat: Tensor) -> None:
-        """Reduce-scatter SUM in place: afterwards this rank's chunk of `flat` holds the sum, the rest is undefined.
+    def start_scatter_sum_(self, flat: Tensor) -> Callable[[], object]:
+        """Starts a reduce-scatter SUM in place: when the returned function has returned, this rank's chunk of `flat`
+        holds the sum, and the rest is undefined.
 
         On a CPU all chunks are summed: gloo's ring all-reduce is faster than its reduce-scatter.
         """
-        if self.group is not None and _on_cpu(flat):
-            self.sum_(flat)
-        elif self.group is not None:
-            _reduce_scatter(self.chunk(flat), flat, group=self.group)
+        if self.group is None or _on_cpu(flat):
+            return self.start_sum_(flat)
+        return _reduce_scatter(self.chunk(flat), flat, group=self.group, async_op=True).wait
 
-    def gather_(self, flat: Tensor) -> None:
-        """All-gather in place: this rank's chunk of `flat` is given, the others are filled in."""
-        if self.group is not None and _on_cpu(flat):
-            exchange.start_gather(self.chunk(flat), self.rank, self.group, into=flat)()
-        elif self.group is not None:
-            _all_gather(flat, self.chunk(flat), group=self.group)
+    def start_gather_(self, flat: Tensor) -> Callable[[], object]:
+        """Starts an all-gather in place: this rank's chunk of `flat` is given, the others are there when the returned
+        function has returned."""
+        if self.group is None:
+            return lambda: None
+        if _on_cpu(flat):
+            return exchange.start_gather(self.chunk(flat), self.rank, self.group, into=flat)
+        return _all_gather(flat, self.chunk(flat), group=self.group, async_op=True).wait
 
     def barrier(self) -> None:
         """Returns when every rank of this axis has called it."""

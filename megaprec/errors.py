@@ -1,4 +1,7 @@
-"""The one kind of error that is the user's to mend."""
+"""The one kind of error that is the user's to mend, and the hint at what he may have meant."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -11,3 +14,9 @@ class UserError(ValueError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
+    """The end of a message about an unknown `word`: the known one that is most like it; empty if none is."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {form.format(close[0])}?" if close else ""

@@ -9,15 +9,20 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-Outcome = Literal["applied", "skipped_overflow"]
+Outcome = Literal["applied", "skipped_overflow", "applied_nonfinite"]
+LOSS = "loss"  # the offender that is no parameter
 
 
 @dataclass(frozen=True)
 class Offender:
     """A slice of a logical tensor with non-finite gradient elements, as one tp rank of a pipeline rank saw it.
 
-    stage: the pipeline rank. infs, nans: how many of its `elements`. largest_finite: the largest magnitude of the
-    others, still scaled.
+    name: of the tensor, or LOSS: the step's loss, unscaled. stage: the pipeline rank. infs, nans: how many of its
+    `elements`. largest_finite: the largest magnitude of the others, still scaled.
+    traced: whether the step was replayed to find where it began. If so,
+    microbatch, dp_rank: after which micro-batch, and on which dp rank, it first was not finite; None if it stayed
+    finite on every rank: then only the ranks' sum was not, or what happened does not happen again.
+    samples: [first, last + 1) of that micro-batch, as numbers within the global batch.
     """
 
     name: str
@@ -27,20 +32,38 @@ class Offender:
     nans: int
     elements: int
     largest_finite: float
+    traced: bool = False
+    microbatch: int | None = None
+    dp_rank: int | None = None
+    samples: tuple[int, int] | None = None
 
     @property
     def bad(self) -> int:
         """Elements that are not finite."""
         return self.infs + self.nans
 
+    @property
+    def origin(self) -> str:
+        """Where it began, in words; empty if nobody looked."""
+        if self.samples is None:
+            return (
+                "in no micro-batch when run again: only the ranks' sum is bad, or it was chance" if self.traced else ""
+            )
+        first, end = self.samples
+        where = f"micro-batch {self.microbatch} of dp rank {self.dp_rank}"
+        return f"first in {where}, samples {first} to {end - 1} of the batch"
+
 
 @dataclass(frozen=True)
 class StepReport:
     """The outcome of one step, the same on every rank.
 
-    outcome: applied, or skipped_overflow: some gradient or the loss was not finite, and no weight changed.
-    loss: mean over the step's tokens. grad_norm: L2 norm before clipping, without the loss scale.
+    outcome: applied, or skipped_overflow: some gradient or the loss was not finite, and no weight changed; or
+        applied_nonfinite: the same, but the plan says to ignore it.
+    loss: mean over the step's tokens. grad_norm: before clipping, without the loss scale; the L2 norm unless the
+        optimizer was given another.
     num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted once.
+    stage_zeros: the same count by pipeline rank.
     loss_scale: that this step's loss was multiplied by. lr: the learning rate of the step.
     offenders: of a skipped step, the tensors with the most non-finite elements, worst first.
     """
@@ -50,20 +73,35 @@ class StepReport:
     grad_norm: float
     num_zeros: int
     zero_ratio: float
+    stage_zeros: tuple[int, ...]
     loss_scale: float
     lr: float
     offenders: tuple[Offender, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        """Whether weights changed."""
+        return self.outcome != "skipped_overflow"
+
+
+class NonFiniteStep(FloatingPointError):
+    """A step was not finite and was to raise; nothing was changed by it. `report` is what is known of the step."""
+
+    def __init__(self, report: StepReport) -> None:
+        super().__init__(f"a gradient or the loss is not finite\n{describe(report)}")
+        self.report = report
 
 
 def describe(report: StepReport) -> str:
     """A step and, if it was skipped, what broke it, in a line or a few."""
     numbers = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}, loss scale {report.loss_scale:g}"
-    lines = [
-        f"  {o.name} (stage {o.stage}, tensor rank {o.tp_rank}): {o.infs} inf, {o.nans} NaN of {o.elements} gradient "
-        f"elements, largest other {o.largest_finite:.3g}"
-        for o in report.offenders
-    ]
-    return "\n".join([f"{report.outcome}: {numbers}", *lines])
+    return "\n".join([f"{report.outcome}: {numbers}", *map(_accuse, report.offenders)])
+
+
+def _accuse(o: Offender) -> str:
+    counts = f"{o.infs} inf, {o.nans} NaN of {o.elements} gradient elements, largest other {o.largest_finite:.3g}"
+    said = f"  {o.name} (stage {o.stage}, tensor rank {o.tp_rank}){'' if o.name == LOSS else f': {counts}'}"
+    return f"{said}; {o.origin}" if o.origin else said
 
 
 def to_json(record: dict[str, object]) -> str:

@@ -5,8 +5,37 @@ a CPU is some sixty times slower than its FP32 one, so there the factors are wid
 result is rounded to half: what a tensor core does, with overflow to inf at the same magnitude.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """How the three products of a linear layer y = x @ W.T are made, whatever its tensors are held in.
+
+    dtype: of the factors: activations, weights and gradients are cast to it. out: of y.
+    """
+
+    dtype: torch.dtype
+    out: torch.dtype
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [m, k], weight [n, k] -> y [m, n]."""
+        return product(x.to(self.dtype), weight.to(self.dtype).t()).to(self.out)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """grad [m, n], weight [n, k] -> gradient of x [m, k], of `dtype`."""
+        return product(grad.to(self.dtype), weight.to(self.dtype)).to(dtype)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """grad [m, n], x [m, k] -> [n, k]."""
+        return product(grad.to(self.dtype).t(), x.to(self.dtype))
+
+    def add_weight_gradient_(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
+        """total [n, k] += grad.T @ x, where `total` may be wider than the factors."""
+        add_product_(total, grad.to(self.dtype).t(), x.to(self.dtype))
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -23,7 +52,7 @@ def slow_half(tensor: Tensor) -> bool:
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, where `total` may be wider than the factors. The product is rounded before it is added."""
-    if total.dtype == a.dtype:
+    if total.dtype == a.dtype and not slow_half(a):
         total.addmm_(a, b)
     else:
         total.add_(product(a, b))

@@ -1,7 +1,10 @@
-"""Which parameter broke a step: a second look at the gradients, taken only after a step was skipped.
+"""Which parameter broke a step, and when: a second look at the gradients, taken only after a step was skipped.
 
 Each rank looks at what it holds and names its worst logical tensors; the few lines of all ranks are put together as
 JSON, so that every rank knows what any of them saw. A clean step costs nothing.
+
+By then the gradients are sums over micro-batches and ranks. Which of these spoiled them is found by whoever can run
+the step again: `Onset` looks at the named tensors after each micro-batch.
 """
 
 import json
@@ -13,10 +16,11 @@ from torch import Tensor
 
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis
-from megaprec.events import Offender
+from megaprec.events import LOSS, Offender
 from megaprec.stats import sum_of_squares
 
 _LINE = 4096  # bytes of JSON that each rank may send
+_NEVER = 1 << 60  # later than any moment
 
 
 def locate(
@@ -48,6 +52,43 @@ def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int) ->
             values = buffer.own(buffer.grads)[first - buffer.first : max(first, last) - buffer.first]
             if len(values) and not sum_of_squares(values).isfinite():
                 yield first - piece.start, _describe(piece.part.name, stage, tp_rank, values)
+
+
+class Onset:
+    """When, in a step that is run again, each offender first was not finite on some rank.
+
+    Each rank watches what it holds of the offenders, before gradients are reduced: `loss`, float64 of shape [], which
+    is summed in place, and slices of gradient buffers. The holders of the same slice (shares of it over tp, tied
+    copies over the pipeline) are all watched, for what they hold is summed.
+    """
+
+    def __init__(self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor) -> None:
+        self._watched = [[loss.view(1)] if o.name == LOSS else [*_held(o, buffers)] for o in offenders]
+        self._first = torch.full((len(offenders),), _NEVER, dtype=torch.int64, device=loss.device)
+
+    def look(self, moment: int) -> None:
+        """Notes `moment`, a number that grows with time, for the offenders that are not finite by now."""
+        for number, slices in enumerate(self._watched):
+            for values in slices:
+                first = self._first[number]
+                first.copy_(torch.where(sum_of_squares(values).isfinite(), first, first.clamp(max=moment)))
+
+    def agreed(self, world: Axis) -> list[int | None]:
+        """The earliest moment that any rank noted for each offender, None where nobody did. Collective."""
+        first = world.max_(self._first.neg()).neg()
+        return [None if moment == _NEVER else moment for moment in first.tolist()]
+
+
+def _held(offender: Offender, buffers: Iterable[Buffer]) -> Iterator[Tensor]:
+    for buffer in buffers:
+        for piece in buffer.pieces:
+            part = piece.part
+            if (
+                part.name == offender.name
+                and part.shard == offender.tp_rank // part.copies
+                and piece.start < piece.stop
+            ):
+                yield buffer.grads[piece.start : piece.stop]
 
 
 def _describe(name: str, stage: int, tp_rank: int, values: Tensor) -> Offender:

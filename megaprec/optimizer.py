@@ -1,59 +1,60 @@
-"""The parallel AMP optimizer: AdamW whose every step either happened on all ranks or on none.
+"""The parallel AMP optimizer: every step either happened on all ranks or on none.
 
 One step, after the backward pass has summed gradients into the buffers:
 
     1. reduce      gradients that are shares are summed over tp, then over dp, tied ones over their pipeline ranks
-    2. statistics  one read of the own slices; one all-reduce of five numbers over the whole mesh, so that every
+    2. statistics  one read of the own slices; one all-reduce of a few numbers over the whole mesh, so that every
                    rank holds the same loss, norm and zero count and takes the same decision, in every precision
-    3. update      one fused AdamW pass over the own slices. Unscaling and clipping are one division inside it, and
-                   where something was not finite it leaves weights, moments and step count alone
+    3. update      one pass over the own slices. Unscaling and clipping are one division inside it, and where
+                   something was not finite it leaves weights, averages and step count alone
     4. scaler      is told; the factor divided out in 3 is the one the loss was multiplied by
-    5. publish     masters are rounded into the weights, slices collected over dp
+    5. collect     the masters were rounded into the weights in 3; under ZeRO-1 slices are now collected
     6. locate      only after a skipped step: which parameters held what was not finite
 
 The loss must already be a mean over the tokens of all dp ranks, so gradients are summed and never averaged.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.buffer import Buffer
+from megaprec import gradients
+from megaprec.agree import Agreed, Agreement, digest
+from megaprec.buffer import Buffer, held_as
 from megaprec.comm import Axis, device_of
-from megaprec.events import StepReport, describe
+from megaprec.errors import UserError
+from megaprec.events import NonFiniteStep, Outcome, StepReport
+from megaprec.gathered import gather_tensors, load_tensors
+from megaprec.groups import Group, by_factors, require_used, slices
 from megaprec.layout import layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
+from megaprec.rules import AdamW, Rule, Step
 from megaprec.scaler import make_scaler
-from megaprec.stats import statistics
+from megaprec.stats import norm_of, statistics
 from megaprec.tied import tied_axes
 
 
-@dataclass
-class _Slices:
-    """Slices of one buffer that share their hyper-parameters: flat tensors of equal lengths."""
-
-    weights: list[Tensor]
-    grads: list[Tensor]
-    exp_avg: list[Tensor]
-    exp_avg_sq: list[Tensor]
-    weight_decay: float
-
-
 class ParallelAMPOptimizer:
-    """AdamW with FP32 masters, loss scaling and clipping over a (pp, dp, tp) mesh.
+    """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts; their memory is taken
         over by flat buffers on the mesh's device.
     mesh: with axes pp, dp and tp; None for a plain process.
-    weight_decay: of parameters of two or more dims; biases and norms are not decayed.
-    clip: the largest global L2 norm of the gradients; 0 to leave them as they are.
-    zero: ZeRO-1, each dp rank keeps 1/dp of masters and moments.
+    rule: how weights change; AdamW with its defaults unless given. Give each optimizer its own.
+    groups: factors of learning rate and weight decay by logical name; biases and norms do not decay by default.
+    clip: the largest global norm of the gradients; 0 to leave them as they are. norm: which one, 2, inf or any p >= 1.
+    zero_size: neighbouring dp ranks that share one copy of masters and averages (ZeRO-1): 0 for all of them, 1 for
+        none. It must divide the number of dp ranks.
+    overlap: sums over dp go on beside the backward passes of other chunks, and weights are collected beside the next
+        forward pass; `wait` before looking at weights in between.
+    seed: of stochastic rounding.
+    Raises UserError for what does not fit together, ValueError for a parameter without a fitting layout.
     """
 
     def __init__(
@@ -62,49 +63,63 @@ class ParallelAMPOptimizer:
         plan: PrecisionPlan,
         mesh: DeviceMesh | None = None,
         *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        rule: Rule | None = None,
         weight_decay: float = 0.1,
+        groups: Sequence[Group] = (),
         clip: float = 1.0,
-        zero: bool = True,
+        norm: float = 2.0,
+        zero_size: int = 0,
+        overlap: bool = False,
+        seed: int = 0,
     ) -> None:
-        self.plan, self.betas, self.eps, self.clip = plan, betas, eps, clip
+        self.plan, self.clip, self.weight_decay, self.overlap, self.seed = plan, clip, weight_decay, overlap, seed
+        self.rule: Rule = rule or AdamW()
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
+        self.shards = Axis.cut(mesh, "dp", zero_size or self.dp.size, "zero")
         self.world, self.device = Axis.world(mesh), device_of(mesh)
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
         _require_fitting(parts, self.tp.size)
         self.buffers: list[list[Buffer]] = []  # by model chunk
-        self._reduced: set[int] = set()  # chunks whose gradients of this step are final
+        self._reducing: dict[int, list[Callable[[], None]]] = {}  # chunks whose sums are under way, and what ends them
+        self._collecting: list[Callable[[], object]] = []  # what ends the collection of weights
         self._tied: list[tuple[Buffer, Axis]] = []
-        self._slices: list[_Slices] = []
         taken: set[nn.Parameter] = set()
         for part in parts:
             mine = [p for p in parameters_of([part]) if p not in taken]
             taken.update(mine)
-            self.buffers.append([self._adopt(group, axes, zero, weight_decay) for group in _kinds(mine)])
+            self.buffers.append([self._adopt(alike, axes, groups) for alike in _kinds(mine, plan)])
             for frozen in (p for p in part.parameters() if not p.requires_grad):
                 frozen.data = frozen.data.to(self.device, plan.parameters)
+        require_used(groups, self.all_buffers(), self.world, self.device)
+        self._slices = [
+            (buffer, [(s, list(buffer.blocks(s.first, s.last))) for s in slices(buffer, groups)])
+            for buffer in self.all_buffers()
+        ]
+        for part in parts if overlap else ():
+            part.register_forward_pre_hook(lambda module, args: self.wait())
         self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
         self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
+        self._agreement = Agreement(self.pp, self.world, norm, self.device)
         count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
         self.num_elements = int(self.world.sum_(count).item())
 
     def _adopt(
-        self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], zero: bool, decay: float
+        self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], groups: Sequence[Group]
     ) -> Buffer:
-        parameters = sorted(parameters, key=lambda p: p.dim() < 2)  # stable: first those with weight decay
-        buffer = Buffer(parameters, self.plan, self.dp, self.pp.rank, zero, self.device)
+        buffer = Buffer(
+            by_factors(parameters, groups),
+            self.plan,
+            self.dp,
+            self.shards,
+            self.pp.rank,
+            self.device,
+            self.rule.names,
+            self.seed,
+        )
         if pipeline_ranks := layout_of(parameters[0]).tied:
             self._tied.append((buffer, tied[pipeline_ranks]))
-        for decayed in (True, False):
-            if chosen := [p for p in parameters if (p.dim() >= 2) == decayed]:
-                a, b = buffer.range_of(chosen)
-                values = [
-                    [t[a:b]] for t in (buffer.masters, buffer.own(buffer.grads), buffer.exp_avg, buffer.exp_avg_sq)
-                ]
-                self._slices.append(_Slices(*values, weight_decay=decay if decayed else 0.0))
         return buffer
 
     def all_buffers(self) -> list[Buffer]:
@@ -116,29 +131,63 @@ class ParallelAMPOptimizer:
         """What the loss of this step is to be multiplied by: float32 of shape [], the same on every rank."""
         return self.scaler.scale
 
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Memory that this rank keeps for each element of its own weights: theirs, gradients, masters and averages."""
+        buffers = self.all_buffers()
+        return sum(b.num_bytes() for b in buffers) / max(1, sum(b.size for b in buffers))
+
+    def numbers(self) -> dict[str, Any]:
+        """What is not a tensor of the model: plain numbers, the same on every rank."""
+        return {"steps": int(self.steps.item()), "scaler": self.scaler.state_dict(), "rule": self.rule.scalars}
+
+    @torch.no_grad()
+    def load_numbers(self, numbers: dict[str, Any]) -> None:
+        """Takes up saved numbers, and makes the weights from the masters as they now are."""
+        self.wait()
+        self.steps.fill_(numbers["steps"])
+        self.scaler.load_state_dict(numbers["scaler"])
+        self.rule.load_scalars(numbers.get("rule", {}))
+        for buffer in self.all_buffers():
+            buffer.publish(self.steps)
+
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """What is not a tensor of the model: plain numbers, the same on every rank. Tensors: megaprec.checkpoint."""
-        return {"steps": int(self.steps.item()), "scaler": self.scaler.state_dict()}
+        """All of the state, whole on every rank: `numbers` and, by "kind/logical name", tensors on the CPU.
+
+        Collective over the mesh. For what does not fit into the memory of each rank: `megaprec.checkpoint`.
+        """
+        return {**self.numbers(), "tensors": gather_tensors(self.all_buffers(), self.world, self.device)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a saved step count and scaler, and makes the weights from the masters as they now are."""
-        self.steps.fill_(state["steps"])
-        self.scaler.load_state_dict(state["scaler"])
-        for buffer in self.all_buffers():
-            buffer.publish()
+        """Takes up a state of any layout. Raises UserError, before anything is changed, if it is of another model."""
+        if lacking := [key for key in ("tensors", "steps", "scaler") if key not in state]:
+            raise UserError(f"this is no state of an optimizer: it has no {' and no '.join(lacking)}")
+        self.wait()
+        load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
+        self.load_numbers(state)
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
-        """Once per step, when the gradients of model chunk `chunk` are complete: sums them over tp and dp."""
-        if chunk in self._reduced:
+        """Once per step, when the gradients of model chunk `chunk` are complete: starts to sum them over tp and dp.
+
+        With `overlap` the sums go on while other chunks are worked on; `step` waits for them.
+        """
+        if chunk in self._reducing:
             raise RuntimeError(
                 f"model chunk {chunk} was reduced twice in one step: its gradients would be summed twice"
             )
-        self._reduced.add(chunk)
+        self._reducing[chunk] = []
         for buffer in self.buffers[chunk]:
             sum_partial(buffer.parameters, self.tp)
-            buffer.reduce()
+            finish = buffer.start_reduce()
+            self._reducing[chunk].append(finish) if self.overlap else finish()
+
+    def wait(self) -> None:
+        """Returns when the layers' weights are those of the last step. A model's forward calls it by itself."""
+        while self._collecting:
+            self._collecting.pop(0)()
 
     @torch.no_grad()
     def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
@@ -146,72 +195,109 @@ class ParallelAMPOptimizer:
 
         loss: this rank's share of the global mean loss (unscaled), so that the sum over all ranks is that loss;
             None for no share.
+        Raises RuntimeError on every rank, with nothing changed, if the ranks came with different scalers or with
+        gradients of different parameters; NonFiniteStep if the plan says so.
         """
-        for chunk in range(len(self.buffers)):
-            if chunk not in self._reduced:
-                self.reduce(chunk)
-        self._reduced.clear()
-        for buffer, axis in self._tied:
-            axis.sum_(buffer.own(buffer.grads))
-        shared = self._agree(loss)
+        self.wait()
+        self._finish_sums()
+        agreed = self._agreement.read(self._agree(loss))
         scale = self.scale.clone()
-        norm = shared[0].sqrt() / scale
-        found = shared[[0, 2]].isfinite().logical_not().any().float()
-        self._update(lr, scale.double() / self._clip_factor(norm), found)
-        self.scaler.update(found)
+        norm = agreed.norm / scale
+        found = self._forbidden(agreed)
+        cleared = self._update(lr, scale.double() / self._clip_factor(norm), found)
+        report = self._report(agreed, norm, scale, lr)
+        self.scaler.update(agreed.finite.logical_not())
         for buffer in self.all_buffers():
-            buffer.publish()
-        report = self._report(torch.cat((shared, torch.stack((norm, scale.double(), found.double())))), lr)
-        for buffer in self.all_buffers():
-            buffer.grads.zero_()
+            buffer.clear(own=not cleared)
+        gradients.forget(self.all_buffers())
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
-            raise FloatingPointError(f"a gradient or the loss is not finite\n{describe(report)}")
+            raise NonFiniteStep(report)
         return report
 
-    def _agree(self, loss: Tensor | None) -> Tensor:
-        """float64 [5], summed over the whole mesh: sum of squares of the scaled gradients, zeros, loss, and what tells
-        whether all ranks come to this step with the same scaler: a digest of its state, and the digest's square."""
-        own = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss.double().reshape(())
-        digest = self._digest()
-        counted = statistics(self._counted, self._copies, self.device)
-        return self.world.sum_(torch.cat((counted, torch.stack((own, digest, digest.square())))))
+    def _finish_sums(self) -> None:
+        """Afterwards the gradients in the own slices are those of the whole model."""
+        for chunk in range(len(self.buffers)):
+            if chunk not in self._reducing:
+                self.reduce(chunk)
+        for finish in chain(*self._reducing.values()):
+            finish()
+        self._reducing.clear()
+        for buffer, axis in self._tied:
+            axis.sum_(buffer.own(buffer.grads))
 
-    def _digest(self) -> Tensor:
-        """12 bits of scale, trackers and step count, so few that sums of squares over thousands of ranks are exact."""
-        bits = torch.zeros((), dtype=torch.int64, device=self.device)
-        for number in (*self.scaler.tensors(), self.steps):
-            bits = (bits ^ number.float().view(torch.int32)) * 0x9E3779B1
-            bits = bits ^ (bits >> 15)
-        return (bits & 0xFFF).double()
+    def _agree(self, loss: Tensor | None) -> Tensor:
+        """The numbers of `Agreement`, summed over the whole mesh."""
+        agreement, missing = self._agreement, gradients.missing(self.all_buffers())
+        counted = statistics(self._counted, self._copies, self.device)
+        norm = counted[0] if agreement.p == 2 else norm_of(self._counted, agreement.p, self.device)
+        scaler = digest((*self.scaler.tensors(), self.steps), self.device)
+        return self.world.sum_(agreement.pack(counted, loss, scaler, gradients.digest(missing), norm))
+
+    def _forbidden(self, agreed: Agreed) -> Tensor:
+        """float32 [], 1 if this step may change nothing."""
+        allowed = agreed.same_scaler & agreed.same_parameters
+        if self.plan.on_nonfinite != "ignore":
+            allowed = allowed & agreed.finite
+        return allowed.logical_not().float()
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
-        """At most 1. A norm that is not finite gives a factor that is never used: such a step is skipped."""
-        return (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip > 0 else torch.ones_like(norm)
+        """At most 1; 1 for a norm that is not finite, which only a plan that ignores this makes use of."""
+        if self.clip <= 0:
+            return torch.ones_like(norm)
+        return torch.where(norm.isfinite(), (self.clip / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
-        """AdamW on gradient / divisor, or nothing at all where `found` is 1."""
-        folded: Tensor | None = divisor.float()
-        if self.plan.masters == torch.float64:  # the fused kernel reads its divisor in FP32, too coarse for a proof
-            for slices in self._slices:
-                torch._foreach_div_(slices.grads, torch.where(found == 0, divisor, 1.0))
-            folded = None
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> bool:
+        """The rule applied to gradient / divisor, or nothing at all where `found` is 1.
+
+        Returns whether the own slices' gradients were cleared on the way, while they were in the core's cache. On a
+        GPU they are not, for it would have to be asked first whether `locate` is going to need them.
+        """
         self.steps += 1 - found
-        for s in self._slices:
-            torch._fused_adamw_(
-                s.weights, s.grads, s.exp_avg, s.exp_avg_sq, [], [self.steps.clamp(min=1)] * len(s.weights),
-                lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=s.weight_decay, eps=self.eps,
-                amsgrad=False, maximize=False, grad_scale=folded, found_inf=found,
-            )  # fmt: skip
+        host = self.device.type == "cpu"
+        if host and found:
+            return False
+        clears = host and self.plan.on_nonfinite != "ignore"
+        steps = self.steps.clamp(min=1)
+        for buffer, parts in self._slices:
+            for s, blocks in parts:
+                step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
+                for block in blocks:
+                    weights, grads, state = block.wide()
+                    self.rule.update_(weights, grads, state, step)
+                    block.keep(weights, state, self.steps)
+                    if clears:
+                        block.grads.zero_()
+            self._collecting.append(buffer.start_collect())  # while the next buffer is updated
+        if not self.overlap:
+            self.wait()
+        self.rule.advance(found)
+        return clears
 
-    def _report(self, numbers: Tensor, lr: float) -> StepReport:
+    def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float) -> StepReport:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""
-        _, zeros, loss, digests, squares, norm, scale, found = numbers.tolist()
-        if digests**2 != self.world.size * squares:  # the mean of squares is the square of the mean if all are equal
-            here = self.scaler.state_dict()
-            raise RuntimeError(f"ranks disagree about the loss scaler; on this one it is {here} after this step")
-        offenders = locate(self.all_buffers(), self.pp, self.tp, self.world, self.device) if found else ()
-        outcome = "skipped_overflow" if found else "applied"
-        return StepReport(outcome, loss, norm, int(zeros), zeros / self.num_elements, scale, lr, offenders)
+        flags = (agreed.finite, agreed.same_scaler, agreed.same_parameters)
+        numbers = torch.stack([x.double() for x in (agreed.loss, norm, scale, *flags, *agreed.zeros)])
+        loss, size, scaled_by, finite, same_scaler, same_parameters, *zeros = numbers.tolist()
+        if not same_scaler:
+            raise RuntimeError(f"ranks disagree about the loss scaler; on this one it is {self.scaler.state_dict()}")
+        if not same_parameters:
+            here = f"stage {self.pp.rank}, dp rank {self.dp.rank}, tensor rank {self.tp.rank}"
+            lacking = gradients.missing(self.all_buffers())
+            raise RuntimeError(gradients.disagreement(lacking, self.world, self.device, here))
+        offenders = () if finite else locate(self.all_buffers(), self.pp, self.tp, self.world, self.device)
+        broken: Outcome = "applied_nonfinite" if self.plan.on_nonfinite == "ignore" else "skipped_overflow"
+        counts = tuple(int(count) for count in zeros)
+        return StepReport(
+            outcome="applied" if finite else broken,
+            loss=loss,
+            grad_norm=size,
+            num_zeros=sum(counts),
+            zero_ratio=sum(counts) / self.num_elements,
+            stage_zeros=counts,
+            loss_scale=scaled_by,
+            lr=lr,
+            offenders=offenders,
+        )
 
 
 def _require_fitting(parts: Sequence[nn.Module], tp: int) -> None:
@@ -222,9 +308,9 @@ def _require_fitting(parts: Sequence[nn.Module], tp: int) -> None:
             raise ValueError(f"{part.name} is laid out for {made}, but there are {tp} tensor-parallel ranks")
 
 
-def _kinds(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _kinds(parameters: Sequence[nn.Parameter], plan: PrecisionPlan) -> list[list[nn.Parameter]]:
     """Parameters that can share a buffer. Tied ones lie apart, so that every holder cuts them into the same slices."""
-    kinds: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault(layout_of(parameter).tied, []).append(parameter)
+        kinds.setdefault((layout_of(parameter).tied, held_as(parameter, plan)), []).append(parameter)
     return list(kinds.values())

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from megaprec.errors import UserError
+from megaprec.fp8.recipe import FP8Recipe
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
@@ -55,6 +56,9 @@ class PrecisionPlan:
     sensitive: dtype of norms, softmax, router and loss.
     buffers: dtype of the model's tables, such as rotary angles.
     output: dtype of the logits that a model hands out.
+    cast_inputs: which modules have their floating inputs cast to the dtype that they compute in: the model itself
+        ("root"), every module below it ("inner"), both ("all") or none.
+    fp8: how products of linear layers are made in FP8 instead of `compute`; None: they are not.
     scaling: of the loss.
     on_nonfinite: what a step does whose gradients hold an inf or a NaN, in any precision: skip it, raise
         FloatingPointError after skipping it, or apply it all the same.
@@ -76,6 +80,8 @@ class PrecisionPlan:
     sensitive: torch.dtype = torch.float32
     buffers: torch.dtype = torch.float32
     output: torch.dtype = torch.float32
+    cast_inputs: Literal["none", "root", "inner", "all"] = "root"
+    fp8: FP8Recipe | None = None
     scaling: LossScaling = LossScaling()
     on_nonfinite: OnNonfinite = "skip"
     masters_in_checkpoint: bool = True
@@ -120,6 +126,12 @@ class PrecisionPlan:
     def computes(self, name: str) -> torch.dtype:
         """The dtype of products with the parameter of this logical name."""
         return self.sensitive if self._kept(name) else self.compute
+
+    def bytes_per_parameter(self, averages: int) -> tuple[int, int]:
+        """(on every rank, cut over the ranks that share optimizer state) for a rule that keeps so many averages."""
+        own = self.masters.itemsize if self.masters.itemsize > self.parameters.itemsize else 0
+        masters = 2 if self.remainders else own
+        return self.parameters.itemsize + self.gradients.itemsize, masters + averages * self.moments.itemsize
 
     def _kept(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)

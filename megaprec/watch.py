@@ -26,7 +26,7 @@ class OverflowWatch:
 
     def note(self, report: StepReport) -> None:
         """Takes in the next step."""
-        skipped = report.outcome != "applied"
+        skipped = not report.changed
         self._recent.append(skipped)
         self.ever_applied |= not skipped
         self.in_a_row = self.in_a_row + 1 if skipped else 0

@@ -5,29 +5,33 @@ given before it, and no field means "decide later". The one exception is `vocab`
 knows: 0 until `with_vocab`. Counts of parameters and FLOPs are exact functions of the fields, so a run can
 be planned without building anything.
 
-Norms are counted as their family builds them: "rms" has a weight, "layer" a weight and a bias. `bias` is
-about the linear layers of the blocks; the output head never has one.
+Norms are counted as their family builds them: "rms" has a weight, "layer" a weight and a bias. The output head
+never has a bias, nor have experts and their router.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megaprec.errors import UserError
+from models.rope import RopeScaling
 
 FFN_MULTIPLE = 64  # a derived feed-forward width is rounded up to this, so that tensor parallelism can cut it
 
 
-def _by_family(llama: Any, gpt2: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda known: {"llama": llama, "gpt2": gpt2}[known["family"]]
+def _by_family(usual: Any, **others: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda known: others.get(known["family"], usual)
+
+
+def _as_bias(known: dict[str, Any]) -> bool:
+    return known["bias"]
 
 
 def _default_ffn(known: dict[str, Any]) -> int:
     """Four times hidden; a gated feed-forward has three matrices for two, so two thirds of that."""
     hidden: int = known["hidden"]
-    return 4 * hidden if known["mlp"] == "gelu" else -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE if known["mlp"] == "swiglu" else 4 * hidden
 
 
 class ModelConfig(BaseModel):
@@ -38,7 +42,9 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    family: Literal["llama", "gpt2"] = Field(default="llama", description="chooses the defaults of the switches below")
+    family: Literal["llama", "gpt2", "gpt_neox", "mistral", "qwen2", "qwen3", "mixtral"] = Field(
+        default="llama", description="chooses the defaults of the switches below"
+    )
     layers: int = Field(gt=0, description="transformer blocks")
     hidden: int = Field(gt=0, description="width of the residual stream")
     heads: int = Field(gt=0, description="attention heads")
@@ -48,37 +54,90 @@ class ModelConfig(BaseModel):
     head_dim: int = Field(
         default_factory=lambda known: known["hidden"] // known["heads"],
         gt=0,
-        description="width of one head; default: hidden / heads",
+        description="width of one head; default, and if 0: hidden / heads",
     )
-    mlp: Literal["swiglu", "gelu"] = Field(
-        default_factory=_by_family("swiglu", "gelu"), description="feed-forward; default: llama swiglu, gpt2 gelu"
+    mlp: Literal["swiglu", "gelu", "gelu_exact"] = Field(
+        default_factory=_by_family("swiglu", gpt2="gelu", gpt_neox="gelu_exact"),
+        description="feed-forward; gelu is the tanh approximation; default: swiglu, gpt2 gelu, gpt_neox gelu_exact",
     )
     ffn: int = Field(
         default_factory=_default_ffn,
         gt=0,
-        description=f"feed-forward width; default: swiglu 8/3 hidden rounded up to {FFN_MULTIPLE}s, gelu 4 hidden",
+        description="feed-forward width, of each expert if there are any; "
+        f"default: swiglu 8/3 hidden rounded up to {FFN_MULTIPLE}s, gelu 4 hidden",
     )
     vocab: int = Field(default=0, ge=0, description="tokens in the vocabulary; 0: the tokenizer's")
     max_positions: int = Field(
         default=1024, gt=0, description="longest sequence, in tokens; default in a run file: train.seq_length"
     )
     norm: Literal["rms", "layer"] = Field(
-        default_factory=_by_family("rms", "layer"), description="default: llama rms, gpt2 layer"
+        default_factory=_by_family("rms", gpt2="layer", gpt_neox="layer"),
+        description="default: rms, gpt2 and gpt_neox layer",
     )
     norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in norms")
+    qk_norm: bool = Field(
+        default_factory=_by_family(False, qwen3=True),
+        description="an RMS norm on each head's query and key, before they turn; default: qwen3 only",
+    )
+    parallel_residual: bool = Field(
+        default_factory=_by_family(False, gpt_neox=True),
+        description="attention and feed-forward both read the block's input; default: gpt_neox only",
+    )
     positions: Literal["rope", "learned"] = Field(
-        default_factory=_by_family("rope", "learned"), description="default: llama rope, gpt2 learned"
+        default_factory=_by_family("rope", gpt2="learned"), description="default: rope, gpt2 learned"
     )
-    rope_base: float = Field(default=10000.0, gt=0, description="base of the rotary wavelengths")
+    rope_base: float = Field(default=10000.0, gt=1, description="base of the rotary wavelengths (rope_theta)")
+    rotary_fraction: float = Field(
+        default_factory=_by_family(1.0, gpt_neox=0.25),
+        gt=0,
+        le=1,
+        description="share of each head's features that turn, the first; default: 1.0, gpt_neox 0.25",
+    )
+    rope_scaling: RopeScaling = Field(
+        default=RopeScaling(),
+        strict=False,
+        description='how rotary positions are stretched, like {kind = "linear", factor = 2.0}; kinds: none, linear, '
+        "dynamic, llama3, yarn, with Hugging Face's keys",
+    )
+    window: int = Field(
+        default=0, ge=0, description="tokens that a token attends to, itself and those before; 0: all before"
+    )
     bias: bool = Field(
-        default_factory=_by_family(False, True), description="biases in the blocks' linear layers; default: gpt2 only"
+        default_factory=_by_family(False, gpt2=True, gpt_neox=True),
+        description="default of the three biases below; default: gpt2 and gpt_neox only",
     )
+    qkv_bias: bool = Field(
+        default_factory=lambda known: known["bias"] or known["family"] == "qwen2",
+        description="biases of query, key and value; default: bias, and qwen2",
+    )
+    output_bias: bool = Field(default_factory=_as_bias, description="bias of attention's output; default: bias")
+    mlp_bias: bool = Field(default_factory=_as_bias, description="biases of the feed-forward; default: bias")
     tied: bool = Field(
-        default_factory=_by_family(False, True), description="output head is the embedding; default: gpt2 only"
+        default_factory=_by_family(False, gpt2=True), description="output head is the embedding; default: gpt2 only"
+    )
+    experts: int = Field(
+        default_factory=_by_family(0, mixtral=8),
+        ge=0,
+        description="feed-forwards that a router chooses from; 0: one, and no router; default: 0, mixtral 8",
+    )
+    experts_per_token: int = Field(default=2, gt=0, description="experts that each token goes through")
+    norm_topk: bool = Field(default=True, description="weights of a token's experts sum to one")
+    router_aux_loss: float = Field(
+        default=0.01, ge=0, description="weight of the load-balancing loss of each layer with experts"
+    )
+    router_z_loss: float = Field(
+        default=0.0, ge=0, description="weight of the loss that keeps a router's logits small, of each such layer"
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on embeddings and residual branches")
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on attention weights")
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _zero_head_dim_is_not_given(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("head_dim") == 0:
+            return {key: value for key, value in given.items() if key != "head_dim"}
+        return given
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
@@ -89,11 +148,35 @@ class ModelConfig(BaseModel):
     def _problems(self) -> Iterator[str]:
         if self.hidden % self.heads and "head_dim" not in self.model_fields_set:
             yield f"hidden {self.hidden} is not a multiple of heads {self.heads}: change either or give head_dim"
-        elif self.positions == "rope" and self.head_dim % 2:
-            yield f"head_dim {self.head_dim}: rotary positions turn pairs, so it must be even"
+        elif self.positions == "rope":
+            yield from self._rotary_problems()
         if self.heads % self.kv_heads:
             fits = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
             yield f"kv_heads {self.kv_heads} does not divide heads {self.heads}: {fits} would"
+        if self.positions != "rope" and (self.rope_scaling.kind != "none" or self.rotary_fraction != 1):
+            yield f'positions "{self.positions}": rope_scaling and rotary_fraction are of positions = "rope"'
+        if self.experts:
+            yield from self._expert_problems()
+
+    def _rotary_problems(self) -> Iterator[str]:
+        turning, scaling = self.rotary_dims, self.rope_scaling.kind
+        if turning % 2 or not turning:
+            part = f"{self.rotary_fraction:g} of it turn" if self.rotary_fraction < 1 else "all of it turn"
+            yield (
+                f"head_dim {self.head_dim}: rotary positions turn pairs, so the features that turn must be an even "
+                f"number, but {part}, {turning} features: change head_dim or rotary_fraction"
+            )
+        elif scaling == "dynamic" and turning == 2:
+            yield "rope_scaling.kind dynamic needs more than one pair that turns: raise head_dim or rotary_fraction"
+
+    def _expert_problems(self) -> Iterator[str]:
+        if self.experts_per_token > self.experts:
+            yield (
+                f"experts_per_token {self.experts_per_token} is more than experts {self.experts}: "
+                f"at most {self.experts} would do"
+            )
+        if self.mlp_bias:
+            yield f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = false"
 
     def with_vocab(self, vocab: int) -> "ModelConfig":
         """The same model over a vocabulary of `vocab` tokens."""
@@ -108,11 +191,23 @@ class ModelConfig(BaseModel):
         return self.layers * self.layer_parameters + embeddings + learned + self._norm_parameters
 
     @property
+    def rotary_dims(self) -> int:
+        """Features of each head that rotary positions turn."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def output_std(self) -> float:
+        """Of initial weights of layers that write into the residual stream: smaller the more there are (GPT-2)."""
+        return self.init_std / (2 * self.layers) ** 0.5
+
+    @property
     def layer_parameters(self) -> int:
         """Parameters of one block."""
-        heads = (self.heads + 2 * self.kv_heads) * self.head_dim
-        biases = heads + (self._mlp_matrices - 1) * self.ffn + 2 * self.hidden
-        return self._layer_weights + (biases if self.bias else 0) + 2 * self._norm_parameters
+        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        up = (self._mlp_matrices - 1) * self.ffn
+        biases = self.qkv_bias * qkv + self.output_bias * self.hidden + self.mlp_bias * (up + self.hidden)
+        norms = 2 * self._norm_parameters + self.qk_norm * 2 * self.head_dim
+        return self._attention_weights + self._mlp_weights(self.experts) + biases + norms
 
     @property
     def _norm_parameters(self) -> int:
@@ -123,18 +218,24 @@ class ModelConfig(BaseModel):
         return 3 if self.mlp == "swiglu" else 2
 
     @property
-    def _layer_weights(self) -> int:
-        """Elements of the matrices of one block: query and output, key and value, feed-forward."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
-        return self.hidden * (attention + self._mlp_matrices * self.ffn)
+    def _attention_weights(self) -> int:
+        """Elements of the matrices of query and output, key and value."""
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+
+    def _mlp_weights(self, experts: int) -> int:
+        """Elements of the matrices of the feed-forward, or of the router and so many of the experts."""
+        one = self.hidden * self._mlp_matrices * self.ffn
+        return experts * one + self.hidden * self.experts if self.experts else one
 
     def flops_per_token(self, seq_length: int) -> int:
         """FLOPs of the matrix products of one forward pass, per token; training takes three times as many."""
         return self.layers * self.layer_flops(seq_length) + self.head_flops()
 
     def layer_flops(self, seq_length: int) -> int:
-        """Forward FLOPs of one block, per token. Attention counts the whole seq_length, as if not causal."""
-        return 2 * self._layer_weights + 4 * seq_length * self.heads * self.head_dim
+        """Forward FLOPs of one block, per token. Attention counts the whole seq_length or window, as if not causal."""
+        seen = min(seq_length, self.window or seq_length)
+        weights = self._attention_weights + self._mlp_weights(self.experts_per_token)
+        return 2 * weights + 4 * seen * self.heads * self.head_dim
 
     def embedding_flops(self) -> int:
         """Of the embedding, per token: it looks up, and its gradient adds one number per feature."""
@@ -143,35 +244,3 @@ class ModelConfig(BaseModel):
     def head_flops(self) -> int:
         """Forward FLOPs of the output head, per token."""
         return 2 * self.hidden * self.vocab
-
-
-# Only what the family does not already say.
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "llama-demo": {"family": "llama", "layers": 6, "hidden": 256, "heads": 4, "kv_heads": 2},
-        "gpt2": {
-            "family": "gpt2",
-            "layers": 12,
-            "hidden": 768,
-            "heads": 12,
-            "vocab": 50257,
-            "max_positions": 1024,
-        },
-        "llama2-7b": {
-            "family": "llama",
-            "layers": 32,
-            "hidden": 4096,
-            "heads": 32,
-            "ffn": 11008,
-            "vocab": 32000,
-            "max_positions": 4096,
-        },
-    }
-)
-
-
-def preset(name: str, **overrides: Any) -> ModelConfig:
-    """A model known by name, some fields changed: `preset("gpt2", layers=2)`. Raises UserError on another name."""
-    if name not in PRESETS:
-        raise UserError(f'no preset "{name}": there are {", ".join(PRESETS)}')
-    return ModelConfig(**{**PRESETS[name], **overrides})

@@ -2,27 +2,37 @@
 
 This is the whole of a training step. It knows batches, not where they come from; what to log, when to save and
 when to stop is the trainer's.
+
+A step that was skipped is run a second time, to learn in which micro-batch it went wrong. Nothing has changed since:
+no weight, and dropout depends on the step's number and the samples alone. So the gradients grow as they did before,
+but are looked at after each micro-batch and are never reduced. Steps that are applied cost nothing more.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec import gradients
 from megaprec.comm import Axis, device_of
-from megaprec.events import StepReport
+from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
+from megaprec.locate import Onset
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
+from megaprec.trace import Trace
 from models.config import ModelConfig
 from models.stages import Stage, build, cuts
+from parallel.check import check
 from parallel.context import Context
 from parallel.dropout import Place
 from parallel.executor import Executor
 from parallel.links import Links
-from parallel.schedule import Schedule, forward_only
-from parallel.simulate import check
+from parallel.recording import Recording
+from parallel.schedule import Instruction, Message, Op, Schedule, forward_only
+from parallel.simulate import sends_under_way
 
 MakeOptimizer = Callable[[list[Stage], PrecisionPlan, DeviceMesh | None], ParallelAMPOptimizer]
 
@@ -43,18 +53,20 @@ class Share:
 
 @dataclass
 class _Running:
-    """The step under way. place is None in evaluation; loss is this rank's part of the mean."""
+    """What is under way. step is None in evaluation; loss is this rank's part of the mean, before it is scaled."""
 
     share: Share
     num_tokens: Tensor
     step: int | None
+    scale: Tensor
     loss: Tensor
 
 
 class Engine:
     """Trains a model of `config` over a (pp, dp, tp) mesh, by `schedule`, in micro-batches of `micro_batch` samples.
 
-    make_optimizer: builds the optimizer over this rank's stages.
+    trace: whether a skipped step is run again to find the micro-batch and the samples that broke it.
+    make_optimizer: builds the optimizer over this rank's stages. layers: how many each stage has; by cost if empty.
     """
 
     def __init__(
@@ -68,43 +80,128 @@ class Engine:
         seq_length: int,
         sequence: bool = False,
         seed: int = 0,
+        trace: bool = True,
         make_optimizer: MakeOptimizer = ParallelAMPOptimizer,
+        layers: Sequence[int] = (),
     ) -> None:
-        check(schedule)
-        self.device, self.micro_batch = device_of(mesh), micro_batch
+        evaluation = forward_only(schedule)
+        for every in (schedule, evaluation):
+            check(every)
+        self.schedule = schedule
+        self.device, self.micro_batch, self.trace = device_of(mesh), micro_batch, trace
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
-        self.last = len(schedule.rank_of_stage) - 1
+        self.last, self._last_rank = len(schedule.rank_of_stage) - 1, schedule.rank_of_stage[-1]
         self._rows = schedule.microbatches * micro_batch  # samples in a share
         context = Context(plan, self.tp, sequence, seed)
-        cut = cuts(config, self.last + 1, seq_length)
+        cut = cuts(config, self.last + 1, seq_length, layers)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)
-        links = Links.open(self.pp, schedule.rank_of_stage, shape, plan.compute, self.device)
-        train, evaluate = schedule.programs[self.pp.rank], forward_only(schedule).programs[self.pp.rank]
-        self._train = Executor(train, links, self._forward, lambda stage: self.optimizer.reduce(self._chunk[stage]))
+        sends = max(sends_under_way(schedule), sends_under_way(evaluation))
+        self._links = links = Links.open(
+            self.pp, schedule.rank_of_stage, shape, plan.pipeline, self.device, sends=sends
+        )
+        train, evaluate = schedule.programs[self.pp.rank], evaluation.programs[self.pp.rank]
+        ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
+        self._shared_ends = config.tied and ends == {self.pp.rank} and self.last > 0
+        self._deferred = context.deferred
+        self._train = Executor(train, links, self._forward, self._reduce, deferred=self._deferred)
         self._evaluate = Executor(evaluate, links, self._forward)
 
-    def step(self, share: Share, lr: float, number: int) -> StepReport:
-        """One training step, the `number`-th; every rank gets the same report. Collective over the whole mesh."""
-        self._running = self._begin(share, number)
+    def step(self, share: Share, lr: float, number: int, recording: Recording | None = None) -> StepReport:
+        """One training step, the `number`-th; every rank gets the same report. Collective over the whole mesh.
+
+        recording: receives when each instruction ran.
+        Raises NonFiniteStep, on every rank, if the plan says so of a step that is not finite.
+        """
+        self._running = self._begin(share, number, self.optimizer.scale)
+        self._train.spans = recording.spans if recording else None
         self._train.run()
-        return self.optimizer.step(lr, self._running.loss)
+        try:
+            return self._explained(self.optimizer.step(lr, self._running.loss), share, number)
+        except NonFiniteStep as error:
+            raise NonFiniteStep(self._explained(error.report, share, number)) from None
+
+    def examine(self, share: Share, number: int, microbatch: int, scale: float) -> Trace:
+        """Runs one micro-batch of a step alone, forward and backward, and watches all that passes through the model.
+
+        For an engine of one stage. No weight is changed and no gradient is left.
+        """
+        if self.last:
+            raise ValueError(f"a micro-batch is examined on one stage, not on {self.last + 1}")
+        self._running = self._begin(share, number, torch.tensor(scale, device=self.device))
+        with Trace(self.stages[0]) as trace:
+            scaled = self._forward(0, microbatch, None)
+            trace.look("the loss", self._running.loss)
+            trace.look("the loss times its scale", scaled)
+            scaled.backward()
+        self._clear()
+        return trace
 
     @torch.no_grad()
     def evaluate(self, share: Share) -> float:
         """Mean loss over the tokens of all shares. Collective over the whole mesh."""
-        self._running = self._begin(share, None)
+        self._running = self._begin(share, None, self.optimizer.scale)
         self._evaluate.run()
         return self.optimizer.world.sum_(self._running.loss).item()
 
-    def _begin(self, share: Share, step: int | None) -> _Running:
+    def _explained(self, report: StepReport, share: Share, number: int) -> StepReport:
+        """The report of a skipped step with all that can be said of its offenders; any other as it is."""
+        if report.changed:
+            return report
+        offenders = report.offenders
+        if not math.isfinite(report.loss):
+            nan = math.isnan(report.loss)
+            offenders = (Offender(LOSS, self._last_rank, 0, int(not nan), int(nan), 1, 0.0), *offenders)
+        if self.trace and offenders and not self._searching(report):
+            offenders = self._traced(offenders, report.loss_scale, share, number)
+        return replace(report, offenders=offenders)
+
+    def _searching(self, report: StepReport) -> bool:
+        """Whether the scale is on its first way down: that it was too high says nothing of the samples."""
+        scaling = self.optimizer.plan.scaling
+        falls = scaling.kind == "dynamic" and report.loss_scale > scaling.minimum and math.isfinite(report.loss)
+        return falls and self.optimizer.numbers()["steps"] == 0
+
+    def _traced(self, offenders: Sequence[Offender], scale: float, share: Share, number: int) -> tuple[Offender, ...]:
+        """Runs the skipped step again, with the scale it had, to find where each offender began. Collective."""
+        self._running = self._begin(share, number, torch.tensor(scale, device=self.device))
+        onset = Onset(offenders, self.optimizer.all_buffers(), self._running.loss)
+
+        def after(i: Instruction) -> None:
+            if Message.of(i) is None:
+                onset.look(i.microbatch * self.dp.size + self.dp.rank)
+
+        program = [i for i in self._train.program if i.op is not Op.REDUCE]
+        Executor(program, self._links, self._forward, deferred=self._deferred, after=after).run()
+        self._clear()
+        firsts = self.dp.gather(torch.tensor([share.first], device=self.device)).tolist()
+        moments = onset.agreed(self.optimizer.world)
+        return tuple(self._dated(o, moment, firsts) for o, moment in zip(offenders, moments, strict=True))
+
+    def _dated(self, offender: Offender, moment: int | None, firsts: Sequence[int]) -> Offender:
+        """firsts: the number of each dp rank's first sample within the global batch."""
+        if moment is None:
+            return replace(offender, traced=True)
+        microbatch, dp_rank = divmod(moment, self.dp.size)
+        first = firsts[dp_rank] + microbatch * self.micro_batch
+        samples = (first, first + self.micro_batch)
+        return replace(offender, traced=True, microbatch=microbatch, dp_rank=dp_rank, samples=samples)
+
+    def _clear(self) -> None:
+        """Leaves the gradients as a step does."""
+        buffers = self.optimizer.all_buffers()
+        for buffer in buffers:
+            buffer.grads.zero_()
+        gradients.forget(buffers)
+
+    def _begin(self, share: Share, step: int | None, scale: Tensor) -> _Running:
         if len(share.tokens) != self._rows:
             raise ValueError(f"a share has {len(share.tokens)} samples, but the schedule takes {self._rows}")
         count = torch.tensor(float(share.targets.numel())) if share.mask is None else share.mask.sum()
         num_tokens = self.dp.sum_(count.double().to(self.device)).clamp(min=1)
-        return _Running(share, num_tokens, step, torch.zeros((), dtype=torch.float64, device=self.device))
+        return _Running(share, num_tokens, step, scale, torch.zeros((), dtype=torch.float64, device=self.device))
 
     def _forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         run = self._running
@@ -112,13 +209,14 @@ class Engine:
         place = None
         if run.step is not None:
             samples = torch.arange(rows.start, rows.stop, device=self.device) + run.share.first
-            place = Place(run.step, samples)
-        x = self._columns(run.share.tokens[rows]) if received is None else received
+            place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
+        plan = self.optimizer.plan
+        x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.compute)
         y = self.stages[stage](x, place)
-        return y if stage < self.last else self._scaled_loss(stage, y, rows)
+        return y.to(plan.pipeline) if stage < self.last else self._scaled_loss(stage, y, rows)
 
     def _scaled_loss(self, stage: int, logits: Tensor, rows: slice) -> Tensor:
-        """This micro-batch's part of the mean loss, times the loss scale. The only place where the scale is applied."""
+        """This micro-batch's part of the mean loss, times the loss scale (which other losses get by their `Place`)."""
         run = self._running
         losses = self.stages[stage].losses(logits, self._columns(run.share.targets[rows]))
         if run.share.mask is not None:
@@ -126,7 +224,13 @@ class Engine:
         loss = losses.sum() / run.num_tokens.to(losses.dtype)
         if self.tp.rank == 0:  # the other tp ranks hold the same loss, and shares are summed over the world
             run.loss += loss.detach()
-        return loss * self.optimizer.scale
+        return loss * run.scale
+
+    def _reduce(self, stage: int) -> None:
+        """A head tied to the embedding on the same rank adds to the first stage's gradients, perhaps after the first
+        stage is done: they are reduced by the optimizer's step, which takes what is left."""
+        if not (stage == 0 and self._shared_ends):
+            self.optimizer.reduce(self._chunk[stage])
 
     def _columns(self, samples: Tensor) -> Tensor:
         """[b, s] of the data set to [s, b] of the model, on its device."""

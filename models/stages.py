@@ -7,8 +7,13 @@ Logical names, the same for every layout:
 
     embedding.weight [vocab, hidden]        positions.weight [max_positions, hidden] (learned positions)
     layers.N.attention_norm.weight|bias     layers.N.attention.query|key|value|output.weight|bias
-    layers.N.mlp_norm.weight|bias           layers.N.mlp.gate|up|down.weight|bias
+                                            layers.N.attention.query_norm|key_norm.weight [head_dim]
+    layers.N.mlp_norm.weight|bias           layers.N.mlp.gate|up|down.weight|bias, or with experts
+                                            layers.N.mlp.router.weight [experts, hidden]
+                                            layers.N.mlp.experts.E.gate|up|down.weight
     final_norm.weight|bias                  head.weight [vocab, hidden] (none if tied: then it is embedding.weight)
+
+Weights are [output features, input features]. Rows of query and key are in the order in which `models.rope` turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +24,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from megaprec.gemm import Gemm
 from megaprec.layout import Part, layout_of
-from models.blocks import Block, make_norm, rotary_tables
+from models.blocks import Block, make_norm
 from models.config import ModelConfig
+from models.rope import rotary_tables
 from parallel.context import Context
 from parallel.dropout import Place, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
@@ -85,14 +92,17 @@ class Stage(nn.Module):
         return dropout(x, self.config.dropout, self.context, "embedding", place)
 
     def _logits(self, x: Tensor) -> Tensor:
-        lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
-        return Linear.apply(self.final_norm(x), self.head, None, lies, self.context.tp)
+        c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
+        dtype = c.plan.computes(layout_of(self.head).parts[0].name)
+        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, Gemm(dtype, dtype))
 
     def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        if self._tables is None or len(self._tables[0]) < length:
-            made = rotary_tables(self.config, max(length, self.config.max_positions), self.context.plan.sensitive)
+        """Made once for each length: under dynamic scaling the angles depend on it."""
+        if self._tables is None or len(self._tables[0]) != length:
+            c, dtype = self.config, self.context.plan.buffers
+            made = rotary_tables(c.rope_scaling, c.rope_base, c.rotary_dims, length, dtype)
             self._tables = made[0].to(device), made[1].to(device)
-        return self._tables[0][:length], self._tables[1][:length]
+        return self._tables
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Last stage: the loss of each token, in the sensitive dtype, [s, b] like `targets`."""
@@ -100,10 +110,15 @@ class Stage(nn.Module):
         return cross_entropy(logits, targets, vocabulary, self.context.tp, self.context.plan.sensitive)
 
 
-def cuts(config: ModelConfig, stages: int, seq_length: int) -> list[Cut]:
-    """The cut of a model into `stages` stages whose most expensive one costs least; each has a layer or more."""
+def cuts(config: ModelConfig, stages: int, seq_length: int, given: Sequence[int] = ()) -> list[Cut]:
+    """The cut of a model into `stages` stages whose most expensive one costs least; each has a layer or more.
+
+    given: how many layers each stage has, if not that is to decide.
+    """
     layers = [config.layer_flops(seq_length)] * config.layers
-    counts = best_cut(layers, stages, first=config.embedding_flops(), last=config.head_flops())
+    counts = given or best_cut(layers, stages, first=config.embedding_flops(), last=config.head_flops())
+    if (len(counts), sum(counts), min(counts) > 0) != (stages, config.layers, True):
+        raise ValueError(f"{config.layers} layers are not cut into {stages} stages by {[*counts]}")
     ends = list(accumulate(counts))
     return [
         Cut(i, range(end - n, end), i == 0, i == stages - 1)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaprec.random import bits, keep, key
 from parallel.context import Context
-from parallel.random import bits, keep, key
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,13 @@ class Place:
     """Where in the run a micro-batch stands.
 
     step: number of the training step. samples: int64 [b], each sample's number within the global batch.
+    weight: scalar, what a loss of one sample is multiplied by: the loss scale over the samples of the global batch.
+        Needed by layers that have a loss of their own.
     """
 
     step: int
     samples: Tensor
+    weight: Tensor | None = None
 
 
 def dropout(x: Tensor, probability: float, context: Context, name: str, place: Place | None) -> Tensor:

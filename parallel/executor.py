@@ -5,7 +5,9 @@ a message, left in `_mail` until someone takes it: a send takes it away to anoth
 a next stage on the same rank simply finds it there. The last stage leaves itself the gradient of the loss, one.
 
 Between its forward and its backward a stage keeps its input and the place in the autograd graph where its
-output stood, not the output itself: the next stage has that.
+output stood, not the output itself: the next stage has that. Between the two halves of a split backward it keeps what
+the layers put off (`deferred.py`): for each product its input and the gradient of its output. The gradients of
+biases, norms and embeddings cost little and are made in the first half.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from parallel.deferred import Deferred, Work
 from parallel.links import Links
 from parallel.schedule import Instruction, Kind, Message, Op, picture
 from parallel.simulate import Span
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 Reduce = Callable[[int], None]
+After = Callable[[Instruction], None]
 
 
 class Executor:
@@ -31,6 +35,9 @@ class Executor:
         the last stage the loss to back-propagate, a scalar that is already scaled.
     reduce(stage): called when the gradients of `stage` are final. Needed only if the program says REDUCE.
     spans: if given, receives when each instruction ran, in seconds of this process's clock.
+    deferred: the one that the stages' layers were given (`Context.deferred`). Layers that know of none make all
+        gradients in the first half of a split backward, which is right as well, but gains nothing.
+    after(instruction): if given, called after each one, at its place in the program.
 
     Gradients accumulate wherever autograd puts them. Under `torch.no_grad()` nothing is kept for a backward, so a
     program of forwards alone (`schedule.forward_only`) evaluates; `forward` then collects what it wants.
@@ -43,14 +50,20 @@ class Executor:
         forward: Forward,
         reduce: Reduce | None = None,
         spans: list[Span] | None = None,
+        deferred: Deferred | None = None,
+        after: After | None = None,
     ) -> None:
-        self.program, self.links, self.spans = program, links, spans
+        self.program, self.links, self.spans, self.after = program, links, spans, after
         self._stage_forward, self._stage_reduce = forward, reduce
         self._mail: dict[Message, Tensor] = {}
         self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
+        self._deferred = deferred or Deferred()
+        self._put_off: dict[tuple[int, int], Work] = {}  # by stage and micro-batch
         self._carry_out: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
             Op.REDUCE: self._reduce,
             Op.SEND_ACTIVATION: self._send,
             Op.SEND_GRADIENT: self._send,
@@ -72,8 +85,11 @@ class Executor:
                 raise RuntimeError(self._failure(at, error)) from error
             if self.spans is not None:
                 self.spans.append(Span(self.links.axis.rank, i, start, perf_counter()))
+            if self.after is not None:
+                self.after(i)
         self.links.finish()
-        assert not self._mail and not self._begun, f"left over: {[*self._mail]} and the graphs of {[*self._begun]}"
+        left = [*self._mail, *self._begun, *self._put_off]
+        assert not left, f"left over: messages, graphs or weight gradients of {left}"
 
     def _forward(self, i: Instruction) -> None:
         learns = torch.is_grad_enabled()
@@ -95,6 +111,17 @@ class Executor:
         if received is not None:
             assert received.grad is not None, f"the output of stage {i.stage} does not depend on what it received"
             self._mail[Message(Kind.GRADIENT, i.stage - 1, i.microbatch)] = received.grad
+
+    def _backward_input(self, i: Instruction) -> None:
+        with self._deferred.collect() as work:
+            self._backward(i)
+        self._put_off[i.stage, i.microbatch] = work
+
+    @torch.no_grad()
+    def _backward_weight(self, i: Instruction) -> None:
+        work = self._put_off.pop((i.stage, i.microbatch))
+        while work:
+            work.popleft()()
 
     def _reduce(self, i: Instruction) -> None:
         assert self._stage_reduce is not None, f"the program says {i}, but no `reduce` was given"

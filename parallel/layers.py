@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaprec.buffer import main_gradient
 from megaprec.layout import Layout, Part, attach, layout_of
+from megaprec.random import normal_part
 from parallel import collectives
 from parallel.context import Context
 from parallel.linear import Add, Input, Linear
-from parallel.random import normal_part
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError(f"{name}: gather_output would undo sequence parallelism")
         self.context, self.gather_output, self.skip_bias_add = context, gather_output, skip_bias_add
         stack = [Rows(name, output)] if isinstance(output, int) else list(output)
+        self.gemm = context.gemm(f"{stack[0].name}.weight")
         for rows in stack:
             if rows.rows % (rows.shards or context.tp.size):
                 raise ValueError(
@@ -79,7 +81,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         added = None if self.skip_bias_add else self.bias
-        y = Linear.apply(x, self.weight, added, lies, self.context.tp)
+        y = Linear.apply(x, self.weight, added, lies, self.context.tp, self.context.deferred, self.gemm)
         if self.gather_output:
             y = collectives.join(y, self.context.tp, y.dim() - 1)
         return y, self.bias if self.skip_bias_add else None
@@ -110,6 +112,7 @@ class RowParallelLinear(nn.Module):
         if context.cut_sequence and not input_is_parallel:
             raise ValueError(f"{name}: sequence parallelism needs input_is_parallel")
         self.context, self.input_is_parallel, self.skip_bias_add = context, input_is_parallel, skip_bias_add
+        self.gemm = context.gemm(f"{name}.weight")
         self.weight = parameter(context, [Part.cut(f"{name}.weight", (output_size, input_size), 1, context.tp)], std)
         self.bias = None
         if bias:
@@ -120,7 +123,7 @@ class RowParallelLinear(nn.Module):
         tp = self.context.tp
         if not self.input_is_parallel:
             x = collectives.split(x, tp, x.dim() - 1)
-        y = Linear.apply(x, self.weight, None, Input.OWN, tp)
+        y = Linear.apply(x, self.weight, None, Input.OWN, tp, self.context.deferred, self.gemm)
         y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias
@@ -145,32 +148,34 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         tp = self.context.tp
         if tp.size == 1:
-            return Lookup.apply(ids, self.weight, None)
+            return Lookup.apply(ids, self.weight, None, self.context.plan.compute)
         local = ids - self.part.start
         foreign = (local < 0) | (local >= self.part.local[0])
-        x = Lookup.apply(local.masked_fill(foreign, 0), self.weight, foreign)
+        x = Lookup.apply(local.masked_fill(foreign, 0), self.weight, foreign, self.context.plan.compute)
         return collectives.scatter(x, tp) if self.context.cut_sequence else collectives.reduce(x, tp)
 
 
 class Lookup(torch.autograd.Function):
-    """weight[ids], zero where `foreign`. The gradient's rows are summed in FP32, straight into the main gradient."""
+    """weight[ids] of `dtype`, zero where `foreign`. The gradient's rows are summed in the main gradient's own dtype."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: nn.Parameter, foreign: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: nn.Parameter, foreign: Tensor | None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids, foreign)
-        rows = weight[ids]
+        rows = weight[ids].to(dtype or weight.dtype)
         return rows if foreign is None else rows.masked_fill_(foreign.unsqueeze(-1), 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:  # type: ignore[override]
         ids, foreign = ctx.saved_tensors
-        main = getattr(ctx.weight, "main_grad", None)
+        main = main_gradient(ctx.weight)
         total = torch.zeros_like(ctx.weight) if main is None else main
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
         total.index_put_((ids.reshape(-1),), grad.reshape(-1, grad.shape[-1]).to(total.dtype), accumulate=True)
-        return None, total if main is None else None, None
+        return None, total if main is None else None, None, None
 
 
 def parameter(
@@ -181,11 +186,12 @@ def parameter(
     tied: tuple[int, ...] = (),
     mean: float = 0.0,
 ) -> nn.Parameter:
-    """A parameter made of `parts`, in the dtype of the masters: mean + std * normal, keyed by logical name and place.
+    """A parameter made of `parts`, in the dtype of its masters: mean + std * normal, keyed by logical name and place.
 
     It lies on the CPU until an optimizer's buffer or `module.to` moves it. Padding is zero.
     """
-    dtype = context.plan.masters
+    held, masters = context.plan.holds(parts[0].name), context.plan.masters
+    dtype = masters if masters.itemsize > held.itemsize else held
     slices = []
     for part in parts:
         values = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)

@@ -2,7 +2,7 @@
 
 The weight's gradient is added into `weight.main_grad`, the FP32 view of the gradient buffer, as soon as it is made;
 autograd never holds one. The input's gradient is summed over tp while the weight's gradient is
-still being computed.
+still being computed. Nothing waits for the weight's gradient, so a pipeline schedule may put it off (`deferred.py`).
 """
 
 from collections.abc import Callable
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaprec.buffer import main_gradient
 from megaprec.comm import Axis
-from megaprec.gemm import add_product_, product
+from megaprec.gemm import Gemm
+from parallel.deferred import Deferred
 
 
 class Input(Enum):
@@ -25,52 +27,74 @@ class Input(Enum):
 
 
 class Linear(torch.autograd.Function):
-    """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s for SEQUENCE."""
+    """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s for SEQUENCE.
+
+    deferred: where the gradient of a weight that has a main gradient is put off; a bias's never is.
+    gemm: how the products are made; in the dtype of x unless given.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, lies: Input, tp: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        lies: Input,
+        tp: Axis,
+        deferred: Deferred | None = None,
+        gemm: Gemm | None = None,
+    ) -> Tensor:
         ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
+        ctx.deferred, ctx.gemm = deferred or Deferred(), gemm or Gemm(x.dtype, x.dtype)
         ctx.save_for_backward(x)
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
-        y = product(whole.reshape(-1, whole.shape[-1]), weight.t()).view(*whole.shape[:-1], -1)
+        y = ctx.gemm.forward(whole.reshape(-1, whole.shape[-1]), weight).view(*whole.shape[:-1], weight.shape[0])
         return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        weight = ctx.weight
+        weight, tp, lies, gemm = ctx.weight, ctx.tp, ctx.lies, ctx.gemm
         rows = grad.reshape(-1, grad.shape[-1])
-        finish = _start_input_gradient(ctx, rows, weight, grad.shape) if ctx.needs_input_grad[0] else _none
-        whole = ctx.tp.gather(x) if ctx.lies is Input.SEQUENCE else x
-        grad_weight = weight_gradient(weight, rows, whole.reshape(-1, whole.shape[-1]))
+        finish = _start_input_gradient(ctx, rows, x.dtype, grad.shape) if ctx.needs_input_grad[0] else _none
+
+        def make_weight_gradient() -> Tensor | None:
+            whole = tp.gather(x) if lies is Input.SEQUENCE else x
+            return weight_gradient(gemm, weight, rows, whole.reshape(-1, whole.shape[-1]))
+
+        grad_weight = None
+        if getattr(weight, "main_grad", None) is None:
+            grad_weight = make_weight_gradient()  # autograd itself wants it, now
+        else:
+            ctx.deferred.run(make_weight_gradient)
         grad_bias = None if ctx.bias is None else add_gradient(ctx.bias, rows)
-        return finish(), grad_weight, grad_bias, None, None
+        return finish(), grad_weight, grad_bias, None, None, None, None
 
 
 def _none() -> None: ...
 
 
-def _start_input_gradient(ctx: Any, rows: Tensor, weight: Tensor, shape: torch.Size) -> Callable[[], Tensor]:
+def _start_input_gradient(ctx: Any, rows: Tensor, dtype: torch.dtype, shape: torch.Size) -> Callable[[], Tensor]:
     """Computes the input's gradient and starts its sum over tp; the returned function waits for it."""
-    grad_x = product(rows, weight).view(*shape[:-1], -1)
+    grad_x = ctx.gemm.input_gradient(rows, ctx.weight, dtype).view(*shape[:-1], ctx.weight.shape[1])
     if ctx.lies is Input.SEQUENCE:
         return ctx.tp.start_scatter_sum(grad_x)
     wait = ctx.tp.start_sum_(grad_x) if ctx.lies is Input.COPIED else _none
     return lambda: (wait(), grad_x)[1]
 
 
-def weight_gradient(weight: nn.Parameter, rows: Tensor, x: Tensor) -> Tensor | None:
+def weight_gradient(gemm: Gemm, weight: nn.Parameter, rows: Tensor, x: Tensor) -> Tensor | None:
     """rows.T @ x, added into the main gradient if there is one (then None is returned)."""
-    main = getattr(weight, "main_grad", None)
+    main = main_gradient(weight)
     if main is None:
-        return product(rows.t(), x)
-    add_product_(main, rows.t(), x)
+        return gemm.weight_gradient(rows, x).to(weight.dtype)
+    gemm.add_weight_gradient_(main, rows, x)
     return None
 
 
 def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
     """Sum of `rows` [tokens, n], added into the main gradient of a vector if there is one (then None is returned)."""
-    main = getattr(vector, "main_grad", None)
+    main = main_gradient(vector)
     if main is None:
         return rows.sum(0).to(vector.dtype)
     main.add_(rows.sum(0, dtype=main.dtype))
@@ -78,16 +102,19 @@ def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
 
 
 class Add(torch.autograd.Function):
-    """x [s, b, n] + vector [n], or + rows [s, n] of a table. Sums over tokens go unrounded into the main gradient."""
+    """x [s, b, n] + vector [n], or + rows [s, n] of a table, in the dtype of x.
+
+    Sums over tokens go unrounded into the main gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: nn.Parameter, rows: slice | None = None) -> Tensor:
         ctx.parameter, ctx.rows = parameter, rows
-        return x + (parameter if rows is None else parameter[rows].unsqueeze(1))
+        return (x + (parameter if rows is None else parameter[rows].unsqueeze(1))).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        main = getattr(ctx.parameter, "main_grad", None)
+        main = main_gradient(ctx.parameter)
         total = torch.zeros_like(ctx.parameter) if main is None else main
         if ctx.rows is None:
             total.add_(grad.flatten(0, -2).sum(0, dtype=total.dtype))
@@ -106,7 +133,7 @@ class Widen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        main = getattr(ctx.parameter, "main_grad", None)
+        main = main_gradient(ctx.parameter)
         if main is None:
             return grad.to(ctx.parameter.dtype), None
         main.add_(grad)

@@ -2,8 +2,8 @@
 
 A send returns at once, for two ranks that both send before they receive must not wait for each other. Until
 the other side has it the tensor must live and its memory must not be reused, so it is kept, with its work (which
-may hold it too, but does not promise to), until the work is over. Of one channel at most `SENDS_UNDER_WAY` are
-kept: one more waits for the oldest, which bounds memory (gloo has no way to ask whether a send is over).
+may hold it too, but does not promise to), until the work is over. Of one channel at most `sends` are kept: one more
+waits for the oldest, which bounds memory (gloo has no way to ask whether a send is over).
 
 A message must be known for what it is, not by when it comes: two ranks exchange activations and gradients of
 many micro-batches. Gloo matches by tag, so one process group serves. NCCL has no tags and matches by order, so
@@ -34,7 +34,8 @@ class Links:
     """This rank's ways to the other ranks of the pipeline axis; made by `Links.open`.
 
     shape, dtype, device: of every activation and gradient between stages. `dataclasses.replace(links,
-    shape=...)` carries another shape over the same communicators, as evaluation may need.
+    shape=...)` carries another shape over the same communicators, as evaluation may need. sends: under way on one
+    channel at most; `simulate.sends_under_way` says what a schedule needs.
     """
 
     axis: Axis
@@ -44,6 +45,7 @@ class Links:
     device: torch.device
     match: Match
     groups: Mapping[Channel, dist.ProcessGroup]
+    sends: int = SENDS_UNDER_WAY
     pending: dict[Channel, Pending] = field(default_factory=lambda: defaultdict(deque), init=False)
 
     @staticmethod
@@ -54,6 +56,7 @@ class Links:
         dtype: torch.dtype,
         device: torch.device = CPU,
         match: Match | None = None,
+        sends: int = SENDS_UNDER_WAY,
     ) -> "Links":
         """Collective over the world: every rank calls this with the pipeline axis that it is on.
 
@@ -66,7 +69,7 @@ class Links:
             groups = dict.fromkeys(channels, axis.group)
             if match == "order":
                 groups = _communicators(axis.group, channels, device)
-        return Links(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups)
+        return Links(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups, sends)
 
     @property
     def stages(self) -> int:
@@ -86,7 +89,7 @@ class Links:
             )
         channel, tag = self._route(i)
         pending = self.pending[channel]
-        while pending and (len(pending) >= SENDS_UNDER_WAY or pending[0][0].is_completed()):
+        while pending and (len(pending) >= self.sends or pending[0][0].is_completed()):
             pending[0][0].wait()
             pending.popleft()
         tensor = tensor.detach().contiguous()

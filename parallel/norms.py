@@ -1,7 +1,7 @@
 """Norms over the features, always computed in the plan's `sensitive` dtype.
 
 Their weights are whole on every tp rank. Under sequence parallelism each rank normalises its own part of the
-sequence, so each rank's gradient is a share.
+sequence, and a norm of queries or keys always its own heads: then each rank's gradient is a share.
 """
 
 from typing import Any
@@ -17,12 +17,15 @@ from parallel.linear import Widen, add_gradient
 
 
 class RMSNorm(nn.Module):
-    """x [..., hidden] / root mean square * weight, in the dtype of x."""
+    """x [..., hidden] / root mean square * weight, in the dtype of x.
 
-    def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5) -> None:
+    own: x is this rank's own though the sequence is not cut, as heads are.
+    """
+
+    def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5, own: bool = False) -> None:
         super().__init__()
         self.eps, self.sensitive = eps, context.plan.sensitive
-        self.weight = vector(context, f"{name}.weight", hidden, 1.0)
+        self.weight = vector(context, f"{name}.weight", hidden, 1.0, own)
 
     def forward(self, x: Tensor) -> Tensor:
         return _Normalize.apply(x, self.weight, self.eps, self.sensitive)
@@ -66,6 +69,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x.to(self.sensitive), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
-def vector(context: Context, name: str, hidden: int, value: float) -> nn.Parameter:
-    """A parameter [hidden] that every tp rank holds, filled with `value`."""
-    return parameter(context, [Part.cut(name, (hidden,), None, context.tp)], 0.0, context.cut_sequence, mean=value)
+def vector(context: Context, name: str, hidden: int, value: float, own: bool = False) -> nn.Parameter:
+    """A parameter [hidden] that every tp rank holds, filled with `value`. own: each uses it on what it alone has."""
+    whole = Part.cut(name, (hidden,), None, context.tp)
+    return parameter(context, [whole], 0.0, context.cut_sequence or own, mean=value)

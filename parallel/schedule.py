@@ -5,8 +5,14 @@ The model is cut into stages, the batch into micro-batches. A rank's program is 
 Nothing here touches a tensor or a process. The same value is what `simulate.py` times and proves, what
 `executor.py` carries out and what a picture draws, so they cannot disagree.
 
-A kind of schedule decides only the order of forwards and backwards. `complete` adds what that order implies:
-the transfers between ranks, and `REDUCE` where a stage's gradients have become final.
+A kind of schedule (`kinds.py`) decides only the order of forwards and backwards. `complete` adds what that order
+implies: the transfers between ranks, and `REDUCE` where a stage's gradients have become final.
+
+As text a schedule is one line a rank, which reads back as the same schedule; blank lines and what follows a `#`
+do not count. A text that names computations alone is completed, so this is a whole schedule of one's own:
+
+    F0.0 F0.1 B0.0 B0.1     # rank 0
+    F1.0 B1.0 F1.1 B1.1     # rank 1
 """
 
 import re
@@ -23,7 +29,9 @@ class Op(StrEnum):
     """What an instruction does; the value is its short name in text."""
 
     FORWARD = "F"
-    BACKWARD = "B"
+    BACKWARD = "B"  # both of the next two at once
+    BACKWARD_INPUT = "I"  # the gradient of the stage's input, which the stage before waits for
+    BACKWARD_WEIGHT = "W"  # the gradients of the stage's weights, which can wait
     REDUCE = "R"
     SEND_ACTIVATION = "sA"
     RECV_ACTIVATION = "rA"
@@ -39,8 +47,11 @@ class Kind(StrEnum):
 
 
 SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
+INPUT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})  # after one of these the stage before can go on
+WEIGHT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after one of these a micro-batch is done with
+COMPUTATIONS = INPUT_GRADIENTS | WEIGHT_GRADIENTS | {Op.FORWARD}
 NO_MICROBATCH = -1
-SENDS_UNDER_WAY = 2  # on one channel: one travels while the next is made; more would only hold memory
+SENDS_UNDER_WAY = 2  # on one channel, or more if the schedule needs it: one travels while the next is made
 
 
 class Instruction(NamedTuple):
@@ -63,6 +74,9 @@ class Instruction(NamedTuple):
             if str(instruction) == text:
                 return instruction
         raise UserError(f"{text!r} is no instruction: one of {', '.join(Op)}, then stage.micro-batch, as in F0.3 or R0")
+
+
+Cost = Callable[[Instruction], float]  # how long an instruction takes
 
 
 class Message(NamedTuple):
@@ -132,32 +146,30 @@ class Schedule:
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, program)) for program in self.programs)
 
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """The schedule whose text is `text`. Each stage lives on the first rank whose line names it.
 
-def schedule(kind: str, ranks: int, microbatches: int) -> Schedule:
-    """The schedule named `kind` ("gpipe" or "1f1b") for `ranks` stages, one a rank; UserError if there is none."""
-    counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
-    problems = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
-    if kind not in KINDS:
-        problems.append(f"no schedule is called {kind!r}: choose one of {', '.join(KINDS)}")
-    if problems:
-        raise UserError(*problems)
-    return KINDS[kind](ranks, microbatches)
-
-
-def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Every forward, then every backward. All micro-batches' activations are held at once."""
-    return _stage_a_rank([_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)])
-
-
-def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Forwards until the pipe is full, then one forward for one backward, then the remaining backwards.
-
-    As fast as GPipe, but rank r holds the activations of only min(microbatches, ranks - r) micro-batches.
-    """
-    return _stage_a_rank([_alternate(rank, microbatches, warmup=ranks - rank - 1) for rank in range(ranks)])
-
-
-KINDS: Mapping[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+        Raises UserError, line by line, for what is no instruction, and for stages that no line names.
+        """
+        programs: list[Program] = []
+        problems: list[str] = []
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.partition("#")[0].split()
+            try:
+                programs += [tuple(map(Instruction.parse, words))] if words else []
+            except UserError as error:
+                problems += (f"line {number}: {problem}" for problem in error.problems)
+        homes = {i.stage: rank for rank, program in reversed([*enumerate(programs)]) for i in program}
+        stages = range(1 + max(homes, default=0))
+        if not problems:
+            problems += (f"no line has an instruction of stage {stage}" for stage in stages if stage not in homes)
+        if problems:
+            raise UserError(*problems)
+        rank_of_stage = tuple(homes[stage] for stage in stages)
+        if all(i.op in COMPUTATIONS for i in chain(*programs)):
+            return complete(programs, rank_of_stage)
+        return cls(tuple(programs), rank_of_stage)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -170,15 +182,15 @@ def complete(computations: Sequence[Sequence[Instruction]], rank_of_stage: Seque
     """Adds to each rank's forwards and backwards the transfers and reductions that they imply.
 
     A receive stands directly before its use and a send directly after its making. REDUCE follows the last
-    backward of a stage, but after the send of its gradient: the neighbour waits for that.
+    weight gradient of a stage, but after the send of its gradient: the neighbour waits for that.
     """
     programs = []
     for program in computations:
-        last_backward = {i.stage: i for i in program if i.op is Op.BACKWARD}
+        last = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
         out: list[Instruction] = []
         for i in program:
             out += _with_transfers(i, rank_of_stage)
-            if i == last_backward.get(i.stage):
+            if i == last.get(i.stage):
                 out.append(Instruction(Op.REDUCE, i.stage))
         programs.append(tuple(out))
     return Schedule(tuple(programs), tuple(rank_of_stage))
@@ -188,24 +200,15 @@ def _with_transfers(i: Instruction, rank_of_stage: Sequence[int]) -> Iterator[In
     here = rank_of_stage[i.stage]
     below = i.stage > 0 and rank_of_stage[i.stage - 1] != here
     above = i.stage < len(rank_of_stage) - 1 and rank_of_stage[i.stage + 1] != here
-    is_forward = i.op is Op.FORWARD
-    if below if is_forward else above:
-        yield i._replace(op=Op.RECV_ACTIVATION if is_forward else Op.RECV_GRADIENT)
+    if below and i.op is Op.FORWARD:
+        yield i._replace(op=Op.RECV_ACTIVATION)
+    if above and i.op in INPUT_GRADIENTS:
+        yield i._replace(op=Op.RECV_GRADIENT)
     yield i
-    if above if is_forward else below:
-        yield i._replace(op=Op.SEND_ACTIVATION if is_forward else Op.SEND_GRADIENT)
-
-
-def _stage_a_rank(computations: Sequence[Sequence[Instruction]]) -> Schedule:
-    return complete(computations, range(len(computations)))
-
-
-def _alternate(stage: int, microbatches: int, warmup: int) -> list[Instruction]:
-    forwards = [Instruction(Op.FORWARD, stage, m) for m in range(microbatches)]
-    backwards = [Instruction(Op.BACKWARD, stage, m) for m in range(microbatches)]
-    warmup = min(warmup, microbatches)
-    steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
-    return [*forwards[:warmup], *steady, *backwards[microbatches - warmup :]]
+    if above and i.op is Op.FORWARD:
+        yield i._replace(op=Op.SEND_ACTIVATION)
+    if below and i.op in INPUT_GRADIENTS:
+        yield i._replace(op=Op.SEND_GRADIENT)
 
 
 def picture(programs: Mapping[int, Sequence[Instruction]], at: Mapping[int, int], notes: Mapping[int, str]) -> str:

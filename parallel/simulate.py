@@ -1,22 +1,32 @@
-"""Times a schedule and proves, before anything is launched, that it will finish.
+"""Times a schedule, before anything is launched.
 
 Every rank runs its program in order. A send does not hold its rank up; a receive does, until its message is
 there. How messages reach each other is the communicators' affair: in one communicator transfers happen
 strictly in the order in which each end asks for them, and a send is over only when it is received, as in NCCL.
 If every message had a communicator of its own nothing would ever queue: that gives the times. With the
 communicators that `links.py` really uses, and its limit on sends under way, a schedule that still finishes
-cannot hang; that is the proof in `check`.
+cannot hang; that is the proof in `check.py`.
 """
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator
-from itertools import chain
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from megaprec.errors import UserError
-from parallel.schedule import SENDS, SENDS_UNDER_WAY, Channel, Instruction, Message, Op, Schedule, complete, picture
+from parallel.schedule import (
+    SENDS,
+    SENDS_UNDER_WAY,
+    WEIGHT_GRADIENTS,
+    Channel,
+    Cost,
+    Instruction,
+    Message,
+    Op,
+    Schedule,
+    picture,
+)
 
-Cost = Callable[[Instruction], float]
 Communicator = Callable[[Message], Hashable]  # messages with the same value share one
 
 
@@ -29,59 +39,94 @@ class Span(NamedTuple):
     end: float
 
 
+class Mark(NamedTuple):
+    """What is to be said of instruction number `at` of a rank's program; at its end if it has no more."""
+
+    at: int
+    note: str
+
+
+class Refused(UserError):
+    """A schedule that cannot be run. spans: what would run before it hangs; marks: by rank, where it goes wrong."""
+
+    def __init__(self, *problems: str, schedule: Schedule, spans: Sequence[Span], marks: Mapping[int, Mark]) -> None:
+        programs = dict(enumerate(schedule.programs))
+        at = {rank: marks[rank].at if rank in marks else 0 for rank in programs}
+        notes = {rank: mark.note for rank, mark in marks.items()}
+        super().__init__(*problems, picture(programs, at, notes))
+        self.spans, self.marks = spans, marks
+
+
 def textbook(i: Instruction) -> float:
-    """A forward costs one, a backward two, all else nothing."""
-    return {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}.get(i.op, 0.0)
+    """A forward costs one, each of both halves of a backward one, all else nothing."""
+    costs = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
+    return costs.get(i.op, 0.0)
 
 
-def simulate(schedule: Schedule, cost: Cost = textbook, communicator: Communicator = lambda m: m) -> list[Span]:
+def simulate(
+    schedule: Schedule,
+    cost: Cost = textbook,
+    communicator: Communicator = lambda m: m,
+    sends: int = SENDS_UNDER_WAY,
+) -> list[Span]:
     """When each instruction runs. The cost of a send is its message's time on the way; a receive costs nothing.
 
-    Every message has a communicator of its own unless `communicator` says otherwise. Raises UserError with a
-    picture of all ranks if some instruction can never run.
+    Every message has a communicator of its own unless `communicator` says otherwise; a rank waits when one has
+    `sends` of its sends under way. Raises Refused with a picture of all ranks if some instruction can never run.
     """
-    clockwork = _Clockwork(schedule, cost, communicator)
+    clockwork = _Clockwork(schedule, cost, communicator, sends)
     while sum(clockwork.run(rank) for rank in range(len(schedule.programs))):  # not any(): every rank has its turn
         pass
     clockwork.require_finished()
     return clockwork.spans
 
 
-def bubble(schedule: Schedule, cost: Cost = textbook) -> float:
-    """The share of the step in which a rank computes nothing, averaged over ranks.
+def sends_under_way(schedule: Schedule) -> int:
+    """How many sends a channel must be able to have under way, so that no rank waits to send: two or more."""
+    changes: dict[Channel, list[tuple[float, int]]] = defaultdict(list)
+    for span in simulate(schedule):
+        if span.instruction.op in SENDS and (message := Message.of(span.instruction)):
+            changes[Channel.of(message, schedule.rank_of_stage)] += [(span.start, +1), (span.end, -1)]
+    depths = chain.from_iterable(accumulate(step for _, step in sorted(c)) for c in changes.values())
+    return max(chain((SENDS_UNDER_WAY,), depths))
 
-    (p - 1) / (m + p - 1) for GPipe and 1F1B on p ranks of equal cost with m micro-batches.
+
+def bubble(spans: Sequence[Span]) -> float:
+    """The longest time that a rank waits between its first and its last computation, over the time it computes.
+
+    (p - 1) / m for GPipe and 1F1B on p ranks of equal cost with m micro-batches. REDUCE counts as a computation.
     """
-    spans = simulate(schedule, cost)
-    busy = sum(s.end - s.start for s in spans if Message.of(s.instruction) is None)
-    return 1 - busy / (max(s.end for s in spans) * len(schedule.programs))
+    waits = []
+    for own in _by_rank(spans):
+        busy = sum(s.end - s.start for s in own)
+        waits.append((max(s.end for s in own) - min(s.start for s in own) - busy) / busy if busy else 0.0)
+    return max(waits, default=0.0)
+
+
+def idle(spans: Sequence[Span]) -> list[float]:
+    """By rank: the share of the step, from the first computation of all ranks to the last, without one."""
+    ranks = _by_rank(spans)
+    start, end = min(s.start for own in ranks for s in own), max(s.end for own in ranks for s in own)
+    return [1 - sum(s.end - s.start for s in own) / (end - start) for own in ranks]
+
+
+def _by_rank(spans: Sequence[Span]) -> list[list[Span]]:
+    """The computations of each rank that has any."""
+    found: dict[int, list[Span]] = {}
+    for span in spans:
+        if Message.of(span.instruction) is None:
+            found.setdefault(span.rank, []).append(span)
+    return [found[rank] for rank in sorted(found)]
+
+
+def peak(schedule: Schedule, growth: Cost) -> list[float]:
+    """By rank: the most memory that its activations take, if running instruction i adds growth(i) to it."""
+    return [max(chain((0,), accumulate(map(growth, program)))) for program in schedule.programs]
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """By rank: the most forwards whose backward is still to come, that is, activations held at once."""
-    step = {Op.FORWARD: 1, Op.BACKWARD: -1}
-    most = []
-    for program in schedule.programs:
-        held = 0
-        most.append(max((held := held + step.get(i.op, 0) for i in program), default=0))
-    return most
-
-
-def check(schedule: Schedule) -> None:
-    """Raises UserError, with a picture of all ranks, unless the schedule does everything once and finishes.
-
-    Each stage runs on its own rank; each forward and backward (no backward at all is a schedule for
-    evaluation) with its transfers and REDUCE is there once, after what it needs; and the whole ends without
-    a deadlock where messages of one channel are matched by order and sends wait for their receives.
-    """
-    faults = list(chain.from_iterable(_faults(schedule, rank) for rank in range(len(schedule.programs))))
-    if faults:
-        first = {fault.rank: fault for fault in reversed(faults)}
-        programs = dict(enumerate(schedule.programs))
-        at = {rank: first[rank].at if rank in first else 0 for rank in programs}
-        notes = {rank: fault.note for rank, fault in first.items()}
-        raise UserError(*(f"rank {fault.rank}: {fault.note}" for fault in faults), picture(programs, at, notes))
-    simulate(schedule, communicator=lambda message: Channel.of(message, schedule.rank_of_stage))
+    """By rank: the most forwards whose weight gradients are still to come, that is, activations held at once."""
+    return [int(most) for most in peak(schedule, lambda i: (i.op is Op.FORWARD) - (i.op in WEIGHT_GRADIENTS))]
 
 
 class _Posted(NamedTuple):
@@ -96,9 +141,9 @@ class _Posted(NamedTuple):
 class _Clockwork:
     """All ranks of a schedule under way."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, communicator: Communicator) -> None:
-        self.programs, self.cost, self.communicator = schedule.programs, cost, communicator
-        self.rank_of_stage = schedule.rank_of_stage
+    def __init__(self, schedule: Schedule, cost: Cost, communicator: Communicator, sends: int) -> None:
+        self.schedule, self.cost, self.communicator, self.sends = schedule, cost, communicator, sends
+        self.programs = schedule.programs
         self.at = [0] * len(self.programs)
         self.clock = [0.0] * len(self.programs)
         self.receiving: set[int] = set()  # ranks that asked for a message and wait for it
@@ -129,7 +174,7 @@ class _Clockwork:
         queue = self.queues[communicator][new.rank]
         if new.instruction.op not in SENDS:
             self.receiving.add(new.rank)
-        elif len(queue) == SENDS_UNDER_WAY:
+        elif len(queue) == self.sends:
             self.crowded[new.rank] = communicator
             return False
         else:
@@ -161,66 +206,16 @@ class _Clockwork:
             return
         notes = {r: self._waits_for(r) for r, p in enumerate(self.programs) if self.at[r] < len(p)}
         notes |= {p.rank: f"nobody receives {p.instruction}" for p in under_way if p.rank not in notes}
-        at = dict(enumerate(self.at))
-        raise UserError("this schedule cannot finish", picture(dict(enumerate(self.programs)), at, notes))
+        marks = {rank: Mark(self.at[rank], note) for rank, note in sorted(notes.items())}
+        raise Refused("this schedule cannot finish", schedule=self.schedule, spans=self.spans, marks=marks)
 
     def _waits_for(self, rank: int) -> str:
         i = self.programs[rank][self.at[rank]]
         message = Message.of(i)
         assert message is not None, f"{i} waits for nobody"
-        channel, queues = Channel.of(message, self.rank_of_stage), self.queues[self.communicator(message)]
+        channel, queues = Channel.of(message, self.schedule.rank_of_stage), self.queues[self.communicator(message)]
         if i.op in SENDS:
             return f"waits for rank {channel.destination} to receive {queues[rank][0].instruction}"
         ahead = queues.get(channel.source)
         behind = f", behind {ahead[0].instruction}" if ahead and ahead[0].message != message else ""
         return f"waits for {message.sender} of rank {channel.source}{behind}"
-
-
-class _Fault(NamedTuple):
-    """What is wrong with instruction number `at` of `rank`."""
-
-    rank: int
-    at: int
-    note: str
-
-
-def _faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
-    program, due = schedule.programs[rank], _due(schedule, rank)
-    seen: Counter[Instruction] = Counter()
-    for at, i in enumerate(program):
-        seen[i] += 1
-        if not 0 <= i.stage < len(schedule.rank_of_stage):
-            yield _Fault(rank, at, f"{i} is for a stage that does not exist")
-        elif (home := schedule.rank_of_stage[i.stage]) != rank:
-            yield _Fault(rank, at, f"{i} is for stage {i.stage}, which lives on rank {home}")
-        elif i not in due:
-            yield _Fault(rank, at, f"{i} has no purpose here")
-        elif seen[i] > 1:
-            yield _Fault(rank, at, f"{i} stands here for the second time")
-        elif late := [need for need in _needs(i, due) if need not in seen]:
-            yield _Fault(rank, at, f"{i} stands before {late[0]}")
-    for i in due:
-        if i not in seen:
-            yield _Fault(rank, len(program), f"{i} is missing")
-
-
-def _due(schedule: Schedule, rank: int) -> dict[Instruction, None]:
-    """All instructions that `rank` must run, in no order that matters (a dict for its stable order)."""
-    trains = any(i.op is Op.BACKWARD for i in chain(*schedule.programs))
-    ops = (Op.FORWARD, Op.BACKWARD) if trains else (Op.FORWARD,)
-    stages = [stage for stage, home in enumerate(schedule.rank_of_stage) if home == rank]
-    computations = [Instruction(op, stage, m) for op in ops for stage in stages for m in range(schedule.microbatches)]
-    return dict.fromkeys(complete([computations], schedule.rank_of_stage).programs[0])
-
-
-def _needs(i: Instruction, due: dict[Instruction, None]) -> Iterator[Instruction]:
-    """What must have run on this rank before `i`: of these candidates, those that this rank runs at all."""
-    near = {
-        Op.FORWARD: ((Op.RECV_ACTIVATION, 0), (Op.FORWARD, -1)),
-        Op.SEND_ACTIVATION: ((Op.FORWARD, 0),),
-        Op.BACKWARD: ((Op.FORWARD, 0), (Op.RECV_GRADIENT, 0), (Op.BACKWARD, +1)),
-        Op.SEND_GRADIENT: ((Op.BACKWARD, 0),),
-    }.get(i.op, ())
-    yield from (need for op, step in near if (need := Instruction(op, i.stage + step, i.microbatch)) in due)
-    if i.op is Op.REDUCE:
-        yield from (b for b in due if b.op is Op.BACKWARD and b.stage == i.stage)

@@ -23,6 +23,14 @@ _SIZES = {
     "pad_token_id": None,
 }
 _LLAMA = {**_SIZES, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "hidden_act": "silu", "head_dim": 10}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24}
 GPT2 = {
     "model_type": "gpt2",
     "n_layer": 4,
@@ -44,13 +52,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **_LLAMA},
     "llama-tied": {"model_type": "llama", **_LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "llama-biased": {"model_type": "llama", **_LLAMA, "attention_bias": True, "mlp_bias": True, "rope_theta": 5e5},
-    "gpt_neox": {"model_type": "gpt_neox", **_SIZES, "rotary_pct": 0.5, "hidden_act": "gelu", "hidden_dropout": 0.0},
+    "gpt_neox": {"model_type": "gpt_neox", **_SIZES, "rotary_pct": 0.7, "hidden_act": "gelu", "hidden_dropout": 0.0},
     "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": 16},
     "qwen2": {"model_type": "qwen2", **_LLAMA, "head_dim": 6, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **_LLAMA},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_LLAMA,
+        "moe_intermediate_size": 40,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "mixtral": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "llama-stretched": {"model_type": "llama", **_LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "llama-yarn": {"model_type": "llama", **_LLAMA, "rope_scaling": YARN},
 }
-RUNS_HERE = ("gpt2", "gpt2-untied", "llama", "llama-tied", "llama-biased")  # families that this version trains
+WITHOUT_MEGATRON = {"gpt_neox", "mistral", "llama-yarn"}  # parallel residual, window, yarn
 
 
 def write_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:

@@ -15,7 +15,8 @@ from megaprec.plan import LossScaling, PrecisionPlan, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
 from models.stages import Stage
-from parallel.schedule import schedule
+from parallel.kinds import schedule
+from parallel.schedule import Schedule
 from tests.ranks import run_ranks
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]  # tp, pp, dp
@@ -31,12 +32,16 @@ class Run:
     compute: str = "fp64"
     scaling: LossScaling | None = None
     sequence: bool = False
-    zero: bool = True
+    zero_size: int = 0
+    changes: dict[str, Any] = field(default_factory=dict, hash=False)  # to the plan
+    options: dict[str, Any] = field(default_factory=dict, hash=False)  # of the optimizer
     masked: bool = True
     steps: int = 3
     lr: float = 1e-2
     clip: float = 0.5
     kind: str = "1f1b"
+    chunks: int = 0
+    own: str = ""  # the text of a schedule in place of kind and chunks
     micro_batch: int = 2
     plant: tuple[int, int, float] | None = None  # rank, step, value put into one of its gradient elements
     before: Callable[[], None] | None = None  # called on every rank before it trains; a function of a module
@@ -88,9 +93,9 @@ class Recording(ParallelAMPOptimizer):
         self.count += 1
         return super().step(lr, loss)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> bool:
         self.seen.append(fragments(self, lambda buffer: buffer.own(buffer.grads)))
-        super()._update(lr, divisor, found)
+        return super()._update(lr, divisor, found)
 
 
 def fragments(optimizer: ParallelAMPOptimizer, values: Callable[[Buffer], Tensor]) -> list[Fragment]:
@@ -151,14 +156,14 @@ def share_of(mesh: DeviceMesh | None, batch: tuple[Tensor, Tensor, Tensor | None
 
 def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
     def make_optimizer(parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> Recording:
-        return Recording(parts, plan, mesh, clip=run.clip, zero=run.zero, plant=run.plant)
+        return Recording(parts, plan, mesh, clip=run.clip, zero_size=run.zero_size, plant=run.plant, **run.options)
 
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
     return Engine(
         run.config,
-        plan(run.compute, run.scaling),
+        plan(run.compute, run.scaling, **run.changes),
         mesh,
-        schedule(run.kind, pp, SAMPLES // run.micro_batch // dp),
+        Schedule.parse(run.own) if run.own else schedule(run.kind, pp, SAMPLES // run.micro_batch // dp, run.chunks),
         micro_batch=run.micro_batch,
         seq_length=LENGTH,
         sequence=run.sequence,
@@ -190,9 +195,9 @@ def _train_one(mesh: DeviceMesh, run: Run) -> Trained:
     engine = make_engine(mesh, run)
     optimizer = engine.optimizer
     assert isinstance(optimizer, Recording)
-    before = fragments(optimizer, lambda buffer: buffer.masters)
+    before = fragments(optimizer, lambda buffer: buffer.saved()["weight"])
     reports = [engine.step(share_of(mesh, batch), run.lr, n) for n, batch in enumerate(batches(run))]
-    after = fragments(optimizer, lambda buffer: buffer.masters)
+    after = fragments(optimizer, lambda buffer: buffer.saved()["weight"])
     return Trained(reports, optimizer.seen, before, after, optimizer.scaler.state_dict(), optimizer.num_elements)
 
 

@@ -92,17 +92,17 @@ def test_a_nan_is_no_good_step() -> None:
     require_nan_lowers_the_scale()
 
 
-PLANTED = [("fp32", True, (False, True)), ("bf16", False, (True,)), ("fp16", True, (False,))]  # ZeRO, gradients reduced
+PLANTED = [("fp32", 0, (False, True)), ("bf16", 1, (True,)), ("fp16", 0, (False,))]  # zero_size, gradients reduced
 
 
 def plant_everywhere(
-    mesh: DeviceMesh, compute: str, zero: bool, when: tuple[bool, ...], before: Callable[[], None] | None = None
+    mesh: DeviceMesh, compute: str, zero_size: int, when: tuple[bool, ...], before: Callable[[], None] | None = None
 ) -> None:
     """One bad element in each piece of each rank's gradients, before or after they are reduced, one at a time."""
     if before is not None:
         before()
     scaling = LossScaling("constant", 1024.0) if compute == "fp16" else None
-    run = Run({**MODEL, "layers": 2, "bias": False}, compute, scaling, zero=zero)
+    run = Run({**MODEL, "layers": 2, "bias": False}, compute, scaling, zero_size=zero_size)
     engine = make_engine(mesh, run)
     optimizer = engine.optimizer
     assert engine.step(share_of(mesh, batches(run)[0]), 1e-2, 0).outcome == "applied"
@@ -141,14 +141,14 @@ def elements(optimizer: ParallelAMPOptimizer, reduced: bool) -> Iterator[Tensor]
 
 def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
     buffers = optimizer.all_buffers()
-    return [optimizer.steps, *(t for b in buffers for t in (b.weights, *b.state().values()))]
+    return [optimizer.steps, *(t for b in buffers for t in (b.weights, *b.saved().values()))]
 
 
-@pytest.mark.parametrize(("compute", "zero", "when"), PLANTED, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(("compute", "zero_size", "when"), PLANTED, ids=lambda x: x if isinstance(x, str) else "")
 def test_one_bad_gradient_element_anywhere_makes_every_rank_skip_and_changes_nothing(
-    compute: str, zero: bool, when: tuple[bool, ...]
+    compute: str, zero_size: int, when: tuple[bool, ...]
 ) -> None:
-    run_ranks(plant_everywhere, {"pp": 2, "dp": 2, "tp": 2}, compute=compute, zero=zero, when=when)
+    run_ranks(plant_everywhere, {"pp": 2, "dp": 2, "tp": 2}, compute=compute, zero_size=zero_size, when=when)
 
 
 def halves(*rows: list[float]) -> Tensor:

@@ -174,10 +174,10 @@ def check_in_place(axis: Axis) -> None:
     everyone = torch.cat([integers(r, (6,), torch.float32) for r in range(axis.size)])
     flat = torch.full_like(everyone, torch.nan)
     axis.chunk(flat).copy_(axis.chunk(everyone))
-    axis.gather_(flat)
+    axis.start_gather_(flat)()
     assert torch.equal(flat, everyone)
     flat = everyone * (axis.rank + 1)
-    axis.scatter_sum_(flat)
+    axis.start_scatter_sum_(flat)()
     assert torch.equal(axis.chunk(flat), axis.chunk(everyone) * sum(range(1, axis.size + 1)))
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import importlib
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.foreign import CONFIGS, RUNS_HERE, write_folder
+from tests.foreign import CONFIGS, write_folder
 from tests.ranks import run_ranks
 from tools.cli import main
 from tools.convert.config import from_hugging_face
@@ -25,7 +26,7 @@ pytest.importorskip(
     "megatron.core", reason="needs the package megatron-core (pip install megatron-core einops)", exc_type=ImportError
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of megatron-core
-KINDS = [kind for kind in RUNS_HERE if CONFIGS[kind]["model_type"] in ("gpt2", "llama")]
+KINDS = ["gpt2", "gpt2-untied", "llama", "llama-tied", "llama-stretched", "qwen2", "qwen3"]
 PADDED = {1: 256, 2: 256, 4: 512}  # rows of the vocabulary with padding, by tp
 
 
@@ -33,21 +34,21 @@ def run(*arguments: object) -> None:
     assert main(["convert", *map(str, arguments)]) == 0
 
 
+def core(module: str) -> Any:
+    """A module of megatron-core."""
+    return importlib.import_module(f"megatron.core.{module}")
+
+
 def build(kind: str, tp: int, pp: int, dtype: torch.dtype = torch.float32) -> Any:
     """Megatron-core's GPTModel of a configuration, on this rank of a tp x pp world, on the CPU."""
-    from megatron.core import parallel_state  # noqa: PLC0415 (only where it is installed)
-    from megatron.core.models.gpt import GPTModel  # noqa: PLC0415
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: PLC0415
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: PLC0415
-    from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: PLC0415
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
-    parallel_state.initialize_model_parallel(tp, pp)
+    core("tensor_parallel.random").CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    core("parallel_state").initialize_model_parallel(tp, pp)
     a = argparse.Namespace(**args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, dtype))
-    config = TransformerConfig(
+    config = core("transformer.transformer_config").TransformerConfig(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,
         num_attention_heads=a.num_attention_heads,
@@ -57,6 +58,8 @@ def build(kind: str, tp: int, pp: int, dtype: torch.dtype = torch.float32) -> An
         gated_linear_unit=a.swiglu,
         activation_func=torch.nn.functional.silu if a.swiglu else gelu,
         add_bias_linear=a.add_bias_linear,
+        add_qkv_bias=a.add_qkv_bias,
+        qk_layernorm=a.qk_layernorm,
         normalization=a.normalization,
         layernorm_epsilon=a.norm_epsilon,
         tensor_model_parallel_size=tp,
@@ -72,15 +75,19 @@ def build(kind: str, tp: int, pp: int, dtype: torch.dtype = torch.float32) -> An
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    return GPTModel(
+    return core("models.gpt").GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=a.normalization),
+        core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(
+            normalization=a.normalization, qk_layernorm=a.qk_layernorm
+        ),
         vocab_size=PADDED[tp],
         max_sequence_length=a.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=core("parallel_state").is_pipeline_first_stage(),
+        post_process=core("parallel_state").is_pipeline_last_stage(),
         position_embedding_type=a.position_embedding_type,
         rotary_base=a.rotary_base,
+        rope_scaling=a.use_rope_scaling,
+        rope_scaling_factor=a.rope_scaling_factor,
         share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
         parallel_output=False,
     )
@@ -91,10 +98,9 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def place(mesh: DeviceMesh, pp: int) -> str:
-    from megatron.core import parallel_state  # noqa: PLC0415
 
-    stage = f"_{parallel_state.get_pipeline_model_parallel_rank():03d}" if pp > 1 else ""
-    return f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}{stage}/model_optim_rng.pt"
+    stage = f"_{core('parallel_state').get_pipeline_model_parallel_rank():03d}" if pp > 1 else ""
+    return f"mp_rank_{core('parallel_state').get_tensor_model_parallel_rank():02d}{stage}/model_optim_rng.pt"
 
 
 def load(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> Tensor | None:
@@ -135,19 +141,16 @@ def test_megatrons_own_modules_load_what_we_write_and_compute_our_logits(
 
 def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
     """A checkpoint as Megatron-LM's own code lays it out, with the state of its own optimizer after two steps."""
-    from megatron.core.distributed import DistributedDataParallelConfig  # noqa: PLC0415
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: PLC0415
-    from megatron.core.transformer.module import Float16Module  # noqa: PLC0415
 
     pretend_there_is_a_gpu()
     model = build(kind, tp, pp, dtype)
     args = args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, dtype)
-    wrapped = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
-    wrapped.ddp_config = DistributedDataParallelConfig()
-    settings = OptimizerConfig(
+    wrapped = core("transformer.module").Float16Module(model.config, model) if dtype == torch.bfloat16 else model
+    wrapped.ddp_config = core("distributed").DistributedDataParallelConfig()
+    settings = core("optimizer").OptimizerConfig(
         optimizer="adam", lr=1e-3, bf16=dtype == torch.bfloat16, params_dtype=dtype, clip_grad=0.0
     )
-    optimizer = get_megatron_optimizer(settings, [wrapped])
+    optimizer = core("optimizer").get_megatron_optimizer(settings, [wrapped])
     for n in range(2):
         for p in model.parameters():
             dice = torch.Generator().manual_seed(n)
@@ -228,7 +231,6 @@ def _equal(name: str, one: Tensor, other: Tensor, rank: int) -> bool:
 
 def save_distributed(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> dict[str, Tensor]:
     """What Megatron saves by default now (torch_dist); returns this rank's tensors."""
-    from megatron.core import dist_checkpointing  # noqa: PLC0415
 
     model = build(kind, tp, pp)
     args = args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, torch.float32)
@@ -237,7 +239,7 @@ def save_distributed(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    dist_checkpointing.save(state, str(folder))
+    core("dist_checkpointing").save(state, str(folder))
     return {n: v for n, v in model.state_dict().items() if v is not None}
 
 

@@ -10,10 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import Axis
+from parallel.check import check
+from parallel.deferred import Deferred
 from parallel.executor import Executor
+from parallel.kinds import KINDS, schedule
+from parallel.linear import Input, Linear
 from parallel.links import CPU, Links, Match
-from parallel.schedule import Instruction, Op, Schedule, complete, forward_only, schedule
-from parallel.simulate import Span, check
+from parallel.recording import Recording
+from parallel.schedule import Instruction, Op, Schedule, complete, forward_only
+from parallel.simulate import Span, sends_under_way
 from tests.ranks import on_ranks, run_ranks
 
 ROWS, WIDTH = 3, 5
@@ -82,10 +87,12 @@ def require_plain_gradients(toy: Toy, links: Links, seed: int = 0) -> None:
 def all_schedules_are_exact(mesh: DeviceMesh, matches: Sequence[Match]) -> None:
     ranks = Axis.of(mesh, "pp").size
     for match in matches:
-        links = open_links(mesh, range(ranks), match)
-        for kind in ("gpipe", "1f1b"):
+        for kind in KINDS:
+            links = open_links(mesh, schedule(kind, ranks, 1).rank_of_stage, match)
             for microbatches in (1, 2, 5):
-                require_plain_gradients(train(schedule(kind, ranks, microbatches), links), links)
+                s = schedule(kind, ranks, microbatches)
+                enough = replace(links, sends=sends_under_way(s))
+                require_plain_gradients(train(s, enough), enough)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -231,3 +238,58 @@ def test_spans_tell_when_each_instruction_ran() -> None:
     assert tuple(span.instruction for span in spans) == s.programs[0]
     times = [time for span in spans for time in (span.start, span.end)]
     assert times == sorted(times)
+
+
+def test_whoever_asks_is_called_after_each_instruction() -> None:
+    s, links = one_process(stages=2, microbatches=2)
+    toy, called = Toy(2, 2), list[Instruction]()
+    Executor(s.programs[0], links, toy.forward, toy.reduce, after=called.append).run()
+    assert tuple(called) == s.programs[0]
+
+
+def test_weight_gradients_are_made_by_their_own_instruction_and_with_the_same_bits() -> None:
+    weight = nn.Parameter(torch.randn(4, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(1)))
+    weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
+    batch = torch.randn(2, ROWS, 1, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(2))
+    deferred, seen = Deferred(), list[Tensor]()
+
+    def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        x = batch[microbatch].requires_grad_()
+        return Linear.apply(x, weight, None, Input.OWN, Axis("tp"), deferred).square().sum()
+
+    def run(text: str) -> list[Tensor]:
+        seen.clear()
+        weight.main_grad.zero_()  # type: ignore[attr-defined]
+        program = Schedule.parse(text).programs[0]
+        after = lambda i: seen.append(weight.main_grad.clone())  # type: ignore[attr-defined]  # noqa: E731
+        Executor(program, open_links(None, (0,)), forward, lambda stage: None, deferred=deferred, after=after).run()
+        return list(seen)
+
+    whole = run("F0.0 B0.0 F0.1 B0.1")
+    halves = run("F0.0 I0.0 F0.1 I0.1 W0.0 W0.1")
+    assert not any(grad.any() for grad in halves[:4])
+    assert torch.equal(halves[4], whole[1]) and halves[4].any()
+    assert torch.equal(halves[5], whole[3])
+
+
+def test_a_half_that_never_comes_is_noticed() -> None:
+    program = [Instruction.parse(word) for word in ["F0.0", "I0.0"]]
+    toy = Toy(1, 1)
+    with pytest.raises(AssertionError, match="left over"):
+        Executor(program, open_links(None, (0,)), toy.forward).run()
+
+
+@on_ranks(pp=2)
+def test_a_recording_has_all_ranks_on_one_clock(mesh: DeviceMesh) -> None:
+    s = schedule("zb-h1", 2, 3)
+    links = open_links(mesh, s.rank_of_stage)
+    toy, recording = Toy(2, 3), Recording.start(links.axis)
+    Executor(s.programs[links.axis.rank], links, toy.forward, toy.reduce, recording.spans).run()
+    spans = recording.gather(s, CPU)
+    assert [(span.rank, span.instruction) for span in spans] == [(r, i) for r in (0, 1) for i in s.programs[r]]
+    when = {span.instruction: span for span in spans}
+    for microbatch in range(3):
+        sent, received = (
+            Instruction(op, n, microbatch) for n, op in enumerate((Op.SEND_ACTIVATION, Op.RECV_ACTIVATION))
+        )
+        assert 0 <= when[sent].start < when[received].end + 0.05  # ranks leave the barrier nearly at once

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec import block, gradients, groups
 from megaprec import optimizer as optimizer_module
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis
@@ -20,6 +22,7 @@ from megaprec.events import StepReport
 from megaprec.layout import Layout, layout_of
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.partial import sum_partial
+from megaprec.plan import PrecisionPlan
 from megaprec.scaler import DynamicGradScaler
 from megaprec.stats import statistics
 from models.engine import Engine
@@ -27,9 +30,12 @@ from parallel.layers import RowParallelLinear
 from tests import test_parity
 from tests.layouts import train
 from tests.ranks import run_ranks
+from tests.test_agree import require_branches_noticed
 from tests.test_amp import plant_everywhere, require_nan_lowers_the_scale, require_scale_divided_out
 from tests.test_checkpoint import resume_and_compare
+from tests.test_groups import require_factors
 from tests.test_scaler import require_megatron_trace, require_state_round_trip
+from tests.test_state_precision import require_planned_travel, require_same_bits
 
 Bug = Callable[[], None]
 Law = Callable[[Bug, pytest.MonkeyPatch, Path], object]
@@ -37,10 +43,10 @@ INNER_UPDATE, AGREE = ParallelAMPOptimizer._update, ParallelAMPOptimizer._agree
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> bool:
         later = deepcopy(self.scaler)
         later.update(found)
-        INNER_UPDATE(self, lr, divisor * later.scale / self.scale, found)
+        return INNER_UPDATE(self, lr, divisor * later.scale / self.scale, found)
 
     ParallelAMPOptimizer._update = update
 
@@ -85,21 +91,22 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
-        INNER_UPDATE(self, lr, divisor, found)
+    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> bool:
+        cleared = INNER_UPDATE(self, lr, divisor, found)
         self.steps += found
+        return cleared
 
     ParallelAMPOptimizer._update = update
 
 
 def a_nan_is_a_good_step_to_the_scaler() -> None:
-    tell = DynamicGradScaler.update
+    tell, inner = DynamicGradScaler.update, ParallelAMPOptimizer._clip_factor
 
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
-        INNER_UPDATE(self, lr, divisor, found)
-        vars(self.scaler)["of_nan"] = divisor.isnan()
+    def factor(self: ParallelAMPOptimizer, norm: Tensor) -> Tensor:
+        vars(self.scaler)["of_nan"] = norm.isnan()
+        return inner(self, norm)
 
-    ParallelAMPOptimizer._update = update
+    ParallelAMPOptimizer._clip_factor = factor
     DynamicGradScaler.update = lambda self, found_inf: tell(self, found_inf * ~vars(self)["of_nan"])
 
 
@@ -172,10 +179,10 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> bool:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
-        INNER_UPDATE(self, lr, divisor, found)
+        return INNER_UPDATE(self, lr, divisor, found)
 
     replace_sum_partial(lambda parameters, tp: None)
     ParallelAMPOptimizer._update = update
@@ -207,13 +214,13 @@ def tied_gradients_are_not_summed() -> None:
 
 
 def gradients_are_averaged_over_dp() -> None:
-    inner = Buffer.reduce
+    inner = Buffer.start_reduce
 
-    def reduce(self: Buffer) -> None:
-        inner(self)
-        self.grads /= self.dp.size
+    def start_reduce(self: Buffer) -> Callable[[], None]:
+        finish = inner(self)
+        return lambda: (finish(), self.grads.div_(self.dp.size), None)[2]
 
-    Buffer.reduce = reduce
+    Buffer.start_reduce = start_reduce
 
 
 def a_row_parallel_bias_is_added_by_every_rank() -> None:
@@ -237,7 +244,7 @@ def parity(model: str, *layout: int, sequence: bool = False) -> Law:
 
 def planted(compute: str = "fp32", **axes: int) -> Law:
     def law(bug: Bug, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        run_ranks(plant_everywhere, axes, compute=compute, zero=True, when=(True,), before=bug)
+        run_ranks(plant_everywhere, axes, compute=compute, zero_size=0, when=(True,), before=bug)
 
     return law
 
@@ -261,7 +268,9 @@ def scaled(bug: Bug, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def zero_off(bug: Bug, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     test_parity.plain("llama")
-    monkeypatch.setattr(test_parity, "train", lambda run, *layout: train(replace(run, before=bug, zero=False), *layout))
+    monkeypatch.setattr(
+        test_parity, "train", lambda run, *layout: train(replace(run, before=bug, zero_size=1), *layout)
+    )
     test_parity.test_every_layout_trains_the_plain_model("llama", (1, 1, 2), False)
 
 
@@ -310,3 +319,40 @@ def no_bug() -> None:
 def test_and_holds_without_it(law: Law, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those laws that no other test takes in this layout."""
     law(no_bug, monkeypatch, tmp_path)
+
+
+def gradients_travel_as_they_are_kept() -> None:
+    inner = Buffer.__init__
+
+    def init(self: Buffer, parameters: Sequence[nn.Parameter], plan: PrecisionPlan, *others: Any) -> None:
+        inner(self, parameters, replace(plan, reduce=plan.gradients), *others)
+
+    setattr(Buffer, "__init__", init)  # noqa: B010  # its arguments are only passed on
+
+
+def rounding_is_drawn_by_the_place_in_the_own_slice() -> None:
+    block.places = lambda part, first, last, device: torch.arange(last - first, device=device)
+
+
+def the_last_group_that_matches_decides() -> None:
+    inner = groups.factors
+    groups.factors = lambda part, some: inner(part, some[::-1])
+
+
+def missing_gradients_are_not_compared() -> None:
+    gradients.missing = lambda buffers: []
+
+
+STATE_LAWS: list[tuple[Bug, Callable[[Bug], None]]] = [
+    (gradients_travel_as_they_are_kept, lambda bug: require_planned_travel("bf16", bug)),
+    (rounding_is_drawn_by_the_place_in_the_own_slice, lambda bug: require_same_bits({"tp": 2}, ["no masters"], bug)),
+    (rounding_is_drawn_by_the_place_in_the_own_slice, lambda bug: require_same_bits({"dp": 2}, ["bf16 moments"], bug)),
+    (the_last_group_that_matches_decides, lambda bug: require_factors({"dp": 2}, bug)),
+    (missing_gradients_are_not_compared, require_branches_noticed),
+]
+
+
+@pytest.mark.parametrize(("bug", "law"), STATE_LAWS, ids=lambda x: x.__name__ if x in dict(STATE_LAWS) else "")
+def test_a_test_of_what_is_kept_and_agreed_fails_if(bug: Bug, law: Callable[[Bug], None]) -> None:
+    with pytest.raises(AssertionError):
+        law(bug)

@@ -1,5 +1,6 @@
 """The laws of the optimizer: torch's AdamW and clipping, however its state is cut."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -24,7 +25,7 @@ from tests.test_parity import MODELS
 
 CLOSE = 1e-12
 CPU = torch.device("cpu")
-LR, SAMPLES, WIDTH = 1e-2, 6, 5
+LR, SAMPLES, WIDTH = 1e-2, 12, 5
 Step = tuple[StepReport, list[Tensor]]  # and the weights after it
 
 
@@ -49,13 +50,13 @@ def batch(step: int, width: int) -> Tensor:
 
 
 def ours(
-    compute: str, clip: float, mesh: DeviceMesh | None = None, *, width: int = WIDTH, zero: bool = True
+    compute: str, clip: float, mesh: DeviceMesh | None = None, *, width: int = WIDTH, zero_size: int = 0
 ) -> list[Step]:
     """Four steps on this rank's share of the samples."""
     made = plan(compute, LossScaling("constant", 1024.0) if compute == "fp16" else None)
     model = Net(width, made.masters)
     attach_whole(model)
-    optimizer = ParallelAMPOptimizer([model], made, mesh, clip=clip, zero=zero)
+    optimizer = ParallelAMPOptimizer([model], made, mesh, clip=clip, zero_size=zero_size)
     steps: list[Step] = []
     for step in range(4):
         loss = model(optimizer.dp.chunk(batch(step, width)).to(made.compute)).sum() / SAMPLES
@@ -113,35 +114,36 @@ def test_unclipped_fp32_steps_are_torchs_fused_adamw_to_the_last_bit() -> None:
         torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
 
 
-def steps_on_rank(mesh: DeviceMesh) -> dict[tuple[str, bool], list[Step]]:
+def steps_on_rank(mesh: DeviceMesh, sizes: Sequence[int]) -> dict[tuple[str, int], list[Step]]:
     return {
-        (compute, zero): ours(compute, 1.0, mesh, zero=zero)
+        (compute, size): ours(compute, 1.0, mesh, zero_size=size)
         for compute in ("fp64", "fp32", "bf16", "fp16")
-        for zero in (True, False)
+        for size in sizes
     }
 
 
-@pytest.mark.parametrize("dp", [2, 3])
-def test_zero_on_and_off_are_the_same_bits_on_every_rank(dp: int) -> None:
-    ranks = run_ranks(steps_on_rank, {"dp": dp})
+@pytest.mark.parametrize(("dp", "sizes"), [(2, (0, 1)), (3, (0, 1)), (4, (0, 1, 2))], ids=str)
+def test_zero_on_off_and_over_a_part_are_the_same_bits_on_every_rank(dp: int, sizes: tuple[int, ...]) -> None:
+    ranks = run_ranks(steps_on_rank, {"dp": dp}, sizes=sizes)
     for compute in ("fp64", "fp32", "bf16", "fp16"):
-        expected = ranks[0][compute, True]
-        for steps in (rank[compute, zero] for rank in ranks for zero in (True, False)):
+        expected = ranks[0][compute, 0]
+        for steps in (rank[compute, size] for rank in ranks for size in sizes):
             for (report, weights), (first_report, first_weights) in zip(steps, expected, strict=True):
                 assert report == first_report
                 assert all(torch.equal(a, b) for a, b in zip(weights, first_weights, strict=True))
-    require_torchs_steps(ranks[0]["fp64", True], 1.0)
+    require_torchs_steps(ranks[0]["fp64", 0], 1.0)
 
 
 @pytest.mark.parametrize("layout", [(1, 2, 2), (2, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
-def test_zero_on_and_off_train_the_same_model_bit_for_bit(layout: tuple[int, int, int]) -> None:
+def test_zero_on_and_off_and_overlap_train_the_same_model_bit_for_bit(layout: tuple[int, int, int]) -> None:
     run = Run(MODELS["gpt2"], compute="bf16")
-    on, off = train_all([run, replace(run, zero=False)], *layout)
-    assert on.reports == off.reports
-    assert on.num_elements == off.num_elements == run.config.num_parameters
-    for name, weight in on.after.items():
-        assert torch.equal(off.after[name], weight), name
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(on.grads, off.grads, strict=True)), name
+    on, *others = train_all([run, replace(run, zero_size=1), replace(run, options={"overlap": True})], *layout)
+    assert on.num_elements == run.config.num_parameters
+    for other in others:
+        assert (other.reports, other.num_elements) == (on.reports, on.num_elements)
+        for name, weight in on.after.items():
+            assert torch.equal(other.after[name], weight), name
+            assert all(torch.equal(a[name], b[name]) for a, b in zip(on.grads, other.grads, strict=True)), name
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -154,7 +156,8 @@ def test_every_logical_element_is_counted_by_exactly_one_rank(model: str, tp: in
             context = Context(plan("fp32"), Axis("tp", t, tp))
             stages = build(config, context, cuts(config, pp, 8), range(pp), p)
             for parameter in parameters_of(stages.values()):
-                count(Buffer([parameter], context.plan, Axis("dp", d, dp), p, zero, CPU), counted)
+                shards = Axis("zero", d, dp) if zero else Axis("zero")
+                count(Buffer([parameter], context.plan, Axis("dp", d, dp), shards, p, CPU), counted)
         assert sum(c.numel() for c in counted.values()) == config.num_parameters
         assert all((c == 1).all() for c in counted.values()), f"{pp=} {dp=} {zero=}"
 
@@ -213,7 +216,7 @@ def test_masters_are_made_of_the_values_before_they_are_rounded(compute: str) ->
         sorted(Net(WIDTH, torch.float32).named_parameters(), key=lambda x: x[1].dim() < 2),
         strict=True,
     ):
-        assert torch.equal(buffer.masters[start : start + exact.numel()], exact.detach().view(-1)), name
+        assert torch.equal(buffer.saved()["weight"][start : start + exact.numel()], exact.detach().view(-1)), name
         assert torch.equal(parameter, exact.to(parameter.dtype)), name
         assert parameter.dtype == optimizer.plan.compute
     assert not torch.equal(model.first.weight.float(), Net(WIDTH, torch.float32).first.weight), "nothing was rounded"
@@ -232,14 +235,14 @@ def test_asked_to_raise_it_raises_and_changes_nothing(where: str, bad: float) ->
     model, optimizer = adopted(on_nonfinite="raise")
     model(batch(0, WIDTH).float()).sum().backward()
     optimizer.step(LR)
-    state = {name: t.clone() for b in optimizer.all_buffers() for name, t in b.state().items()}
+    state = {name: t.clone() for b in optimizer.all_buffers() for name, t in b.saved().items()}
     weights = [p.detach().clone() for p in model.parameters()]
     if where == "gradient":
         optimizer.all_buffers()[0].grads[3] = bad
     with pytest.raises(FloatingPointError, match="not finite"):
         optimizer.step(LR, torch.tensor(bad if where == "loss" else 1.0))
-    assert optimizer.state_dict()["steps"] == 1
-    assert all(torch.equal(t, state[name]) for b in optimizer.all_buffers() for name, t in b.state().items())
+    assert optimizer.numbers()["steps"] == 1
+    assert all(torch.equal(t, state[name]) for b in optimizer.all_buffers() for name, t in b.saved().items())
     assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
 
 

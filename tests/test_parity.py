@@ -24,6 +24,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama tied biased": {"family": "llama", "tied": True, "bias": True, **SIZES},
     "gpt2": {"family": "gpt2", **SIZES},
     "gpt2 untied kv2": {"family": "gpt2", "tied": False, **SIZES, "kv_heads": 2},
+    "gpt_neox qk_norm window": {
+        "family": "gpt_neox",
+        **SIZES,
+        "head_dim": 6,
+        "rotary_fraction": 0.7,
+        "qk_norm": True,
+        "window": 3,
+    },
+    "mixtral": {"family": "mixtral", **SIZES, "experts": 5, "router_aux_loss": 0.5, "router_z_loss": 0.1},
 }
 CLOSE = 1e-12  # relative to the largest element
 

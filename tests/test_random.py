@@ -11,9 +11,9 @@ from torch import Tensor
 from megaprec.comm import Axis
 from megaprec.layout import Part
 from megaprec.plan import plan
+from megaprec.random import keep, key, normal, normal_part, uniform
 from parallel.context import Context
 from parallel.dropout import Place, attention_dropout, dropout
-from parallel.random import keep, key, normal, normal_part, uniform
 from tests.layouts import LAYOUTS, Result, Run, batches, make_engine, share_of, train_all
 from tests.test_parity import CLOSE, MODELS, differing
 
@@ -66,7 +66,7 @@ def test_a_slice_is_drawn_as_it_lies_in_the_whole(shape: tuple[int, ...]) -> Non
 def test_large_tensors_are_drawn_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     part = Part("w", (50, 3))
     whole = normal_part(part, 3, 1.0, torch.float32)
-    monkeypatch.setattr("parallel.random._ROWS", 16)
+    monkeypatch.setattr("megaprec.random._BLOCK", 16)
     assert torch.equal(normal_part(part, 3, 1.0, torch.float32), whole)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
-from tools.checks import loss_scaling
+from tools.precision_native import loss_scaling
 from tools.run import RunConfig, check_world, describe, load_run
 from tools.settings import LR, Data, Log, Optimizer, Parallel, Precision, Train
 
@@ -100,7 +100,7 @@ def test_override_values_are_toml_and_text_needs_no_quotes(override: str, value:
         ("tensor=2", "did you mean parallel.tensor?"),
         ("modle.layers=2", "[modle] (command line): no such table; did you mean [model]?"),
         ("model.preset=llama-dem", "did you mean llama-demo?"),
-        ("parallel.schedule=1fb1", "must be 'gpipe' or '1f1b'; did you mean 1f1b?"),
+        ("parallel.schedule=1fb1", "'zb-h2' or 'zb-v'; did you mean 1f1b?"),
         ("nothing", '"nothing" (command line): an override is table.key=value'),
     ],
 )
@@ -225,6 +225,24 @@ def test_a_saved_run_is_the_same_run_with_its_origins_written_down(run_file: Pat
     assert f"heads = 8  # file {run_file}" in lines
     assert "layers = 6  # preset llama-demo" in lines
     assert "seed = 1234  # default" in lines
+
+
+def test_a_table_within_a_table_is_read_saved_and_checked_like_any_key(tmp_path: Path) -> None:
+    config = load_run(None, [*MINIMAL, 'model.rope_scaling={kind = "linear", factor = 4.0}'])
+    saved = config.save_resolved(tmp_path)
+    assert 'rope_scaling = {kind = "linear", factor = 4.0}  # command line' in saved.read_text().splitlines()
+    assert load_run(saved).model_dump() == config.model_dump()
+    assert "rope_scaling = {}  # default" in load_run(None, MINIMAL).save_resolved(tmp_path).read_text()
+    for value, problem in {
+        '{kind = "linear", facter = 4.0}': "facter is none of its keys",
+        '{kind = "linaer"}': "kind must be 'none', 'linear', .*did you mean linear",
+        '{kind = "linear", factor = "4"}': "factor must be a valid number",
+        "4": 'must be a table, like {kind = "linear"}',
+    }.items():
+        with pytest.raises(UserError, match=f"model.rope_scaling = .* \\(command line\\): {problem}"):
+            load_run(None, [*MINIMAL, f"model.rope_scaling={value}"])
+    with pytest.raises(UserError, match=r'rope_scaling.original_max_position_embeddings is missing: kind "yarn"'):
+        load_run(None, [*MINIMAL, 'model.rope_scaling={kind = "yarn", factor = 2.0}'])
 
 
 def test_saving_replaces_what_was_saved_but_never_a_file_of_the_users_own(tmp_path: Path) -> None:

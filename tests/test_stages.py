@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.config import ModelConfig, preset
+from models.config import ModelConfig
+from models.presets import preset
 from models.stages import best_cut, cuts
 
 

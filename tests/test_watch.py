@@ -13,7 +13,7 @@ def watched(scaling: LossScaling, steps: str, scale: float, patience: int = 3) -
     """After steps such as "..x": a dot is applied, an x skipped."""
     watch = OverflowWatch(scaling, patience)
     for step in steps:
-        watch.note(StepReport("applied" if step == "." else "skipped_overflow", 1.0, 1.0, 0, 0.0, scale, 0.1))
+        watch.note(StepReport("applied" if step == "." else "skipped_overflow", 1.0, 1.0, 0, 0.0, (0,), scale, 0.1))
     return watch
 
 

@@ -6,16 +6,21 @@ known. Every problem is a line: which key, its value, why it cannot be and the n
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel
 
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
-from megaprec.plan import LossScaling
+from megaprec.rules import Rule, rule
 from megaprec.scaler import make_scaler
 from models.config import ModelConfig
-from tools.settings import LR, Data, Parallel, Precision, Train
+from parallel.check import check
+from parallel.kinds import chunk_problems, equal, schedule
+from parallel.schedule import Cost, Schedule
+from tools.precision_native import loss_scaling, plan_of
+from tools.settings import FP8, LR, Data, Optimizer, Parallel, Precision, Train
 
 T = TypeVar("T")
 
@@ -23,41 +28,29 @@ T = TypeVar("T")
 def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
     """All broken laws among the tables that are there."""
     problems: list[str] = []
-    for check in CHECKS:
-        needed = inspect.signature(check).parameters
+    for law in CHECKS:
+        needed = inspect.signature(law).parameters
         if needed.keys() <= tables.keys():
-            problems += check(**{name: tables[name] for name in needed})
+            problems += law(**{name: tables[name] for name in needed})
     return problems
 
 
 def check_all(what: T, *checks: Callable[[T], object]) -> None:
     """Raises one UserError with the problems of all `checks` of `what`."""
     problems: list[str] = []
-    for check in checks:
+    for one in checks:
         try:
-            check(what)
+            one(what)
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(*problems)
 
 
-def loss_scaling(precision: Precision) -> LossScaling:
-    """The loss scaling that [precision] asks for."""
-    p = precision
-    kind = "constant" if p.loss_scale else "dynamic" if p.compute == "fp16" else "none"
-    initial = p.loss_scale or p.initial_scale
-    return LossScaling(
-        kind,
-        initial,
-        p.min_scale,
-        p.growth_factor,
-        p.backoff_factor,
-        p.growth_interval,
-        p.hysteresis,
-        p.max_scale or None,
-        p.hysteresis_refill,
-    )
+def make_rule(optimizer: Optimizer) -> Rule:
+    """The update rule that [optimizer] asks for. Raises UserError."""
+    own = {"betas": optimizer.betas, "eps": optimizer.eps} if optimizer.name.lower() == "adamw" else {}
+    return rule(optimizer.name, own | optimizer.options)
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
@@ -71,6 +64,22 @@ def _schedule(lr: LR, train: Train) -> Iterator[str]:
         lr_schedule(lr, train)
     except UserError as error:
         yield from (f"lr.{problem}{' (in samples)' if lr.unit == 'samples' else ''}" for problem in error.problems)
+
+
+def _rule(optimizer: Optimizer) -> Iterator[str]:
+    try:
+        make_rule(optimizer)
+    except UserError as error:
+        yield from error.problems
+
+
+def _zero(parallel: Parallel) -> Iterator[str]:
+    size, data = parallel.zero_size, parallel.data
+    if size and data % size:
+        would = ", ".join(str(n) for n in range(1, data + 1) if data % n == 0)
+        yield f"parallel.zero_size {size} does not divide parallel.data {data}: {would} would"
+    if size > 1 and not parallel.zero:
+        yield f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: leave one of them out"
 
 
 def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
@@ -95,9 +104,55 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
         )
 
 
-def _stages(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
-    if parallel.pipeline > model.layers:
-        yield f"parallel.pipeline {parallel.pipeline} is more than model.layers {model.layers}: a stage needs a layer"
+def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
+    """The schedule that [parallel] asks for, planned for this cost. Raises UserError that names the keys."""
+    p = parallel
+    if not p.schedule_file:
+        if problems := chunk_problems(p.schedule, p.chunks):
+            raise UserError(*(f"parallel.chunks {p.chunks}: {problem}" for problem in problems))
+        return schedule(p.schedule, p.pipeline, microbatches, p.chunks, cost)
+    made = read_schedule(p.schedule_file)
+    check(made)
+    here = f"parallel.schedule_file {p.schedule_file}"
+    if len(made.programs) != p.pipeline:
+        raise UserError(f"{here}: has {len(made.programs)} ranks, but parallel.pipeline is {p.pipeline}")
+    if made.microbatches != microbatches:
+        raise UserError(
+            f"{here}: has {made.microbatches} micro-batches, but train.global_batch over train.micro_batch x "
+            f"parallel.data is {microbatches}"
+        )
+    return made
+
+
+def read_schedule(path: str) -> Schedule:
+    """The schedule in a text file, which need not be one that can run. Raises UserError that names the file."""
+    try:
+        return Schedule.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"schedule {path}: cannot be read ({reason})") from error
+    except UserError as error:
+        raise UserError(*(f"schedule {path}: {problem}" for problem in error.problems)) from error
+
+
+def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
+    """Every stage has a layer, and `parallel.cuts` speaks of all stages and layers."""
+    microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
+    try:
+        ranks = pipeline_schedule(parallel, microbatches).rank_of_stage
+    except UserError as error:
+        yield from error.problems
+        return
+    stages = len(ranks)
+    pipeline = f"parallel.pipeline {parallel.pipeline}"
+    made = pipeline if stages == parallel.pipeline else f"{pipeline} x {stages // parallel.pipeline} chunks = {stages}"
+    if stages > model.layers:
+        yield f"{made} is more than model.layers {model.layers}: a stage needs a layer"
+    elif parallel.cuts and (len(parallel.cuts) != stages or sum(parallel.cuts) != model.layers):
+        yield (
+            f"parallel.cuts {[*parallel.cuts]} is {len(parallel.cuts)} stages of {sum(parallel.cuts)} layers, "
+            f"but {made} and model.layers is {model.layers}"
+        )
 
 
 def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
@@ -130,6 +185,21 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
         yield f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: 0.02 would do"
 
 
+def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
+    try:
+        plan_of(precision, fp8)
+    except UserError as error:
+        yield from (f"precision.{problem}" for problem in error.problems)
+
+
+def _kind_of_scale(precision: Precision) -> Iterator[str]:
+    if (precision.scaling == "constant") != (precision.loss_scale > 0):
+        yield (
+            f'precision.scaling = "{precision.scaling}", precision.loss_scale = {precision.loss_scale:g}: '
+            "a constant scale needs a loss_scale, any other has none"
+        )
+
+
 def _scale(precision: Precision) -> Iterator[str]:
     if precision.min_scale > precision.initial_scale:
         yield (
@@ -159,5 +229,9 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _vocabulary,
     _evaluation,
     _schedule,
+    _plan,
+    _kind_of_scale,
     _scale,
+    _rule,
+    _zero,
 )

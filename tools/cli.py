@@ -1,7 +1,7 @@
 """The `megaprec` command.
 
 Exit codes: 0 done; 2 the user has something to mend (one line a problem); 3 training stopped itself, its state saved,
-because every step overflows; 1 a fault of ours; 130 interrupted.
+because of skipped steps; 1 a fault of ours; 130 interrupted.
 """
 
 import argparse
@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools import data, difference, generate, inspection, overflow, train
+from tools import data, difference, generate, inspection, overflow, precision, schedule, train
 from tools.convert import command as convert
 from tools.launch import must_tell, note_failure, slurm_environment
-from tools.overflow import Hopeless
 from tools.run import describe
+from tools.skips import Hopeless
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_parser(commands)
     inspection.add_parser(commands)
     difference.add_parser(commands)
+    schedule.add_parser(commands)
+    precision.add_parser(commands)
     keys = commands.add_parser("keys", help="list all keys of a run file")
     keys.set_defaults(run=_print_keys)
     return parser

@@ -62,6 +62,21 @@ def open_made(config: RunConfig, prefix: Path, model_file: Path | None) -> Corpu
     return Corpus(dataset, samples, held_out, tokenizer, model)
 
 
+def open_kept(config: RunConfig) -> Corpus:
+    """The corpus that a run was trained on, from the files that it left. Builds nothing.
+
+    Raises UserError if they are gone.
+    """
+    prefix, given = Path(config.data.source), _given(config)
+    if not _ready(config):
+        prefix = _cache(config) / "text"
+        left = beside(prefix, ".model")
+        given = given or (left if left.is_file() else None)
+    if not beside(prefix, ".idx").is_file():
+        raise UserError(f"the run's data is gone: there is no {beside(prefix, '.idx')}")
+    return open_made(config, prefix, given)
+
+
 @contextmanager
 def _about(config: RunConfig, *keys: str) -> Iterator[None]:
     """Puts before the problems that are raised inside the keys that they are about."""
@@ -113,13 +128,18 @@ def _source(config: RunConfig) -> Source:
         return open_source(data.source, text_field=data.text_field, max_chars=data.max_chars or None)
 
 
+def _cache(config: RunConfig) -> Path:
+    """The folder of the data set that is made of a text."""
+    return Path(config.data.cache) if config.data.cache else Path(config.train.folder) / "data"
+
+
 def _build(config: RunConfig, given: Path | None) -> tuple[Path, Path]:
     """Prefix of the data set made of a text, and the tokenizer file it was made with.
 
     A data set in the run's own folder may be replaced while nothing was trained on it; any other may not.
     """
     source, data = _source(config), config.data
-    cache = Path(data.cache) if data.cache else Path(config.train.folder) / "data"
+    cache = _cache(config)
     prefix, vocab_size = cache / "text", None if given else data.vocab_size
     made = reusable(prefix, source, given or beside(prefix, ".model"), vocab_size)
     if made is None:

@@ -46,7 +46,7 @@ def describe(source: Source) -> str:
     lines = [
         f"folder     {source.path}",
         f"format     {FORMATS[source.kind]}",
-        f"model      {model['family']}: {', '.join(f'{key} {model[key]}' for key in SHOWN)}",
+        f"model      {model.family}: {', '.join(f'{key} {getattr(model, key)}' for key in SHOWN)}",
     ]
     for kind in source.kinds:
         keys = list(source.keys(kind))

@@ -53,7 +53,8 @@ def _open(path: Path) -> Store:
 
 
 def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
-    saved, asked = kept(store, "model"), json.loads(model.model_dump_json())
+    """Keys that the checkpoint does not know yet have their default in it."""
+    saved, asked = (json.loads(m.model_dump_json()) for m in (ModelConfig(**kept(store, "model")), model))
     free = set(FREE)
     if model.positions == "rope":
         free.add("max_positions")  # nothing in the model has that size

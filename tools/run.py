@@ -10,11 +10,9 @@ left out; elsewhere, what TOML cannot read (`parallel.schedule=gpipe`) is taken 
 """
 
 import difflib
-import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,19 +20,32 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megaprec.errors import UserError
+from megaprec.dialects.translate import DIALECTS
+from megaprec.errors import UserError, did_you_mean
 from megaprec.lr import LRSchedule
-from models.config import PRESETS, ModelConfig
-from tools.checks import cross_problems, lr_schedule
-from tools.convert.config import model_fields
+from megaprec.plan import PrecisionPlan
+from models.config import ModelConfig
+from models.costs import stage_costs
+from models.presets import PRESETS
+from models.stages import cuts
+from parallel.schedule import Schedule
+from tools.checks import cross_problems, lr_schedule, pipeline_schedule
 from tools.convert.hf import CONFIG, TOKENIZER_FILES, hf_model
 from tools.convert.vocabulary import main_file
-from tools.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.precision_native import plan_of, resolve_dialect, with_origins
+from tools.settings import FP8, LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.toml import Given, toml
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
-FREE = {"dropout", "attention_dropout", "init_std"}  # keys of [model] that do not make it another model
-PLAINER = {"bool_type": "must be true or false", "string_type": "must be text in quotes"}
+# keys of [model] that do not make it another model
+FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss"}
+PLAINER = {
+    "bool_type": "must be true or false",
+    "string_type": "must be text in quotes",
+    "model_type": 'must be a table, like {kind = "linear"}',
+    "extra_forbidden": "is none of its keys",
+}
 
 
 class RunConfig(BaseModel):
@@ -49,12 +60,14 @@ class RunConfig(BaseModel):
     data: Data = Data()
     parallel: Parallel = Parallel()
     precision: Precision = Precision()
+    fp8: FP8 = FP8()
     optimizer: Optimizer = Optimizer()
     lr: LR = LR()
     train: Train
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
     _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="after")
     def _tables_fit(self) -> Self:
@@ -73,6 +86,15 @@ class RunConfig(BaseModel):
         return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
 
     @property
+    def schedule(self) -> Schedule:
+        """What the pipeline ranks of one replica do, planned by the FLOPs of their stages."""
+        train, stages = self.train, len(pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage)
+        model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
+        cut = cuts(model, stages, train.seq_length, self.parallel.cuts)
+        costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
+        return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one step, over all replicas."""
         return self.train.global_batch * self.train.seq_length
@@ -87,14 +109,28 @@ class RunConfig(BaseModel):
         """The learning rate; ask it at the steps or samples taken, as lr.unit says."""
         return lr_schedule(self.lr, self.train)
 
+    @property
+    def plan(self) -> PrecisionPlan:
+        """What [precision] and [fp8] come to, each field with the key that decided it."""
+        return with_origins(plan_of(self.precision, self.fp8), self._origins)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How another system's precision was understood, where that is not plain."""
+        return self._notes
+
     def origin(self, key: str) -> str:
         """Where the value of the dotted `key` came from: "default", "file ...", "command line" or "preset ..."."""
         return self._origins.get(key, "default")
 
+    def get(self, key: str) -> Any:
+        """The value of the dotted `key`."""
+        table, name = key.split(".")
+        return getattr(getattr(self, table), name)
+
     def value(self, key: str) -> str:
         """The value of the dotted `key`, in TOML's grammar."""
-        table, name = key.split(".")
-        return _toml(getattr(getattr(self, table), name))
+        return toml(self.get(key))
 
     def save_resolved(self, folder: Path) -> Path:
         """Writes the run to folder/run.toml and returns that path; a run file of the user's own is left alone."""
@@ -109,9 +145,9 @@ class RunConfig(BaseModel):
 
     def _as_toml(self) -> str:
         lines = [SAVED]
-        for table, values in self.model_dump().items():
+        for table, values in self:
             lines += ["", f"[{table}]"]
-            lines += [f"{k} = {_toml(v)}  # {_toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values.items()]
+            lines += [f"{k} = {toml(v)}  # {toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values]
         return "\n".join(lines) + "\n"
 
 
@@ -136,43 +172,66 @@ def describe() -> str:
     for table, kind in _tables().items():
         lines += ["", f"[{table}]  {(kind.__doc__ or '').splitlines()[0]}"]
         if kind is ModelConfig:
-            lines.append(f"{'model.preset':28}{'none':16}{PRESET_DOC}")
-        lines += [f"{table + '.' + name:28}{_default(f):16}{f.description}" for name, f in kind.model_fields.items()]
+            lines.append(f"{'model.preset':34}{'none':16}{PRESET_DOC}")
+        lines += [f"{table + '.' + name:34}{_default(f):16}{f.description}" for name, f in kind.model_fields.items()]
     return "\n".join(lines[1:])
 
 
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The run described by the TOML file `path` and changed by `overrides`. Raises UserError with all problems."""
-    given, problems = _overridden(overrides)
-    if path is not None:
-        given = _from_file(Path(path)) | given
+    given, problems = given_in(path, overrides)
+    notes, wrong = resolve_dialect(given, known_keys())
+    problems += wrong
     problems += _unknown(given)
     problems += _add_preset(given)
     problems += _add_initial(given)
     length = given.get("train.seq_length")
     if length is not None and isinstance(length.value, int):
-        given.setdefault("model.max_positions", _Given(length.value, "train.seq_length"))
-    tables: dict[str, Any] = {}
-    for table, kind in _tables().items():
+        given.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
+    tables, wrong = _typed(given, _tables())
+    problems += [*wrong, *cross_problems(tables)]
+    if problems:
+        raise UserError(*problems)
+    config = RunConfig.model_validate(tables)
+    config._origins, config._notes = _origins(given), notes
+    return config
+
+
+def load_precision(given: dict[str, Given]) -> tuple[PrecisionPlan, dict[str, Given], tuple[str, ...]]:
+    """The plan of keys that need not be a whole run, the other keys that they decide, and notes. Raises UserError."""
+    before = set(given)
+    notes, problems = resolve_dialect(given, None)
+    problems += _unknown({key: entry for key, entry in given.items() if key in before})
+    numbers = {name: kind for name, kind in _tables().items() if name in ("precision", "fp8")}
+    tables, wrong = _typed(given, numbers)
+    problems += [*wrong, *cross_problems(tables)]
+    if problems:
+        raise UserError(*problems)
+    precision, fp8 = Precision.model_validate(tables["precision"]), FP8.model_validate(tables["fp8"])
+    plan = with_origins(plan_of(precision, fp8), _origins(given))
+    return plan, {key: entry for key, entry in given.items() if key.partition(".")[0] not in numbers}, notes
+
+
+def given_in(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Given], list[str]]:
+    """What the file and the overrides say, by dotted key, and what is wrong with the grammar of the latter."""
+    given, problems = _overridden(overrides)
+    return (_from_file(Path(path)) | given if path is not None else given), problems
+
+
+def _typed(given: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]]) -> tuple[dict[str, BaseModel], list[str]]:
+    """The tables that can be read, and the problems of those that cannot."""
+    tables, problems = dict[str, BaseModel](), list[str]()
+    for table, kind in kinds.items():
         values = {name: given[f"{table}.{name}"].value for name in kind.model_fields if f"{table}.{name}" in given}
         try:
             tables[table] = kind.model_validate(values)
         except ValidationError as error:
             problems += _explained(table, kind, error, given)
-    problems += cross_problems(tables)
-    if problems:
-        raise UserError(*problems)
-    config = RunConfig(**tables)
-    config._origins = {key: entry.origin for key, entry in given.items()}
-    return config
+    return tables, problems
 
 
-@dataclass(frozen=True)
-class _Given:
-    """A value and where it came from."""
-
-    value: Any
-    origin: str
+def _origins(given: Mapping[str, Given]) -> dict[str, str]:
+    return {key: entry.origin for key, entry in given.items()}
 
 
 def _tables() -> dict[str, type[BaseModel]]:
@@ -185,7 +244,12 @@ def _fields() -> dict[str, FieldInfo]:
     return {f"{t}.{name}": field for t, kind in _tables().items() for name, field in kind.model_fields.items()}
 
 
-def _from_file(path: Path) -> dict[str, _Given]:
+def known_keys() -> frozenset[str]:
+    """Every key of a resolved run, dotted."""
+    return frozenset(_fields())
+
+
+def _from_file(path: Path) -> dict[str, Given]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -194,22 +258,22 @@ def _from_file(path: Path) -> dict[str, _Given]:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"run file {path}: not TOML: {error}") from error
     origin = f"file {path}"
-    given: dict[str, _Given] = {}
+    given: dict[str, Given] = {}
     for table, values in content.items():
         if isinstance(values, dict):
-            given |= {f"{table}.{name}": _Given(value, origin) for name, value in values.items()}
+            given |= {f"{table}.{name}": Given(value, origin) for name, value in values.items()}
         else:
-            given[table] = _Given(values, origin)
+            given[table] = Given(values, origin)
     return given
 
 
-def _overridden(overrides: Sequence[str]) -> tuple[dict[str, _Given], list[str]]:
-    given: dict[str, _Given] = {}
+def _overridden(overrides: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
+    given: dict[str, Given] = {}
     problems: list[str] = []
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
         if equals:
-            given[key] = _Given(_override_value(key, text), "command line")
+            given[key] = Given(_override_value(key, text), "command line")
         else:
             problems.append(f'"{override}" (command line): an override is table.key=value, like train.steps=100')
     return given, problems
@@ -227,62 +291,65 @@ def _override_value(key: str, text: str) -> Any:
     return parsed["value"]
 
 
-def _add_preset(given: dict[str, _Given]) -> list[str]:
+def _add_preset(given: dict[str, Given]) -> list[str]:
     """Puts the preset's fields under the given ones."""
     chosen = given.pop("model.preset", None)
     if chosen is None:
         return []
     if not isinstance(chosen.value, str) or chosen.value not in PRESETS:
-        would = f"{', '.join(PRESETS)}{_did_you_mean(str(chosen.value), PRESETS)}"
-        return [f"model.preset = {_toml(chosen.value)} ({chosen.origin}): no such preset; there are {would}"]
+        would = f"{', '.join(PRESETS)}{did_you_mean(str(chosen.value), PRESETS)}"
+        return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset; there are {would}"]
     for name, value in PRESETS[chosen.value].items():
-        given.setdefault(f"model.{name}", _Given(value, f"preset {chosen.value}"))
+        given.setdefault(f"model.{name}", Given(value, f"preset {chosen.value}"))
     return []
 
 
-def _add_initial(given: dict[str, _Given]) -> Iterator[str]:
+def _add_initial(given: dict[str, Given]) -> Iterator[str]:
     """Puts in what the folder of train.init_from says of model and tokenizer; yields what contradicts it."""
     asked = given.get("train.init_from")
     if asked is None or not isinstance(asked.value, str) or not asked.value:
         return
     folder = Path(asked.value).expanduser()
     try:
-        said = model_fields(hf_model(folder))
+        said = hf_model(folder)
     except UserError as error:
         yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
         return
     origin = f"{folder / CONFIG}"
-    for name, value in said.items():
-        chosen = given.setdefault(f"model.{name}", _Given(value, origin))
-        if chosen.value != value and name not in FREE:
-            there = f"it is {_toml(value)} in {origin}; leave it out, or leave train.init_from out"
-            yield f"model.{name} = {_toml(chosen.value)} ({chosen.origin}): {there}"
+    free = FREE | ({"max_positions"} if said.positions == "rope" else set())
+    for name, value in said.model_dump().items():
+        chosen = given.setdefault(f"model.{name}", Given(value, origin))
+        left_open = name in ("vocab", "head_dim") and chosen.value == 0
+        if chosen.value != value and name not in free and not left_open:
+            there = f"it is {toml(value)} in {origin}; leave it out, or leave train.init_from out"
+            yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
     if tokenizer := main_file([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]):
-        given.setdefault("data.tokenizer", _Given(str(tokenizer), origin))
+        given.setdefault("data.tokenizer", Given(str(tokenizer), origin))
 
 
-def _unknown(given: Mapping[str, _Given]) -> Iterator[str]:
+def _unknown(given: Mapping[str, Given]) -> Iterator[str]:
     """One line for each unknown key, and only one for all keys of an unknown table."""
-    known, tables, reported = [*_fields(), "model.preset"], _tables(), set[str]()
+    known = [*_fields(), "model.preset", *(f"precision.{name}" for name in DIALECTS)]
+    tables, reported = _tables(), set[str]()
     for key, entry in given.items():
         table, dot, name = key.partition(".")
         if dot and table not in tables:
             if table not in reported:
-                yield f"[{table}] ({entry.origin}): no such table{_did_you_mean(table, tables, '[{}]')}"
+                yield f"[{table}] ({entry.origin}): no such table{did_you_mean(table, tables, '[{}]')}"
             reported.add(table)
         elif key not in known:
-            yield f"{key} = {_toml(entry.value)} ({entry.origin}): no such key{_nearest_key(table, name or key, known)}"
+            yield f"{key} = {toml(entry.value)} ({entry.origin}): no such key{_nearest_key(table, name or key, known)}"
 
 
 def _nearest_key(table: str, name: str, known: Sequence[str]) -> str:
     """A hint at the key whose name within its table is most like `name`; at one of `table` rather than another."""
     here_last = sorted(known, key=lambda key: key.startswith(f"{table}."))
     keys = {key.partition(".")[2]: key for key in here_last}
-    close = difflib.get_close_matches(name, keys, n=1)
+    close = difflib.get_close_matches(name.partition(".")[0], keys, n=1)
     return f"; did you mean {keys[close[0]]}?" if close else ""
 
 
-def _explained(table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, _Given]) -> Iterator[str]:
+def _explained(table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, Given]) -> Iterator[str]:
     """Pydantic's findings in one table, each as a line that names key, value, origin and what would do."""
     for found in error.errors(include_url=False):
         cause = found.get("ctx", {}).get("error")
@@ -294,7 +361,7 @@ def _explained(table: str, kind: type[BaseModel], error: ValidationError, given:
             yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
         elif found["type"] != "default_factory_not_called":  # a consequence of another line
             key = f"{table}.{found['loc'][0]}"
-            yield f"{key} = {_toml(given[key].value)} ({given[key].origin}): {_must(found)}"
+            yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {_must(found)}"
 
 
 def _must(found: ErrorDetails) -> str:
@@ -302,30 +369,15 @@ def _must(found: ErrorDetails) -> str:
     if found["type"] == "missing":
         return "too few values"
     message = PLAINER.get(found["type"], found["msg"].replace("Input should be", "must be"))
-    where = f"value {int(found['loc'][1]) + 1} " if len(found["loc"]) > 1 else ""
+    place = found["loc"][1] if len(found["loc"]) > 1 else None
+    where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
     if found["type"] == "literal_error":
         expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
-        message += _did_you_mean(str(found["input"]), expected)
+        message += did_you_mean(str(found["input"]), expected)
     return where + message
-
-
-def _did_you_mean(word: str, known: Mapping[str, Any] | Sequence[str], form: str = "{}") -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {form.format(close[0])}?" if close else ""
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    return "derived" if field.default_factory is not None else _toml(field.default)
-
-
-def _toml(value: Any) -> str:
-    """A value in TOML's grammar; what TOML has no form for, as Python shows it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    return repr(value)
+    return "derived" if field.default_factory is not None else toml(field.default)

@@ -6,7 +6,7 @@ fields. `[model]` is `models.config.ModelConfig`. Values are read strictly: 8.0 
 """
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -49,20 +49,74 @@ class Parallel(Table):
     """How the model is spread over ranks: tensor x pipeline x data of them."""
 
     tensor: int = Field(default=1, gt=0, description="ranks that share each layer")
-    pipeline: int = Field(default=1, gt=0, description="stages of consecutive layers")
+    pipeline: int = Field(default=1, gt=0, description="ranks that each hold one or more stages of consecutive layers")
     data: int = Field(default=1, gt=0, description="replicas, each on its own samples")
     sequence: bool = Field(
         default=False, description="cut the sequence over the tensor ranks between the layers' products"
     )
-    schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="order of a pipeline's micro-batches")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = Field(
+        default="1f1b", description="order of a pipeline's micro-batches"
+    )
+    chunks: int = Field(default=0, ge=0, description="stages on each rank; 0: interleaved and zb-v 2, all others 1")
+    schedule_file: FilePath = Field(
+        default="", description="text file with a schedule of one's own, in place of schedule and chunks; empty: none"
+    )
+    cuts: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        default=(), strict=False, description="layers of each stage, like [3, 4, 4, 3]; empty: by cost"
+    )
     zero: bool = Field(default=True, description="cut optimizer state over the replicas (ZeRO-1)")
+    overlap: bool = Field(
+        default=False, description="sum gradients and collect weights while the model computes; for GPUs"
+    )
+    zero_size: int = Field(default=0, ge=0, description="replicas that share one copy of optimizer state; 0: all")
 
 
 class Precision(Table):
-    """The numbers that are computed with."""
+    """The numbers that are computed with: these keys, or one table of another system's own words."""
 
-    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(default="fp32", description="fp64 is for parity checks")
-    loss_scale: float = Field(default=0.0, ge=0, description="constant loss scale; 0: dynamic for fp16, none otherwise")
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default="fp32", description="dtype of products and activations; fp64 is for parity checks"
+    )
+    parameters: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default_factory=lambda known: known["compute"],
+        description="dtype in which layers hold weights; default: compute. Wider than it: cast for each product",
+    )
+    keep_fp32: tuple[str, ...] = Field(
+        default=(), strict=False, description='parameters kept in fp32, by pattern: ["*norm.weight", "head.weight"]'
+    )
+    gradients: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32", description="dtype in which gradients are added up over micro-batches"
+    )
+    reduce: Literal["fp32", "bf16", "fp16"] = Field(
+        default_factory=lambda known: known["gradients"],
+        description="dtype in which gradients are summed over ranks; default: gradients",
+    )
+    masters: Literal["fp32", "split", "none"] = Field(
+        default="fp32",
+        description="the optimizer's weights; split: a bf16 weight and the 16 bits it lacks; none: the layers' own",
+    )
+    masters_in_checkpoint: bool = Field(default=True, description="false: checkpoints hold the layers' weights only")
+    moments: Literal["fp32", "bf16"] = Field(default="fp32", description="dtype of the optimizer's averages")
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest", description="of updated weights to the dtype in which layers hold them"
+    )
+    pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default_factory=lambda known: known["compute"],
+        description="dtype of what pipeline stages send each other; default: compute",
+    )
+    buffers: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of tables, as of rotary angles")
+    output: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of logits that are handed out")
+    cast_inputs: Literal["none", "root", "inner", "all"] = Field(
+        default="root", description="modules whose inputs are cast to their dtype: the model, those in it, or all"
+    )
+    tf32: bool = Field(default=False, description="fp32 products may be made in TF32")
+    loss_scale: float = Field(default=0.0, ge=0, description="constant loss scale; 0: see scaling")
+    scaling: Literal["none", "constant", "dynamic"] = Field(
+        default_factory=lambda known: (
+            "constant" if known["loss_scale"] else "dynamic" if known["compute"] == "fp16" else "none"
+        ),
+        description="of the loss; default: constant if loss_scale is given, dynamic for fp16, none otherwise",
+    )
     initial_scale: float = Field(default=2.0**32, gt=0, description="dynamic loss scale at the first step")
     min_scale: float = Field(default=1.0, gt=0, description="lowest dynamic loss scale")
     max_scale: float = Field(default=0.0, ge=0, description="highest dynamic loss scale; 0: 2^127")
@@ -79,21 +133,72 @@ class Precision(Table):
         default=1000, gt=0, description="steps in a row without overflow before the scale grows"
     )
     hysteresis: int = Field(default=2, gt=0, description="overflowing steps before the scale shrinks")
-    on_nonfinite: Literal["skip", "raise"] = Field(
-        default="skip", description="what a step with non-finite gradients does"
+    on_nonfinite: Literal["skip", "raise", "ignore"] = Field(
+        default="skip", description="what a step with non-finite gradients does; ignore: it is applied"
+    )
+    trace_overflows: bool = Field(
+        default=True, description="run a skipped step again to find the micro-batch and the samples that broke it"
     )
     patience: int = Field(default=20, gt=0, description="skips in a row at the lowest scale after which the run stops")
 
 
-class Optimizer(Table):
-    """AdamW and gradient clipping."""
+class FP8(Table):
+    """Products of linear layers in FP8."""
 
+    kind: Literal["none", "delayed", "current", "rowwise", "blockwise", "mx"] = Field(
+        default="none", description="what shares a scale, and when it is taken; none: no FP8"
+    )
+    format: Literal["hybrid", "e4m3"] = Field(
+        default="hybrid", description="hybrid: gradients in E5M2, the rest in E4M3; e4m3: all in E4M3"
+    )
+    margin: int = Field(default=0, description="scales are 2^margin lower than the largest magnitude asks for")
+    history_length: int = Field(default=1024, gt=0, description="passes that a delayed scale looks back on")
+    amax_algo: Literal["max", "most_recent"] = Field(default="max", description="which of them decides it")
+    reduce_amax: bool = Field(default=True, description="ranks agree on delayed scales")
+    reduce_over: Literal["world", "stage"] = Field(default="world", description="which ranks do")
+    power_2_scales: bool = Field(default=False, description="scales are rounded down to powers of two")
+    parameters: bool = Field(default=False, description="layers hold their weights in FP8 alone")
+    weight_gradients: bool = Field(default=True, description="products of weight gradients are in FP8 too")
+    dot_product_attention: bool = Field(default=False, description="the two products of attention are in FP8")
+    multi_head_attention: bool = Field(default=False, description="so is what flows between them and the projections")
+    first_layers: int = Field(default=0, ge=0, description="first layers that stay in precision.compute")
+    last_layers: int = Field(default=0, ge=0, description="last layers that do")
+    calibrating: bool = Field(default=False, description="only record magnitudes, compute in precision.compute")
+
+
+class Group(Table):
+    """Parameters that are treated otherwise than the rest."""
+
+    pattern: str = Field(min_length=1, description="of logical names, with * and ?; the first that matches counts")
+    lr: float | None = Field(default=None, ge=0, description="factor of the learning rate")
+    weight_decay: float | None = Field(default=None, ge=0, description="factor of optimizer.weight_decay")
+
+
+class Optimizer(Table):
+    """How gradients change weights."""
+
+    name: str = Field(
+        default="adamw", min_length=1, description="adamw, sgd or an elementwise class of torch.optim such as RAdam"
+    )
+    options: dict[str, Any] = Field(
+        default={}, description="arguments of that class, such as {momentum = 0.9}; adamw has betas and eps here"
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), strict=False, description="decay of the first and the second moment, per step"
     )
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(default=0.1, ge=0, description="decoupled, times the learning rate")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="of parameters of two or more dims; for adamw decoupled, times the learning rate"
+    )
+    groups: tuple[Group, ...] = Field(
+        default=(),
+        strict=False,
+        description='factors by logical name, such as [{pattern = "embedding.*", lr = 0.5, weight_decay = 0.0}]',
+    )
     clip: float = Field(default=1.0, ge=0, description="largest global gradient norm; 0: do not clip")
+    norm: float = Field(
+        default=2.0, ge=1, allow_inf_nan=True, description="which norm of the gradients: 2.0, inf or another"
+    )
 
 
 class LR(Table):
@@ -145,5 +250,8 @@ class Log(Table):
     every: int = Field(default=1, gt=0, description="steps between log lines")
     tensorboard: bool = Field(default=True, description="write TensorBoard events, where it is installed")
     plot: bool = Field(default=True, description="draw loss, gradient norm and loss scale at the end")
+    timeline: int = Field(
+        default=0, ge=0, description="step of which timeline.json records when each rank did what; 0: none"
+    )
     progress: bool = Field(default=True, description="progress line on a terminal")
     sample: str = Field(default="", description="prompt of the text generated at the end; empty: none")

@@ -58,10 +58,19 @@ def main(args: argparse.Namespace) -> int:
 
 def _open_checked(config: RunConfig) -> Corpus:
     """Looks for all that can be wrong before anything is written, then opens or builds the data, and looks again."""
-    check_all(config, _device, _check_folders, check_sources, check_resumable, _check_initial)
+    check_all(config, _device, _check_fp8, _check_folders, check_sources, check_resumable, _check_initial)
     corpus = open_corpus(config)
     check_resumable(config, corpus)
     return corpus
+
+
+def _check_fp8(config: RunConfig) -> None:
+    """Raises UserError if the run asks for products that cannot be made yet."""
+    if config.plan.fp8 is not None:
+        raise UserError(
+            f'fp8.kind = "{config.plan.fp8.kind}" ({config.plan.origin["fp8"]}): FP8 is read and translated, but not '
+            'computed yet; set fp8.kind = "none" to train in precision.compute'
+        )
 
 
 def _check_folders(config: RunConfig) -> None:

@@ -12,20 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.state import load, save
 from megaprec.data.samples import Samples
-from megaprec.events import StepReport, report_fields
+from megaprec.events import NonFiniteStep, StepReport, report_fields
+from megaprec.groups import Group
 from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import PrecisionPlan, plan
+from megaprec.plan import PrecisionPlan
+from megaprec.tf32 import tf32
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.stages import Stage
-from parallel.schedule import schedule
-from tools.checks import loss_scaling
+from parallel.recording import Recording
+from tools.checks import make_rule
 from tools.convert.initial import start_from
 from tools.corpus import Corpus
 from tools.journal import Journal
-from tools.overflow import Hopeless, overflow_event
 from tools.run import RunConfig
-from tools.write import print_start
+from tools.skips import Hopeless, overflow_event
+from tools.trace import TIMELINE, write_trace
+from tools.write import print_memory, print_start
 
 
 @dataclass
@@ -46,12 +49,6 @@ class Progress:
         return self.step - self.applied
 
 
-def make_plan(config: RunConfig) -> PrecisionPlan:
-    """The precision plan that [precision] describes."""
-    p = config.precision
-    return plan(p.compute, loss_scaling(p), p.on_nonfinite)
-
-
 class Trainer:
     """One rank's part of a run, which goes on from `checkpoint`, the same on every rank, or starts anew."""
 
@@ -60,17 +57,20 @@ class Trainer:
         train, parallel = config.train, config.parallel
         self.engine = Engine(
             corpus.model,
-            make_plan(config),
+            config.plan,
             mesh,
-            schedule(parallel.schedule, parallel.pipeline, config.num_microbatches),
+            config.schedule,
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             sequence=parallel.sequence,
             seed=train.seed,
+            trace=config.precision.trace_overflows,
             make_optimizer=self._optimizer,
+            layers=parallel.cuts,
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = Progress()
+        self._raised: NonFiniteStep | None = None
         self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
         if checkpoint:
             self._resume(checkpoint)
@@ -83,11 +83,14 @@ class Trainer:
             parts,
             plan,
             mesh,
-            betas=o.betas,
-            eps=o.eps,
+            rule=make_rule(o),
             weight_decay=o.weight_decay,
+            groups=[Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
             clip=o.clip,
-            zero=self.config.parallel.zero,
+            norm=o.norm,
+            overlap=self.config.parallel.overlap,
+            zero_size=self.config.parallel.zero_size if self.config.parallel.zero else 1,
+            seed=self.config.train.seed,
         )
 
     def _resume(self, checkpoint: Path) -> None:
@@ -100,18 +103,26 @@ class Trainer:
         steps, every = self.config.train.steps, self.config.checkpoint.every
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
+            print_memory(self.engine.optimizer)
             self.config.save_resolved(Path(self.config.train.folder))
-        with self._journal() as journal:
+        with tf32(self.config.plan.tf32), self._journal() as journal:
             while self.progress.step < steps:
                 record, overflow = self._record()
                 if journal is not None:
                     journal.write(record)
                     if overflow:
                         journal.write_event(overflow)
-                if self.progress.step == steps or self.watch.hopeless or (every and self.progress.step % every == 0):
+                stop = self._reason_to_stop(overflow)
+                if self.progress.step == steps or stop or (every and self.progress.step % every == 0):
                     self._save()
-                if self.watch.hopeless:
-                    raise Hopeless(f"stopped after step {self.progress.step}, state saved: {self.watch.advice()}")
+                if stop:
+                    raise Hopeless(f"stopped after step {self.progress.step}, state saved: {stop}")
+
+    def _reason_to_stop(self, overflow: dict[str, Any] | None) -> str:
+        """Why no further step is taken; empty if there is no reason."""
+        if self._raised is not None:
+            return f'precision.on_nonfinite = "raise", and {self._raised}'
+        return self.watch.advice() if self.watch.hopeless else ""
 
     def _journal(self) -> Journal | nullcontext[None]:
         """Rank 0 keeps it; the others have none."""
@@ -126,7 +137,7 @@ class Trainer:
         Returns what metrics.jsonl keeps of both, and what events.jsonl keeps of a skipped step.
         """
         start = time.perf_counter()
-        report = self._step()
+        report = self.step()
         seconds = time.perf_counter() - start
         fields = {
             "step": self.progress.step,
@@ -149,20 +160,35 @@ class Trainer:
             return None
         batch = self.config.train.global_batch
         samples = range(self.progress.samples - batch, self.progress.samples)
-        return overflow_event(report, self.progress.step, samples, self.watch)
+        return overflow_event(report, self.progress.step, samples, self.watch, self._ids)
 
-    def _step(self) -> StepReport:
+    def _ids(self, position: int, count: int) -> list[int]:
+        return self.corpus.train.batch(position, count).ids.tolist()
+
+    def step(self) -> StepReport:
+        """Takes the next step and counts it; one that is to raise as well, which is remembered."""
         progress, batch = self.progress, self.config.train.global_batch
         taken = progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
-        share = self._share(self.corpus.train, progress.samples)
-        report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step)
+        share = self.share(self.corpus.train, progress.samples)
+        recording = Recording.start(self.engine.pp) if progress.step + 1 == self.config.log.timeline else None
+        try:
+            report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step, recording)
+        except NonFiniteStep as error:
+            report, self._raised = error.report, error
         progress.step += 1
+        if recording:
+            self._write_timeline(recording)
         progress.samples += batch
         progress.tokens += self.config.tokens_per_step
-        if report.outcome == "applied":
+        if report.changed:
             progress.applied += 1
             progress.applied_samples += batch
         return report
+
+    def _write_timeline(self, recording: Recording) -> None:
+        spans = recording.gather(self.engine.schedule, self.engine.device)
+        if self.rank == 0:
+            write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self.progress.step}")
 
     def evaluate(self, samples: Samples) -> float:
         """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.
@@ -171,10 +197,10 @@ class Trainer:
         """
         batch = self.config.train.global_batch
         count = max(1, min(self.config.train.eval_batches, len(samples) // batch))
-        losses = [self.engine.evaluate(self._share(samples, n * batch)) for n in range(count)]
+        losses = [self.engine.evaluate(self.share(samples, n * batch)) for n in range(count)]
         return sum(losses) / count
 
-    def _share(self, samples: Samples, position: int) -> Share:
+    def share(self, samples: Samples, position: int) -> Share:
         """This dp rank's consecutive part of the global batch that begins at `position`."""
         own = self.config.train.global_batch // self.dp.size
         batch = samples.batch(position + self.dp.rank * own, own)

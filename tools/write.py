@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from megaprec.optimizer import ParallelAMPOptimizer
+from models.costs import stage_costs
 from models.stages import cuts
-from parallel.schedule import schedule
-from parallel.simulate import bubble
+from parallel.simulate import bubble, simulate
 from tools.corpus import Corpus
 from tools.generate import find_checkpoint, generate, harmless, load_model
 from tools.run import RunConfig
@@ -16,7 +17,11 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
     """Model, data, layout, batch arithmetic and stages, in a few lines."""
     p, t, model = config.parallel, config.train, corpus.model
     replicas = _count(p.data, "replica")
-    modes = [p.schedule, *(["sequence parallel"] if p.sequence else []), *(["ZeRO-1"] if p.zero and p.data > 1 else [])]
+    modes = [
+        p.schedule_file or p.schedule,
+        *(["sequence parallel"] if p.sequence else []),
+        *(["ZeRO-1"] if p.zero and p.data > 1 else []),
+    ]
     print(
         f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
@@ -39,15 +44,25 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         print(f"resumed    from {resumed}, {left}")
 
 
-def _stages(config: RunConfig, corpus: Corpus) -> str:
-    """Layers of each stage, its share of the cost, and the share of time that ranks will wait."""
-    model, p = corpus.model, config.parallel
-    cut = cuts(model, p.pipeline, config.train.seq_length)
-    costs = [len(c.layers) * model.layer_flops(config.train.seq_length) + c.last * model.head_flops() for c in cut]
-    said = ", ".join(
-        f"{_count(len(c.layers), 'layer')} ({cost / sum(costs):.0%})" for c, cost in zip(cut, costs, strict=True)
+def print_memory(optimizer: ParallelAMPOptimizer) -> None:
+    """What weights, gradients and optimizer state take, by formula and on this rank."""
+    whole, cut = optimizer.plan.bytes_per_parameter(len(optimizer.rule.names))
+    ranks = optimizer.shards.size
+    formula = f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
+    held = sum(buffer.num_bytes() for buffer in optimizer.all_buffers())
+    print(
+        f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
     )
-    return f"{said}; bubble of equal stages {bubble(schedule(p.schedule, p.pipeline, config.num_microbatches)):.1%}"
+
+
+def _stages(config: RunConfig, corpus: Corpus) -> str:
+    """Layers of each stage, its share of the cost, and how long a rank will wait."""
+    schedule, train = config.schedule, config.train
+    cut = cuts(corpus.model, len(schedule.rank_of_stage), train.seq_length, config.parallel.cuts)
+    costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch)
+    total = sum(cost.forward for cost in costs)
+    said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
+    return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:

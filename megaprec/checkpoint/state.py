@@ -1,7 +1,7 @@
 """Saving and loading an optimizer's state: each rank writes what it counts and reads what it holds.
 
 Under ZeRO-1 a rank's slice begins and ends in the middle of a parameter. Such a parameter is written whole by the
-dp rank that holds most of it, to which the others send their part; all others travel nowhere.
+rank that holds most of it, to which the others send their part; all others travel nowhere.
 """
 
 import json
@@ -48,7 +48,7 @@ def save(
     (partial / f"index-{world.rank:05d}.json").write_text(json.dumps(chunks))
     world.barrier()
     if world.rank == 0:
-        _write_index(partial, world.size, {**extra, "step": step, "optimizer": optimizer.state_dict()})
+        _write_index(partial, world.size, {**extra, "step": step, "optimizer": optimizer.numbers()})
         commit(folder, step, keep)
     world.barrier()
     return folder / partial.name.removeprefix(".").removesuffix(".partial")
@@ -62,9 +62,9 @@ def load(path: Path, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
     """
     store = _open_on_all_ranks(path, optimizer)
     for buffer in optimizer.all_buffers():
-        for kind, values in buffer.state().items():
-            _read_into(store, kind, buffer, values)
-    optimizer.load_state_dict(store.index["optimizer"])
+        for kind in buffer.saved_names:
+            _read_into(store, kind, buffer)
+    optimizer.load_numbers(store.index["optimizer"])
     return store.index
 
 
@@ -78,8 +78,8 @@ class Weights(Protocol):
 def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
     """Takes up weights alone, from wherever they are; moments, step count and scaler stay. Each rank reads its own."""
     for buffer in optimizer.all_buffers():
-        _read_into(weights, "weight", buffer, buffer.state()["weight"])
-        buffer.publish()
+        _read_into(weights, "weight", buffer)
+        buffer.publish(optimizer.steps)
 
 
 def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer) -> Store:
@@ -114,7 +114,7 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
             f"{store.path} is a checkpoint of another model: it has {whole} parameters, not {optimizer.num_elements}"
         )
     for buffer in optimizer.all_buffers():
-        for kind, (piece, _, _) in product(buffer.state(), _held(buffer)):
+        for kind, (piece, _, _) in product(buffer.saved_names, _held(buffer)):
             store.require(f"{kind}/{piece.part.name}", piece.part.shape)
 
 
@@ -126,10 +126,10 @@ def _held(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
             yield piece, first, last
 
 
-def _read_into(store: Weights, kind: str, buffer: Buffer, values: Tensor) -> None:
+def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
     for piece, first, last in _held(buffer):
         read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
-        values[first - buffer.first : last - buffer.first].copy_(read)
+        buffer.restore(kind, first - buffer.first, read)
 
 
 def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> 
 def _written_here(optimizer: ParallelAMPOptimizer) -> Iterator[tuple[str, Piece, Tensor]]:
     """(kind, piece, its values on the CPU) of every piece that this rank writes."""
     for buffer in optimizer.all_buffers():
-        for kind, values in buffer.state().items():
+        for kind, values in buffer.saved().items():
             for number, piece in enumerate(buffer.pieces):
                 if piece.counts and piece.start < piece.stop:
                     whole = _collect(buffer, piece, values, number)
@@ -162,26 +162,27 @@ def _written_here(optimizer: ParallelAMPOptimizer) -> Iterator[tuple[str, Piece,
 
 def _collect(buffer: Buffer, piece: Piece, values: Tensor, number: int) -> Tensor | None:
     """The whole piece, on the dp rank that writes it; None on the others."""
-    dp = buffer.dp
-    if not buffer.zero:
-        return values[piece.start : piece.stop].cpu() if number % dp.size == dp.rank else None
+    shards = buffer.shards
+    if number % (buffer.dp.size // shards.size) != buffer.dp.rank // shards.size:
+        return None  # another replica's turn
     length = buffer.last - buffer.first
-    held = {r: (max(piece.start, r * length), min(piece.stop, (r + 1) * length)) for r in range(dp.size)}
+    held = {r: (max(piece.start, r * length), min(piece.stop, (r + 1) * length)) for r in range(shards.size)}
     held = {r: (first, last) for r, (first, last) in held.items() if first < last}
     writer = max(held, key=lambda r: (held[r][1] - held[r][0], -r))
-    if dp.rank == writer:
+    if shards.rank == writer:
         return torch.cat([_from_rank(buffer, values, r, *span) for r, span in held.items()])
-    if dp.rank in held:
-        first, last = held[dp.rank]
-        dist.send(values[first - buffer.first : last - buffer.first].contiguous(), group=dp.group, group_dst=writer)
+    if shards.rank in held:
+        first, last = held[shards.rank]
+        mine = values[first - buffer.first : last - buffer.first].contiguous()
+        dist.send(mine, group=shards.group, group_dst=writer)
     return None
 
 
 def _from_rank(buffer: Buffer, values: Tensor, rank: int, first: int, last: int) -> Tensor:
-    if rank == buffer.dp.rank:
+    if rank == buffer.shards.rank:
         return values[first - buffer.first : last - buffer.first].cpu()
     received = values.new_empty(last - first)
-    dist.recv(received, group=buffer.dp.group, group_src=rank)
+    dist.recv(received, group=buffer.shards.group, group_src=rank)
     return received.cpu()
 
 

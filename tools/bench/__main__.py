@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from tools.bench import train
+from tools.bench import optimizer, train
 
 
 def main() -> int:
@@ -11,6 +11,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="WHAT")
     train.add_parser(commands)
+    optimizer.add_parser(commands)
     args = parser.parse_args()
     return args.run(args)
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from megaprec.plan import DTYPES, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
+from parallel.kinds import KINDS, schedule
 from parallel.mesh import make_mesh, world
-from parallel.schedule import schedule
 from tools.launch import start_ranks
 
 MICRO_BATCH, MICROBATCHES, LENGTH = 2, 8, 512
@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--pipeline", type=int, default=1, metavar="N")
     parser.add_argument("--data", type=int, default=1, metavar="N")
     parser.add_argument("--sequence", action="store_true", help="sequence parallelism")
-    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--schedule", choices=KINDS, default="1f1b")
     parser.add_argument("--model", choices=FFN, default="llama")
     parser.add_argument("--precision", choices=DTYPES, default="bf16")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="per rank (default: 1)")

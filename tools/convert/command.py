@@ -65,7 +65,7 @@ def write_model(
     """Writes `source` to `destination` in the format `to`, with progress on a terminal, and says what was written."""
     if destination.exists():
         raise UserError(f"{destination} is there already: give another folder, or remove it")
-    check_tokenizer(source.tokenizer, source.model["vocab"])
+    check_tokenizer(source.tokenizer, source.model.vocab)
     target = _target(source, to, dtype, layout or MegatronLayout())
     with moving(f"{source.path} to {destination}", 2 * target.size) as report:
         convert(source, target, destination, report)

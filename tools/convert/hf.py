@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
+from models.config import ModelConfig
 from tools.convert.config import from_hugging_face, model_type, to_hugging_face
 from tools.convert.names import BUFFERS, HUGGING_FACE, PREFIXES
-from tools.convert.rules import Match, Model, heads, matches
+from tools.convert.rules import Match, heads, matches
 from tools.convert.source import Facts, Origin, Source
 from tools.convert.target import Place, Target, Write
 from tools.convert.tensors import Stored, reserve_safetensors, safetensors_in
@@ -44,8 +45,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def hf_model(path: Path) -> dict[str, Any]:
-    """The model that a folder's config.json describes, all keys given."""
+def hf_model(path: Path) -> ModelConfig:
+    """The model that a folder's config.json describes."""
     try:
         return from_hugging_face(read_json(path / CONFIG))
     except UserError as error:
@@ -69,7 +70,7 @@ def open_hf(path: Path) -> Source:
     return Source(path, "hf", model, origins, Facts(), tokenizer)
 
 
-def origin_of(match: Match, read: Any, dtype: torch.dtype, model: Model, kind: str = "weight") -> Origin:
+def origin_of(match: Match, read: Any, dtype: torch.dtype, model: ModelConfig, kind: str = "weight") -> Origin:
     """The origin whose foreign tensor `read` returns."""
     sizes = heads(model)
     keys = tuple(f"{kind}/{name}" for name in match.logical)
@@ -116,11 +117,11 @@ def _named_like_the_table(stored: Mapping[str, Stored], prefix: str) -> dict[str
     return {prefix + name: s for name, s in kept.items()}
 
 
-def _check_tied(path: Path, model: Model, stored: dict[str, Stored], found: Sequence[Match]) -> None:
+def _check_tied(path: Path, model: ModelConfig, stored: dict[str, Stored], found: Sequence[Match]) -> None:
     """A tied head that was saved all the same must be the embedding; it is then left aside."""
     embedding = next(match.foreign for match in found if match.logical == ("embedding.weight",))
     for head in ("lm_head.weight", "embed_out.weight"):
-        if model["tied"] and head in stored and embedding in stored:
+        if model.tied and head in stored and embedding in stored:
             if not torch.equal(stored[head].read(), stored[embedding].read()):
                 raise UserError(f"{path}: {head} differs from {embedding}, but config.json says that they are tied")
             del stored[head]

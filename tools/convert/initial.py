@@ -23,7 +23,7 @@ def open_initial(folder: Path) -> Source:
     if not is_hf(folder):
         raise UserError(f'train.init_from = "{folder}" is no Hugging Face folder: it has no config.json')
     source = open_hf(folder)
-    check_tokenizer(source.tokenizer, source.model["vocab"])
+    check_tokenizer(source.tokenizer, source.model.vocab)
     return source
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
+from models.config import ModelConfig
 from tools.convert.hf import check_tensors, origin_of
 from tools.convert.megatron_layout import TRACKER, model_of
 from tools.convert.megatron_ranks import LAYER, RANK, Whole, chunks, numbered_over_stages, read_ranks, wholes_of
-from tools.convert.megatron_state import optimizer_state
+from tools.convert.megatron_state import MOMENTS, optimizer_state
 from tools.convert.names import megatron
 from tools.convert.rules import Match, matches
 from tools.convert.source import Facts, Source
@@ -57,9 +58,9 @@ def _open_legacy(path: Path, vocab: int | None) -> Source:
     )
     _check_tied(path, model, by_name)
     found = _found(by_name, args, model)
-    wholes = wholes_of(path, found, by_name, model["vocab"])
+    wholes = wholes_of(path, found, by_name, model.vocab)
     check_tensors(path, found, wholes)
-    state = optimizer_state(path, ranks, found, model["vocab"])
+    state = optimizer_state(path, ranks, found, model.vocab)
     kinds = {"weight": wholes, **state.tensors}
     origins = [
         origin_of(m, kinds[k][m.foreign].read, kinds[k][m.foreign].dtype, model, k) for k in kinds for m in found
@@ -67,7 +68,7 @@ def _open_legacy(path: Path, vocab: int | None) -> Source:
     return Source(path, "megatron", model, origins, _facts(first, args, tp, pp, state.steps, state.scaler), ())
 
 
-def _found(names: Mapping[str, Any], args: Mapping[str, Any], model: Mapping[str, Any]) -> list[Match]:
+def _found(names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig) -> list[Match]:
     """The tensors that the model has in Megatron, by the names that these tensors have."""
     fused = any(".linear_qkv.layer_norm_" in name for name in names)
     return matches(megatron(fused, bool(args.get("rotary_interleaved")), model), model)
@@ -83,12 +84,13 @@ def _facts(
     progress |= {"samples": samples, "applied_samples": samples}
     layout = {"tensor": tp, "pipeline": pp, "data": args.get("data_parallel_size") or 1}
     compute = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
-    return Facts(steps, scaler, progress if iteration else {}, {}, {"compute": compute}, layout)
+    progress = progress if iteration else {}
+    return Facts(steps, scaler, progress=progress, precision={"compute": compute}, layout=layout)
 
 
-def _check_tied(path: Path, model: Mapping[str, Any], by_name: dict[str, list[Stored]]) -> None:
+def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Stored]]) -> None:
     """The last stage's copy of a tied embedding must be one; it is then left aside."""
-    if not model["tied"] or HEAD not in by_name:
+    if not model.tied or HEAD not in by_name:
         return
     for head, embedding in zip(by_name.pop(HEAD), by_name.get(EMBEDDING, ()), strict=True):
         if not torch.equal(head.read(), embedding.read()):
@@ -104,11 +106,8 @@ def _open_distributed(path: Path, vocab: int | None) -> Source:
     held = distributed_contents(path)
     found = _found(held, args, model)
     origins = []
-    for kind, prefix in (
-        ("weight", ""),
-        ("exp_avg", "optimizer.state.exp_avg."),
-        ("exp_avg_sq", "optimizer.state.exp_avg_sq."),
-    ):
+    for kind in ("weight", *MOMENTS):
+        prefix = "" if kind == "weight" else f"optimizer.state.{kind}."
         wholes = {m.foreign: _stacked(path, m, held, prefix) for m in found}
         there = {name: whole for name, whole in wholes.items() if whole}
         if there or kind == "weight":

@@ -53,9 +53,9 @@ class _Local:
 def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:
     """A folder with one iteration. UserError for a model or a layout that Megatron does not have."""
     model = source.model
-    if layout.tp < 1 or layout.pp < 1 or model["layers"] % layout.pp:
+    if layout.tp < 1 or layout.pp < 1 or model.layers % layout.pp:
         raise UserError(
-            f"--tp {layout.tp} --pp {layout.pp}: give 1 or more, and stages that divide {model['layers']} layers"
+            f"--tp {layout.tp} --pp {layout.pp}: give 1 or more, and stages that divide {model.layers} layers"
         )
     weights = dtype or source.dtype("weight/embedding.weight")
     writer = _Writer(source, layout, weights)
@@ -75,7 +75,7 @@ class _Writer:
         self.source, self.layout, self.weights = source, layout, weights
         model = source.model
         unit = DIVISIBLE * layout.tp
-        self.padded = -(-model["vocab"] // unit) * unit
+        self.padded = -(-model.vocab // unit) * unit
         self.args = args_of(model, self.padded, layout.tp, layout.pp, layout.fused_norms, weights)
         self.matches = matches(megatron(layout.fused_norms, False, model), model)
         self.has_state = set(MOMENTS) <= set(source.kinds)
@@ -90,11 +90,11 @@ class _Writer:
 
     def _stage(self, stage: int) -> Iterator[_Local]:
         """The tensors of a pipeline stage, in the order of its parameters."""
-        pp, layers = self.layout.pp, self.source.model["layers"] // self.layout.pp
+        pp, layers = self.layout.pp, self.source.model.layers // self.layout.pp
         for match in self.matches:
             if name := _local_name(match.foreign, stage, layers, pp):
                 yield self._local(name, match)
-        if self.source.model["tied"] and pp > 1 and stage == pp - 1:
+        if self.source.model.tied and pp > 1 and stage == pp - 1:
             embedding = next(m for m in self.matches if m.foreign.startswith("embedding.word"))
             yield self._local("output_layer.weight", embedding)
 

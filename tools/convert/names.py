@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from tools.convert.rules import Cut, Model, Rule
+from models.config import ModelConfig
+from tools.convert.rules import Cut, Rule
 from tools.convert.transforms import (
     GROUPED,
     GROUPED_INTERLEAVED,
@@ -85,12 +86,14 @@ def _gated() -> list[Rule]:
     return [rule for part in parts for rule in _both(f"model.layers.N.mlp.{part}_proj", f"{_M}.{part}")]
 
 
-def _experts() -> list[Rule]:
-    moe = "model.layers.N.block_sparse_moe"
-    parts = {"w1": "gate", "w3": "up", "w2": "down"}
+def _experts(moe: str, gate: str, up: str, down: str) -> list[Rule]:
+    parts = {gate: "gate", up: "up", down: "down"}
     return [
-        Rule(f"{moe}.gate.weight", (f"{_M}.router.weight",)),
-        *(Rule(f"{moe}.experts.E.{w}.weight", (f"{_M}.experts.E.{part}.weight",)) for w, part in parts.items()),
+        Rule(f"model.layers.N.{moe}.gate.weight", (f"{_M}.router.weight",)),
+        *(
+            Rule(f"model.layers.N.{moe}.experts.E.{theirs}.weight", (f"{_M}.experts.E.{ours}.weight",))
+            for theirs, ours in parts.items()
+        ),
     ]
 
 
@@ -102,7 +105,8 @@ HUGGING_FACE = {
     "mistral": _llama(_gated()),
     "qwen2": _llama(_gated()),
     "qwen3": _llama(_gated()),
-    "mixtral": _llama(_experts()),
+    "qwen3_moe": _llama(_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "mixtral": _llama(_experts("block_sparse_moe", "w1", "w3", "w2")),
 }
 # What a folder may leave out before every name: it was saved without the head.
 PREFIXES = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
@@ -110,16 +114,16 @@ PREFIXES = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
-def megatron(fused_norms: bool, interleaved: bool, model: Model) -> list[Rule]:
+def megatron(fused_norms: bool, interleaved: bool, model: ModelConfig) -> list[Rule]:
     """Megatron-core's GPTModel, in the order of its parameters.
 
     fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else they stand alone, as
     the norm before experts always does. interleaved: rotary partners are neighbours (args.rotary_interleaved).
     """
-    layer, gated = "decoder.layers.N", model["mlp"] == "swiglu"
+    layer, gated = "decoder.layers.N", model.mlp == "swiglu"
     qkv, inner = f"{layer}.self_attention.linear_qkv", f"{layer}.mlp.linear_fc1"
     attention_norm = _norm(f"{qkv}.layer_norm_" if fused_norms else f"{layer}.input_layernorm.", "attention_norm")
-    fused_mlp = fused_norms and not model["experts"]
+    fused_mlp = fused_norms and not model.experts
     mlp_norm = _norm(f"{inner}.layer_norm_" if fused_mlp else f"{layer}.pre_mlp_layernorm.", "mlp_norm")
     return [
         Rule("embedding.word_embeddings.weight", ("embedding.weight",), SAME, "vocabulary"),

@@ -15,7 +15,8 @@ from megaprec.checkpoint.store import FORMAT, INDEX, Store
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
 from megaprec.watch import OverflowWatch
-from tools.convert.config import complete, model_fields
+from models.config import ModelConfig
+from tools.convert.config import make_model
 from tools.convert.hf import check_tensors
 from tools.convert.rules import Match, logical_shapes
 from tools.convert.source import Facts, Origin, Source
@@ -37,7 +38,7 @@ def find_native(path: Path) -> Path | None:
 def open_native(path: Path) -> Source:
     """Opens a checkpoint. UserError if it is damaged or does not hold the model it describes."""
     store = Store(path)
-    model = complete(kept(store, "model"))
+    model = make_model(kept(store, "model"), f"{path / INDEX}")
     index = store.index
     _check(path, model, store)
     files = {name: safetensors_in(store.file(name)) for name in index["files"] if name.endswith(".safetensors")}
@@ -49,13 +50,14 @@ def open_native(path: Path) -> Source:
     facts = Facts(
         index["optimizer"]["steps"],
         index["optimizer"]["scaler"],
+        index["optimizer"].get("rule", {}),
         *({} if index.get(key) is None else index[key] for key in ("progress", "watch", "precision", "layout")),
     )
     return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
 
 
-def _check(path: Path, model: dict[str, Any], store: Store) -> None:
-    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+def _check(path: Path, model: ModelConfig, store: Store) -> None:
+    for kind in dict.fromkeys(key.split("/", 1)[0] for key in store.index["tensors"]):
         if shapes := store.shapes(kind):
             found = [Match(n, (n,), SAME, "whole", s) for n, s in logical_shapes(model).items()]
             check_tensors(path, found, {n: torch.empty(s, device="meta") for n, s in shapes.items()})
@@ -86,7 +88,6 @@ def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> l
 
 def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     """A checkpoint with all that `source` has: weights in `dtype` or the dtype they have, moments as they are."""
-    model = model_fields(source.model)
     names = list(logical_shapes(source.model))
     dtypes = {
         f"{kind}/{name}": (dtype if kind == "weight" else None) or source.dtype(f"{kind}/{name}")
@@ -108,7 +109,7 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     def finish(folder: Path) -> None:
         for file in source.tokenizer:
             (folder / file.name).write_bytes(file.read_bytes())
-        _write_index(folder, source, model, dtypes)
+        _write_index(folder, source, dtypes)
 
     return Target({"to": "megaprec", "dtype": str(dtype)}, size, dtypes, reserve, finish, open_native)
 
@@ -131,7 +132,7 @@ def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
     return values.to(dtype)
 
 
-def _write_index(folder: Path, source: Source, model: dict[str, Any], dtypes: dict[str, torch.dtype]) -> None:
+def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -> None:
     facts = source.facts
     progress = facts.progress or asdict(Progress(facts.steps, facts.steps))
     tokenizer = [file.name for file in source.tokenizer if file.name in ("tokenizer.json", "tokenizer.model")]
@@ -145,7 +146,7 @@ def _write_index(folder: Path, source: Source, model: dict[str, Any], dtypes: di
         for key, dtype in ((key, dtypes[key]) for key in inside)
     }
     index = {
-        "model": model,
+        "model": json.loads(source.model.model_dump_json()),
         "progress": progress,
         "watch": facts.watch or OverflowWatch(LossScaling()).state_dict(),
         "layout": facts.layout,
@@ -154,7 +155,7 @@ def _write_index(folder: Path, source: Source, model: dict[str, Any], dtypes: di
         "torch": torch.__version__,
         "converted_from": {"format": source.kind, "folder": source.path.name},
         "step": progress["step"],
-        "optimizer": {"steps": facts.steps, "scaler": facts.scaler},
+        "optimizer": {"steps": facts.steps, "scaler": facts.scaler, "rule": facts.rule},
         "format": FORMAT,
         "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != "journal.jsonl"},
         "tensors": tensors,

@@ -1,18 +1,17 @@
 """The rows of the name tables: a tensor of another system and the logical tensors of ours that it is made of.
 
-A model is described here by a plain mapping with the keys of [model] in a run file, all of them given, so that
-tables can be written and tested for families whatever this version can train.
+The logical tensors of a model stand here as names and shapes, so that nothing has to be built to convert one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from models.config import ModelConfig
 from tools.convert.transforms import SAME, Heads, Transform
 
-Model = Mapping[str, Any]
 Cut = Literal["whole", "rows", "columns", "halves", "vocabulary"]
 
 
@@ -41,7 +40,7 @@ class Match:
     shape: tuple[int, ...]
 
 
-def matches(rules: Sequence[Rule], model: Model) -> list[Match]:
+def matches(rules: Sequence[Rule], model: ModelConfig) -> list[Match]:
     """The foreign tensors of `model`, each logical tensor in one of them. In the order of the rules, layer by layer."""
     shapes, sizes = logical_shapes(model), heads(model)
     found: list[Match] = []
@@ -54,16 +53,16 @@ def matches(rules: Sequence[Rule], model: Model) -> list[Match]:
     return found
 
 
-def _in_order(rules: Sequence[Rule], model: Model) -> Iterator[Rule]:
+def _in_order(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
     """All rules with numbers put in; those of the layers stand where the first of them stands."""
     in_layers = [rule for rule in rules if ".N." in rule.foreign]
     for rule in rules:
         if rule not in in_layers:
             yield rule
         elif rule is in_layers[0]:
-            for n in range(model["layers"]):
+            for n in range(model.layers):
                 for of_layer in in_layers:
-                    yield from _numbered(of_layer, n, model["experts"])
+                    yield from _numbered(of_layer, n, model.experts)
 
 
 def _numbered(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
@@ -74,48 +73,47 @@ def _numbered(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
         yield Rule(foreign, tuple(logical), rule.how, rule.cut)
 
 
-def heads(model: Model) -> Heads:
+def heads(model: ModelConfig) -> Heads:
     """Sizes of the attention heads of `model`."""
-    turned = int(model["head_dim"] * model["rotary_fraction"])
-    return Heads(model["heads"], model["kv_heads"], model["head_dim"], turned)
+    return Heads(model.heads, model.kv_heads, model.head_dim, model.rotary_dims)
 
 
-def logical_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every logical tensor of `model`."""
-    h = model["hidden"]
-    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (model["vocab"], h)}
-    if model["positions"] == "learned":
-        shapes["positions.weight"] = (model["max_positions"], h)
-    for n in range(model["layers"]):
+    h = model.hidden
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (model.vocab, h)}
+    if model.positions == "learned":
+        shapes["positions.weight"] = (model.max_positions, h)
+    for n in range(model.layers):
         shapes |= {f"layers.{n}.{name}": shape for name, shape in _layer(model)}
     shapes |= dict(_norm("final_norm", model, h))
-    if not model["tied"]:
-        shapes["head.weight"] = (model["vocab"], h)
+    if not model.tied:
+        shapes["head.weight"] = (model.vocab, h)
     return shapes
 
 
-def _layer(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
-    h, d, bias = model["hidden"], model["head_dim"], model["bias"]
-    width, kv_width = model["heads"] * d, model["kv_heads"] * d
+def _layer(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    h, d = model.hidden, model.head_dim
+    width, kv_width = model.heads * d, model.kv_heads * d
     yield from _norm("attention_norm", model, h)
     for name, rows in (("query", width), ("key", kv_width), ("value", kv_width)):
-        yield from _linear(f"attention.{name}", rows, h, bias or model["qkv_bias"])
-    if model["qk_norm"]:
+        yield from _linear(f"attention.{name}", rows, h, model.qkv_bias)
+    if model.qk_norm:
         yield "attention.query_norm.weight", (d,)
         yield "attention.key_norm.weight", (d,)
-    yield from _linear("attention.output", h, width, bias)
+    yield from _linear("attention.output", h, width, model.output_bias)
     yield from _norm("mlp_norm", model, h)
-    if model["experts"]:
-        yield "mlp.router.weight", (model["experts"], h)
-        for e in range(model["experts"]):
+    if model.experts:
+        yield "mlp.router.weight", (model.experts, h)
+        for e in range(model.experts):
             yield from _feed_forward(f"mlp.experts.{e}", model)
     else:
         yield from _feed_forward("mlp", model)
 
 
-def _feed_forward(name: str, model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
-    h, ffn, bias = model["hidden"], model["ffn"], model["bias"]
-    for part in ("gate", "up") if model["mlp"] == "swiglu" else ("up",):
+def _feed_forward(name: str, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    h, ffn, bias = model.hidden, model.ffn, model.mlp_bias
+    for part in ("gate", "up") if model.mlp == "swiglu" else ("up",):
         yield from _linear(f"{name}.{part}", ffn, h, bias)
     yield from _linear(f"{name}.down", h, ffn, bias)
 
@@ -126,7 +124,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[st
         yield f"{name}.bias", (rows,)
 
 
-def _norm(name: str, model: Model, features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _norm(name: str, model: ModelConfig, features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield f"{name}.weight", (features,)
-    if model["norm"] == "layer":
+    if model.norm == "layer":
         yield f"{name}.bias", (features,)

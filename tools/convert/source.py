@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.convert.rules import Model
-
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
+from models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,13 @@ class Origin:
 class Facts:
     """What a model's folder tells besides tensors. Empty where it does not tell.
 
-    steps: optimizer steps that were applied. progress, watch, precision, layout: as our checkpoints keep them.
+    steps: optimizer steps that were applied. rule: numbers of the optimizer's rule.
+    progress, watch, precision, layout: as our checkpoints keep them.
     """
 
     steps: int = 0
     scaler: dict[str, float] = field(default_factory=dict)
+    rule: dict[str, Any] = field(default_factory=dict)
     progress: dict[str, int] = field(default_factory=dict)
     watch: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,13 @@ class Source:
     """An opened model. kind: hf, megaprec or megatron. tokenizer: the files that make up its tokenizer, if any."""
 
     def __init__(
-        self, path: Path, kind: str, model: Model, origins: Sequence[Origin], facts: Facts, tokenizer: Sequence[Path]
+        self,
+        path: Path,
+        kind: str,
+        model: ModelConfig,
+        origins: Sequence[Origin],
+        facts: Facts,
+        tokenizer: Sequence[Path],
     ) -> None:
         self.path, self.kind, self.model, self.facts, self.tokenizer = path, kind, model, facts, tuple(tokenizer)
         self._origin = {key: origin for origin in origins for key in origin.keys}
@@ -64,7 +70,7 @@ class Source:
     @property
     def kinds(self) -> tuple[str, ...]:
         """weight, and exp_avg and exp_avg_sq if the optimizer's state is there."""
-        return tuple(kind for kind in KINDS if any(True for _ in self.keys(kind)))
+        return tuple(dict.fromkeys(key.split("/", 1)[0] for key in self.shapes))
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype that a logical tensor is stored in."""

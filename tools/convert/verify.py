@@ -14,10 +14,8 @@ from torch import Tensor
 from megaprec.errors import UserError
 from megaprec.layout import layout_of
 from megaprec.plan import plan
-from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
-from tools.convert.config import model_fields
 from tools.convert.formats import open_source
 from tools.convert.hf import is_hf
 from tools.convert.source import Source
@@ -33,8 +31,8 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
     """One line on how far apart the logits of two folders are. UserError if they are not the same model."""
     source = open_source(first, vocab)
     generator = torch.Generator().manual_seed(0)
-    length = min(TOKENS, source.model["max_positions"])
-    ids = torch.randint(source.model["vocab"], (SAMPLES, length), generator=generator)
+    length = min(TOKENS, source.model.max_positions)
+    ids = torch.randint(source.model.vocab, (SAMPLES, length), generator=generator)
     one, other = (logits(path, ids, torch.float32, vocab) for path in (first, second))
     apart, largest = (one - other).abs().max().item(), one.abs().max().item()
     if not apart <= BOUND * max(1.0, largest):
@@ -76,8 +74,7 @@ def _ours(source: Source, dtype: torch.dtype) -> Forward:
 
 def load_stage(source: Source, compute: str = "fp32") -> Stage:
     """The whole model on this process, its weights those of `source`."""
-    config = ModelConfig(**model_fields(source.model))
-    chosen = plan(compute)
+    config, chosen = source.model, plan(compute)
     stage = Stage(config, Context(chosen), cuts(config, 1, config.max_positions)[0])
     with torch.no_grad():
         for parameter in stage.parameters():

@@ -18,7 +18,7 @@ from torch import Tensor
 from megaprec.layout import Part
 
 _GAMMA, _MIX1, _MIX2 = (v - 2**64 for v in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_ROWS = 1 << 20  # elements drawn at a time: bounds the int64 and float64 temporaries
+_BLOCK = 1 << 20  # elements drawn at a time: bounds the int64 and float64 temporaries
 
 
 def key(seed: int, *names: object) -> int:
@@ -52,24 +52,24 @@ def normal(key: int, index: Tensor) -> Tensor:
 
 def normal_part(part: Part, seed: int, std: float, dtype: torch.dtype) -> Tensor:
     """The slice `part` of a logical tensor of normal numbers: [*part.local], drawn on the CPU."""
-    flat = torch.empty(prod(part.local), dtype=dtype)
-    row_length = prod(part.local[1:])
-    rows = torch.arange(part.local[0]) if part.local else torch.zeros(1, dtype=torch.int64)
-    step = max(1, _ROWS // max(1, row_length))
-    for first in range(0, len(rows), step):  # none if the slice is nothing but padding
-        block = std * normal(key(seed, part.name), _element_numbers(part, rows[first : first + step]))
-        flat[first * row_length : (first + step) * row_length] = block.reshape(-1)
+    flat, number = torch.empty(prod(part.local), dtype=dtype), key(seed, part.name)
+    for first in range(0, len(flat), _BLOCK):  # none if the slice is nothing but padding
+        last = min(first + _BLOCK, len(flat))
+        flat[first:last] = std * normal(number, places(part, first, last))
     return flat.view(part.local)
 
 
-def _element_numbers(part: Part, rows: Tensor) -> Tensor:
-    """Positions in the flattened logical tensor of the given local rows of the slice."""
-    index = torch.zeros((), dtype=torch.int64)
-    for dim, (whole, local) in enumerate(zip(part.shape, part.local, strict=True)):
-        place = rows if dim == 0 else torch.arange(local)
-        place = place + part.start if dim == part.dim else place
-        index = index.unsqueeze(-1) * whole + place
-    return index
+def places(part: Part, first: int, last: int, device: torch.device | str = "cpu") -> Tensor:
+    """Where elements [first, last) of the flattened slice lie in the flattened logical tensor: int64 [last - first]."""
+    index = torch.arange(first, last, device=device)
+    if part.dim is None:
+        return index
+    inner = prod(part.local[part.dim :])
+    return (
+        index
+        + (index // inner) * (prod(part.shape[part.dim :]) - inner)
+        + part.start * prod(part.shape[part.dim + 1 :])
+    )
 
 
 def _shift(z: Tensor, n: int) -> Tensor:

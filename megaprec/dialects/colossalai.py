@@ -1,0 +1,292 @@
+"""Colossal-AI: `fp16 = dict(mode=AMP_TYPE..., ...)`, three ways of training in half precision.
+
+TORCH     FP32 parameters under torch's autocast to FP16, with torch's gradient scaler.
+APEX      NVIDIA apex's optimization levels. O0 is FP32, O1 autocast as above, O2 FP16 parameters with FP32 masters,
+          O3 FP16 alone; each other key changes one property of its level.
+PARALLEL  FP16 parameters with FP32 masters, Megatron's scaler with a cap, clipping and zero count.
+
+    [precision.colossalai.fp16]
+    mode = "PARALLEL"
+    initial_scale = 65536.0
+
+Colossal-AI forbids the first two with tensor and pipeline parallelism; here all three work with both, for the whole
+world agrees on every overflow. apex's `keep_batchnorm_fp32` is about the norms of a model, whatever their kind.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from megaprec.dialects.reading import NORMS, Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
+from megaprec.dialects.scaling import CEILING, FLOOR, SCALER_KEYS, GradScaler, cap, torch_scaling, torch_words
+from megaprec.errors import did_you_mean
+from megaprec.plan import LossScaling, PrecisionPlan
+
+SYSTEM, PREFIX = "Colossal-AI", "precision.colossalai"
+_SCALE = Field(ge=FLOOR, le=CEILING)
+
+
+class AMP_TYPE(Enum):
+    """The implementation of mixed precision."""
+
+    APEX = "apex"
+    TORCH = "torch"
+    PARALLEL = "parallel"
+
+
+class Torch(GradScaler):
+    """Keys of AMP_TYPE.TORCH: those of torch's scaler."""
+
+    mode: Any = AMP_TYPE.TORCH
+
+
+def _dynamic(value: object) -> object:
+    if isinstance(value, str) and value != "dynamic":
+        raise ValueError('must be a number or "dynamic"')
+    return value
+
+
+def _yes_no(value: object) -> object:
+    return {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
+
+
+class Apex(Keys):
+    """Keys of AMP_TYPE.APEX, arguments of apex.amp.initialize. None: as the level has it."""
+
+    mode: Any = AMP_TYPE.APEX
+    enabled: bool = True
+    opt_level: Literal["O0", "O1", "O2", "O3"] = "O1"
+    cast_model_type: Dtype | None = None
+    patch_torch_functions: bool | None = None
+    keep_batchnorm_fp32: Annotated[bool | None, BeforeValidator(_yes_no)] = None
+    master_weights: bool | None = None
+    loss_scale: Annotated[Annotated[float, _SCALE] | str | None, BeforeValidator(_dynamic)] = None
+    cast_model_outputs: Dtype | None = None
+    num_losses: int = Field(default=1, ge=1)
+    verbosity: int = Field(default=1, ge=0)
+    min_loss_scale: float | None = Field(default=None, ge=FLOOR, le=CEILING)
+    max_loss_scale: float = Field(default=2.0**24, ge=FLOOR, le=CEILING)
+
+
+class Parallel(Keys):
+    """Keys of AMP_TYPE.PARALLEL. max_scale is in the code, though not in the documentation."""
+
+    mode: Any = AMP_TYPE.PARALLEL
+    clip_grad: float = Field(default=0, ge=0)
+    log_num_zeros_in_grad: bool = False
+    initial_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
+    min_scale: float = Field(default=1, ge=FLOOR, le=CEILING)
+    growth_factor: float = Field(default=2, gt=1)
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1)
+    growth_interval: int = Field(default=1000, gt=0)
+    hysteresis: int = Field(default=2, gt=0)
+    max_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
+
+
+class Config(Keys):
+    """The one table of [precision.colossalai]."""
+
+    fp16: Any = None
+
+
+LEVELS: Mapping[str, Mapping[str, Any]] = {
+    "O0": {
+        "cast_model_type": torch.float32,
+        "patch_torch_functions": False,
+        "keep_batchnorm_fp32": None,
+        "master_weights": False,
+        "loss_scale": 1.0,
+    },
+    "O1": {
+        "cast_model_type": None,
+        "patch_torch_functions": True,
+        "keep_batchnorm_fp32": None,
+        "master_weights": None,
+        "loss_scale": "dynamic",
+    },
+    "O2": {
+        "cast_model_type": torch.float16,
+        "patch_torch_functions": False,
+        "keep_batchnorm_fp32": True,
+        "master_weights": True,
+        "loss_scale": "dynamic",
+    },
+    "O3": {
+        "cast_model_type": torch.float16,
+        "patch_torch_functions": False,
+        "keep_batchnorm_fp32": False,
+        "master_weights": False,
+        "loss_scale": 1.0,
+    },
+}
+O1_LEAVES_OPEN = ("cast_model_type", "keep_batchnorm_fp32", "master_weights")
+
+
+def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
+    """What `config`, a mapping with the field `fp16` of Colossal-AI's, says. Raises UserError.
+
+    places: where its keys stand, by full dotted key.
+    """
+    reading = Reading(SYSTEM, PREFIX, places)
+    fp16 = reading.read(Config, config or {}).fp16
+    if not isinstance(fp16, Mapping):
+        reading.refuse("fp16", fp16, "must be a table of keys with a mode")
+        reading.done()
+    how = {AMP_TYPE.TORCH: _torch, AMP_TYPE.APEX: _apex, AMP_TYPE.PARALLEL: _parallel}
+    return how[_mode(reading, fp16)](reading, fp16)
+
+
+def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
+    mode, modes = fp16.get("mode"), AMP_TYPE.__members__
+    name = mode.name if isinstance(mode, AMP_TYPE) else str(mode).rpartition(".")[2].upper()
+    if mode is None:
+        reading.problems.append(f"{PREFIX}.fp16.mode is missing: use one of {', '.join(modes)} ({SYSTEM})")
+    elif name not in modes:
+        reading.refuse("fp16.mode", mode, f"no such mode; there are {', '.join(modes)}{did_you_mean(name, modes)}")
+    reading.done()
+    return modes[name]
+
+
+def _torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    asked = reading.read(Torch, fp16, "fp16")
+    reading.done()
+    scaling = reading.by(torch_scaling(asked), *(f"fp16.{key}" for key in SCALER_KEYS))
+    return reading.resolved(_autocast(reading) | {"scaling": scaling}, {})
+
+
+def _autocast(reading: Reading) -> dict[str, Decision]:
+    """FP32 parameters whose products are made in FP16; what flows between layers is as wide as the parameters."""
+    wide = reading.by(torch.float32, "fp16.mode")
+    held = all_of(("parameters", "pipeline", "masters", "moments", "gradients", "reduce"), wide)
+    return held | all_of(("compute", "output"), reading.by(torch.float16, "fp16.mode"))
+
+
+def _parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    asked = reading.read(Parallel, fp16, "fp16")
+    if not asked.min_scale <= asked.initial_scale <= asked.max_scale:
+        why = f"must lie between min_scale {asked.min_scale:g} and max_scale {asked.max_scale:g}"
+        reading.refuse("fp16.initial_scale", asked.initial_scale, why)
+    reading.done()
+    scaling = LossScaling(
+        "dynamic",
+        asked.initial_scale,
+        asked.min_scale,
+        asked.growth_factor,
+        asked.backoff_factor,
+        asked.growth_interval,
+        asked.hysteresis,
+        cap(asked.max_scale),
+    )
+    half, wide = reading.by(torch.float16, "fp16.mode"), reading.always(torch.float32)
+    decisions = {
+        **all_of(("compute", "pipeline", "parameters", "gradients", "reduce"), half),
+        **all_of(("masters", "moments", "output"), wide),
+        "scaling": reading.by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE)),
+    }
+    settings = {"optimizer.clip": reading.by(asked.clip_grad, "fp16.clip_grad")}
+    notes = ("log_num_zeros_in_grad: here every step counts them",) if asked.log_num_zeros_in_grad else ()
+    return reading.resolved(decisions, settings, notes)
+
+
+_PARALLEL_SCALE = ("initial_scale", "min_scale", "growth_factor", "backoff_factor")
+_PARALLEL_SCALE += ("growth_interval", "hysteresis", "max_scale")
+
+
+def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    asked = reading.read(Apex, fp16, "fp16")
+    _apex_contradictions(reading, asked)
+    reading.done()
+    if not asked.enabled:
+        plain = all_of(("compute", "pipeline", "parameters"), reading.by(torch.float32, "fp16.enabled"))
+        return reading.resolved(plain, {})
+    given = {key: value for key, value in asked if key in LEVELS["O1"] and value is not None}
+    level = {**LEVELS[asked.opt_level], **given}
+    scaling = reading.by(
+        _apex_scaling(asked, level["loss_scale"]), *(f"fp16.{key}" for key in ("opt_level", *_APEX_SCALE))
+    )
+    if level["patch_torch_functions"]:
+        decisions = _autocast(reading)
+        decisions |= all_of(("compute", "output"), reading.by(torch.float16, "fp16.opt_level"))
+    else:
+        decisions = _cast(reading, level)
+    if asked.cast_model_outputs is not None:
+        decisions["output"] = reading.by(asked.cast_model_outputs, "fp16.cast_model_outputs")
+    notes = ("num_losses: a run has one loss, so one scaler",) if asked.num_losses > 1 else ()
+    return reading.resolved(decisions | {"scaling": scaling}, {}, notes if asked.verbosity else ())
+
+
+_APEX_SCALE = ("loss_scale", "min_loss_scale", "max_loss_scale")
+
+
+def _cast(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decision]:
+    """A model that is cast as a whole, but for its norms if they are kept."""
+    cast: torch.dtype = level["cast_model_type"] or torch.float32
+    held = reading.by(cast, "fp16.opt_level", "fp16.cast_model_type")
+    masters = torch.float32 if level["master_weights"] else cast
+    moments = masters if masters != torch.float16 else torch.float32
+    return {
+        **all_of(("compute", "pipeline", "parameters", "reduce"), held),
+        "masters": reading.by(masters, "fp16.opt_level", "fp16.master_weights"),
+        "gradients": reading.by(masters, "fp16.opt_level", "fp16.master_weights"),
+        "moments": reading.by(moments, "fp16.opt_level", "fp16.master_weights"),
+        "keep_fp32": reading.by(
+            NORMS if level["keep_batchnorm_fp32"] else (), "fp16.opt_level", "fp16.keep_batchnorm_fp32"
+        ),
+        "output": reading.by(torch.float32, "fp16.opt_level"),
+    }
+
+
+def _apex_scaling(asked: Apex, scale: float | str) -> LossScaling:
+    if scale == "dynamic":
+        initial = min(2.0**16, asked.max_loss_scale)
+        floor = asked.min_loss_scale or FLOOR
+        return LossScaling(
+            "dynamic", initial, floor, growth_interval=2000, hysteresis=1, maximum=cap(asked.max_loss_scale)
+        )
+    return LossScaling() if scale == 1.0 else LossScaling("constant", float(scale))
+
+
+def _apex_contradictions(reading: Reading, asked: Apex) -> None:
+    """What apex refuses between a level and the properties that are changed."""
+    if asked.opt_level == "O1":
+        for key in O1_LEAVES_OPEN:
+            value = getattr(asked, key)
+            if value is not None and value != torch.float32:
+                why = "O1 casts functions, not the model: leave it out, or use opt_level O2 or O3"
+                reading.refuse(f"fp16.{key}", value, why)
+    elif asked.patch_torch_functions:
+        reading.refuse("fp16.patch_torch_functions", True, f"belongs to opt_level O1, not {asked.opt_level}")
+    lowest = asked.min_loss_scale
+    if lowest is not None and lowest > min(2.0**16, asked.max_loss_scale):
+        why = f"is more than the scale starts with, {min(2.0**16, asked.max_loss_scale):g}"
+        reading.refuse("fp16.min_loss_scale", lowest, why)
+
+
+def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Configurations that come near to a plan, one for each mode and level."""
+    scaling = plan.scaling
+    torch_mode = {"mode": "TORCH"} | torch_words(scaling)
+    values = (scaling.initial, scaling.minimum, scaling.growth_factor, scaling.backoff_factor)
+    values += (scaling.growth_interval, scaling.hysteresis, scaling.maximum or CEILING)
+    parallel = {"mode": "PARALLEL", "clip_grad": settings.get("optimizer.clip", 0.0)}
+    parallel |= dict(zip(_PARALLEL_SCALE, values, strict=True))
+    words = _apex_scaling_words(scaling)
+    plain = {"mode": "APEX", "opt_level": "O1"} | words
+    cast = {"mode": "APEX", "opt_level": "O2", "cast_model_type": name_of(plan.parameters)} | words
+    cast |= {"keep_batchnorm_fp32": bool(plan.keep_fp32), "master_weights": plan.masters == torch.float32}
+    cast |= {"cast_model_outputs": name_of(plan.output)}
+    unpatched = plain | {"patch_torch_functions": False}
+    modes = [torch_mode, parallel, plain, plain | {"cast_model_outputs": name_of(plan.output)}, unpatched, cast]
+    return [{"fp16": mode} for mode in modes]
+
+
+def _apex_scaling_words(scaling: LossScaling) -> dict[str, Any]:
+    if scaling.kind == "none":
+        return {"loss_scale": 1.0}
+    if scaling.kind == "constant":
+        return {"loss_scale": scaling.initial}
+    words: dict[str, Any] = {"loss_scale": "dynamic", "max_loss_scale": scaling.maximum or CEILING}
+    return words | ({} if scaling.minimum == FLOOR else {"min_loss_scale": scaling.minimum})

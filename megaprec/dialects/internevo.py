@@ -1,0 +1,282 @@
+"""InternEvo: `model = dict(...)` with its dtype, and the scaler and clipping beside it.
+
+The model is in `dtype` as a whole: weights, gradients and their reduction; masters and moments are FP32. FP16 and BF16
+both have a dynamic loss scale. "torch.tf32" is FP32 whose products may be made in TF32.
+
+    [precision.internevo]                           model = dict(...)
+    dtype = "torch.bfloat16"                        default: torch.float16
+    num_layers = 8                                  keys of the model are those of [model] in InternEvo's words
+    [precision.internevo.grad_scaler]               max_scale, hysteresis, growth_factor, backoff_factor
+    [precision.internevo.grad_scaler.fp16]          initial_scale, min_scale, growth_interval
+    [precision.internevo.hybrid_zero_optimizer]     clip_grad_norm
+    [precision.internevo.parallel]                  zero1, tensor, pipeline: sizes; zero1 of 1 is off, -1 all ranks
+
+Keys of the model that are not given are left to the run file. Where InternEvo overlooks something megaprec does not:
+TF32 and FP32 gradients are clipped, a NaN counts as an overflow, and clip_grad_norm = 0 turns off nothing else.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from megaprec.dialects.reading import NORMS, TORCH_DTYPES, Decision, Keys, Reading, Resolved, all_of, name_of
+from megaprec.dialects.scaling import CEILING, FLOOR, cap
+from megaprec.errors import did_you_mean
+from megaprec.plan import LossScaling, PrecisionPlan
+
+SYSTEM, PREFIX = "InternEvo", "precision.internevo"
+DTYPES = ("float16", "half", "bfloat16", "float32", "tf32")
+FFN_MULTIPLE = 256  # the feed-forward width is rounded up to this
+
+
+def _dtype(value: object) -> object:
+    name = name_of(value) if isinstance(value, torch.dtype) else value
+    if isinstance(name, str):
+        name = name.removeprefix("torch.")
+        if name not in DTYPES:
+            would = ", ".join(f'"torch.{known}"' for known in DTYPES)
+            raise ValueError(f"no such dtype: use {would}{did_you_mean(name, DTYPES, 'torch.{}')}")
+    return name
+
+
+def _fraction(value: object) -> object:
+    return float(value) if isinstance(value, bool) else value
+
+
+class Model(Keys):
+    """Keys of `model = dict(...)`; None: the run file's [model] decides."""
+
+    dtype: Annotated[str, BeforeValidator(_dtype)] = "float16"
+    checkpoint: Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1)] = 0.0
+    num_attention_heads: int | None = Field(default=None, gt=0)
+    embed_split_hidden: bool | None = None
+    vocab_size: int | None = Field(default=None, gt=0)
+    embed_grad_scale: float = Field(default=1, gt=0, le=1)
+    parallel_output: bool | None = None
+    hidden_size: int | None = Field(default=None, gt=0)
+    num_layers: int | None = Field(default=None, gt=0)
+    mlp_ratio: float | None = Field(default=None, gt=0)
+    apply_post_layer_norm: bool = False
+    norm_type: Literal["rmsnorm", "layernorm"] | None = None
+    layer_norm_epsilon: float | None = Field(default=None, gt=0)
+    use_flash_attn: bool | None = None
+    num_chunks: int = Field(default=1, gt=0)
+    residual_in_fp32: bool = False
+    use_fp32_norm: bool = False
+    drop_rate: float | None = Field(default=None, ge=0, lt=1)
+    attn_drop_rate: float | None = Field(default=None, ge=0, lt=1)
+    grad_scaler: Any = None
+    hybrid_zero_optimizer: Any = None
+    parallel: Any = None
+
+
+class GradScaler(Keys):
+    """Keys of `grad_scaler = dict(...)`."""
+
+    fp16: Any = None
+    growth_factor: float = Field(default=2, gt=1)
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1)
+    max_scale: float = Field(default=2.0**24, ge=FLOOR, le=CEILING)
+    hysteresis: int = Field(default=2, gt=0)
+
+
+class Fp16(Keys):
+    """Keys of `grad_scaler.fp16`, which are BF16's too."""
+
+    initial_scale: float = Field(default=2.0**16, ge=FLOOR, le=CEILING)
+    min_scale: float = Field(default=1, ge=FLOOR, le=CEILING)
+    growth_interval: int = Field(default=1000, gt=0)
+
+
+class HybridZeroOptimizer(Keys):
+    """The key of `hybrid_zero_optimizer` that bears on numbers."""
+
+    clip_grad_norm: float = Field(default=1.0, ge=0)
+
+
+class Parallel(Keys):
+    """Keys of `parallel = dict(...)`: a size each, or dict(size=...); zero1 is who shares the optimizer's state."""
+
+    zero1: Any = -1
+    tensor: Any = None
+    pipeline: Any = None
+
+
+SCALE_KEYS = ("grad_scaler.growth_factor", "grad_scaler.backoff_factor", "grad_scaler.max_scale")
+SCALE_KEYS += ("grad_scaler.hysteresis", "grad_scaler.fp16.initial_scale", "grad_scaler.fp16.min_scale")
+SCALE_KEYS += ("grad_scaler.fp16.growth_interval",)
+MODEL_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "num_attention_heads": ("model.heads", int),
+    "vocab_size": ("model.vocab", int),
+    "hidden_size": ("model.hidden", int),
+    "num_layers": ("model.layers", int),
+    "norm_type": ("model.norm", {"rmsnorm": "rms", "layernorm": "layer"}.__getitem__),
+    "layer_norm_epsilon": ("model.norm_eps", float),
+    "drop_rate": ("model.dropout", float),
+    "attn_drop_rate": ("model.attention_dropout", float),
+}
+
+
+def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
+    """What `config`, a model dict with the other tables inside, says. Raises UserError.
+
+    places: where its keys stand, by full dotted key.
+    """
+    reading = Reading(SYSTEM, PREFIX, places)
+    model = reading.read(Model, config or {})
+    scaling = _scaling(reading, model)
+    settings = _settings(reading, model)
+    reading.done()
+    dtype = reading.by(TORCH_DTYPES.get(model.dtype, torch.float32), "dtype")
+    wide = reading.always(torch.float32)
+    residual = reading.by(torch.float32, "residual_in_fp32") if model.residual_in_fp32 else dtype
+    decisions = {
+        **all_of(("compute", "parameters", "gradients", "reduce"), dtype),
+        **all_of(("masters", "moments", "output", "sensitive"), wide),
+        "pipeline": residual,
+        "tf32": reading.by(model.dtype == "tf32", "dtype"),
+        "keep_fp32": reading.by(NORMS if model.use_fp32_norm else (), "use_fp32_norm"),
+        "scaling": scaling,
+    }
+    return reading.resolved(decisions, settings, tuple(_notes(reading, model)))
+
+
+def _scaling(reading: Reading, model: Model) -> Decision:
+    scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
+    start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
+    if not start.min_scale <= start.initial_scale <= scaler.max_scale:
+        why = f"must lie between min_scale {start.min_scale:g} and max_scale {scaler.max_scale:g}"
+        reading.refuse("grad_scaler.fp16.initial_scale", start.initial_scale, why)
+    if model.dtype in ("float32", "tf32"):
+        return reading.by(LossScaling(), "dtype")
+    scaling = LossScaling(
+        "dynamic",
+        start.initial_scale,
+        start.min_scale,
+        scaler.growth_factor,
+        scaler.backoff_factor,
+        start.growth_interval,
+        scaler.hysteresis,
+        cap(scaler.max_scale),
+    )
+    return reading.by(scaling, *SCALE_KEYS)
+
+
+def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
+    """What else the configuration decides, by run-file key."""
+    settings: dict[str, Decision] = {}
+    for key, (name, convert) in MODEL_KEYS.items():
+        if (value := getattr(model, key)) is not None:
+            settings[name] = reading.by(convert(value), key)
+    if model.mlp_ratio is not None:
+        if model.hidden_size is None:
+            reading.refuse("mlp_ratio", model.mlp_ratio, "needs hidden_size beside it")
+        else:
+            width = -(-int(model.hidden_size * model.mlp_ratio) // FFN_MULTIPLE) * FFN_MULTIPLE
+            settings["model.ffn"] = reading.by(width, "mlp_ratio", "hidden_size")
+    for name, (key, neutral) in _OTHER.items():
+        if (value := getattr(model, key)) != neutral:
+            settings[name] = reading.by(value, key)
+    if model.hybrid_zero_optimizer is not None:
+        optimizer = reading.read(HybridZeroOptimizer, model.hybrid_zero_optimizer, "hybrid_zero_optimizer")
+        settings["optimizer.clip"] = reading.by(optimizer.clip_grad_norm, "hybrid_zero_optimizer.clip_grad_norm")
+    if model.parallel is not None:
+        settings |= _parallel(reading, reading.read(Parallel, model.parallel, "parallel"))
+    return settings
+
+
+_OTHER = {
+    "parallel.chunks": ("num_chunks", 1),
+    "parallel.recompute": ("checkpoint", 0.0),
+    "model.embedding_grad_scale": ("embed_grad_scale", 1),
+}
+
+
+def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
+    """Sizes by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that many of them."""
+    settings: dict[str, Decision] = {}
+    for name in ("tensor", "pipeline"):
+        if getattr(asked, name) is not None and (size := _size(reading, name, getattr(asked, name))) is not None:
+            settings[f"parallel.{name}"] = reading.by(size, f"parallel.{name}", f"parallel.{name}.size")
+    mode = asked.tensor.get("mode", "mtp") if isinstance(asked.tensor, Mapping) else "mtp"
+    if mode not in SEQUENCE:
+        reading.refuse("parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}")
+    elif SEQUENCE[mode]:
+        settings["parallel.sequence"] = reading.by(True, "parallel.tensor", "parallel.tensor.mode")
+    if (size := _size(reading, "zero1", asked.zero1)) is not None:
+        settings["parallel.zero"] = reading.by(size != 1, "parallel.zero1", "parallel.zero1.size")
+        if size > 1:
+            settings["parallel.zero_size"] = reading.by(size, "parallel.zero1", "parallel.zero1.size")
+    return settings
+
+
+SEQUENCE = {"mtp": False, "msp": True, "fsp": True}  # mode of tensor parallelism -> sequence parallelism
+
+
+def _size(reading: Reading, name: str, value: Any) -> int | None:
+    size = value.get("size", -1 if name == "zero1" else 1) if isinstance(value, Mapping) else value
+    if isinstance(size, int) and not isinstance(size, bool) and (size > 0 or name == "zero1"):
+        return size
+    reading.refuse(f"parallel.{name}", value, "must be a number of ranks, or dict(size=...)")
+    return None
+
+
+def _notes(reading: Reading, model: Model) -> list[str]:
+    notes = []
+    if f"{PREFIX}.dtype" not in reading.given:
+        notes.append("dtype is not given: InternEvo takes torch.float16")
+    layout = [
+        key for key in ("embed_split_hidden", "parallel_output", "use_flash_attn") if getattr(model, key) is False
+    ]
+    layout += ["embed_split_hidden"] if model.embed_split_hidden else []
+    if layout:
+        notes.append(
+            f"{', '.join(layout)}: the same numbers either way; here the vocabulary of embedding and logits "
+            "is cut over tensor ranks, and torch chooses the attention kernel"
+        )
+    if model.apply_post_layer_norm:
+        notes.append("apply_post_layer_norm: InternEvo accepts it and normalises before each layer all the same")
+    return notes
+
+
+def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The one configuration that comes nearest to a plan and to the run-file keys in `settings`."""
+    scaling, wide = plan.scaling, plan.compute == torch.float32
+    names = {torch.float16: "torch.float16", torch.bfloat16: "torch.bfloat16"}
+    config: dict[str, Any] = {"dtype": names.get(plan.compute, "torch.tf32" if plan.tf32 else "torch.float32")}
+    if plan.pipeline == torch.float32 and not wide:
+        config["residual_in_fp32"] = True
+    if plan.keep_fp32:
+        config["use_fp32_norm"] = True
+    if scaling.kind == "dynamic":
+        start = (scaling.initial, scaling.minimum, scaling.growth_interval)
+        fp16 = dict(zip(Fp16.model_fields, start, strict=True))
+        rest = {"growth_factor": scaling.growth_factor, "backoff_factor": scaling.backoff_factor}
+        rest |= {"max_scale": scaling.maximum or CEILING, "hysteresis": scaling.hysteresis}
+        config["grad_scaler"] = {"fp16": fp16} | rest
+    return [config | _expressed_settings(settings)]
+
+
+def _expressed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    back = {"model.norm": {"rms": "rmsnorm", "layer": "layernorm"}}
+    config: dict[str, Any] = {}
+    for key, (name, _) in MODEL_KEYS.items():
+        if name in settings and settings[name] != 0:
+            config[key] = back.get(name, {}).get(settings[name], settings[name])
+    for name, (key, _) in _OTHER.items():
+        if name in settings:
+            config[key] = settings[name]
+    if "model.ffn" in settings and "model.hidden" in settings:
+        config["mlp_ratio"] = settings["model.ffn"] / settings["model.hidden"]
+    if "optimizer.clip" in settings:
+        config["hybrid_zero_optimizer"] = {"clip_grad_norm": settings["optimizer.clip"]}
+    sizes = {name: settings[f"parallel.{name}"] for name in ("tensor", "pipeline") if f"parallel.{name}" in settings}
+    parallel: dict[str, Any] = {name: {"size": size} for name, size in sizes.items()}
+    if settings.get("parallel.sequence"):
+        parallel["tensor"] = {"size": sizes.get("tensor", 1), "mode": "msp"}
+    if "parallel.zero" in settings:
+        whole = -1 if settings["parallel.zero"] else 1
+        parallel["zero1"] = {"size": settings.get("parallel.zero_size", whole)}
+    return config | ({"parallel": parallel} if parallel else {})

@@ -1,0 +1,276 @@
+"""NeMo: the fields of MegatronMixedPrecision, and the recipes that fill them in.
+
+Half-precision copies of the parameters are kept and refreshed after each step; masters and moments are FP32. The dtype
+in which gradients are added up and reduced follows from `grad_reduce_in_fp32`, which recipes set: FP32 for BF16, FP16
+for FP16. FP8 replaces the products of linear layers, not the loss scale.
+
+    [precision.nemo]
+    recipe = "bf16_with_fp8_mixed"      or: precision = "bf16-mixed", with the plugin's own defaults
+    fp8_amax_history_len = 32           any field of the plugin, over what the recipe says
+
+In Python: `resolve(bf16_mixed(grad_reduce_in_fp32=False))`. `autocast_enabled` does what its name says, though NeMo
+never hands it on. FP4 is not supported.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
+from megaprec.dialects.scaling import CEILING, FLOOR
+from megaprec.errors import did_you_mean
+from megaprec.fp8.recipe import FP8Recipe, Kind
+from megaprec.plan import LossScaling, PrecisionPlan
+
+SYSTEM, PREFIX = "NeMo", "precision.nemo"
+HALVES = {
+    **dict.fromkeys(("fp16", "fp16-mixed", "16", "16-mixed"), torch.float16),
+    **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
+    **dict.fromkeys(("fp32", "32"), torch.float32),
+}
+KINDS: Mapping[str, Kind] = {"delayed": "delayed", "tensorwise": "current", "blockwise": "blockwise", "mxfp8": "mx"}
+FP8_KEYS = ("fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+FP8_KEYS += ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention")
+FP8_KEYS += ("fp8_multi_head_attention", "fp8_params", "fp8_param_gather")
+SCALE_KEYS = ("fp16_initial_loss_scale", "fp16_min_loss_scale", "fp16_loss_scale_window", "fp16_hysteresis")
+
+
+def _precision(value: object) -> object:
+    name = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(name, str) and name not in HALVES:
+        raise ValueError(f"no such precision: use one of {', '.join(HALVES)}{did_you_mean(name, HALVES)}")
+    return name
+
+
+class MegatronMixedPrecision(Keys):
+    """The plugin's fields. pipeline_dtype None: bfloat16 with BF16, float32 otherwise; autocast_dtype: of precision."""
+
+    recipe: str | None = None
+    precision: Annotated[str, BeforeValidator(_precision)] | None = None
+    params_dtype: Dtype | None = None
+    pipeline_dtype: Dtype | None = None
+    autocast_dtype: Dtype | None = None
+    autocast_enabled: bool = False
+    grad_reduce_in_fp32: bool = True
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    fp8_recipe: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] = "delayed"
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = Field(default=0, ge=0)
+    num_layers_at_end_in_bf16: int = Field(default=0, ge=0)
+    fp8_margin: int = 0
+    fp8_amax_history_len: int = Field(default=1, ge=1)
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
+    fp8_wgrad: bool = True
+    fp8_dot_product_attention: bool = False
+    fp8_multi_head_attention: bool = False
+    fp8_params: bool | None = None
+    fp8_param_gather: bool | None = None
+    fp4: str | None = None
+    fp4_recipe: str = "nvfp4"
+    fp16_loss_scale: float | None = Field(default=None, ge=FLOOR, le=CEILING)
+    fp16_initial_loss_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
+    fp16_min_loss_scale: float = Field(default=1.0, ge=FLOOR, le=CEILING)
+    fp16_loss_scale_window: int = Field(default=1000, gt=0)
+    fp16_hysteresis: int = Field(default=2, gt=0)
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+
+
+_BF16 = {"precision": "bf16-mixed", "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+_FP16 = {"precision": "16-mixed", "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
+_HALVES = {
+    "bf16": _BF16 | {"autocast_enabled": False, "grad_reduce_in_fp32": True},
+    "fp16": _FP16 | {"autocast_enabled": False, "grad_reduce_in_fp32": False},
+}
+_FP8 = {
+    "fp8": {
+        "fp8_recipe": "delayed",
+        "fp8_margin": 0,
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
+        "fp8_param_gather": True,
+    },
+    "mxfp8": {"fp8_recipe": "mxfp8", "fp8_param_gather": True},
+    "fp8_current_scaling": {
+        "fp8_recipe": "tensorwise",
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+        "fp8_param_gather": True,
+    },
+    "fp8_subchannel_scaling": {"fp8_recipe": "blockwise", "fp8_param_gather": False},
+}
+RECIPES: Mapping[str, Mapping[str, Any]] = {f"{half}_mixed": fields for half, fields in _HALVES.items()} | {
+    f"{half}_with_{name}_mixed": fields | {"fp8": "hybrid"} | fp8
+    for half, fields in _HALVES.items()
+    for name, fp8 in _FP8.items()
+}
+
+
+def _recipe(name: str) -> Callable[..., MegatronMixedPrecision]:
+    def made(**fields: Any) -> MegatronMixedPrecision:
+        return MegatronMixedPrecision(recipe=name, **fields)
+
+    made.__name__, made.__doc__ = name, f"NeMo's recipe `{name}`, with some fields of the plugin changed."
+    return made
+
+
+bf16_mixed = _recipe("bf16_mixed")
+fp16_mixed = _recipe("fp16_mixed")
+bf16_with_fp8_mixed = _recipe("bf16_with_fp8_mixed")
+fp16_with_fp8_mixed = _recipe("fp16_with_fp8_mixed")
+
+
+def resolve(
+    config: Mapping[str, Any] | MegatronMixedPrecision | None, places: Mapping[str, str] | None = None
+) -> Resolved:
+    """What `config`, the plugin's fields or a recipe with changes to it, says. Raises UserError.
+
+    places: where its keys stand, by full dotted key.
+    """
+    reading = Reading(SYSTEM, PREFIX, places)
+    asked = _filled(reading, reading.read(MegatronMixedPrecision, config or {}))
+    half = HALVES[asked.precision or "32"]
+    _contradictions(reading, asked, half)
+    reading.done()
+    automatic = torch.bfloat16 if half == torch.bfloat16 else torch.float32
+    held = reading.by(half, "precision", "recipe")
+    if asked.autocast_enabled:
+        compute = reading.by(asked.autocast_dtype or half, "autocast_enabled", "autocast_dtype")
+        held = reading.by(asked.params_dtype or torch.float32, "params_dtype", "autocast_enabled")
+    else:
+        compute = held
+    summed = torch.float32 if asked.grad_reduce_in_fp32 else held.value
+    decisions = {
+        "compute": compute,
+        "parameters": held,
+        "pipeline": reading.by(asked.pipeline_dtype or automatic, "pipeline_dtype", "recipe"),
+        **all_of(("gradients", "reduce"), reading.by(summed, "grad_reduce_in_fp32", "recipe")),
+        **all_of(("masters", "moments"), reading.always(torch.float32)),
+        "scaling": _scaling(reading, asked, half),
+        "fp8": reading.by(_fp8(asked), "fp8", "recipe", *FP8_KEYS),
+    }
+    return reading.resolved(decisions, {}, _notes(reading, asked))
+
+
+def _filled(reading: Reading, asked: MegatronMixedPrecision) -> MegatronMixedPrecision:
+    """With the fields of the recipe under those that were given."""
+    if asked.recipe is None:
+        if asked.precision is None and f"{PREFIX}.precision" not in "".join(reading.problems):
+            reading.refuse("precision", None, f"must be given, one of {', '.join(HALVES)}, or a recipe instead")
+        return asked
+    if asked.recipe not in RECIPES:
+        would = f"no such recipe; there are {', '.join(RECIPES)}{did_you_mean(asked.recipe, RECIPES)}"
+        reading.refuse("recipe", asked.recipe, would)
+        return asked
+    given = {name: getattr(asked, name) for name in asked.model_fields_set}
+    under = dict(RECIPES[asked.recipe])
+    if given.get("fp8_params") is not None:
+        under.pop("fp8_param_gather", None)
+    return MegatronMixedPrecision(**{**under, **given})
+
+
+def _contradictions(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) -> None:
+    for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
+        dtype = getattr(asked, name)
+        if dtype not in (None, torch.float32, half) and asked.precision:
+            would = "float32" if half == torch.float32 else f"float32 or {name_of(half)}"
+            reading.refuse(name, dtype, f'contradicts precision = "{asked.precision}": use {would}')
+    if None not in (asked.fp8_params, asked.fp8_param_gather) and asked.fp8_params != asked.fp8_param_gather:
+        reading.refuse("fp8_params", asked.fp8_params, "fp8_param_gather, its newer name, says otherwise")
+    if asked.fp4 is not None:
+        also = ", and fp8 is given too: at most one of them" if asked.fp8 else ""
+        reading.refuse("fp4", asked.fp4, f"there is no FP4 in megaprec; use fp8{also}")
+    if asked.fp8 and asked.fp8_recipe == "delayed" and asked.first_last_layers_bf16:
+        would = 'not with fp8_recipe = "delayed"; use "tensorwise" or another'
+        reading.refuse("first_last_layers_bf16", True, would)
+    if asked.fp16_min_loss_scale > asked.fp16_initial_loss_scale:
+        reading.refuse("fp16_min_loss_scale", asked.fp16_min_loss_scale, "is more than fp16_initial_loss_scale")
+
+
+def _scaling(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) -> Decision:
+    if asked.fp16_loss_scale is not None and half != torch.float32:
+        return reading.by(LossScaling("constant", asked.fp16_loss_scale), "fp16_loss_scale")
+    if half != torch.float16:
+        return reading.by(LossScaling(), "precision", "recipe")
+    dynamic = LossScaling(
+        "dynamic",
+        asked.fp16_initial_loss_scale,
+        asked.fp16_min_loss_scale,
+        growth_interval=asked.fp16_loss_scale_window,
+        hysteresis=asked.fp16_hysteresis,
+    )
+    return reading.by(dynamic, "precision", "recipe", *SCALE_KEYS)
+
+
+def _fp8(asked: MegatronMixedPrecision) -> FP8Recipe | None:
+    if asked.fp8 is None:
+        return None
+    wide = asked.first_last_layers_bf16
+    return FP8Recipe(
+        kind=KINDS[asked.fp8_recipe],
+        format=asked.fp8,
+        margin=asked.fp8_margin,
+        history_length=asked.fp8_amax_history_len,
+        amax_algo=asked.fp8_amax_compute_algo,
+        reduce_over="stage",
+        power_2_scales=asked.fp8_recipe == "blockwise",
+        parameters=bool(asked.fp8_params or asked.fp8_param_gather),
+        weight_gradients=asked.fp8_wgrad,
+        dot_product_attention=asked.fp8_dot_product_attention,
+        multi_head_attention=asked.fp8_multi_head_attention,
+        first_layers=asked.num_layers_at_start_in_bf16 if wide else 0,
+        last_layers=asked.num_layers_at_end_in_bf16 if wide else 0,
+    )
+
+
+def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
+    idle = [key for key in FP8_KEYS if asked.fp8 is None and f"{PREFIX}.{key}" in reading.given]
+    notes = [f"{', '.join(idle)} without fp8: they change nothing"] if idle else []
+    if asked.autocast_enabled:
+        notes.append("autocast_enabled: NeMo accepts it and never hands it on; here it takes effect")
+    if asked.reuse_grad_buf_for_mxfp8_param_ag:
+        notes.append("reuse_grad_buf_for_mxfp8_param_ag is about memory: it changes no number and nothing here")
+    return tuple(notes)
+
+
+def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Configurations that come near to a plan: plain, and under autocast; run-file keys have no words in them."""
+    common: dict[str, Any] = {"pipeline_dtype": name_of(plan.pipeline)}
+    common["grad_reduce_in_fp32"] = plan.gradients == torch.float32
+    common |= _scaling_words(plan.scaling) | _fp8_words(plan.fp8)
+    narrow = {"autocast_enabled": True, "autocast_dtype": name_of(plan.compute)}
+    narrow |= {"params_dtype": name_of(plan.parameters)}
+    plain = [{"precision": precision} | common for precision in ("bf16-mixed", "16-mixed", "32")]
+    return plain + [config | narrow for config in plain]
+
+
+def _scaling_words(scaling: LossScaling) -> dict[str, Any]:
+    if scaling.kind == "constant":
+        return {"fp16_loss_scale": scaling.initial}
+    if scaling.kind == "none":
+        return {}
+    values = (scaling.initial, scaling.minimum, scaling.growth_interval, scaling.hysteresis)
+    return dict(zip(SCALE_KEYS, values, strict=True))
+
+
+def _fp8_words(recipe: FP8Recipe | None) -> dict[str, Any]:
+    if recipe is None:
+        return {}
+    words = {
+        "fp8": recipe.format,
+        "fp8_recipe": next((name for name, kind in KINDS.items() if kind == recipe.kind), "tensorwise"),
+        "fp8_margin": recipe.margin,
+        "fp8_amax_history_len": recipe.history_length,
+        "fp8_amax_compute_algo": recipe.amax_algo,
+        "fp8_wgrad": recipe.weight_gradients,
+        "fp8_dot_product_attention": recipe.dot_product_attention,
+        "fp8_multi_head_attention": recipe.multi_head_attention,
+        "fp8_param_gather": recipe.parameters,
+    }
+    if recipe.first_layers or recipe.last_layers:
+        words |= {"first_last_layers_bf16": recipe.kind != "delayed"}
+        words |= {"num_layers_at_start_in_bf16": recipe.first_layers}
+        words |= {"num_layers_at_end_in_bf16": recipe.last_layers}
+    return words

@@ -1,0 +1,205 @@
+"""Reading another system's configuration: its own keys and types, all that is wrong with them said at once.
+
+A dialect describes each table of its system as a class of `Keys`, whose defaults are that system's. `Reading` fills
+such a class from what the user wrote, remembers which keys he gave, and gathers a line for every problem: the key, its
+value and where it stands, whose rule it breaks and the nearest thing that would do.
+
+What a dialect makes of its keys is a `Resolved`: the precision plan, and run-file keys that the same configuration
+decides besides. Every decision carries its origin, the key that took it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from megaprec.errors import UserError, did_you_mean
+from megaprec.plan import PrecisionPlan
+
+TORCH_DTYPES = {
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+
+NORMS = ("*norm.weight", "*norm.bias")
+"""Logical names of the parameters of norms, for PrecisionPlan.keep_fp32."""
+
+
+class Keys(BaseModel):
+    """A table of a system's configuration: frozen, no unknown keys, no conversions, no nan. No key is required.
+
+    Made directly it raises pydantic's ValidationError (a ValueError); read by `Reading`, a UserError.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True
+    )
+
+
+K = TypeVar("K", bound=Keys)
+
+
+def _torch_dtype(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    name = value.removeprefix("torch.")
+    if name not in TORCH_DTYPES:
+        raise ValueError(f"no such dtype: use {', '.join(TORCH_DTYPES)}{did_you_mean(name, TORCH_DTYPES)}")
+    return TORCH_DTYPES[name]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name that torch gives a dtype, without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+Dtype = Annotated[torch.dtype, BeforeValidator(_torch_dtype)]
+"""A torch dtype, or its name with or without "torch."."""
+
+
+def member(kind: type[Enum]) -> BeforeValidator:
+    """Reads a member of `kind` from its name in any case, with or without the name of the class before it."""
+
+    def find(value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        name = value.rpartition(".")[2].upper()
+        if name not in kind.__members__:
+            raise ValueError(f"use one of {', '.join(kind.__members__)}{did_you_mean(name, kind.__members__)}")
+        return kind[name]
+
+    return BeforeValidator(find)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A value and what decided it. given: the user did, with a key; otherwise a default or the system itself."""
+
+    value: Any
+    origin: str
+    given: bool = False
+
+
+def all_of(names: Iterable[str], decision: Decision) -> dict[str, Decision]:
+    """One decision about several fields."""
+    return dict.fromkeys(names, decision)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a configuration says.
+
+    plan: its numbers, with the origin of each. settings: run-file key -> decision, where it decides more than numbers.
+    notes: what a user should know about how it was understood.
+    """
+
+    plan: PrecisionPlan
+    settings: Mapping[str, Decision] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Reading:
+    """One reading of a configuration of `system`, whose tables stand under the dotted key `prefix`.
+
+    places: where the keys that were given stand, by full dotted key: "file run.toml", "command line".
+    """
+
+    def __init__(self, system: str, prefix: str, places: Mapping[str, str] | None = None) -> None:
+        self.system, self.prefix, self.places = system, prefix, places or {}
+        self.given: set[str] = set()
+        self.problems: list[str] = []
+
+    def read(self, kind: type[K], values: object, table: str = "") -> K:
+        """`values`, a mapping or an instance, as `kind`; what is wrong with a key is noted, and the key left out."""
+        if isinstance(values, kind):
+            self.given |= {self._full(table, name) for name in values.model_fields_set}
+            return values
+        if not isinstance(values, Mapping):
+            self.problems.append(f"{self._said(table, values)}: must be a table of keys ({self.system})")
+            values = {}
+        wrong: set[str] = set()
+        try:
+            made = kind.model_validate(dict(values))
+        except ValidationError as error:
+            for found in error.errors(include_url=False):
+                self.problems.append(self._explained(kind, table, found))
+                wrong.add(str(found["loc"][0]))
+            made = kind.model_validate({name: value for name, value in values.items() if name not in wrong})
+        self.given |= {self._full(table, name) for name in values if name not in wrong}
+        return made
+
+    def _explained(self, kind: type[Keys], table: str, found: ErrorDetails) -> str:
+        name = ".".join(str(part) for part in found["loc"])
+        said, whose = self._said(self._under(table, name), found["input"]), f"({self.system})"
+        if found["type"] == "extra_forbidden":
+            known = list(kind.model_fields)
+            return f"{said}: no such key{did_you_mean(name, known) or '; there are ' + ', '.join(known)} {whose}"
+        if found["type"] == "is_instance_of":
+            return f"{said}: must be a dtype, one of {', '.join(TORCH_DTYPES)} {whose}"
+        message = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+        message = message.replace("must be a valid boolean", "must be true or false")
+        if found["type"] == "literal_error":
+            choices = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
+            message += did_you_mean(str(found["input"]), choices)
+        return f"{said}: {message} {whose}"
+
+    def refuse(self, key: str, value: object, why: str) -> None:
+        """Notes that `key` cannot have `value`."""
+        self.problems.append(f"{self._said(key, value)}: {why} ({self.system})")
+
+    def done(self) -> None:
+        """Raises UserError with everything that was noted."""
+        if self.problems:
+            raise UserError(*self.problems)
+
+    def by(self, value: object, *keys: str) -> Decision:
+        """`value`, as decided by those of these keys that were given; if none was, by the first one's default."""
+        full = [self._full("", key) for key in keys]
+        if given := [key for key in full if key in self.given]:
+            return Decision(value, ", ".join(map(self._placed, given)), given=True)
+        return Decision(value, f"{full[0]} ({self.system}'s default)")
+
+    def always(self, value: object) -> Decision:
+        """`value`, which this system leaves no choice about."""
+        return Decision(value, f"{self.system}, always")
+
+    def resolved(
+        self, decisions: Mapping[str, Decision], settings: Mapping[str, Decision], notes: tuple[str, ...] = ()
+    ) -> Resolved:
+        """The plan made of `decisions`, fields of PrecisionPlan; what they leave out is megaprec's own default."""
+        own = {f.name: f"megaprec's own: {self.system} has no key for it" for f in fields(PrecisionPlan)}
+        origin = own | {name: decision.origin for name, decision in decisions.items()}
+        origin.pop("origin")
+        try:
+            plan = PrecisionPlan(**{name: decision.value for name, decision in decisions.items()})
+        except UserError as error:
+            raise UserError(*(f"[{self.prefix}]: {problem}" for problem in error.problems)) from error
+        return Resolved(replace(plan, origin=origin), settings, notes)
+
+    def _under(self, table: str, name: str) -> str:
+        return f"{table}.{name}" if table else name
+
+    def _full(self, table: str, name: str) -> str:
+        return f"{self.prefix}.{self._under(table, name)}"
+
+    def _placed(self, full: str) -> str:
+        return f"{full} ({self.places[full]})" if full in self.places else full
+
+    def _said(self, key: str, value: object) -> str:
+        full = f"{self.prefix}.{key}" if key else self.prefix
+        place = f" ({self.places[full]})" if full in self.places else ""
+        return f"{full} = {_shown(value)}{place}"
+
+
+def _shown(value: object) -> str:
+    """A value as TOML would have it, near enough."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)

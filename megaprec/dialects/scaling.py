@@ -1,0 +1,46 @@
+"""torch's gradient scaler, which Colossal-AI's TORCH mode and FSDP share: neither floor nor hysteresis."""
+
+from typing import Any
+
+from pydantic import Field
+
+from megaprec.dialects.reading import Keys
+from megaprec.plan import LossScaling
+
+FLOOR = 2.0**-126  # the lowest scale that float32 can invert: what "no floor" comes to
+CEILING = 2.0**127  # the highest, where every scale stops
+
+
+class GradScaler(Keys):
+    """Keys of torch.amp.GradScaler and of FSDP's ShardedGradScaler."""
+
+    init_scale: float = Field(default=2.0**16, ge=FLOOR, le=CEILING)
+    growth_factor: float = Field(default=2.0, gt=1)
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1)
+    growth_interval: int = Field(default=2000, gt=0)
+    enabled: bool = True
+
+
+SCALER_KEYS = tuple(GradScaler.model_fields)
+
+
+def cap(highest: float) -> float | None:
+    """`highest` as LossScaling.maximum, where None is the ceiling."""
+    return None if highest == CEILING else highest
+
+
+def torch_scaling(asked: GradScaler) -> LossScaling:
+    """What a scaler with these keys does to the loss."""
+    if not asked.enabled:
+        return LossScaling()
+    return LossScaling(
+        "dynamic", asked.init_scale, FLOOR, asked.growth_factor, asked.backoff_factor, asked.growth_interval, 1
+    )
+
+
+def torch_words(scaling: LossScaling) -> dict[str, Any]:
+    """The nearest keys of GradScaler."""
+    if scaling.kind == "none":
+        return {"enabled": False}
+    words = {"init_scale": scaling.initial, "growth_factor": scaling.growth_factor}
+    return words | {"backoff_factor": scaling.backoff_factor, "growth_interval": scaling.growth_interval}

@@ -1,0 +1,288 @@
+"""SageMaker model parallelism (SMP) v2: PyTorch FSDP's mixed precision, with Transformer Engine's FP8 on top.
+
+FSDP keeps the parameters as the model was built, in FP32, and casts what it gathers. So masters and moments are FP32,
+weights and products are in `param_dtype`, gradients are reduced in `reduce_dtype` and, unless low-precision ones are
+kept, added up in FP32. Layers that FP8 does not reach follow the mixed-precision policy.
+
+    [precision.smp.mixed_precision]      MixedPrecision, argument `mixed_precision` of FSDP; or
+    param_dtype = "bfloat16"             default: as built, float32
+    reduce_dtype = "float32"             default: that of param_dtype
+    buffer_dtype = "float32"             default: as built, float32
+    [precision.smp.mp_policy]            MixedPrecisionPolicy, argument `mp_policy` of fully_shard
+    [precision.smp.grad_scaler]          ShardedGradScaler, for float16; none if the table is not there
+    [precision.smp.fp8_autocast]         fp8_autocast of Transformer Engine
+    [precision.smp.fp8_autocast.fp8_recipe]
+    recipe = "DelayedScaling"            the default; or Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling
+    amax_history_len = 32
+
+In Python the same classes are arguments: `resolve({"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)})`.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+
+from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of, member, name_of
+from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, torch_words
+from megaprec.errors import did_you_mean
+from megaprec.fp8.recipe import FP8Recipe, Kind
+from megaprec.plan import PrecisionPlan
+
+SYSTEM, PREFIX = "SageMaker SMP", "precision.smp"
+CAST = {(False, False): "none", (False, True): "root", (True, False): "inner", (True, True): "all"}
+
+
+class MixedPrecision(Keys):
+    """FSDP1's policy. None: as the model was built, in FP32; for reduce_dtype, that of param_dtype.
+
+    `_module_classes_to_ignore` is not read: norms compute in FP32 in any case.
+    """
+
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+
+
+class MixedPrecisionPolicy(Keys):
+    """FSDP2's policy. None as in FSDP1; output_dtype None leaves outputs in the dtype of compute."""
+
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    output_dtype: Dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+class Format(Enum):
+    """Transformer Engine's FP8 formats: E4M3 for all tensors, or E4M3 forward and E5M2 for gradients."""
+
+    E4M3 = "e4m3"
+    HYBRID = "hybrid"
+
+
+class DelayedScaling(Keys):
+    """Scales from the amaxes of earlier passes."""
+
+    recipe: Literal["DelayedScaling"] = "DelayedScaling"
+    margin: int = 0
+    fp8_format: Annotated[Format, member(Format)] = Format.HYBRID
+    amax_history_len: int = Field(default=1024, ge=1)
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    reduce_amax: bool = True
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    override_linear_precision: tuple[Literal[False], Literal[False], bool] = Field(
+        default=(False, False, False), strict=False
+    )
+
+
+class Float8CurrentScaling(Keys):
+    """Scales from the tensor itself."""
+
+    recipe: Literal["Float8CurrentScaling"] = "Float8CurrentScaling"
+    fp8_format: Annotated[Format, member(Format)] = Format.HYBRID
+    use_power_2_scales: bool = False
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+class Float8BlockScaling(Keys):
+    """A scale per block of 128, E4M3 throughout."""
+
+    recipe: Literal["Float8BlockScaling"] = "Float8BlockScaling"
+    fp8_format: Annotated[Format, member(Format)] = Format.E4M3
+    use_f32_scales: bool = False
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+class MXFP8BlockScaling(Keys):
+    """A power of two per 32 elements."""
+
+    recipe: Literal["MXFP8BlockScaling"] = "MXFP8BlockScaling"
+    margin: int = 0
+    fp8_format: Annotated[Format, member(Format)] = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+
+
+RECIPES: Mapping[str, type[Keys]] = {
+    kind.__name__: kind for kind in (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+}
+KINDS: Mapping[str, Kind] = {
+    "DelayedScaling": "delayed",
+    "Float8CurrentScaling": "current",
+    "Float8BlockScaling": "blockwise",
+    "MXFP8BlockScaling": "mx",
+}
+
+
+class Fp8Autocast(Keys):
+    """Arguments of `fp8_autocast`. fp8_group None is the world, which is all that there is here."""
+
+    enabled: bool = True
+    calibrating: bool = False
+    fp8_recipe: Any = None
+    fp8_group: Literal["world", "tsm.state.world_process_group"] | None = None
+
+
+class Smp(Keys):
+    """The tables of [precision.smp]."""
+
+    mixed_precision: Any = None
+    mp_policy: Any = None
+    grad_scaler: Any = None
+    fp8_autocast: Any = None
+
+
+def fp8_autocast(
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: str | None = None
+) -> Fp8Autocast:
+    """The arguments of Transformer Engine's function of this name, in its order, as a value to resolve."""
+    return Fp8Autocast(enabled=enabled, calibrating=calibrating, fp8_recipe=fp8_recipe, fp8_group=fp8_group)  # pyright: ignore[reportArgumentType]
+
+
+def autocast(
+    enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: str | None = None
+) -> Fp8Autocast:
+    """`fp8_autocast` by the name and with the arguments of newer Transformer Engines."""
+    return fp8_autocast(enabled, calibrating, recipe, amax_reduction_group)
+
+
+def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
+    """What `config` says, a mapping of the tables above. Raises UserError.
+
+    places: where its keys stand, by full dotted key.
+    """
+    reading = Reading(SYSTEM, PREFIX, places)
+    tables = reading.read(Smp, config or {})
+    if tables.mixed_precision is not None and tables.mp_policy is not None:
+        reading.refuse("mp_policy", "{...}", "mixed_precision is there too: FSDP1 and FSDP2 exclude each other")
+    read = _policy if tables.mp_policy is not None else _mixed_precision
+    decisions, notes = read(reading, tables)
+    if tables.grad_scaler is not None:
+        scaler = reading.read(GradScaler, tables.grad_scaler, "grad_scaler")
+        decisions["scaling"] = reading.by(torch_scaling(scaler), *(f"grad_scaler.{key}" for key in SCALER_KEYS))
+    if tables.fp8_autocast is not None:
+        decisions["fp8"] = _fp8(reading, tables.fp8_autocast)
+    reading.done()
+    return reading.resolved(decisions, {}, notes)
+
+
+def _mixed_precision(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[str, ...]]:
+    table = "mixed_precision"
+    asked = reading.read(MixedPrecision, tables.mixed_precision or {}, table)
+    decisions = _common(reading, table, asked.param_dtype, asked.reduce_dtype)
+    reduce: torch.dtype = decisions["reduce"].value
+    low = asked.keep_low_precision_grads and reduce != torch.float32
+    if low and reduce != decisions["parameters"].value:
+        reading.refuse(f"{table}.keep_low_precision_grads", True, "needs reduce_dtype to be param_dtype")
+    decisions |= {
+        "gradients": reading.by(reduce if low else torch.float32, f"{table}.keep_low_precision_grads"),
+        "buffers": reading.by(asked.buffer_dtype or torch.float32, f"{table}.buffer_dtype"),
+        "output": reading.by(decisions["compute"].value, f"{table}.param_dtype"),
+        "cast_inputs": reading.by(
+            CAST[asked.cast_forward_inputs, asked.cast_root_forward_inputs],
+            f"{table}.cast_forward_inputs",
+            f"{table}.cast_root_forward_inputs",
+        ),
+    }
+    return decisions, ()
+
+
+def _policy(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[str, ...]]:
+    table = "mp_policy"
+    asked = reading.read(MixedPrecisionPolicy, tables.mp_policy, table)
+    decisions = _common(reading, table, asked.param_dtype, asked.reduce_dtype)
+    output = reading.by(asked.output_dtype or decisions["compute"].value, f"{table}.output_dtype")
+    inputs = "all" if asked.cast_forward_inputs else "none"
+    decisions |= {"output": output, "cast_inputs": reading.by(inputs, f"{table}.cast_forward_inputs")}
+    doubtful = asked.param_dtype not in (None, torch.float32) and asked.reduce_dtype is None
+    note = "mp_policy.reduce_dtype is not given: releases of PyTorch differ, here it is param_dtype; better give it"
+    return decisions, (note,) if doubtful else ()
+
+
+def _common(reading: Reading, table: str, param: torch.dtype | None, reduce: torch.dtype | None) -> dict[str, Decision]:
+    """What both generations of FSDP have in common."""
+    held = reading.by(param or torch.float32, f"{table}.param_dtype")
+    reduced = reading.by(reduce or held.value, f"{table}.reduce_dtype" if reduce else f"{table}.param_dtype")
+    return {
+        **all_of(("compute", "pipeline", "parameters"), held),
+        **all_of(("masters", "moments", "gradients"), reading.always(torch.float32)),
+        "reduce": reduced,
+    }
+
+
+def _fp8(reading: Reading, values: Any) -> Decision:
+    """The FP8 recipe of `fp8_autocast`; None where it neither computes in FP8 nor calibrates."""
+    asked = reading.read(Fp8Autocast, values, "fp8_autocast")
+    table, recipe = "fp8_autocast.fp8_recipe", asked.fp8_recipe or {}
+    values = {"recipe": recipe} if isinstance(recipe, str) else recipe
+    name = values.get("recipe", "DelayedScaling") if isinstance(values, Mapping) else type(values).__name__
+    if name not in RECIPES:
+        would = f"no such recipe; there are {', '.join(RECIPES)}{did_you_mean(str(name), RECIPES)}"
+        reading.refuse(f"{table}.recipe", name, would)
+        return reading.always(None)
+    made = reading.read(RECIPES[name], values, table)
+    on = asked.enabled or asked.calibrating
+    keys = ["enabled", "calibrating", "fp8_recipe", *(f"fp8_recipe.{key}" for key in RECIPES[name].model_fields)]
+    return reading.by(
+        _recipe(name, dict(made), not asked.enabled) if on else None, *(f"fp8_autocast.{key}" for key in keys)
+    )
+
+
+def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
+    return FP8Recipe(
+        kind=KINDS[name],
+        format=made["fp8_format"].value,
+        margin=made.get("margin", 0),
+        history_length=made.get("amax_history_len", 1024),
+        amax_algo=made.get("amax_compute_algo", "max"),
+        reduce_amax=made.get("reduce_amax", True),
+        power_2_scales=made.get("use_power_2_scales", name == "Float8BlockScaling" and not made["use_f32_scales"]),
+        weight_gradients=not made.get("override_linear_precision", (False,))[-1],
+        dot_product_attention=made["fp8_dpa"],
+        multi_head_attention=made["fp8_mha"],
+        calibrating=calibrating,
+    )
+
+
+def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Configurations that come near to a plan, one for each generation of FSDP; run-file keys have no words in them."""
+    held = {"param_dtype": name_of(plan.parameters), "reduce_dtype": name_of(plan.reduce)}
+    inner, root = next(flags for flags, name in CAST.items() if name == plan.cast_inputs)
+    low = plan.gradients != torch.float32 and plan.gradients == plan.reduce
+    first = held | {"buffer_dtype": name_of(plan.buffers), "keep_low_precision_grads": low}
+    first |= {"cast_forward_inputs": inner, "cast_root_forward_inputs": root}
+    second = held | {"output_dtype": name_of(plan.output), "cast_forward_inputs": inner}
+    common: dict[str, Any] = {}
+    if plan.scaling.kind != "none":
+        common["grad_scaler"] = torch_words(plan.scaling)
+    if plan.fp8 is not None:
+        common["fp8_autocast"] = _expressed(plan.fp8)
+    return [{"mixed_precision": first} | common, {"mp_policy": second} | common]
+
+
+def _expressed(recipe: FP8Recipe) -> dict[str, Any]:
+    """The nearest arguments of `fp8_autocast`."""
+    name = next((name for name, kind in KINDS.items() if kind == recipe.kind), "Float8CurrentScaling")
+    words = {
+        "margin": recipe.margin,
+        "fp8_format": recipe.format.upper(),
+        "amax_history_len": recipe.history_length,
+        "amax_compute_algo": recipe.amax_algo,
+        "reduce_amax": recipe.reduce_amax,
+        "use_power_2_scales": recipe.power_2_scales,
+        "use_f32_scales": not recipe.power_2_scales,
+        "fp8_dpa": recipe.dot_product_attention,
+        "fp8_mha": recipe.multi_head_attention,
+        "override_linear_precision": [False, False, not recipe.weight_gradients],
+    }
+    known = {key: value for key, value in words.items() if key in RECIPES[name].model_fields}
+    enabled = {"enabled": False, "calibrating": True} if recipe.calibrating else {"enabled": True}
+    return enabled | {"fp8_recipe": {"recipe": name} | known}

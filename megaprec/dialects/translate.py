@@ -1,0 +1,108 @@
+"""The five dialects by name, and a plan said in the words of another.
+
+A dialect is two functions: `resolve`, from its system's configuration to a plan, and `express`, back to configurations
+that come near to a plan. What is lost on the way is not left to `express` to know: the nearest configuration is
+resolved again, and every field in which it differs from the plan is what the system cannot say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+
+from megaprec.dialects import colossalai, internevo, nemo, nxd, smp
+from megaprec.dialects.reading import Resolved
+from megaprec.errors import UserError
+from megaprec.plan import PrecisionPlan, dtype_name
+
+
+class Dialect(Protocol):
+    """What each module of the package offers."""
+
+    @property
+    def SYSTEM(self) -> str: ...
+    @property
+    def PREFIX(self) -> str: ...
+    def resolve(self, config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved: ...
+    def express(self, plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]: ...
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    "nxd": nxd,
+    "smp": smp,
+    "colossalai": colossalai,
+    "internevo": internevo,
+    "nemo": nemo,
+}
+FIELDS = tuple(f.name for f in fields(PrecisionPlan) if f.name != "origin")
+BESIDE = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
+"""Run-file keys that belong to mixed precision in some system."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """config: of the other system. unsaid: a line for everything that it cannot say, with what it says instead."""
+
+    config: Mapping[str, Any]
+    unsaid: tuple[str, ...]
+
+
+def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Translation:
+    """The plan and the run-file keys in `settings`, in the words of the dialect `to`, as exactly as it can.
+
+    Of the run-file keys that a system has no words for, only those of ZeRO and clipping are counted as unsaid.
+
+    Raises UserError if that system has nothing that comes near.
+    """
+    dialect, tried = DIALECTS[to], list[Translation]()
+    problems: list[str] = []
+    for config in dialect.express(plan, settings):
+        try:
+            resolved = dialect.resolve(config)
+        except UserError as error:
+            problems += error.problems
+        else:
+            tried.append(Translation(config, (*differences(plan, resolved.plan), *_settings(settings, resolved))))
+    if not tried:
+        raise UserError(f"{dialect.SYSTEM} has no words for this plan:", *dict.fromkeys(problems))
+    return min(tried, key=lambda translation: len(translation.unsaid))
+
+
+def differences(asked: PrecisionPlan, said: PrecisionPlan) -> list[str]:
+    """A line for each field in which two plans differ."""
+    pairs = ((name, getattr(asked, name), getattr(said, name)) for name in FIELDS)
+    return [f"{name} = {shown(a)}; it has {shown(b)}" for name, a, b in pairs if a != b]
+
+
+def _settings(asked: Mapping[str, Any], resolved: Resolved) -> list[str]:
+    said = {key: decision.value for key, decision in resolved.settings.items()}
+    lines = [
+        f"{key} = {shown(value)}; it has no key for it"
+        for key, value in asked.items()
+        if key not in said and key in BESIDE
+    ]
+    lines += [f"{k} = {shown(asked[k])}; it has {shown(v)}" for k, v in said.items() if k in asked and asked[k] != v]
+    return lines + [f"{key} would become {shown(value)}" for key, value in said.items() if key not in asked]
+
+
+def shown(value: Any) -> str:
+    """A value of a plan in a word or a few."""
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if value in (None, ()):
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    if hasattr(value, "__dataclass_fields__"):
+        return _changed(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _changed(value: Any) -> str:
+    """A small frozen value by what in it is not the default: "dynamic, initial 65536, hysteresis 1"."""
+    defaults = {f.name: f.default for f in fields(value)}
+    parts = [f"{name} {shown(getattr(value, name))}" for name in defaults if getattr(value, name) != defaults[name]]
+    return ", ".join([value.kind, *(part for part in parts if not part.startswith("kind "))])

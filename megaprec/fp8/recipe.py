@@ -1,0 +1,56 @@
+"""The FP8 recipe: how products are made of eight-bit numbers, as one frozen value of the precision plan.
+
+E4M3 has more mantissa and reaches 448, E5M2 has more range and reaches 57344. Neither has enough range for a whole
+model, so every tensor is multiplied by a scale of its own before it is rounded. Recipes differ in what shares a scale
+and in when the largest magnitude (amax) that decides it is taken:
+
+    delayed    one scale per tensor, from the amaxes of earlier passes
+    current    one scale per tensor, from the tensor itself
+    rowwise    one scale per row
+    blockwise  one scale per block of 128 (128 x 128 for weights)
+    mx         one power of two per 32 elements
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megaprec.errors import UserError
+
+Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx"]
+
+
+@dataclass(frozen=True)
+class FP8Recipe:
+    """format: "hybrid" is E4M3 forward and E5M2 for gradients, "e4m3" is E4M3 for all.
+    margin: scales are 2**margin lower than what the amax asks for, which leaves room for it to grow.
+    history_length: amaxes that a delayed scale looks back on; amax_algo: which of them decides it.
+    reduce_amax: delayed amaxes are agreed on, over all ranks ("world") or over those of one pipeline stage.
+    power_2_scales: scales are rounded down to powers of two.
+    parameters: weights are kept in FP8 alone; the optimizer's masters are their only wide copy.
+    weight_gradients: their products are in FP8 too.
+    dot_product_attention, multi_head_attention: attention's products, or all between its linear layers, are in FP8.
+    first_layers, last_layers: how many stay in the plan's compute dtype.
+    calibrating: amaxes are recorded, but products are made in the plan's compute dtype.
+    """
+
+    kind: Kind = "delayed"
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    margin: int = 0
+    history_length: int = 1024
+    amax_algo: Literal["max", "most_recent"] = "max"
+    reduce_amax: bool = True
+    reduce_over: Literal["world", "stage"] = "world"
+    power_2_scales: bool = False
+    parameters: bool = False
+    weight_gradients: bool = True
+    dot_product_attention: bool = False
+    multi_head_attention: bool = False
+    first_layers: int = 0
+    last_layers: int = 0
+    calibrating: bool = False
+
+    def __post_init__(self) -> None:
+        if self.history_length < 1:
+            raise UserError(f"FP8 history_length = {self.history_length}: at least 1, for a scale needs an amax")
+        if min(self.first_layers, self.last_layers) < 0:
+            raise UserError(f"FP8 first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0")

@@ -1,0 +1,32 @@
+"""The feed-forward of a decoder layer: a column-parallel and a row-parallel layer with an activation between."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from parallel.context import Context
+from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
+
+
+class MLP(nn.Module):
+    """gelu(x up) down, or gated: (silu(x gate) * (x up)) down."""
+
+    def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
+        super().__init__()
+        self.kind = config.mlp
+        stack = [Rows(f"{name}.{part}", config.ffn) for part in (("gate", "up") if self.kind == "swiglu" else ("up",))]
+        self.inner = ColumnParallelLinear(context, config.hidden, stack, bias=config.mlp_bias, std=config.init_std)
+        self.down = RowParallelLinear(
+            context, config.ffn, config.hidden, name=f"{name}.down", bias=config.mlp_bias, std=config.output_std
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; the same for the result."""
+        return self.down(self.activate(self.inner(x)[0]))[0]
+
+    def activate(self, y: Tensor) -> Tensor:
+        """y [..., own features of `inner`] -> [..., own features of `down`]."""
+        if self.kind == "swiglu":
+            gate, up = y.chunk(2, -1)
+            return F.silu(gate) * up
+        return F.gelu(y, approximate="tanh" if self.kind == "gelu" else "none")

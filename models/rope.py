@@ -1,0 +1,172 @@
+"""Rotary positions: each head turns pairs of its features by angles that grow with the position.
+
+Pair i of n turns by position * base ** (-i / n). The pairs are (x[i], x[i + n]), halves of the features that turn,
+as in Hugging Face's `rotate_half`, and not neighbours (x[2i], x[2i + 1]) as in Meta's first Llama. If only a
+fraction of a head's features turns, it is the first of them.
+
+A model that was trained on short sequences is stretched to long ones by turning its slow pairs less: `RopeScaling`.
+All angles are computed in float64, whatever the model is in.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+from megaprec.errors import UserError
+
+ORIGINAL = "original_max_position_embeddings"
+# What each kind reads. Every other key must be left alone.
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", ORIGINAL),
+    "llama3": ("factor", ORIGINAL, "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
+
+
+class RopeScaling(BaseModel):
+    """How rotary positions are stretched. Keys are named as in Hugging Face's `rope_scaling`, but for `kind`.
+
+    Raises pydantic's ValidationError (a ValueError) that lists everything wrong with the fields.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    kind: Literal["none", "linear", "dynamic", "llama3", "yarn"] = Field(
+        default="none", description="linear: all pairs; dynamic: the base, by the length of the sequence; others: slow"
+    )
+    factor: float = Field(default=1.0, ge=1, description="how many times longer sequences may be")
+    original_max_position_embeddings: int = Field(
+        default=0, ge=0, description="longest sequence that the model was first trained on; all kinds but linear"
+    )
+    low_freq_factor: float = Field(
+        default=1.0, gt=0, description="llama3: wavelengths above original / this: stretched"
+    )
+    high_freq_factor: float = Field(default=4.0, gt=0, description="llama3: wavelengths below original / this: left")
+    beta_fast: float = Field(default=32.0, gt=0, description="yarn: pairs with more turns than this are left")
+    beta_slow: float = Field(default=1.0, gt=0, description="yarn: pairs with fewer turns than this are stretched")
+    attention_factor: float = Field(default=0.0, ge=0, description="yarn: queries and keys times this; 0: by factor")
+    mscale: float = Field(default=0.0, ge=0, description="yarn: attention_factor by mscale and mscale_all_dim; 0: not")
+    mscale_all_dim: float = Field(default=0.0, ge=0, description="yarn: see mscale")
+    truncate: bool = Field(default=True, description="yarn: the range between slow and fast in whole pairs")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if problems := list(self._problems()):
+            raise UserError(*(f"rope_scaling.{problem}" for problem in problems))
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        used = PARAMETERS[self.kind]
+        for name, value in self.model_dump(exclude_defaults=True).items():
+            if name not in ("kind", *used):
+                would = f"it reads {', '.join(used)}" if used else "it reads no other key"
+                yield f'{name} {value} means nothing to kind "{self.kind}": {would}'
+        if ORIGINAL in used and not self.original_max_position_embeddings:
+            yield f'{ORIGINAL} is missing: kind "{self.kind}" needs it'
+        if self.high_freq_factor <= self.low_freq_factor:
+            yield f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}"
+        if self.beta_fast <= self.beta_slow:
+            yield f"beta_fast {self.beta_fast} must be above beta_slow {self.beta_slow}"
+
+
+def rotary_tables(
+    scaling: RopeScaling, base: float, dims: int, length: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(cosine, sine), each [length, 1, 1, dims / 2], for `dims` features that turn in sequences of `length` tokens."""
+    angle = torch.arange(length, dtype=torch.float64)[:, None, None, None] * frequencies(scaling, base, dims, length)
+    stretch = attention_factor(scaling)
+    return (angle.cos() * stretch).to(dtype), (angle.sin() * stretch).to(dtype)
+
+
+def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
+    """float64 [dims / 2]: radians per position of each pair, in sequences of `length` tokens.
+
+    Only under dynamic scaling does the length matter, and then it is that of this very sequence; Hugging Face takes
+    the longest that a model has seen so far, which is the same where all are equally long.
+    """
+    if scaling.kind == "dynamic":
+        excess = scaling.factor * max(length / scaling.original_max_position_embeddings, 1) - (scaling.factor - 1)
+        base *= excess ** (dims / (dims - 2))
+    plain = base ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    if scaling.kind == "llama3":
+        return _blend(plain, scaling.factor, _slowness_by_wavelength(scaling, plain))
+    if scaling.kind == "yarn":
+        return _blend(plain, scaling.factor, _slowness_by_turns(scaling, base, dims))
+    return plain
+
+
+def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
+    """Fast pairs (slowness 0) as they are, slow pairs (1) divided by `factor`, and between them a mixture."""
+    return plain * (1 - slowness) + plain / factor * slowness
+
+
+def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
+    """Of Llama 3: by how often the wavelength fits into the original length."""
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    fast = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return 1 - fast.clamp(0, 1)
+
+
+def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
+    """Of YaRN (Peng et al., 2023): a ramp over the number of the pair, from beta_fast turns to beta_slow turns."""
+
+    def pair(turns: float) -> float:
+        """The number of the pair that turns that often over the original length."""
+        return dims * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dims - 1)
+    ramp = (torch.arange(dims // 2, dtype=torch.float64) - first) / ((last - first) or 0.001)
+    return ramp.clamp(0, 1)
+
+
+def attention_factor(scaling: RopeScaling) -> float:
+    """What turned queries and keys are multiplied by: one, but for YaRN."""
+    if scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+    return _mscale(scaling.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+class Rotate(torch.autograd.Function):
+    """Turns the first features of x by the angles of their position, in the dtype of the tables, by promotion.
+
+    x [s, b, n, d]; cosine, sine [s, 1, 1, r / 2], where r <= d features turn. The backward pass turns the other way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _turn(x, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turn(grad, cosine, -sine), None, None
+
+
+def _turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    half = cosine.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    turned = torch.empty_like(x)
+    turned[..., :half] = first * cosine - second * sine
+    turned[..., half : 2 * half] = second * cosine + first * sine
+    turned[..., 2 * half :] = rest
+    return turned

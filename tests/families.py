@@ -1,0 +1,225 @@
+"""Small odd models of every family, as transformers and as megaprec describe them, and one step of ours on any mesh.
+
+Apart from test_families.py, so that ranks need not import transformers.
+"""
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.layout import layout_of
+from megaprec.plan import PrecisionPlan, plan
+from models.config import ModelConfig
+from models.engine import Engine, Share
+from models.stages import Stage
+from parallel.kinds import schedule
+from tests.layouts import Fragment, Recording, assemble
+from tests.ranks import run_ranks
+
+BATCH, LENGTH = 2, 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """kind: model_type of transformers. theirs, ours: what differs from THEIRS and OURS."""
+
+    kind: str
+    theirs: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+
+
+THEIRS: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+OURS: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 24,
+    "heads": 4,
+    "vocab": 97,
+    "max_positions": 16,
+    "norm_eps": 1e-5,
+    "kv_heads": 2,
+    "ffn": 40,
+}
+GPT2: dict[str, Any] = {
+    "n_inner": 40,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "layer_norm_epsilon": 1e-5,
+}
+EXPERTS = {"experts": 4, "router_aux_loss": 0.0}
+MIXTRAL = {**EXPERTS, "rope_base": 1e6}  # their default
+
+
+def _rope(kind: str, theta: float, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **parameters}}
+
+
+def _stretched(kind: str, theta: float, head_dim: int = 6, **parameters: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both descriptions of a stretched Llama."""
+    theirs = _rope(kind, theta, **parameters) | {"head_dim": head_dim}
+    return theirs, {"rope_base": theta, "rope_scaling": {"kind": kind, **parameters}, "head_dim": head_dim}
+
+
+SHORT = {"original_max_position_embeddings": 8}
+CASES: dict[str, Case] = {
+    "llama": Case("llama", _rope("default", 100.0), {"rope_base": 100.0}),
+    "llama tied biased kv1 linear": Case(
+        "llama",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True}
+        | _rope("linear", 50.0, factor=2.5),
+        {"kv_heads": 1, "tied": True, "qkv_bias": True, "output_bias": True, "rope_base": 50.0}
+        | {"rope_scaling": {"kind": "linear", "factor": 2.5}},
+    ),
+    "llama mlp biased": Case("llama", {"mlp_bias": True}, {"mlp_bias": True}),
+    "llama llama3": Case(
+        "llama", *_stretched("llama3", 5.0, 10, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **SHORT)
+    ),
+    "llama dynamic": Case(
+        "llama",
+        {**_rope("dynamic", 50.0, factor=3.0), "max_position_embeddings": 8},  # so theirs calls the original length
+        {"rope_base": 50.0, "rope_scaling": {"kind": "dynamic", "factor": 3.0, **SHORT}},
+    ),
+    "llama yarn": Case("llama", *_stretched("yarn", 5.0, 10, factor=2.0, **SHORT)),
+    "llama yarn mscale": Case(
+        "llama",
+        *_stretched(
+            "yarn", 5.0, 14, factor=2.0, beta_fast=2.0, mscale=0.7, mscale_all_dim=0.3, truncate=False, **SHORT
+        ),
+    ),
+    "llama yarn attention factor": Case(
+        "llama", *_stretched("yarn", 7.0, 8, factor=2.0, beta_slow=0.5, attention_factor=1.3, **SHORT)
+    ),
+    "gpt2": Case("gpt2", {**GPT2, "tie_word_embeddings": True}, {"kv_heads": 4}),
+    "gpt2 untied": Case("gpt2", GPT2, {"kv_heads": 4, "tied": False}),
+    "gpt_neox": Case("gpt_neox", {"hidden_size": 32}, {"hidden": 32, "kv_heads": 4}),
+    "gpt_neox sequential tied": Case(
+        "gpt_neox",
+        {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True, "hidden_act": "gelu_new"}
+        | {"rotary_pct": 0.7},
+        {"kv_heads": 4, "parallel_residual": False, "qkv_bias": False, "output_bias": False, "tied": True}
+        | {"mlp": "gelu", "rotary_fraction": 0.7},
+    ),
+    "mistral": Case("mistral", {"sliding_window": 5, "head_dim": 10}, {"window": 5, "head_dim": 10}),
+    "mistral without window": Case("mistral", {"sliding_window": None}),
+    "qwen2": Case("qwen2", {"tie_word_embeddings": True}, {"tied": True}),
+    "qwen2 window": Case(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, {"window": 3}
+    ),
+    "qwen3": Case("qwen3", {"head_dim": 10}, {"head_dim": 10}),
+    "qwen3 biased kv1": Case(
+        "qwen3",
+        {"head_dim": 4, "attention_bias": True, "num_key_value_heads": 1},
+        {"head_dim": 4, "qkv_bias": True, "output_bias": True, "kv_heads": 1},
+    ),
+    "mixtral": Case("mixtral", {"num_local_experts": 4}, MIXTRAL),
+    "mixtral window three of five": Case(
+        "mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4},
+        {**MIXTRAL, "experts": 5, "experts_per_token": 3, "window": 4},
+    ),
+    "qwen3_moe": Case(
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False}
+        | {"moe_intermediate_size": 40, "head_dim": 8},
+        {**EXPERTS, "norm_topk": False, "head_dim": 8},
+    ),
+}
+
+
+def config_of(case: Case) -> ModelConfig:
+    family = case.kind.removesuffix("_moe")
+    return ModelConfig(**{"family": family, **OURS, **case.ours})
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step: our model, its logical weights, tokens and targets [b, s]."""
+
+    config: ModelConfig
+    weights: dict[str, Tensor]
+    tokens: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    """loss; logits [b, s, vocab] (none on stages but the last) and gradients, of the parts that a rank has."""
+
+    loss: float
+    logits: list[Fragment]
+    grads: list[Fragment]
+
+
+def step_all(
+    jobs: list[Job], tp: int = 1, pp: int = 1, sequence: bool = False
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """Loss, and gradients by logical name with the logits among them, of each job on tp * pp ranks."""
+    packed = pickle.dumps(jobs)  # as bytes: each tensor among a process's arguments costs an open file
+    ranks = run_ranks(step_rank, {"pp": pp, "tp": tp}, jobs=packed, sequence=sequence)
+    together = []
+    for answers in zip(*ranks, strict=True):
+        assert len({answer.loss for answer in answers}) == 1
+        together.append((answers[0].loss, assemble([[*answer.grads, *answer.logits] for answer in answers])))
+    return together
+
+
+def step_rank(mesh: DeviceMesh, jobs: bytes, sequence: bool) -> list[Answer]:
+    return [_step(mesh, job, sequence) for job in pickle.loads(jobs)]
+
+
+def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
+    def make_optimizer(stages: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> Recording:
+        for stage in stages:
+            put(stage, job.weights)
+        return Recording(stages, plan, mesh, clip=1.0, plant=None)
+
+    batch, length = job.tokens.shape
+    engine = Engine(
+        job.config,
+        plan("fp64"),
+        mesh,
+        schedule("1f1b", mesh["pp"].size(), batch),
+        micro_batch=1,
+        seq_length=length,
+        sequence=sequence,
+        make_optimizer=make_optimizer,
+    )
+    logits: list[Tensor] = []
+    if engine.last in engine.stages:
+        engine.stages[engine.last].register_forward_hook(lambda stage, given, made: logits.append(made.detach()))
+    report = engine.step(Share(job.tokens, job.targets), lr=0.0, number=0)
+    optimizer = engine.optimizer
+    assert isinstance(optimizer, Recording) and isinstance(report.loss, float)
+    return Answer(report.loss, _own_logits(engine, logits), optimizer.seen[0])
+
+
+def put(stage: Stage, weights: dict[str, Tensor]) -> None:
+    """Logical tensors into the parameters of a stage."""
+    for parameter in stage.parameters():
+        for part, first, last in layout_of(parameter).spans():
+            parameter.data.view(-1)[first:last] = part.take(weights[part.name]).reshape(-1)
+
+
+def _own_logits(engine: Engine, made: list[Tensor]) -> list[Fragment]:
+    """This rank's columns of all logits, as part of a tensor [vocab, b * s] called "logits"."""
+    if not made:
+        return []
+    part = layout_of(engine.stages[engine.last].head).parts[0]
+    own = torch.cat([x.transpose(0, 1).flatten(0, 1) for x in made]).t()[: part.local[0]]
+    return [Fragment("logits", (part.shape[0], own.shape[1]), (part.start, 0), tuple(own.shape), 0, own.flatten())]

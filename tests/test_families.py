@@ -1,0 +1,176 @@
+"""Every family is the model that transformers builds: the same logits and gradients, whatever the layout.
+
+transformers rounds norms, softmax, routers and angles to FP32 even in a float64 model. While it works here, what it
+calls float32 is float64.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.families import BATCH, CASES, LENGTH, MIXTRAL, THEIRS, Case, Job, config_of, step_all
+
+transformers = pytest.importorskip("transformers", minversion="5", reason="needs transformers: the extra hf")
+
+NARROW = torch.float32
+NAMES = {  # of what they call it in a layer, or outside
+    "input_layernorm": "attention_norm",
+    "ln_1": "attention_norm",
+    "self_attn.q_proj": "attention.query",
+    "self_attn.k_proj": "attention.key",
+    "self_attn.v_proj": "attention.value",
+    "self_attn.o_proj": "attention.output",
+    "self_attn.q_norm": "attention.query_norm",
+    "self_attn.k_norm": "attention.key_norm",
+    "attn.c_proj": "attention.output",
+    "attention.dense": "attention.output",
+    "post_attention_layernorm": "mlp_norm",
+    "ln_2": "mlp_norm",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+    "mlp.gate": "mlp.router",
+    "embed_tokens": "embedding",
+    "wte": "embedding",
+    "embed_in": "embedding",
+    "wpe": "positions",
+    "norm": "final_norm",
+    "ln_f": "final_norm",
+    "final_layer_norm": "final_norm",
+    "lm_head": "head",
+    "embed_out": "head",
+}
+
+
+def logical(config: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by our logical names; theirs by those that the parameters have in memory."""
+    ours: dict[str, Tensor] = {}
+    for path, tensor in theirs.items():
+        parts = [p for p in path.split(".") if p not in ("model", "transformer", "gpt_neox")]
+        layer = f"layers.{parts[1]}." if parts[0] in ("layers", "h") else ""
+        name, kind = ".".join(parts[2 if layer else 0 :]).removesuffix(".weight").removesuffix(".bias"), parts[-1]
+        if config.model_type == "gpt2" and kind == "weight" and ".c_" in path:
+            tensor = tensor.t()  # theirs are [input, output]
+        if name == "attn.c_attn":
+            ours |= _three(f"{layer}attention", kind, tensor.chunk(3))
+        elif name == "attention.query_key_value":
+            each = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).unbind(1)
+            ours |= _three(f"{layer}attention", kind, [part.flatten(0, 1) for part in each])
+        elif name == "mlp.experts.gate_up_proj":
+            for n, (gate, up) in enumerate(expert.chunk(2) for expert in tensor):
+                ours |= {f"{layer}mlp.experts.{n}.gate.weight": gate, f"{layer}mlp.experts.{n}.up.weight": up}
+        elif name == "mlp.experts.down_proj":
+            ours |= {f"{layer}mlp.experts.{n}.down.weight": expert for n, expert in enumerate(tensor)}
+        else:
+            ours[f"{layer}{NAMES[name]}.{kind}"] = tensor
+    return ours
+
+
+def _three(name: str, kind: str, parts: Any) -> dict[str, Tensor]:
+    return {f"{name}.{which}.{kind}": part for which, part in zip(("query", "key", "value"), parts, strict=True)}
+
+
+@contextmanager
+def float32_is_float64() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(NARROW)
+
+
+def their_model(case: Case) -> nn.Module:
+    """With random weights of a size that matters, norms and biases included."""
+    config = transformers.AutoConfig.for_model(case.kind, **{**THEIRS, **case.theirs})
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0.3 * noise + float("norm" in name or "ln_" in name))
+    return model
+
+
+def data(batch: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, THEIRS["vocab_size"], (batch, LENGTH + 1), generator=torch.Generator().manual_seed(6))
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def their_step(case: Case, batch: int = BATCH, aux: float = 0.0) -> tuple[Job, float, dict[str, Tensor]]:
+    """What our layers are to do, and the loss and the gradients that they are to find, with the logits among them."""
+    tokens, targets = data(batch)
+    with float32_is_float64():
+        model = their_model(case)
+        out = model(tokens, **({"output_router_logits": True} if aux else {}))
+        loss = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+        (loss + aux * out.aux_loss if aux else loss).backward()
+    parameters = dict(model.named_parameters())
+    weights = logical(model.config, {name: p.detach() for name, p in parameters.items()})
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+    found = {**logical(model.config, grads), "logits": out.logits.detach().flatten(0, 1).t()}
+    return Job(config_of(case), weights, tokens, targets), loss.item(), found
+
+
+@cache
+def theirs(name: str) -> tuple[Job, float, dict[str, Tensor]]:
+    return their_step(CASES[name])
+
+
+@cache
+def ours(tp: int, pp: int, sequence: bool) -> dict[str, tuple[float, dict[str, Tensor]]]:
+    """All cases in one start of the ranks."""
+    return dict(zip(CASES, step_all([theirs(name)[0] for name in CASES], tp, pp, sequence), strict=True))
+
+
+def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float) -> dict[str, float]:
+    """Names of tensors that are not close, with how far they are, relative to the largest element.
+
+    Softmax does not see a bias of the keys, nor the scale of what a norm normalises: there all that is left of a
+    gradient may be rounding noise, which is measured by the whole model.
+    """
+    assert ours.keys() == theirs.keys()
+    largest = max(t.abs().max().item() for t in theirs.values())
+    far = {}
+    for name, tensor in theirs.items():
+        scale = largest if name.endswith("key.bias") else tensor.abs().max().item()
+        distance = (ours[name] - tensor).abs().max().item()
+        if not distance <= close * scale:
+            far[name] = distance / scale if scale else distance
+    return far
+
+
+@pytest.mark.parametrize("layout", [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_family_is_the_model_of_transformers(name: str, layout: tuple[int, int, bool]) -> None:
+    _, their_loss, expected = theirs(name)
+    loss, found = ours(*layout)[name]
+    close = 1e-10 if layout == (1, 1, False) else 1e-9
+    assert loss == pytest.approx(their_loss, rel=close)
+    assert not (far := differing(found, expected, close)), f"these differ: {far}"
+    assert all(grad.any() for key, grad in expected.items() if "experts" not in key), "a gradient is zero"
+
+
+def test_the_balance_loss_is_that_of_transformers_for_one_sample_and_one_layer() -> None:
+    case = Case("mixtral", {"num_local_experts": 4, "num_hidden_layers": 1}, {**MIXTRAL, "layers": 1})
+    job, _, expected = their_step(case, batch=1, aux=0.5)
+    without = their_step(case, batch=1)[2]["layers.0.mlp.router.weight"]
+    weighed = job.config.model_copy(update={"router_aux_loss": 0.5 * 2})  # theirs counts each token twice, ours once
+    _, found = step_all([Job(weighed, job.weights, job.tokens, job.targets)])[0]
+    assert not (far := differing(found, expected, 1e-10)), f"these differ: {far}"
+    assert not torch.allclose(without, expected["layers.0.mlp.router.weight"], rtol=1e-2), "the loss did nothing"

@@ -1,0 +1,199 @@
+"""Wrappers for any torch module: what is cast, what is never rounded, and what comes out."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm import Axis
+from megaprec.plan import plan
+from megaprec.wrap import NaiveAMPModel, PlannedModel, mark_fp32, set_fp32_attr_to_module
+from tests.ranks import run_ranks
+
+THIRD = 1 / 3  # no half precision has it
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class Seen(nn.Module):
+    """Two linear layers and buffers; keeps the dtypes of everything it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, THIRD)
+        self.register_buffer("table", torch.full((3,), THIRD))
+        self.register_buffer("count", torch.tensor([7]))
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.seen = [x.dtype, args, kwargs]
+        return self.second(self.first(x))
+
+
+class Returns(nn.Module):
+    """Gives back what it is given."""
+
+    def forward(self, value: Any) -> Any:
+        return value
+
+
+def test_parameters_and_floating_buffers_are_cast_and_integers_are_not() -> None:
+    model = NaiveAMPModel(Seen(), dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {name: b.dtype for name, b in model.named_buffers()} == {
+        "model.table": torch.bfloat16,
+        "model.count": torch.int64,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_part_marked_fp32_keeps_its_values_and_computes_in_fp32(dtype: torch.dtype) -> None:
+    inner = Seen()
+    set_fp32_attr_to_module(inner.second)
+    model = NaiveAMPModel(inner, output_to_fp32=False, dtype=dtype)
+    assert inner.second.weight.dtype == torch.float32
+    assert torch.equal(inner.second.weight, torch.full((2, 4), THIRD))
+    assert inner.first.weight.dtype == dtype
+    inputs: list[torch.dtype] = []
+    inner.second.register_forward_hook(lambda _, args, out: inputs.append(args[0].dtype) or inputs.append(out.dtype))
+    assert model(torch.ones(1, 4)).dtype == dtype
+    assert inputs[0] == torch.float32
+
+
+def test_a_whole_model_marked_fp32_is_left_as_it_is() -> None:
+    inner = Seen()
+    set_fp32_attr_to_module(inner)
+    NaiveAMPModel(inner, dtype=torch.float16)
+    assert {p.dtype for p in inner.parameters()} == {torch.float32}
+    assert torch.equal(inner.table, torch.full((3,), THIRD))  # type: ignore[arg-type]
+
+
+def test_a_weight_that_a_marked_part_shares_is_never_rounded() -> None:
+    inner = Seen()
+    inner.second = nn.Linear(4, 4)
+    inner.first.weight = inner.second.weight
+    value = inner.second.weight.detach().clone()
+    set_fp32_attr_to_module(inner.second)
+    NaiveAMPModel(inner, dtype=torch.bfloat16)
+    assert torch.equal(inner.first.weight, value)
+
+
+def test_inputs_are_cast_by_position_by_keyword_and_nested_but_integers_and_doubles_are_not() -> None:
+    inner = Seen()
+    one, ids = torch.ones(2), torch.tensor([1])
+    NaiveAMPModel(inner, dtype=torch.float16)(
+        torch.ones(1, 4), ids, [one, (one, None)], mask=one, more={"x": one, "i": ids}
+    )
+    x, args, kwargs = inner.seen
+    assert x == torch.float16
+    assert args[0].dtype == torch.int64
+    assert args[1][0].dtype == args[1][1][0].dtype == torch.float16 and args[1][1][1] is None
+    assert isinstance(args[1][1], tuple)
+    assert kwargs["mask"].dtype == kwargs["more"]["x"].dtype == torch.float16
+    assert kwargs["more"]["i"].dtype == torch.int64
+    assert one.dtype == torch.float32
+    passed = NaiveAMPModel(Returns(), output_to_fp32=False)(torch.ones(1, dtype=torch.float64))
+    assert passed.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("to_fp32", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_outputs_come_back_in_the_containers_they_left_in(to_fp32: bool, dtype: torch.dtype) -> None:
+    model = NaiveAMPModel(Returns(), output_to_fp32=to_fp32, dtype=torch.bfloat16)
+    one = torch.ones(1)
+    pair = model(Pair(one, torch.tensor([2])))
+    assert isinstance(pair, Pair) and (pair.left.dtype, pair.right.dtype) == (dtype, torch.int64)
+    assert isinstance(model((one, one)), tuple)
+    assert isinstance(model([one]), list)
+    out = model({"a": (one,)})
+    assert isinstance(out, dict) and out["a"][0].dtype == dtype
+    assert model("text") == "text"
+
+
+def test_eval_and_train_return_the_wrapper_and_set_both() -> None:
+    model = NaiveAMPModel(Seen())
+    assert model.eval() is model
+    assert not model.training and not model.model.training
+    assert model.train() is model
+    assert model.training and model.model.training
+
+
+def test_a_dtype_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"must be torch\.float16, torch\.bfloat16 or torch\.float32"):
+        NaiveAMPModel(Seen(), dtype=torch.int8)
+
+
+def test_gradients_of_both_precisions_arrive() -> None:
+    inner = Seen()
+    set_fp32_attr_to_module(inner.second)
+    NaiveAMPModel(inner, dtype=torch.bfloat16)(torch.ones(1, 4)).sum().backward()
+    grads = [p.grad for p in inner.parameters()]
+    assert [g.dtype for g in grads if g is not None] == [p.dtype for p in inner.parameters()]
+
+
+def _average(mesh: DeviceMesh) -> list[list[float]]:
+    """Buffers of both ranks of dp after a training pass, two passes in evaluation, and one with the axis tp."""
+    dp = Axis.of(mesh, "dp")
+    inner = Seen()
+    model = NaiveAMPModel(inner, parallel_mode=dp, dtype=torch.float32)
+    values = []
+
+    def call(start: float) -> None:
+        inner.table.fill_(start)  # type: ignore[operator]
+        model(torch.ones(1, 4))
+        values.append(inner.table[0].item())  # type: ignore[index]
+
+    call(float(dp.rank))
+    model.eval()
+    call(float(dp.rank))
+    call(float(dp.rank))
+    model.train()
+    call(float(dp.rank))
+    assert inner.count.item() == 7  # type: ignore[operator]
+    other = Seen()
+    other.table.fill_(float(dp.rank))  # type: ignore[operator]
+    NaiveAMPModel(other, parallel_mode=Axis.of(mesh, "tp"), dtype=torch.float32)(torch.ones(1, 4))
+    return [values, [other.table[0].item()]]  # type: ignore[index]
+
+
+def test_floating_buffers_are_averaged_over_their_axis_in_training_and_once_in_evaluation() -> None:
+    for rank, (values, other) in enumerate(run_ranks(_average, {"dp": 2, "tp": 1})):
+        assert values == [0.5, 0.5, float(rank), 0.5]
+        assert other == [float(rank)]
+
+
+def test_patterns_mark_the_modules_whose_parameters_they_name() -> None:
+    inner = Seen()
+    mark_fp32(inner, ("second.*",))
+    NaiveAMPModel(inner, dtype=torch.float16)
+    assert (inner.first.weight.dtype, inner.second.weight.dtype) == (torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize(("inputs", "arrives"), [("root", torch.bfloat16), ("none", torch.float32)])
+def test_a_planned_model_has_the_dtypes_of_its_plan(inputs: str, arrives: torch.dtype) -> None:
+    bf16 = plan("bf16", keep_fp32=("second.*",), buffers=torch.float32, output=torch.float16, cast_inputs=inputs)
+    inner = Seen()
+    inner.first = nn.Identity()  # type: ignore[assignment]
+    model = PlannedModel(inner, bf16)
+    assert (inner.second.weight.dtype, inner.table.dtype) == (torch.float32, torch.float32)
+    assert model(torch.ones(1, 4)).dtype == torch.float16
+    assert inner.seen[0] == arrives
+
+
+def test_inner_modules_cast_what_they_are_given_if_the_plan_says_so() -> None:
+    inner = Seen()
+    PlannedModel(inner, plan("bf16", cast_inputs="inner"))(torch.ones(1, 4))
+    assert inner.seen[0] == torch.float32
+    with pytest.raises(RuntimeError):
+        PlannedModel(Seen(), plan("bf16", cast_inputs="none"))(torch.ones(1, 4))
+
+
+def test_a_plan_with_wider_parameters_than_products_is_autocasts_to_run() -> None:
+    with pytest.raises(ValueError, match=r"torch\.autocast"):
+        PlannedModel(Seen(), plan("bf16", parameters="fp32"))

@@ -1,0 +1,133 @@
+"""The optimizer step alone, against torch's own kernels on the same tensors.
+
+50 million parameters with bfloat16 weights and FP32 gradients, masters and moments, as after a backward pass. Four
+steps are timed in turn, so that whatever disturbs the machine disturbs all of them:
+
+    bare     torch's fused AdamW on the FP32 tensors: no scaling, no check, no norm, no clipping, no weights to round
+    ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the weights, clearing
+    naive    the same work in separate passes: unscale and check, norm, count of zeros, clip, fused AdamW, round
+    foreach  the same with torch's for-each AdamW
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.layout import attach_whole
+from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.plan import LossScaling, plan
+
+WIDTH, SCALE, LR = 2048, 1024.0, 1e-4
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `optimizer`."""
+    parser = subparsers.add_parser("optimizer", help="time of the optimizer step", description=__doc__)
+    parser.add_argument("--matrices", type=int, default=12, metavar="N", help=f"of {WIDTH} x {WIDTH} (default: 12)")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="(default: 1)")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="timed rounds (default: 9)")
+    parser.add_argument("--profile", action="store_true", help="print the operators of one step of ours by time")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `python -m tools.bench optimizer`."""
+    torch.set_num_threads(args.threads)
+    steps = {"bare": bare(args.matrices), "ours": ours(args.matrices)}
+    steps |= {name: naive(args.matrices, name == "foreach") for name in ("naive", "foreach")}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(args.rounds + 1):
+        for name, (prepare, step) in steps.items():
+            prepare()
+            start = time.perf_counter()
+            step()
+            seconds[name] += [time.perf_counter() - start] if number else []  # the first is a warm-up
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    record = {"parameters": args.matrices * WIDTH**2, "threads": args.threads, "torch": torch.__version__}
+    record |= {f"{name}_ms": round(median * 1e3, 1) for name, median in medians.items()}
+    record |= {
+        "ours_over_bare": round(medians["ours"] / medians["bare"], 2),
+        "naive_over_ours": round(medians["naive"] / medians["ours"], 2),
+        "foreach_over_ours": round(medians["foreach"] / medians["ours"], 2),
+    }
+    print(json.dumps(record), flush=True)
+    if args.profile:
+        prepare, step = steps["ours"]
+        prepare()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            step()
+        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
+    return 0
+
+
+Timed = tuple[Callable[[], object], Callable[[], object]]  # what is done before each step, and the step
+
+
+def _values(length: int, scale: float) -> Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(0)) * scale
+
+
+def bare(matrices: int) -> Timed:
+    """Torch's fused AdamW alone, on flat FP32 tensors."""
+    weights, grads = _values(matrices * WIDTH**2, 0.02), _values(matrices * WIDTH**2, 1e-3)
+    state = [torch.zeros_like(weights) for _ in range(2)]
+    steps = torch.zeros(())
+
+    def step() -> None:
+        torch._fused_adamw_(
+            [weights], [grads], [state[0]], [state[1]], [], [steps], lr=LR, beta1=0.9, beta2=0.95, weight_decay=0.1,
+            eps=1e-8, amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+
+    return lambda: steps.add_(1), step
+
+
+def ours(matrices: int) -> Timed:
+    """A whole step of `ParallelAMPOptimizer`."""
+    model = nn.ParameterList(nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(matrices))
+    for parameter in model:
+        nn.init.normal_(parameter, std=0.02)
+    attach_whole(model)
+    optimizer = ParallelAMPOptimizer([model], plan("bf16", LossScaling("constant", SCALE)))
+    (buffer,) = optimizer.all_buffers()
+    grads = _values(buffer.size, 1e-3 * SCALE)
+    loss = torch.tensor(1.0)
+    return lambda: buffer.grads.copy_(grads), lambda: optimizer.step(LR, loss)
+
+
+def naive(matrices: int, foreach: bool) -> Timed:
+    """The same work, a pass for each part of it."""
+    masters = [nn.Parameter(_values(WIDTH**2, 0.02).view(WIDTH, WIDTH)) for _ in range(matrices)]
+    weights = [p.detach().bfloat16() for p in masters]
+    grads = [_values(WIDTH**2, 1e-3 * SCALE).view(WIDTH, WIDTH) for _ in range(matrices)]
+    optimizer = torch.optim.AdamW(
+        masters, LR, (0.9, 0.95), weight_decay=0.1, **({"foreach": True} if foreach else {"fused": True})
+    )
+    for p in masters:
+        p.grad = torch.empty_like(p)
+
+    def prepare() -> None:
+        for p, grad in zip(masters, grads, strict=True):
+            assert p.grad is not None
+            p.grad.copy_(grad)
+
+    @torch.no_grad()
+    def step() -> None:
+        given = [p.grad for p in masters if p.grad is not None]
+        found = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_(given, found, torch.tensor(1 / SCALE))
+        if found:
+            return
+        torch.stack([g.numel() - torch.count_nonzero(g) for g in given]).sum().item()
+        nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        for p, weight in zip(masters, weights, strict=True):
+            weight.copy_(p)
+
+    return prepare, step

@@ -1,0 +1,207 @@
+"""`megaprec precision`: what a configuration of precision means, and what it is called elsewhere.
+
+    megaprec precision show FILE [table.key=value ...]      the resolved plan, each field with the key that decided it
+    megaprec precision translate FILE [...] --to SYSTEM     the same plan in another system's words
+    megaprec precision table                                who has which feature of mixed precision
+
+FILE is a run file, a part of one, or a configuration as users of another system have it: Python, JSON or TOML.
+"""
+
+import argparse
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megaprec.dialects.translate import BESIDE, DIALECTS, FIELDS, shown, translate
+from megaprec.errors import UserError
+from megaprec.plan import PrecisionPlan
+from models.config import ModelConfig
+from tools.precision_advice import Scene, advice
+from tools.precision_modules import ROLES, Row, rows
+from tools.precision_native import native
+from tools.precision_pasted import read_pasted
+from tools.precision_table import table
+from tools.run import given_in, known_keys, load_precision, load_run
+from tools.settings import FP8, Precision
+from tools.toml import Given, toml
+
+
+@dataclass(frozen=True)
+class Understood:
+    """A file: its plan, the run-file keys that it decides besides, and the model where it is a whole run."""
+
+    plan: PrecisionPlan
+    settings: Mapping[str, Given]
+    notes: tuple[str, ...]
+    model: ModelConfig | None = None
+    microbatches: int = 1
+    replicas: int = 1
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `precision` with its commands."""
+    parser = subparsers.add_parser("precision", help="explain and translate configurations of precision")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    show = commands.add_parser("show", help="the plan that a file comes to, with the key that decided each field")
+    show.set_defaults(run=main_show)
+    to = commands.add_parser("translate", help="the same plan in another system's words")
+    to.add_argument("--to", required=True, metavar="SYSTEM", help=f"one of native, {', '.join(DIALECTS)}")
+    to.set_defaults(run=main_translate)
+    for command in (show, to):
+        command.add_argument("file", metavar="FILE", type=Path, help="run file or another system's configuration")
+        command.add_argument("overrides", metavar="table.key=value", nargs="*", help="changes to it")
+    print_table = commands.add_parser("table", help="docs/precision.md: who has which feature")
+    print_table.set_defaults(run=main_table)
+
+
+def main_show(args: argparse.Namespace) -> int:
+    """Runs `megaprec precision show`."""
+    found = understand(args.file, args.overrides)
+    console = Console()
+    console.print(plan_table(found))
+    if found.model is not None:
+        console.print(module_table(rows(found.plan, found.model)))
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False)
+    for line in advice(Scene(found.plan, found.microbatches, found.replicas)):
+        console.print(f"warning: {line}", markup=False)
+    return 0
+
+
+def main_translate(args: argparse.Namespace) -> int:
+    """Runs `megaprec precision translate`: TOML on stdout, what cannot be said as comments."""
+    if args.to not in ("native", *DIALECTS):
+        raise UserError(f'--to "{args.to}": no such system; there are native, {", ".join(DIALECTS)}')
+    found = understand(args.file, args.overrides)
+    settings = {key: entry.value for key, entry in found.settings.items()}
+    if args.to == "native":
+        print("\n".join(native_lines(found.plan, settings)))
+        return 0
+    translation = translate(found.plan, settings, args.to)
+    print("\n".join(table_lines(f"precision.{args.to}", translation.config)))
+    for line in translation.unsaid:
+        print(f"# not said: {line}")
+    return 0
+
+
+def main_table(args: argparse.Namespace) -> int:
+    """Runs `megaprec precision table`."""
+    print(table(), end="")
+    return 0
+
+
+def understand(path: Path, overrides: Sequence[str] = ()) -> Understood:
+    """Reads a run file, a part of one or another system's configuration. Raises UserError."""
+    content = _toml(path)
+    if "train" in content:
+        return _of_run(path, overrides)
+    if "precision" in content or "fp8" in content:
+        given, problems = given_in(path, overrides)
+        notes: list[str] = []
+    else:
+        pasted = read_pasted(path)
+        given, problems = given_in(None, overrides)
+        tables = {f"precision.{name}": Given(config, f"file {path}") for name, config in pasted.tables.items()}
+        given, notes = tables | given, pasted.notes
+    if problems:
+        raise UserError(*problems)
+    plan, settings, more = load_precision(given)
+    return Understood(plan, settings, (*notes, *more))
+
+
+def _toml(path: Path) -> Mapping[str, Any]:
+    """The file as TOML; empty if it is anything else."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return {}
+
+
+def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
+    config = load_run(path, overrides)
+    settings = {key: Given(config.get(key), config.origin(key)) for key in BESIDE if key in known_keys()}
+    settings |= {f"model.{key}": Given(value, config.origin(f"model.{key}")) for key, value in config.model}
+    model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
+    return Understood(config.plan, settings, config.notes, model, config.num_microbatches, config.parallel.data)
+
+
+def plan_table(found: Understood) -> Table:
+    """A row per field of the plan and per other key that was decided."""
+    made = Table(title="precision plan", title_justify="left")
+    for column in ("field", "value", "decided by"):
+        made.add_column(column, overflow="fold")
+    for name in FIELDS:
+        made.add_row(name, shown(getattr(found.plan, name)), found.plan.origin.get(name, "default"))
+    for key, entry in found.settings.items():
+        if found.model is None or key in BESIDE:
+            made.add_row(key, shown(entry.value), entry.origin)
+    return made
+
+
+def module_table(all_rows: Iterable[Row]) -> Table:
+    """A row per module: dtypes and bytes of the whole model, before it is cut over ranks."""
+    made = Table(title="modules, bytes of the whole model", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    made.add_column("module", overflow="fold")
+    for role in ROLES:
+        made.add_column(role, overflow="fold")
+    total: dict[str, int] = dict.fromkeys(ROLES, 0)
+    for row in all_rows:
+        made.add_row(row.name, *(_cell(row, role) for role in ROLES))
+        total = {role: total[role] + row.bytes.get(role, 0) for role in ROLES}
+    made.add_section()
+    made.add_row("all", *(size(total[role]) if total[role] else "" for role in ROLES))
+    return made
+
+
+def _cell(row: Row, role: str) -> str:
+    if role not in row.bytes:
+        return row.dtypes[role]
+    return f"{row.dtypes[role]}\n{size(row.bytes[role])}" if row.bytes[role] else "the same"
+
+
+def size(count: int) -> str:
+    """Bytes in a unit of three digits or so."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return f"{count}B"
+
+
+def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
+    """The plan as native tables of a run file, keys with their defaults left out."""
+    keys = native(plan)
+    tables: dict[str, dict[str, Any]] = {"precision": _needed(Precision, "precision", keys)}
+    tables |= {"fp8": fp8} if (fp8 := _needed(FP8, "fp8", keys)) else {}
+    for key, value in settings.items():
+        if key in known_keys():
+            name, _, leaf = key.partition(".")
+            tables.setdefault(name, {})[leaf] = value
+    lines = [line for name, values in tables.items() for line in [*table_lines(name, values), ""]][:-1]
+    unknown = [key for key in settings if key not in known_keys()]
+    return lines + [f"# not said: {key} = {toml(settings[key])}; not supported yet" for key in unknown]
+
+
+def _needed(kind: type[Precision] | type[FP8], table: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys without which the table would say something else: each that is not what the ones before it come to."""
+    needed: dict[str, Any] = {}
+    for name in kind.model_fields:
+        value = keys.get(f"{table}.{name}")
+        if value is not None and getattr(kind.model_validate(needed), name) != value:
+            needed[name] = value
+    return needed
+
+
+def table_lines(name: str, values: Mapping[str, Any]) -> list[str]:
+    """A TOML table, those in it as tables of their own."""
+    inner = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    plain = [f"{key} = {toml(value)}" for key, value in values.items() if key not in inner]
+    lines = [f"[{name}]", *plain] if plain or not inner else []
+    for key, value in inner.items():
+        lines += table_lines(f"{name}.{key}", value)
+    return lines

@@ -1,0 +1,214 @@
+"""docs/precision.md: which feature of mixed precision each of five systems has, and what proves it of megaprec.
+
+A row is a feature that one of their documentations names. megaprec's column says "runs" where a test trains or
+computes with it, "read" where a configuration that asks for it is resolved to a plan; those tests are linked.
+`python -m tools.precision_table` writes the page.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+SYSTEMS = ("NxD", "SMP", "Colossal-AI", "InternEvo", "NeMo")
+PAGE = Path(__file__).parent.parent / "docs" / "precision.md"
+HEAD = """# Mixed precision in five systems' words
+
+A run file says its precision natively (`megaprec keys`) or in the words of one other system: `[precision.nxd]`,
+`[precision.smp]`, `[precision.colossalai.fp16]`, `[precision.internevo]` or `[precision.nemo]`. The docstrings of
+`megaprec/dialects/` list their keys. Two commands help:
+
+```sh
+megaprec precision show run.toml                    # the plan it comes to, each field with the key that decided it
+megaprec precision translate run.toml --to nemo     # the same plan in another system's words, and what they cannot say
+```
+
+Both also take a file as users of those systems have it: Python, which is read and never run, JSON or TOML.
+
+Below: "yes" and "no" are what the system's documentation or code has, "part" what it has with restrictions, "?" what
+was not looked at. In the column of megaprec "runs" means that the linked test computes with it, "read" that the linked
+test shows how a configuration that asks for it is understood; it does not mean that a run does it yet. This page is
+made by `python -m tools.precision_table`.
+
+"""
+Have = Literal["yes", "part", "no", "?"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """systems: what each of SYSTEMS has, in order. proofs: tests as "file::function", without folder and ending."""
+
+    name: str
+    systems: tuple[Have, Have, Have, Have, Have]
+    megaprec: Literal["runs", "read"]
+    proofs: tuple[str, ...]
+
+
+KEY = "test_dialect_keys::test_a_key_changes_what_it_decides_and_nothing_else"
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        "FP16 parameters with FP32 masters",
+        ("no", "yes", "yes", "yes", "yes"),
+        "runs",
+        ("test_amp::test_every_layout_skips_the_same_steps_at_the_same_scales",),
+    ),
+    Feature(
+        "masters made from values that were not rounded",
+        ("?", "yes", "no", "no", "no"),
+        "runs",
+        ("test_optimizer::test_masters_are_made_of_the_values_before_they_are_rounded",),
+    ),
+    Feature(
+        "masters as the defaults follow ZeRO-1 (`use_master_weights`)",
+        ("yes", "no", "no", "no", "no"),
+        "read",
+        ("test_precision_run::test_zero_of_the_run_is_zero_of_nxd", KEY),
+    ),
+    Feature("weights without masters, stochastically rounded", ("yes", "no", "no", "no", "no"), "read", (KEY,)),
+    Feature("masters left out of checkpoints", ("yes", "no", "no", "no", "no"), "read", (KEY,)),
+    Feature(
+        "autocast over FP32 parameters (TORCH, O1)",
+        ("no", "no", "yes", "no", "no"),
+        "read",
+        (
+            "test_dialects::test_colossalai_torch_defaults_are_those_of_torchs_gradient_scaler",
+            "test_dialects::test_apex_levels",
+        ),
+    ),
+    Feature(
+        "optimization levels O0 to O3", ("no", "no", "yes", "no", "no"), "read", ("test_dialects::test_apex_levels",)
+    ),
+    Feature(
+        "dynamic loss scaling with hysteresis",
+        ("no", "no", "yes", "yes", "yes"),
+        "runs",
+        ("test_scaler::test_the_scale_takes_the_course_of_megatron",),
+    ),
+    Feature(
+        "constant loss scale",
+        ("no", "no", "yes", "no", "yes"),
+        "runs",
+        ("test_scaler::test_a_constant_scale_never_changes_and_neither_takes_nor_gives_state",),
+    ),
+    Feature(
+        "bounds of the scale",
+        ("no", "no", "yes", "yes", "part"),
+        "runs",
+        ("test_scaler::test_the_scaler_follows_its_rules_and_stays_within_its_bounds",),
+    ),
+    Feature(
+        "one decision to skip over tensor, pipeline and data ranks",
+        ("no", "part", "part", "part", "yes"),
+        "runs",
+        ("test_amp::test_one_bad_gradient_element_anywhere_makes_every_rank_skip_and_changes_nothing",),
+    ),
+    Feature(
+        "clipping by the global norm, each element counted once",
+        ("yes", "?", "part", "part", "yes"),
+        "runs",
+        ("test_optimizer::test_every_logical_element_is_counted_by_exactly_one_rank",),
+    ),
+    Feature("clipping asked for in the system's own key", ("part", "no", "yes", "yes", "no"), "read", (KEY,)),
+    Feature(
+        "ZeRO-1 (with and without it the same bits)",
+        ("yes", "part", "yes", "yes", "yes"),
+        "runs",
+        ("test_optimizer::test_zero_on_and_off_train_the_same_model_bit_for_bit",),
+    ),
+    Feature("dtype of gradient accumulation", ("yes", "part", "no", "no", "yes"), "read", (KEY,)),
+    Feature(
+        "dtype of gradient reduction, following from a recipe",
+        ("no", "no", "no", "no", "yes"),
+        "read",
+        ("test_dialects::test_nemo_recipes",),
+    ),
+    Feature(
+        "dtype of gradient reduction, following from that of the parameters",
+        ("no", "yes", "no", "no", "no"),
+        "read",
+        ("test_dialects::test_fsdp1_reduces_in_the_dtype_of_parameters_unless_told_otherwise",),
+    ),
+    Feature("dtype of buffers", ("no", "yes", "no", "part", "no"), "read", (KEY,)),
+    Feature(
+        "which inputs are cast, dtype of outputs",
+        ("no", "yes", "part", "part", "no"),
+        "runs",
+        (
+            "test_wrap::test_a_planned_model_has_the_dtypes_of_its_plan",
+            "test_wrap::test_inner_modules_cast_what_they_are_given_if_the_plan_says_so",
+        ),
+    ),
+    Feature(
+        "parts of a model kept in FP32, unrounded",
+        ("part", "part", "part", "part", "part"),
+        "runs",
+        ("test_wrap::test_a_part_marked_fp32_keeps_its_values_and_computes_in_fp32",),
+    ),
+    Feature(
+        "buffers averaged over an axis",
+        ("no", "no", "yes", "yes", "no"),
+        "runs",
+        ("test_wrap::test_floating_buffers_are_averaged_over_their_axis_in_training_and_once_in_evaluation",),
+    ),
+    Feature(
+        "TF32 for the time of a run",
+        ("no", "no", "no", "part", "no"),
+        "runs",
+        ("test_precision_run::test_tf32_is_on_for_the_time_of_a_run_that_asks_for_it",),
+    ),
+    Feature(
+        "TF32's numbers without a GPU",
+        ("no", "no", "no", "no", "no"),
+        "runs",
+        ("test_tf32::test_every_number_goes_to_the_nearest_tf32_and_ties_away_from_zero",),
+    ),
+    Feature(
+        "a model in InternEvo's words",
+        ("no", "no", "no", "yes", "no"),
+        "read",
+        ("test_precision_run::test_a_model_in_internevos_words_is_the_model",),
+    ),
+    Feature("FP8 with delayed scaling", ("no", "yes", "no", "no", "yes"), "read", (KEY,)),
+    Feature(
+        "FP8 with current, block and MX scaling",
+        ("no", "part", "no", "no", "yes"),
+        "read",
+        ("test_dialects::test_nemos_other_fp8_recipes", KEY),
+    ),
+    Feature("weights kept in FP8 (`fp8_params`)", ("no", "no", "no", "no", "yes"), "read", (KEY,)),
+    Feature(
+        "every contradiction refused, with key, value and remedy",
+        ("part", "?", "part", "part", "part"),
+        "runs",
+        ("test_dialects::test_what_cannot_be_is_refused_with_key_value_remedy_and_whose_rule_it_is",),
+    ),
+    Feature(
+        "the same plan in another system's words",
+        ("no", "no", "no", "no", "no"),
+        "runs",
+        ("test_dialect_translation::test_what_is_not_listed_as_unsaid_is_said",),
+    ),
+)
+
+
+def table() -> str:
+    """The page, as Markdown."""
+    return HEAD + "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield f"| feature | {' | '.join(SYSTEMS)} | megaprec |"
+    yield "|---" * (len(SYSTEMS) + 2) + "|"
+    for feature in FEATURES:
+        links = ", ".join(map(_link, feature.proofs))
+        yield f"| {feature.name} | {' | '.join(feature.systems)} | {feature.megaprec}: {links} |"
+
+
+def _link(proof: str) -> str:
+    """The law that the test states, linked to its file."""
+    file, _, function = proof.partition("::")
+    return f"[{function.removeprefix('test_').replace('_', ' ')}](../tests/{file}.py)"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(table(), encoding="utf-8")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from megaprec.data.text import Source
@@ -45,3 +45,14 @@ class Steps:
 
     def stop(self) -> None:
         self._bar.stop()
+
+
+@contextmanager
+def moving(what: str, size: int) -> Iterator[Callable[[int, str], None]]:
+    """Shows, on stderr, how much of `size` bytes is moved; yields a function of the bytes just moved and a word."""
+    console = Console(stderr=True)
+    words = TextColumn("{task.description}", markup=False)
+    columns = (words, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=size)
+        yield lambda moved, said: bar.update(task, advance=moved, description=said)

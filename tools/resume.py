@@ -10,10 +10,7 @@ from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.corpus import Corpus
-from tools.run import RunConfig
-
-# keys of [model] that may change in the middle of a run
-FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss"}
+from tools.run import FREE, RunConfig
 
 
 def check_resumable(config: RunConfig, corpus: Corpus | None = None) -> None:

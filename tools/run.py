@@ -30,12 +30,16 @@ from models.presets import PRESETS
 from models.stages import cuts
 from parallel.schedule import Schedule
 from tools.checks import cross_problems, lr_schedule, pipeline_schedule
+from tools.convert.hf import CONFIG, TOKENIZER_FILES, hf_model
+from tools.convert.vocabulary import main_file
 from tools.precision_native import plan_of, resolve_dialect, with_origins
 from tools.settings import FP8, LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 from tools.toml import Given, toml
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
+# keys of [model] that do not make it another model
+FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss"}
 PLAINER = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
@@ -180,6 +184,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     problems += wrong
     problems += _unknown(given)
     problems += _add_preset(given)
+    problems += _add_initial(given)
     length = given.get("train.seq_length")
     if length is not None and isinstance(length.value, int):
         given.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
@@ -297,6 +302,29 @@ def _add_preset(given: dict[str, Given]) -> list[str]:
     for name, value in PRESETS[chosen.value].items():
         given.setdefault(f"model.{name}", Given(value, f"preset {chosen.value}"))
     return []
+
+
+def _add_initial(given: dict[str, Given]) -> Iterator[str]:
+    """Puts in what the folder of train.init_from says of model and tokenizer; yields what contradicts it."""
+    asked = given.get("train.init_from")
+    if asked is None or not isinstance(asked.value, str) or not asked.value:
+        return
+    folder = Path(asked.value).expanduser()
+    try:
+        said = hf_model(folder)
+    except UserError as error:
+        yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
+        return
+    origin = f"{folder / CONFIG}"
+    free = FREE | ({"max_positions"} if said.positions == "rope" else set())
+    for name, value in said.model_dump().items():
+        chosen = given.setdefault(f"model.{name}", Given(value, origin))
+        left_open = name in ("vocab", "head_dim") and chosen.value == 0
+        if chosen.value != value and name not in free and not left_open:
+            there = f"it is {toml(value)} in {origin}; leave it out, or leave train.init_from out"
+            yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
+    if tokenizer := main_file([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]):
+        given.setdefault("data.tokenizer", Given(str(tokenizer), origin))
 
 
 def _unknown(given: Mapping[str, Given]) -> Iterator[str]:

@@ -19,6 +19,9 @@ from megaprec.data.files import beside
 from megaprec.errors import UserError
 from parallel.mesh import make_mesh, told_by_first, world
 from tools.checks import check_all
+from tools.convert.command import write_model
+from tools.convert.formats import open_source
+from tools.convert.initial import open_initial
 from tools.corpus import Corpus, check_sources, open_corpus, open_made
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.plots import plot_run
@@ -33,23 +36,29 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="pretrain a model", description=__doc__)
     parser.add_argument("file", metavar="RUN.toml", help="the run file (`megaprec keys` lists its keys)")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument(
+        "--export-hf", metavar="DIR", help="also leave the trained model there as a Hugging Face folder"
+    )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs `megaprec train`."""
-    config = load_run(args.file, args.overrides)
+    config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     if joined_world():
-        return _run_rank(config)
+        return _run_rank(config, export)
+    if export and export.exists():
+        raise UserError(f"--export-hf {export}: it is there already; give another folder")
     _open_checked(config)
     if config.world_size == 1:
-        return _run_rank(config)
-    return launch_local(["train", args.file, *args.overrides], config.world_size, config.train.threads)
+        return _run_rank(config, export)
+    options = ["--export-hf", str(export)] if export else []
+    return launch_local(["train", args.file, *args.overrides, *options], config.world_size, config.train.threads)
 
 
 def _open_checked(config: RunConfig) -> Corpus:
     """Looks for all that can be wrong before anything is written, then opens or builds the data, and looks again."""
-    check_all(config, _device, _check_fp8, _check_folders, check_sources, check_resumable)
+    check_all(config, _device, _check_fp8, _check_folders, check_sources, check_resumable, _check_initial)
     corpus = open_corpus(config)
     check_resumable(config, corpus)
     return corpus
@@ -77,7 +86,13 @@ def _check_folders(config: RunConfig) -> None:
             raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
 
 
-def _run_rank(config: RunConfig) -> int:
+def _check_initial(config: RunConfig) -> None:
+    """Raises UserError if the weights to begin with are not whole."""
+    if config.train.init_from:
+        open_initial(Path(config.train.init_from))
+
+
+def _run_rank(config: RunConfig, export: Path | None) -> int:
     check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
@@ -89,6 +104,8 @@ def _run_rank(config: RunConfig) -> int:
         first = dist.get_rank() == 0
     if first:
         print_outcome(config, plot_run(Path(config.train.folder)) if config.log.plot else None)
+        if export:
+            write_model(open_source(Path(config.train.folder)), "hf", export)
     return 0
 
 

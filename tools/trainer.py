@@ -26,6 +26,7 @@ from models.optimistic import OptimisticEngine
 from models.stages import Stage
 from parallel.recording import Recording
 from tools.checks import make_rule
+from tools.convert.initial import start_from
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.run import RunConfig
@@ -77,6 +78,8 @@ class Trainer:
         self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
         if checkpoint:
             self._resume(checkpoint)
+        elif train.init_from:
+            start_from(Path(train.init_from), self.engine.optimizer)
         self._taken = self.progress.step
         self._seconds: deque[float] = deque()  # of the steps taken whose outcome is not known
 

@@ -36,6 +36,8 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
     )
     if p.pipeline > 1:
         print(f"stages     {_stages(config, corpus)}")
+    if config.train.init_from and not resumed:
+        print(f"weights    from {config.train.init_from}")
     if resumed:
         left = (
             f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"

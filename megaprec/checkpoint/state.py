@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from megaprec.buffer import Buffer, Piece
 from megaprec.checkpoint.folder import begin, commit, partial_path, sync
 from megaprec.checkpoint.store import FORMAT, INDEX, Store
 from megaprec.errors import UserError
+from megaprec.layout import Part
 from megaprec.optimizer import ParallelAMPOptimizer
 
 
@@ -67,6 +68,20 @@ def load(path: Path, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
     return store.index
 
 
+class Weights(Protocol):
+    """What slices of logical tensors can be read from, by kind ("weight")."""
+
+    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor: ...
+
+
+@torch.no_grad()
+def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
+    """Takes up weights alone, from wherever they are; moments, step count and scaler stay. Each rank reads its own."""
+    for buffer in optimizer.all_buffers():
+        _read_into(weights, "weight", buffer)
+        buffer.publish(optimizer.steps)
+
+
 def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer) -> Store:
     problem: UserError | None = None
     store: Store | None = None
@@ -111,7 +126,7 @@ def _held(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
             yield piece, first, last
 
 
-def _read_into(store: Store, kind: str, buffer: Buffer) -> None:
+def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
     for piece, first, last in _held(buffer):
         read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
         buffer.restore(kind, first - buffer.first, read)

@@ -1,0 +1,1 @@
+"""Weights, optimizer state and tokenizers of other systems: read, written, compared."""

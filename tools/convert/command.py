@@ -1,0 +1,82 @@
+"""`megaprec convert SRC DST`: a model from one format into another, verified.
+
+Formats: a Hugging Face folder, a checkpoint or run directory of megaprec, a Megatron-LM checkpoint. What SRC is, is
+seen from its files; what DST becomes, says --to. Works offline, on the CPU, and holds about one tensor in memory;
+killed, it goes on where it was when the same command is given again. DST is there when it is whole.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaprec.errors import UserError
+from tools.convert.formats import FORMATS, open_source
+from tools.convert.hf import hf_target
+from tools.convert.megatron_write import MegatronLayout, megatron_target
+from tools.convert.native import native_target
+from tools.convert.source import Source
+from tools.convert.target import Target, convert
+from tools.convert.verify import compare_logits
+from tools.convert.vocabulary import check_tokenizer
+from tools.progress import moving
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `convert`."""
+    parser = subparsers.add_parser(
+        "convert", help="Hugging Face, megaprec, Megatron: each to each", description=__doc__
+    )
+    parser.add_argument("source", metavar="SRC", type=Path, help="a folder of any of the three formats")
+    parser.add_argument("destination", metavar="DST", type=Path, help="a folder that is not there yet")
+    parser.add_argument("--to", choices=FORMATS, help="format of DST; default: hf for ours, ours for others")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of a Megatron DST")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages of a Megatron DST")
+    parser.add_argument(
+        "--layers", choices=("te", "local"), default="te", help="whose names a Megatron DST has: Transformer Engine's"
+    )
+    parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if a Megatron SRC does not say")
+    parser.add_argument("--verify", choices=("logits",), help="compare the models' FP32 logits too; holds both models")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec convert`."""
+    source = open_source(args.source, args.vocab)
+    to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    write_model(source, to, args.destination, dtype, MegatronLayout(args.tp, args.pp, args.layers == "te"))
+    if args.verify:
+        print(compare_logits(source.path, args.destination, args.vocab))
+    return 0
+
+
+def write_model(
+    source: Source,
+    to: str,
+    destination: Path,
+    dtype: torch.dtype | None = None,
+    layout: MegatronLayout | None = None,
+) -> None:
+    """Writes `source` to `destination` in the format `to`, with progress on a terminal, and says what was written."""
+    if destination.exists():
+        raise UserError(f"{destination} is there already: give another folder, or remove it")
+    check_tokenizer(source.tokenizer, source.model.vocab)
+    target = _target(source, to, dtype, layout or MegatronLayout())
+    with moving(f"{source.path} to {destination}", 2 * target.size) as report:
+        convert(source, target, destination, report)
+    left = [kind for kind in source.kinds if not any(key.startswith(f"{kind}/") for key in target.dtypes)]
+    print(
+        f"{destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written once and read back"
+        + (f"; left out: {', '.join(left)}" if left else "")
+    )
+
+
+def _target(source: Source, to: str, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:
+    if to == "hf":
+        return hf_target(source, dtype)
+    return native_target(source, dtype) if to == "megaprec" else megatron_target(source, dtype, layout)

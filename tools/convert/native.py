@@ -1,0 +1,163 @@
+"""A checkpoint of ours as source and target of conversions."""
+
+import json
+from dataclasses import asdict
+from functools import partial as bind
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.store import FORMAT, INDEX, Store
+from megaprec.errors import UserError
+from megaprec.plan import LossScaling
+from megaprec.watch import OverflowWatch
+from models.config import ModelConfig
+from tools.convert.config import make_model
+from tools.convert.hf import check_tensors
+from tools.convert.rules import Match, logical_shapes
+from tools.convert.source import Facts, Origin, Source
+from tools.convert.target import Place, Target, Write
+from tools.convert.tensors import Stored, reserve_safetensors, safetensors_in
+from tools.convert.transforms import SAME
+from tools.resume import kept
+from tools.trainer import Progress
+
+MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safetensors"
+
+
+def find_native(path: Path) -> Path | None:
+    """`path`, or the newest checkpoint of the run directory `path`; None if there is none."""
+    found = latest(path / "checkpoints") or latest(path) or path
+    return found if (found / INDEX).is_file() else None
+
+
+def open_native(path: Path) -> Source:
+    """Opens a checkpoint. UserError if it is damaged or does not hold the model it describes."""
+    store = Store(path)
+    model = make_model(kept(store, "model"), f"{path / INDEX}")
+    index = store.index
+    _check(path, model, store)
+    files = {name: safetensors_in(store.file(name)) for name in index["files"] if name.endswith(".safetensors")}
+    origins = [
+        Origin(key, (key,), (tuple(e["shape"]),), getattr(torch, e["dtype"]), bind(_assembled, store, key, files))
+        for key, e in sorted(index["tensors"].items(), key=lambda item: item[0].split("/", 1)[::-1])
+    ]
+    names = [index["tokenizer"], "tokenizer_config.json"] if index.get("tokenizer") else []
+    facts = Facts(
+        index["optimizer"]["steps"],
+        index["optimizer"]["scaler"],
+        index["optimizer"].get("rule", {}),
+        *({} if index.get(key) is None else index[key] for key in ("progress", "watch", "precision", "layout")),
+    )
+    return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
+
+
+def _check(path: Path, model: ModelConfig, store: Store) -> None:
+    for kind in dict.fromkeys(key.split("/", 1)[0] for key in store.index["tensors"]):
+        if shapes := store.shapes(kind):
+            found = [Match(n, (n,), SAME, "whole", s) for n, s in logical_shapes(model).items()]
+            check_tensors(path, found, {n: torch.empty(s, device="meta") for n, s in shapes.items()})
+
+
+def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> list[Tensor]:
+    """A logical tensor, put together from the chunks that ranks wrote."""
+    entry = store.index["tensors"][key]
+    kind, name = key.split("/", 1)
+    whole: Tensor | None = None
+    filled = 0
+    for chunk in entry["chunks"]:
+        stored = files[chunk["file"]].get(name if kind == "weight" else key)
+        if stored is None or list(stored.shape) != chunk["shape"]:
+            break
+        values = stored.read()
+        filled += values.numel()
+        if list(values.shape) == entry["shape"]:
+            whole = values
+            continue
+        whole = torch.empty(entry["shape"], dtype=values.dtype) if whole is None else whole
+        spans = zip(chunk["offset"], chunk["shape"], strict=True)
+        whole[tuple(slice(first, first + n) for first, n in spans)] = values
+    if whole is None or filled != prod(entry["shape"]):
+        raise UserError(f"{store.path} lacks a part of {key}: it is damaged")
+    return [whole]
+
+
+def native_target(source: Source, dtype: torch.dtype | None) -> Target:
+    """A checkpoint with all that `source` has: weights in `dtype` or the dtype they have, moments as they are."""
+    names = list(logical_shapes(source.model))
+    dtypes = {
+        f"{kind}/{name}": (dtype if kind == "weight" else None) or source.dtype(f"{kind}/{name}")
+        for kind in source.kinds
+        for name in names
+    }
+    size = sum(prod(source.shapes[key]) * kind.itemsize for key, kind in dtypes.items())
+
+    def reserve(folder: Path, write: bool) -> list[Write]:
+        writes = []
+        for file, inside in _files(dtypes).items():
+            tensors = {_name(key): (dtypes[key], source.shapes[key]) for key in inside}
+            starts = reserve_safetensors(folder / file, tensors, write)
+            writes += [
+                Write(key, (key,), _only, (Place(file, starts[_name(key)], bind(_as, dtypes[key])),)) for key in inside
+            ]
+        return writes
+
+    def finish(folder: Path) -> None:
+        for file in source.tokenizer:
+            (folder / file.name).write_bytes(file.read_bytes())
+        _write_index(folder, source, dtypes)
+
+    return Target({"to": "megaprec", "dtype": str(dtype)}, size, dtypes, reserve, finish, open_native)
+
+
+def _files(dtypes: dict[str, torch.dtype]) -> dict[str, list[str]]:
+    weights = [key for key in dtypes if key.startswith("weight/")]
+    moments = [key for key in dtypes if not key.startswith("weight/")]
+    return {MODEL_FILE: weights} | ({OPTIMIZER_FILE: moments} if moments else {})
+
+
+def _name(key: str) -> str:
+    return key.removeprefix("weight/")
+
+
+def _only(parts: Any) -> Tensor:
+    return parts[0]
+
+
+def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
+    return values.to(dtype)
+
+
+def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -> None:
+    facts = source.facts
+    progress = facts.progress or asdict(Progress(facts.steps, facts.steps))
+    tokenizer = [file.name for file in source.tokenizer if file.name in ("tokenizer.json", "tokenizer.model")]
+    tensors = {
+        key: {
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": (shape := list(source.shapes[key])),
+            "chunks": [{"file": file, "offset": [0] * len(shape), "shape": shape}],
+        }
+        for file, inside in _files(dtypes).items()
+        for key, dtype in ((key, dtypes[key]) for key in inside)
+    }
+    index = {
+        "model": json.loads(source.model.model_dump_json()),
+        "progress": progress,
+        "watch": facts.watch or OverflowWatch(LossScaling()).state_dict(),
+        "layout": facts.layout,
+        "precision": facts.precision,
+        "tokenizer": (tokenizer or [file.name for file in source.tokenizer][:1] or [""])[0],
+        "torch": torch.__version__,
+        "converted_from": {"format": source.kind, "folder": source.path.name},
+        "step": progress["step"],
+        "optimizer": {"steps": facts.steps, "scaler": facts.scaler, "rule": facts.rule},
+        "format": FORMAT,
+        "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != "journal.jsonl"},
+        "tensors": tensors,
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=1))

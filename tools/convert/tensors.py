@@ -1,0 +1,136 @@
+"""Where tensors lie in files, and reading and writing them one at a time.
+
+Files are read with plain reads, not mapped, so that a program's memory is what it holds and not what it has seen.
+A safetensors file is 8 bytes with the length of a JSON header, the header, and the values one after another; since
+the header can be written before any value is known, a file of any size is filled in place, tensor by tensor.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megaprec.errors import UserError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. start: byte where its storage's first element of it lies. strides: in elements."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """The tensor. UserError if the file ends before it."""
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if self.strides is None:
+            return self._elements(prod(self.shape)).view(self.shape)
+        span = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return self._elements(span).as_strided(self.shape, self.strides)
+
+    def rows(self, top: int, bottom: int) -> Tensor:
+        """Rows [top, bottom), without reading the others."""
+        if self.strides is not None:
+            return self.read()[top:bottom]
+        row = prod(self.shape[1:])
+        start = self.start + top * row * self.dtype.itemsize
+        return replace(self, shape=(bottom - top, *self.shape[1:]), start=start).read()
+
+    def _elements(self, count: int) -> Tensor:
+        size = count * self.dtype.itemsize
+        if self.start < 0 or self.start + size > self.file.stat().st_size:
+            raise UserError(f"{self.file} is truncated: it ends before its tensors do")
+        values = torch.empty(size, dtype=torch.uint8)
+        with open(self.file, "rb", buffering=0) as file:
+            file.seek(self.start)
+            rest = values.numpy().data
+            while rest and (done := file.readinto(rest)):
+                rest = rest[done:]
+        return values.view(self.dtype)
+
+
+def safetensors_in(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file. UserError if it is damaged (the safetensors library looks)."""
+    try:
+        with safe_open(file, "pt"):
+            pass
+        with open(file, "rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length))
+    except (OSError, SafetensorError, ValueError, struct.error) as error:
+        raise UserError(f"{file} cannot be read as safetensors: {error}") from error
+    header.pop("__metadata__", None)
+    if unknown := {entry["dtype"] for entry in header.values()} - DTYPES.keys():
+        raise UserError(f"{file} holds values of type {', '.join(sorted(unknown))}, which cannot be converted")
+    return {
+        name: Stored(file, DTYPES[e["dtype"]], tuple(e["shape"]), 8 + length + e["data_offsets"][0])
+        for name, e in header.items()
+    }
+
+
+def reserve_safetensors(
+    file: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], write: bool
+) -> dict[str, int]:
+    """Makes a safetensors file with room for `tensors` (unless it is there); returns the byte where each begins."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end, offsets = 0, {}
+    for name, (dtype, shape) in tensors.items():
+        offsets[name], end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [offsets[name], end]}
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    if write:
+        with open(file, "wb") as opened:
+            opened.write(struct.pack("<Q", len(content)) + content)
+            allocate(opened.fileno(), 8 + len(content) + end)
+    return {name: 8 + len(content) + offset for name, offset in offsets.items()}
+
+
+def allocate(descriptor: int, size: int) -> None:
+    """Takes the room for a file of `size` bytes now, so that a full disk shows before the work and not after it."""
+    if size:
+        os.posix_fallocate(descriptor, 0, size)
+
+
+def fill(file: Path, start: int, values: Tensor) -> None:
+    """Writes `values` at byte `start` of a file that has room for them."""
+    content = raw(values)
+    with open(file, "r+b", buffering=0) as opened:
+        opened.seek(start)
+        while content:
+            content = content[opened.write(content) :]
+
+
+def raw(values: Tensor) -> memoryview:
+    """The bytes of a tensor, in its logical order."""
+    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,193 @@
+"""A program of its own: lists what is in a torch file of unknown origin, without trusting it.
+
+    python -P untrusted.py PATH ...        each a file of torch.save, or the folder of a distributed checkpoint
+
+Such files are pickles. This process unpickles them, and it alone, under limits of memory, time and open files and
+unable to write any; through torch's own unpickler of weights, which makes tensors and plain containers and calls
+nothing else. Names of harmless kinds (settings, enumerations, random states) stand for empty objects of a class from
+here; a file with any other name is refused. No value of a tensor is read: the answer, JSON on stdout, says where in
+the file it lies, and whoever asked reads it from there.
+"""
+
+import argparse
+import io
+import json
+import pickle
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MEMORY = 4 << 30  # bytes more than torch itself takes
+SECONDS = 300
+HARMLESS = ("megatron.", "transformer_engine.", "numpy.", "signal.", "pathlib.", "enum.", "_io.BytesIO")
+METADATA = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
+
+
+class Inert:
+    """Stands for an object that nothing is wanted of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __hash__(self) -> int:
+        return hash(repr(self.args))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Inert) and self.args == other.args
+
+
+def limit() -> None:
+    """From here on this process can neither take much memory or time, nor write files, nor start processes."""
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+
+
+def described(value: Any) -> Any:
+    """A JSON value: [kind, content]."""
+    if isinstance(value, torch.Tensor):
+        storage: Any = value.untyped_storage()
+        start = storage._checkpoint_offset + value.storage_offset() * value.dtype.itemsize
+        return ["tensor", [str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride()), start]]
+    if isinstance(value, argparse.Namespace):
+        return ["dict", [[k, described(v)] for k, v in vars(value).items()]]
+    if isinstance(value, dict):
+        return ["dict", [[k, described(v)] for k, v in value.items() if isinstance(k, str | int)]]
+    if isinstance(value, list | tuple | torch.Size):
+        return ["list", [described(v) for v in value]]
+    if value is None or isinstance(value, str | int | float | bool):
+        return ["plain", value]
+    if isinstance(value, torch.dtype):
+        return ["plain", str(value)]
+    return ["other", type(value).__name__]
+
+
+def unpickled(file: Path | io.BytesIO) -> Any:
+    """Contents of a torch file, its tensors without values. Raises if it is none, or refers to what is not harmless."""
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # reads the names, makes nothing
+    if foreign := [name for name in names if not name.startswith(HARMLESS) and name != "argparse.Namespace"]:
+        raise ValueError(f"it refers to {', '.join(foreign)}, which is not among the kinds of objects that are let in")
+    inert: list[Callable | tuple[Callable, str]] = [(Inert, name) for name in names if name != "argparse.Namespace"]
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+    with torch.serialization.safe_globals([argparse.Namespace, *inert]):
+        return torch.load(file, map_location="meta", weights_only=True)
+
+
+class Metadata(pickle.Unpickler):
+    """Of a distributed checkpoint's .metadata: classes of torch's that only hold values are stood for by `Record`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in METADATA and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ":
+            return type(name, (Record,), {})
+        if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
+            return {"Size": torch.Size, "_get_layout": str}[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in (("collections", "OrderedDict"), ("builtins", "dict"), ("builtins", "set")):
+            return {"OrderedDict": dict, "dict": dict, "set": set}[name]
+        if module.startswith(HARMLESS):
+            return Inert
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not among the classes that are let in")
+
+
+class Record:
+    """An object with the fields that the pickle gives it."""
+
+    def __new__(cls, *args: Any) -> "Record":
+        made = super().__new__(cls)
+        made.args = args  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(plain(self), default=repr, sort_keys=True))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Record) and plain(self) == plain(other)
+
+
+def plain(value: Any) -> Any:
+    """A Record as a dict of its fields, all the way down."""
+    if isinstance(value, Record):
+        return {k: plain(v) for k, v in vars(value).items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def distributed(folder: Path) -> Any:
+    """The tensors of a distributed checkpoint: name -> dtype, shape and chunks, each with its place in a file."""
+    with open(folder / ".metadata", "rb") as file:
+        metadata = Metadata(file).load()
+    places = {}
+    for index, info in metadata.storage_data.items():
+        offset = tuple(index.offset) if getattr(index, "offset", None) is not None else None
+        places[index.fqn, offset] = info
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not hasattr(entry, "chunks"):
+            continue
+        chunks = [
+            _chunk(folder, places[name, tuple(chunk.offsets)], list(chunk.offsets), list(chunk.sizes))
+            for chunk in entry.chunks
+        ]
+        tensors[name] = {"shape": list(entry.size), "chunks": chunks}
+    return tensors
+
+
+def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict[str, Any]:
+    """Every chunk is a file of torch.save inside of a file."""
+    file = folder / info.relative_path
+    if file.parent != folder or not file.is_file():
+        raise ValueError(f".metadata names {info.relative_path}, which is not in the folder")
+    with open(file, "rb") as opened:
+        opened.seek(info.offset)
+        inside = io.BytesIO(opened.read(info.length))
+    kind, content = described(unpickled(inside))
+    if kind != "tensor" or content[1] != shape:
+        raise ValueError(f"{file} does not hold the {shape} that .metadata says")
+    dtype, shape, strides, start = content
+    return {
+        "file": file.name,
+        "dtype": dtype,
+        "shape": shape,
+        "strides": strides,
+        "start": info.offset + start,
+        "offset": offset,
+    }
+
+
+def main(paths: Sequence[str]) -> None:
+    """Prints what is in each path, or in which the first fault is."""
+    limit()
+    answers = []
+    for path in map(Path, paths):
+        try:
+            answers.append(distributed(path) if path.is_dir() else described(unpickled(path)))
+        except Exception as error:  # whatever a file can provoke is the file's fault
+            reason = " ".join(str(error).split())[:600]
+            print(f"{path} is not opened: {type(error).__name__}: {reason}", file=sys.stderr)
+            sys.exit(1)
+    json.dump(answers, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

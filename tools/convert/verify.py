@@ -1,0 +1,84 @@
+"""The proof that a conversion is right: two folders, the same tokens, the same logits.
+
+A rearrangement in the wrong order leaves shapes, norms and even much of the behaviour as they were, so nothing less
+than logits in FP32 within a tight bound tells. A Hugging Face folder is run by transformers, that is by code that knows
+nothing of ours; a checkpoint of ours, or of Megatron, by our model.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from megaprec.layout import layout_of
+from megaprec.plan import plan
+from models.stages import Stage, cuts
+from parallel.context import Context
+from tools.convert.formats import open_source
+from tools.convert.hf import is_hf
+from tools.convert.source import Source
+
+BOUND = 1e-5  # of the largest difference, for logits of size 1; relative to the largest logit where that is more
+TOKENS = 64
+SAMPLES = 2
+
+Forward = Callable[[Tensor], Tensor]  # int64 ids [b, s] -> logits [b, s, vocab]
+
+
+def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
+    """One line on how far apart the logits of two folders are. UserError if they are not the same model."""
+    source = open_source(first, vocab)
+    generator = torch.Generator().manual_seed(0)
+    length = min(TOKENS, source.model.max_positions)
+    ids = torch.randint(source.model.vocab, (SAMPLES, length), generator=generator)
+    one, other = (logits(path, ids, torch.float32, vocab) for path in (first, second))
+    apart, largest = (one - other).abs().max().item(), one.abs().max().item()
+    if not apart <= BOUND * max(1.0, largest):
+        raise UserError(
+            f"{first} and {second} are not the same model: FP32 logits differ by up to {apart:.3g} "
+            f"(largest logit {largest:.3g}, bound {BOUND:g})"
+        )
+    halves = [logits(path, ids, torch.bfloat16, vocab).argmax(-1) for path in (first, second)]
+    agree = (halves[0] == halves[1]).double().mean().item()
+    return (
+        f"logits of {ids.numel()} tokens: FP32 differ by at most {apart:.3g} (largest {largest:.3g}, bound {BOUND:g}), "
+        f"in bf16 {agree:.1%} of the likeliest tokens agree"
+    )
+
+
+@torch.no_grad()
+def logits(path: Path, ids: Tensor, dtype: torch.dtype, vocab: int | None = None) -> Tensor:
+    """FP32 [b, s, vocab], computed in `dtype`."""
+    forward = _theirs(path, dtype) if is_hf(path) else _ours(open_source(path, vocab), dtype)
+    return forward(ids).float()
+
+
+def _theirs(path: Path, dtype: torch.dtype) -> Forward:
+    try:
+        import transformers  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingImports]
+    except ImportError as problem:
+        raise UserError("--verify logits needs the package 'transformers': pip install megaprec[hf]") from problem
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager", local_files_only=True
+    )
+    model.eval()
+    return lambda ids: model(ids).logits
+
+
+def _ours(source: Source, dtype: torch.dtype) -> Forward:
+    stage = load_stage(source, "fp32" if dtype == torch.float32 else "bf16")
+    return lambda ids: stage(ids.t()).transpose(0, 1)
+
+
+def load_stage(source: Source, compute: str = "fp32") -> Stage:
+    """The whole model on this process, its weights those of `source`."""
+    config, chosen = source.model, plan(compute)
+    stage = Stage(config, Context(chosen), cuts(config, 1, config.max_positions)[0])
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.data = parameter.data.to(chosen.parameters)
+            for part, first, last in layout_of(parameter).spans():
+                parameter.view(-1)[first:last] = source.read(f"weight/{part.name}").reshape(-1)
+    return stage

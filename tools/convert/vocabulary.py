@@ -1,0 +1,156 @@
+"""Tokenizers on their way to Hugging Face: a tokenizer.json is copied, a SentencePiece model is put as one.
+
+What is written for a SentencePiece model splits texts into the same ids, with one exception that Hugging Face's
+format brings with it: special tokens such as `</s>` that are spelled out in a text become that token.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from megaprec.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megaprec.errors import UserError
+
+SPACE = "\u2581"  # SentencePiece's sign for a space
+CONFIG = "tokenizer_config.json"
+BPE = 2  # model_type in SentencePiece's trainer_spec
+PROBE = 'Ünï — 数字 😀\u200d👩 \t  def f(x):\n\n    return {"a": 1.5e-3}  # x\x00\x07\r\n' + "aaa   " * 9 + "\u0301é"
+
+
+def main_file(files: Sequence[Path]) -> Path | None:
+    """The file among a tokenizer's that defines it whole."""
+    named = [f for f in files if f.name not in (CONFIG, "special_tokens_map.json")]
+    return min(named, key=lambda f: f.suffix != ".json", default=None)
+
+
+def check_tokenizer(files: Sequence[Path], vocab: int) -> Tokenizer | None:
+    """The tokenizer, if there is one. UserError if it has more tokens than the model's vocabulary `vocab`."""
+    file = main_file(files)
+    if file is None:
+        return None
+    tokenizer = load_tokenizer(file)
+    if tokenizer.vocab_size > vocab:
+        raise UserError(f"{file} has {tokenizer.vocab_size} tokens, but the vocabulary of the model holds {vocab}")
+    return tokenizer
+
+
+def write_tokenizer(files: Sequence[Path], folder: Path) -> None:
+    """Writes into `folder` what AutoTokenizer needs. Raises UserError for a model that a tokenizer.json cannot say."""
+    file = main_file(files)
+    if file is None:
+        return
+    tokenizer = load_tokenizer(file)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        content = json.loads(file.read_text("utf-8"))
+    else:
+        content = _as_tokenizer_json(file)
+    (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    given = next((f for f in files if f.name == CONFIG), None)
+    if given:
+        (folder / CONFIG).write_bytes(given.read_bytes())
+    else:
+        (folder / CONFIG).write_text(json.dumps(_config(content, tokenizer), indent=2, ensure_ascii=False))
+    for extra in (f for f in files if f.name == "special_tokens_map.json"):
+        (folder / extra.name).write_bytes(extra.read_bytes())
+    if load_tokenizer(folder / "tokenizer.json").encode(PROBE) != tokenizer.encode(PROBE):
+        raise UserError(f"{file} cannot be put as a tokenizer.json: it would split texts otherwise")
+
+
+def _config(content: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer_config.json of a tokenizer that came without one."""
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for token in content.get("added_tokens") or ():
+        if token["id"] == tokenizer.eos:
+            config["eos_token"] = token["content"]
+        if token["content"] in ("<s>", "<unk>"):
+            config["bos_token" if token["content"] == "<s>" else "unk_token"] = token["content"]
+    return config
+
+
+def _as_tokenizer_json(file: Path) -> dict[str, Any]:
+    """A SentencePiece BPE model in the words of Hugging Face's tokenizers."""
+    model = sentencepiece.SentencePieceProcessor()
+    model.LoadFromSerializedProto(file.read_bytes())
+    dummy_prefix = _check_model(file)
+    pieces = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
+    special = [i for i in pieces.values() if model.is_control(i) or model.is_unknown(i)]
+    plain = {p: i for p, i in pieces.items() if not (i in special or model.is_byte(i) or model.is_unused(i))}
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    prefix = [{"type": "Prepend", "prepend": SPACE}] if dummy_prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if dummy_prefix else []
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(model.id_to_piece(i), i) for i in sorted(special)],
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, space]},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": model.id_to_piece(model.unk_id()),
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": pieces,
+            "merges": [[a, b] for a, b in _merges(plain, model)],
+        },
+    }
+
+
+def _added(content: str, number: int) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"id": number, "content": content, **flags}
+
+
+def _merges(plain: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
+    """Pairs of pieces that make a piece, the best-scored piece first: SentencePiece merges in that order."""
+    for piece in sorted(plain, key=lambda p: (-model.get_score(plain[p]), plain[p])):
+        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        known = [(a, b) for a, b in pairs if a in plain and b in plain]
+        yield from sorted(known, key=lambda pair: (plain[pair[0]], plain[pair[1]]))
+
+
+def _check_model(file: Path) -> bool:
+    """Whether texts get a space put before them. UserError for kinds of models that cannot be put."""
+    whole = dict(_fields(file.read_bytes()))
+    trainer, normalizer = dict(_fields(whole.get(2, b""))), dict(_fields(whole.get(3, b"")))
+    if trainer.get(3, 1) != BPE:
+        raise UserError(f"{file} is no byte-pair model; others cannot be put as a tokenizer.json here")
+    if normalizer.get(2) or normalizer.get(4, 1):
+        raise UserError(f"{file} rewrites texts before it splits them, which a tokenizer.json cannot say exactly")
+    return bool(normalizer.get(3, 1))
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of the fields of a protobuf message, of which a SentencePiece model is one."""
+    place = 0
+
+    def number() -> int:
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = content[place]
+            place += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while place < len(content):
+        key = number()
+        if key & 7 == 0:
+            yield key >> 3, number()
+            continue
+        length = {1: 8, 2: -1, 5: 4}[key & 7]
+        length = number() if length < 0 else length
+        yield key >> 3, content[place : place + length]
+        place += length

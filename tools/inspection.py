@@ -1,0 +1,82 @@
+"""`megaprec inspect PATH`: what a folder of any format holds - model, progress, layout, dtypes, sizes, digests."""
+
+import argparse
+import hashlib
+from collections import Counter
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.convert.formats import open_source
+from tools.convert.source import Source
+from tools.convert.target import digest
+from tools.progress import moving
+
+SHOWN = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "ffn", "vocab", "max_positions", "norm", "tied")
+FORMATS = {"hf": "Hugging Face", "megaprec": "megaprec", "megatron": "Megatron-LM"}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `inspect`."""
+    parser = subparsers.add_parser("inspect", help="what a model's folder holds", description=__doc__)
+    parser.add_argument("path", metavar="PATH", type=Path, help="a folder of any of the three formats")
+    parser.add_argument("--tensors", action="store_true", help="every tensor with its shape, dtype and SHA-256")
+    parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if Megatron's args do not say")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec inspect`."""
+    source = open_source(args.path, args.vocab)
+    print(describe(source))
+    with moving(f"reading {source.path}", sum(_nbytes(source, key) for key in source.shapes)) as report:
+        table, whole = _digests(source, report)
+    if args.tensors:
+        Console().print(table)
+    print(f"digest     {whole}  (SHA-256 of all tensors by logical name)")
+    return 0
+
+
+def describe(source: Source) -> str:
+    """What is known without reading a tensor, in some lines."""
+    model, facts = source.model, source.facts
+    lines = [
+        f"folder     {source.path}",
+        f"format     {FORMATS[source.kind]}",
+        f"model      {model.family}: {', '.join(f'{key} {getattr(model, key)}' for key in SHOWN)}",
+    ]
+    for kind in source.kinds:
+        keys = list(source.keys(kind))
+        dtypes = Counter(str(source.dtype(key)).removeprefix("torch.") for key in keys)
+        elements, size = sum(prod(source.shapes[k]) for k in keys), sum(_nbytes(source, k) for k in keys)
+        said = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items()))
+        lines.append(f"{kind:11}{elements:,} elements in {len(keys)} tensors, {size:,} bytes ({said})")
+    if facts.progress:
+        tokens = facts.progress.get("tokens", 0)
+        steps = facts.progress["step"]
+        lines.append(f"trained    {steps} steps, {facts.steps} of them applied, {tokens:,} tokens seen")
+    for name, said in (("layout", facts.layout), ("precision", facts.precision), ("scaler", facts.scaler)):
+        if said:
+            lines.append(f"{name:11}{', '.join(f'{key} {value}' for key, value in said.items())}")
+    lines.append(f"tokenizer  {', '.join(file.name for file in source.tokenizer) or 'none'}")
+    return "\n".join(lines)
+
+
+def _digests(source: Source, report: Any) -> tuple[Table, str]:
+    """A row for each tensor, and the digest of all: equal for equal models, whatever format they are in."""
+    table = Table("tensor", "shape", "dtype", "SHA-256")
+    found = {}
+    for key in source.shapes:
+        values = source.read(key)
+        found[key] = digest(values)
+        table.add_row(key, str(list(values.shape)), str(values.dtype).removeprefix("torch."), found[key])
+        report(values.nbytes, f"reading {key}")
+    whole = hashlib.sha256("".join(f"{key} {found[key]}\n" for key in sorted(found)).encode())
+    return table, whole.hexdigest()
+
+
+def _nbytes(source: Source, key: str) -> int:
+    return prod(source.shapes[key]) * source.dtype(key).itemsize

@@ -100,7 +100,9 @@ MODES = {
     "NxD without masters": Mode("nxd", nxd(use_master_weights=False), B, B, F, F, B, B, B),
     "NxD legacy": Mode("nxd", None, B, B, B, B, B, B, B),
     "FSDP bf16": Mode("smp", fsdp(param_dtype="bfloat16"), B, B, F, B, F, F, B),
-    "FSDP bf16, reduced in fp32": Mode("smp", fsdp(param_dtype="bfloat16", reduce_dtype="float32"), B, B, F, F, F, F, B),
+    "FSDP bf16, reduced in fp32": Mode(
+        "smp", fsdp(param_dtype="bfloat16", reduce_dtype="float32"), B, B, F, F, F, F, B
+    ),
     "FSDP bf16, low gradients and buffers": Mode(
         "smp",
         fsdp(param_dtype="bfloat16", keep_low_precision_grads=True, buffer_dtype="bfloat16"),
@@ -356,7 +358,9 @@ def test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_th
 def test_what_is_kept_of_a_parameter_has_the_dtypes_that_the_system_gives_it(name: str) -> None:
     mode, ranks = MODES[name], results("dp2 tp2")[name].seen
     for what in (*PARAMETERS, "travel"):
-        found = {key: {dtype_name(d) for d in of} for seen in ranks for key, of in seen.of.items() if key.startswith(what)}
+        found = {
+            key: {dtype_name(d) for d in of} for seen in ranks for key, of in seen.of.items() if key.startswith(what)
+        }
         assert len(found) == 21
         for key, dtypes in found.items():
             kept = any(some in key for some in mode.kept)

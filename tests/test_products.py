@@ -37,7 +37,8 @@ def used(kind: str, made: PrecisionPlan, **options: Any) -> dict[str, Tensor]:
     assert x.grad is not None
     found = {"x": x.detach(), "y": y.detach(), "grad": grad, "grad x": x.grad}
     flat = {name: values.flatten(0, 1) for name, values in found.items()}
-    return flat | {"weight": layer.weight.detach(), "original": original, "grad weight": layer.weight.main_grad}  # type: ignore[dict-item]
+    main: Any = layer.weight
+    return flat | {"weight": layer.weight.detach(), "original": original, "grad weight": main.main_grad}
 
 
 @pytest.mark.parametrize("kind", KINDS)

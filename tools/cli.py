@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools import data, generate, overflow, precision, schedule, train
+from tools import compare, data, generate, overflow, precision, schedule, train
 from tools.launch import must_tell, note_failure, slurm_environment
 from tools.run import describe
 from tools.skips import Hopeless
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     data.add_parser(commands)
     overflow.add_parser(commands)
+    compare.add_parser(commands)
     schedule.add_parser(commands)
     precision.add_parser(commands)
     keys = commands.add_parser("keys", help="list all keys of a run file")

@@ -37,8 +37,8 @@ def used(kind: str, made: PrecisionPlan, **options: Any) -> dict[str, Tensor]:
     assert x.grad is not None
     found = {"x": x.detach(), "y": y.detach(), "grad": grad, "grad x": x.grad}
     flat = {name: values.flatten(0, 1) for name, values in found.items()}
-    main: Any = layer.weight
-    return flat | {"weight": layer.weight.detach(), "original": original, "grad weight": main.main_grad}
+    gradient: Tensor = layer.weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+    return flat | {"weight": layer.weight.detach(), "original": original, "grad weight": gradient}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,7 +62,7 @@ def test_an_embedding_kept_in_fp32_hands_out_activations_and_gathers_fp32_gradie
     x = layer(ids)
     assert (x.dtype, layer.weight.dtype) == (torch.bfloat16, torch.float32)
     x.backward(torch.full_like(x, 1.0) + torch.eye(256, IN).unsqueeze(1).bfloat16() * 2.0**-7)
-    gradient: Any = layer.weight.main_grad
+    gradient: Tensor = layer.weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]
     assert gradient[3].tolist() == [256 + 2.0**-7] * IN, "BF16 cannot hold this sum"
 
 

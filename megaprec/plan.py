@@ -55,15 +55,17 @@ class PrecisionPlan:
     rounding: of masters into weights: to the nearest, or up or down with the probability that makes the mean exact.
     sensitive: dtype of norms, softmax, router and loss.
     buffers: dtype of the model's tables, such as rotary angles.
-    output: dtype of the logits that a model hands out.
+    output: dtype of the logits that a model hands out, and from which the loss is computed, in `sensitive`.
     cast_inputs: which modules have their floating inputs cast to the dtype that they compute in: the model itself
-        ("root"), every module below it ("inner"), both ("all") or none.
+        ("root"), every module below it ("inner"), both ("all") or none. For models wrapped in `PlannedModel`: this
+        project's own take token ids, and each of their layers casts what its products are made of.
     fp8: how products of linear layers are made in FP8 instead of `compute`; None: they are not.
     scaling: of the loss.
     on_nonfinite: what a step does whose gradients hold an inf or a NaN, in any precision: skip it, raise
         FloatingPointError after skipping it, or apply it all the same.
     masters_in_checkpoint: whether checkpoints hold the masters, or only the rounded weights.
-    tf32: whether FP32 products may be made in TF32.
+    tf32: whether FP32 products may be made in TF32. A CPU has none: those of linear layers are made from factors that
+        are rounded to it, those of attention and of a router stay in FP32.
     origin: field name -> the configuration key that decided it.
     """
 

@@ -24,7 +24,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from megaprec.gemm import Gemm
 from megaprec.layout import Part, layout_of
 from models.blocks import Block, make_norm
 from models.config import ModelConfig
@@ -82,7 +81,7 @@ class Stage(nn.Module):
         rotary = self._rotary(length, x.device) if self.config.positions == "rope" else None
         for block in self.layers.values():
             x = block(x, rotary, place)
-        return self._logits(x) if self.cut.last else x
+        return self._hand_out(self._logits(x), place) if self.cut.last else x
 
     def _embed(self, ids: Tensor, place: Place | None) -> Tensor:
         x = self.embedding(ids)
@@ -93,8 +92,15 @@ class Stage(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
-        dtype = c.plan.computes(layout_of(self.head).parts[0].name)
-        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, Gemm(dtype, dtype))
+        gemm = c.gemm_of_head(layout_of(self.head).parts[0].name)
+        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, gemm)
+
+    def _hand_out(self, logits: Tensor, place: Place | None) -> Tensor:
+        """Logits in the plan's `output`. Training does without widening them: it would change no number of the loss,
+        which is computed in the sensitive dtype in any case."""
+        output = self.context.plan.output
+        widens = torch.promote_types(logits.dtype, output) == output
+        return logits if place is not None and widens else logits.to(output)
 
     def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Made once for each length: under dynamic scaling the angles depend on it."""

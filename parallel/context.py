@@ -24,7 +24,12 @@ class Context:
 
     def gemm(self, name: str) -> Gemm:
         """How products with the weight of this logical name are made. What comes out is activations."""
-        return Gemm(self.plan.computes(name), self.plan.compute)
+        return Gemm(self.plan.computes(name), self.plan.compute, self.plan.tf32)
+
+    def gemm_of_head(self, name: str) -> Gemm:
+        """The same for what comes out as logits, which stay in the dtype of the products."""
+        dtype = self.plan.computes(name)
+        return Gemm(dtype, dtype, self.plan.tf32)
 
     @property
     def cut_sequence(self) -> bool:

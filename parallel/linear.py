@@ -97,7 +97,7 @@ def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
     main = main_gradient(vector)
     if main is None:
         return rows.sum(0).to(vector.dtype)
-    main.add_(rows.sum(0, dtype=main.dtype))
+    main.add_(rows.sum(0, dtype=torch.promote_types(rows.dtype, main.dtype)))
     return None
 
 

@@ -38,25 +38,25 @@ def _title(folder: Path, records: list[dict[str, Any]]) -> str:
 
 
 def _draw_loss(axes: Any, records: list[dict[str, Any]]) -> None:
-    axes.plot(*_points(records, "loss"), label="training", color=BLUE, linewidth=1.3)
+    axes.plot(*finite_points(records, "loss"), label="training", color=BLUE, linewidth=1.3)
     evaluated = [record for record in records if "eval_loss" in record]
     if evaluated:
-        axes.plot(*_points(evaluated, "eval_loss"), label="held-out", color=ORANGE, marker="o", markersize=5)
+        axes.plot(*finite_points(evaluated, "eval_loss"), label="held-out", color=ORANGE, marker="o", markersize=5)
     axes.set_ylabel("loss")
     axes.legend(loc="upper right", frameon=False)
 
 
 def _draw_norm(axes: Any, records: list[dict[str, Any]]) -> None:
-    axes.plot(*_points(records, "grad_norm"), color=BLUE, linewidth=1.3)
+    axes.plot(*finite_points(records, "grad_norm"), color=BLUE, linewidth=1.3)
     axes.set_ylabel("gradient norm\nbefore clipping")
     axes.set_ylim(bottom=0)
 
 
 def _draw_scale(axes: Any, records: list[dict[str, Any]]) -> None:
-    axes.step(*_points(records, "loss_scale"), where="mid", color=BLUE, linewidth=1.3)
+    axes.step(*finite_points(records, "loss_scale"), where="mid", color=BLUE, linewidth=1.3)
     skipped = [record for record in records if record["outcome"] != "applied"]
     if skipped:
-        steps, scales = _points(skipped, "loss_scale")
+        steps, scales = finite_points(skipped, "loss_scale")
         axes.plot(steps, scales, "x", color=RED, markersize=6, label="skipped step: overflow")
         axes.legend(loc="upper right", frameon=False)
     axes.set_yscale("log", base=2)
@@ -64,7 +64,7 @@ def _draw_scale(axes: Any, records: list[dict[str, Any]]) -> None:
     axes.set_xlabel("step")
 
 
-def _points(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def finite_points(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Steps and values; a value that is not finite leaves a gap in the line."""
     values = [record[key] if math.isfinite(record[key]) else math.nan for record in records]
     return [record["step"] for record in records], values

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -101,7 +102,10 @@ class Trainer:
         )
 
     def _resume(self, checkpoint: Path) -> None:
-        saved = load(checkpoint, self.engine.optimizer)
+        with warnings.catch_warnings(record=True, action="always") as said:
+            saved = load(checkpoint, self.engine.optimizer)
+        for warning in said:
+            print(f"warning    {warning.message}")
         self.progress = Progress(**saved["progress"])
         self.watch.load_state_dict(saved["watch"])
 

@@ -6,6 +6,7 @@ rank that holds most of it, to which the others send their part; all others trav
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
@@ -23,6 +24,7 @@ from megaprec.checkpoint.store import FORMAT, INDEX, Store
 from megaprec.errors import UserError
 from megaprec.layout import Part
 from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.plan import DTYPES, PrecisionPlan, dtype_name
 
 
 def save(
@@ -58,14 +60,31 @@ def load(path: Path, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
     """Loads weights, moments, step count and scaler into an optimizer of any layout; returns checkpoint.json.
 
     Collective over the world: if the checkpoint is damaged or of another model for one rank, every rank raises
-    UserError, before anything is changed.
+    UserError, before anything is changed. Rank 0 warns if the checkpoint holds weights narrower than the masters.
     """
     store = _open_on_all_ranks(path, optimizer)
+    if optimizer.world.rank == 0 and (lost := _lost(store, optimizer.plan)):
+        warnings.warn(lost, stacklevel=2)
     for buffer in optimizer.all_buffers():
         for kind in buffer.saved_names:
             _read_into(store, kind, buffer)
     optimizer.load_numbers(store.index["optimizer"])
     return store.index
+
+
+def _lost(store: Store, plan: PrecisionPlan) -> str:
+    """What cannot be had back from a checkpoint whose weights are narrower than the masters; empty if none is."""
+    saved = {k.partition("/")[2]: v["dtype"] for k, v in store.index["tensors"].items() if k.startswith("weight/")}
+    sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
+    wanted = {name: max(plan.masters, plan.holds(name), key=lambda dtype: dtype.itemsize) for name in saved}
+    narrow = [name for name, dtype in saved.items() if sizes.get(dtype, 0) < wanted[name].itemsize]
+    if not narrow:
+        return ""
+    had, masters = saved[narrow[0]], dtype_name(wanted[narrow[0]])
+    return (
+        f"{store.path} holds {len(narrow)} of {len(saved)} weights rounded to {had} only: {masters} masters begin at "
+        "these, what updates below their last bit had added up to is lost, and the run does not go on bit for bit"
+    )
 
 
 class Weights(Protocol):

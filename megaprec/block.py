@@ -14,6 +14,8 @@ from megaprec.layout import Part
 from megaprec.random import bits, key, places
 from megaprec.rounding import join, split, stochastic
 
+Wide = tuple[Tensor, Tensor, list[Tensor]]  # masters, gradients, averages, all FP32 or wider
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -54,9 +56,16 @@ class Block:
     draw: Draw
     nearest: bool
 
-    def wide(self) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def wide(self) -> Wide:
         """Masters, gradients and averages, to be updated in place: what is kept if it is wide enough, else copies."""
         return self.wide_weights(), _widened(self.grads), [_widened(values) for _, values in self.state]
+
+    def changed(self) -> list[Tensor]:
+        """Views of all that an update changes, each element once."""
+        alone = self.masters is not None and self.masters.data_ptr() != self.weights.data_ptr()
+        masters = [self.masters] if alone else []
+        kept = (self.weights, *masters, self.remainder, *(values for _, values in self.state))
+        return [values for values in kept if values is not None]
 
     def wide_weights(self) -> Tensor:
         """The masters, FP32 or wider."""

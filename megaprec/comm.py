@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec import exchange
+from megaprec.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Axis:
         """Runs of `size` neighbours along the axis `name`, which `size` must divide. Collective over the world."""
         whole = Axis.of(mesh, name)
         if whole.size % size:
-            raise ValueError(f"the {whole.size} ranks of {name} cannot be cut into runs of {size}")
+            raise UserError(f"the {whole.size} ranks of {name} cannot be cut into runs of {size}: it must divide them")
         if mesh is None or size == 1:
             return Axis(new_name)
         if size == whole.size:

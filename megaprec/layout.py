@@ -122,13 +122,18 @@ def layout_of(parameter: nn.Parameter) -> Layout:
     return layout
 
 
+def has_layout(parameter: nn.Parameter) -> bool:
+    """Whether `parameter` was given one."""
+    return getattr(parameter, "megaprec_layout", None) is not None
+
+
 def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") -> None:
     """Gives every parameter of an ordinary module the layout "all of it on every rank of `tp`", named by its path.
 
     prefix: goes before the path; pipeline stages need different ones, for names are unique in the whole model.
     """
     for name, parameter in module.named_parameters():
-        if getattr(parameter, "megaprec_layout", None) is None:
+        if not has_layout(parameter):
             part = Part.cut(prefix + name, tuple(parameter.shape), None, tp or Axis("tp"))
             attach(parameter, Layout((part,)))
 

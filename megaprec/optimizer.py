@@ -24,13 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec import gradients
 from megaprec.agree import Agreed, Agreement, digest
+from megaprec.block import Block, Wide
 from megaprec.buffer import Buffer, held_as
 from megaprec.comm import Axis, device_of
 from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, Outcome, StepReport
 from megaprec.gathered import gather_tensors, load_tensors
 from megaprec.groups import Group, by_factors, require_used, slices
-from megaprec.layout import layout_of, parameters_of
+from megaprec.layout import has_layout, layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
@@ -44,7 +45,7 @@ class ParallelAMPOptimizer:
     """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts; their memory is taken
-        over by flat buffers on the mesh's device.
+        over by flat buffers on the mesh's device, without a mesh on their own.
     mesh: with axes pp, dp and tp; None for a plain process.
     rule: how weights change; AdamW with its defaults unless given. Give each optimizer its own.
     groups: factors of learning rate and weight decay by logical name; biases and norms do not decay by default.
@@ -74,9 +75,13 @@ class ParallelAMPOptimizer:
     ) -> None:
         self.plan, self.clip, self.weight_decay, self.overlap, self.seed = plan, clip, weight_decay, overlap, seed
         self.rule: Rule = rule or AdamW()
+        if not norm >= 1:
+            raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.shards = Axis.cut(mesh, "dp", zero_size or self.dp.size, "zero")
         self.world, self.device = Axis.world(mesh), device_of(mesh)
+        if mesh is None:  # wherever the model is
+            self.device = next((p.device for p in parameters_of(parts)), self.device)
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
@@ -91,7 +96,8 @@ class ParallelAMPOptimizer:
             taken.update(mine)
             self.buffers.append([self._adopt(alike, axes, groups) for alike in _kinds(mine, plan)])
             for frozen in (p for p in part.parameters() if not p.requires_grad):
-                frozen.data = frozen.data.to(self.device, plan.parameters)
+                held = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
+                frozen.data = frozen.data.to(self.device, held)
         require_used(groups, self.all_buffers(), self.world, self.device)
         self._slices = [
             (buffer, [(s, list(buffer.blocks(s.first, s.last))) for s in slices(buffer, groups)])
@@ -198,24 +204,32 @@ class ParallelAMPOptimizer:
         Raises RuntimeError on every rank, with nothing changed, if the ranks came with different scalers or with
         gradients of different parameters; NonFiniteStep if the plan says so.
         """
-        self.wait()
         self._finish_sums()
-        agreed = self._agreement.read(self._agree(loss))
+        return self._conclude(self._agree(loss), lr)
+
+    def _conclude(self, agreed_on: Tensor, lr: float) -> StepReport:
+        """Does with the gradients what `agreed_on`, the numbers of `_agree`, says, and clears them."""
+        agreed = self._agreement.read(agreed_on)
         scale = self.scale.clone()
         norm = agreed.norm / scale
         found = self._forbidden(agreed)
         cleared = self._update(lr, scale.double() / self._clip_factor(norm), found)
         report = self._report(agreed, norm, scale, lr)
         self.scaler.update(agreed.finite.logical_not())
-        for buffer in self.all_buffers():
-            buffer.clear(own=not cleared)
-        gradients.forget(self.all_buffers())
+        self._clear(own=not cleared)
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
             raise NonFiniteStep(report)
         return report
 
+    def _clear(self, own: bool) -> None:
+        """Begins a new step. own: whether the own slices' gradients are still to be cleared."""
+        for buffer in self.all_buffers():
+            buffer.clear(own)
+        gradients.forget(self.all_buffers())
+
     def _finish_sums(self) -> None:
-        """Afterwards the gradients in the own slices are those of the whole model."""
+        """Afterwards the gradients in the own slices are those of the whole model, and nothing is under way."""
+        self.wait()
         for chunk in range(len(self.buffers)):
             if chunk not in self._reducing:
                 self.reduce(chunk)
@@ -227,11 +241,15 @@ class ParallelAMPOptimizer:
 
     def _agree(self, loss: Tensor | None) -> Tensor:
         """The numbers of `Agreement`, summed over the whole mesh."""
+        return self.world.sum_(self._own_numbers(loss))
+
+    def _own_numbers(self, loss: Tensor | None) -> Tensor:
+        """What this rank has to say of its gradients, to be summed over the whole mesh."""
         agreement, missing = self._agreement, gradients.missing(self.all_buffers())
         counted = statistics(self._counted, self._copies, self.device)
         norm = counted[0] if agreement.p == 2 else norm_of(self._counted, agreement.p, self.device)
         scaler = digest((*self.scaler.tensors(), self.steps), self.device)
-        return self.world.sum_(agreement.pack(counted, loss, scaler, gradients.digest(missing), norm))
+        return agreement.pack(counted, loss, scaler, gradients.digest(missing), norm)
 
     def _forbidden(self, agreed: Agreed) -> Tensor:
         """float32 [], 1 if this step may change nothing."""
@@ -257,12 +275,22 @@ class ParallelAMPOptimizer:
         if host and found:
             return False
         clears = host and self.plan.on_nonfinite != "ignore"
+        self._apply(lr, divisor, found, clears)
+        return clears
+
+    def _apply(
+        self, lr: float, divisor: Tensor, found: Tensor, clears: bool, widen: Callable[[Block], Wide] = Block.wide
+    ) -> None:
+        """The rule, block by block, as the step number `steps`, and the collection of weights.
+
+        widen: what the rule is to update a block in.
+        """
         steps = self.steps.clamp(min=1)
         for buffer, parts in self._slices:
             for s, blocks in parts:
                 step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
                 for block in blocks:
-                    weights, grads, state = block.wide()
+                    weights, grads, state = widen(block)
                     self.rule.update_(weights, grads, state, step)
                     block.keep(weights, state, self.steps)
                     if clears:
@@ -271,7 +299,6 @@ class ParallelAMPOptimizer:
         if not self.overlap:
             self.wait()
         self.rule.advance(found)
-        return clears
 
     def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float) -> StepReport:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""

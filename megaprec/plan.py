@@ -105,6 +105,11 @@ class PrecisionPlan:
             f"masters = {named['masters']}, parameters = {named['parameters']}: half masters must be the weights": (
                 self.masters.itemsize > 2 or self.masters == self.parameters
             ),
+            f"parameters = {named['parameters']}, masters = {named['masters']}, moments = {named['moments']}: fp64 "
+            "goes with fp64": len({d == torch.float64 for d in (self.parameters, self.masters, self.moments)}) == 1,
+            f"reduce = {dtype_name(self.reduce)} is wider than gradients = {named['gradients']} can be": (
+                self.reduce != torch.float64 or self.gradients == torch.float64
+            ),
             f"gradients = {named['gradients']} must be fp32 or that of the parameters, {named['parameters']}": (
                 self.gradients in (torch.float32, self.parameters)
             ),

@@ -113,7 +113,7 @@ class SGD(_Stateless):
 def _folded(grads: Tensor, step: Step) -> Tensor | None:
     """The divisor for a fused kernel, which reads it in FP32: too coarse for FP64 gradients, which are divided here."""
     if grads.dtype != torch.float64:
-        return step.divisor.float()
+        return step.divisor.clamp(max=torch.finfo(torch.float32).max).float()
     grads.div_(torch.where(step.found == 0, step.divisor, 1.0))
     return None
 

@@ -115,13 +115,27 @@ class Engine:
         recording: receives when each instruction ran.
         Raises NonFiniteStep, on every rank, if the plan says so of a step that is not finite.
         """
+        self.accumulate(share, number, recording)
+        report = self.update(lr) or self.settle()
+        assert report is not None
+        return report
+
+    def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> StepReport | None:
+        """The first half of `step`: all passes. Returns the report of the step before, if that was still unknown."""
         self._running = self._begin(share, number, self.optimizer.scale)
         self._train.spans = recording.spans if recording else None
         self._train.run()
+
+    def update(self, lr: float) -> StepReport | None:
+        """The second half of `step`: applies or skips it. None if its report is not known yet."""
+        run = self._running
         try:
-            return self._explained(self.optimizer.step(lr, self._running.loss), share, number)
+            return self._explained(self.optimizer.step(lr, run.loss), run)
         except NonFiniteStep as error:
-            raise NonFiniteStep(self._explained(error.report, share, number)) from None
+            raise NonFiniteStep(self._explained(error.report, run)) from None
+
+    def settle(self) -> StepReport | None:
+        """The report of the last step, if it is not known yet. To be called before evaluating or saving."""
 
     def examine(self, share: Share, number: int, microbatch: int, scale: float) -> Trace:
         """Runs one micro-batch of a step alone, forward and backward, and watches all that passes through the model.
@@ -146,7 +160,7 @@ class Engine:
         self._evaluate.run()
         return self.optimizer.world.sum_(self._running.loss).item()
 
-    def _explained(self, report: StepReport, share: Share, number: int) -> StepReport:
+    def _explained(self, report: StepReport, run: _Running) -> StepReport:
         """The report of a skipped step with all that can be said of its offenders; any other as it is."""
         if report.changed:
             return report
@@ -155,7 +169,7 @@ class Engine:
             nan = math.isnan(report.loss)
             offenders = (Offender(LOSS, self._last_rank, 0, int(not nan), int(nan), 1, 0.0), *offenders)
         if self.trace and offenders and not self._searching(report):
-            offenders = self._traced(offenders, report.loss_scale, share, number)
+            offenders = self._traced(offenders, report.loss_scale, run)
         return replace(report, offenders=offenders)
 
     def _searching(self, report: StepReport) -> bool:
@@ -164,9 +178,9 @@ class Engine:
         falls = scaling.kind == "dynamic" and report.loss_scale > scaling.minimum and math.isfinite(report.loss)
         return falls and self.optimizer.numbers()["steps"] == 0
 
-    def _traced(self, offenders: Sequence[Offender], scale: float, share: Share, number: int) -> tuple[Offender, ...]:
+    def _traced(self, offenders: Sequence[Offender], scale: float, run: _Running) -> tuple[Offender, ...]:
         """Runs the skipped step again, with the scale it had, to find where each offender began. Collective."""
-        self._running = self._begin(share, number, torch.tensor(scale, device=self.device))
+        self._running = self._begin(run.share, run.step, torch.tensor(scale, device=self.device))
         onset = Onset(offenders, self.optimizer.all_buffers(), self._running.loss)
 
         def after(i: Instruction) -> None:
@@ -176,7 +190,7 @@ class Engine:
         program = [i for i in self._train.program if i.op is not Op.REDUCE]
         Executor(program, self._links, self._forward, deferred=self._deferred, after=after).run()
         self._clear()
-        firsts = self.dp.gather(torch.tensor([share.first], device=self.device)).tolist()
+        firsts = self.dp.gather(torch.tensor([run.share.first], device=self.device)).tolist()
         moments = onset.agreed(self.optimizer.world)
         return tuple(self._dated(o, moment, firsts) for o, moment in zip(offenders, moments, strict=True))
 

@@ -76,7 +76,12 @@ class Executor:
 
         Raises RuntimeError that names the instruction and the rank, from whatever went wrong in it.
         """
-        for at, i in enumerate(self.program):
+        self.carry_out(0, len(self.program))
+        self.finish()
+
+    def carry_out(self, first: int, last: int) -> None:
+        """The part [first, last) of `run`."""
+        for at, i in enumerate(self.program[first:last], first):
             start = perf_counter()
             try:
                 with torch.profiler.record_function(str(i)):
@@ -87,6 +92,16 @@ class Executor:
                 self.spans.append(Span(self.links.axis.rank, i, start, perf_counter()))
             if self.after is not None:
                 self.after(i)
+
+    def abandon(self, unread: Sequence[Instruction]) -> None:
+        """Forgets what was carried out, so that it can begin anew. unread: receives of what others sent meanwhile."""
+        self._mail.clear()
+        self._begun.clear()
+        for i in unread:
+            self.links.receive(i)
+
+    def finish(self) -> None:
+        """The end of `run`, when every instruction is carried out."""
         self.links.finish()
         left = [*self._mail, *self._begun, *self._put_off]
         assert not left, f"left over: messages, graphs or weight gradients of {left}"

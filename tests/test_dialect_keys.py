@@ -220,7 +220,7 @@ CASES: list[Case] = [
         ("norm_type", "layernorm", {"model.norm": "layer"}),
         ("layer_norm_epsilon", 1e-6, {"model.norm_eps": 1e-6}),
         ("use_flash_attn", False, {"notes": 1}),
-        ("num_chunks", 2, {"parallel.chunks": 2}),
+        ("num_chunks", 2, {"parallel.chunks": 2, "parallel.schedule": "interleaved"}),
         ("residual_in_fp32", True, {"pipeline": FP32}),
         ("use_fp32_norm", True, {"keep_fp32": NORMS}),
         ("drop_rate", 0.1, {"model.dropout": 0.1}),

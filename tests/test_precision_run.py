@@ -12,7 +12,7 @@ from megaprec.errors import UserError
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.plan import LossScaling, plan
 from tests.ranks import run_ranks
-from tests.runs import steps, train_on, write_run
+from tests.runs import steps, train, train_on, write_run
 from tools.checks import CHECKS
 from tools.corpus import open_corpus
 from tools.precision_native import KEYS
@@ -221,6 +221,39 @@ def test_a_run_in_a_dialect_trains_as_the_same_run_in_native_keys(tmp_path: Path
     ]
     assert records[0] == records[1]
     assert records[0][0]["loss_scale"] == 1024
+
+
+def test_a_run_that_asks_for_fp8_is_refused_rather_than_trained_without(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(write_run(tmp_path), "precision.nemo.recipe=bf16_with_fp8_mixed") == 2
+    assert 'fp8.kind = "delayed" (precision.nemo.recipe' in (said := capfd.readouterr().err)
+    assert "FP8 is read and translated, but not computed yet" in said
+
+
+MODES = {
+    "nxd": "nxd={}",
+    "nxd_legacy": "nxd.optimizer_config.zero_one_enabled=false",
+    "smp": 'smp.mixed_precision={param_dtype="bfloat16"}',
+    "smp_policy": 'smp={mp_policy={param_dtype="half"},grad_scaler={init_scale=1024.0}}',
+    "torch": 'colossalai.fp16={mode="TORCH",init_scale=1024.0}',
+    "parallel": 'colossalai.fp16={mode="PARALLEL",initial_scale=1024}',
+    **{level: f'colossalai.fp16={{mode="APEX",opt_level="{level}"}}' for level in ("O0", "O1", "O2", "O3")},
+    "internevo": 'internevo={dtype="torch.bfloat16",use_fp32_norm=true}',
+    "tf32": 'internevo={dtype="torch.tf32"}',
+    "nemo_bf16": 'nemo={recipe="bf16_mixed"}',
+    "nemo_fp16": 'nemo={recipe="fp16_mixed",fp16_initial_loss_scale=1024.0}',
+}
+
+
+def test_every_mode_takes_steps_on_two_tensor_ranks(tmp_path: Path) -> None:
+    """That the numbers of a mode are right is for other tests; here that its plan is one which runs."""
+    file = write_run(tmp_path)
+    for name, mode in MODES.items():
+        folder = train_on(file, f"precision.{mode}", "train.steps=3", f"train.folder={tmp_path}/{name}", tensor=2)
+        loss = [record["loss"] for record in steps(folder)]
+        assert [record["outcome"] for record in steps(folder)] == ["applied"] * 3, name
+        assert loss[-1] < loss[0], name
 
 
 def _switches_of_a_run(mesh: DeviceMesh, file: Path, keys: list[str]) -> tuple[set[tuple[bool, bool]], bool]:

@@ -213,6 +213,11 @@ def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
     assert "recorded under another schedule" in refused(capsys, *other, "--measured", folder / TIMELINE)
 
 
+def test_a_model_with_experts_has_a_table_too(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["model.family=mixtral", "model.layers=4", "parallel.pipeline=2", "parallel.schedule=zb-v"]
+    assert len(re.findall(r"^\d +\d +\d.* as routed$", said(capsys, run_file, *keys), re.MULTILINE)) == 4
+
+
 def test_every_schedule_and_cut_trains_the_same_losses(run_file: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.txt"
     own.write_text(str(schedule("zb-h1", 2, 4)))

@@ -73,6 +73,14 @@ def _rule(optimizer: Optimizer) -> Iterator[str]:
         yield from error.problems
 
 
+def _validation(optimizer: Optimizer, precision: Precision) -> Iterator[str]:
+    if optimizer.validation == "after" and precision.on_nonfinite == "raise":
+        yield (
+            'optimizer.validation "after" learns of a bad step when the next one has begun, so precision.on_nonfinite '
+            'cannot be "raise": "skip" would do, or optimizer.validation "before"'
+        )
+
+
 def _zero(parallel: Parallel) -> Iterator[str]:
     size, data = parallel.zero_size, parallel.data
     if size and data % size:
@@ -234,4 +242,5 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _scale,
     _rule,
     _zero,
+    _validation,
 )

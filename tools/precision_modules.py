@@ -96,7 +96,7 @@ def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str
 def _in_fp8(plan: PrecisionPlan, name: str, layer: int, layers: int) -> bool:
     """Whether this is the weight of a linear layer of a block that the recipe reaches."""
     assert plan.fp8 is not None
-    linear = name.endswith(".weight") and "norm" not in name
+    linear = name.endswith(".weight") and not any(other in name for other in ("norm", "router"))
     return linear and plan.fp8.first_layers <= layer < layers - plan.fp8.last_layers and not plan.fp8.calibrating
 
 

@@ -113,7 +113,7 @@ FEATURES: tuple[Feature, ...] = (
         "ZeRO-1 (with and without it the same bits)",
         ("yes", "part", "yes", "yes", "yes"),
         "runs",
-        ("test_optimizer::test_zero_on_and_off_train_the_same_model_bit_for_bit",),
+        ("test_optimizer::test_zero_on_and_off_and_overlap_train_the_same_model_bit_for_bit",),
     ),
     Feature("dtype of gradient accumulation", ("yes", "part", "no", "no", "yes"), "read", (KEY,)),
     Feature(

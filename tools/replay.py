@@ -82,8 +82,10 @@ def _alone(config: RunConfig, folder: Path) -> RunConfig:
     """The same run on one rank, wherever its folder lies now. The steps on the way are not looked into."""
     on_nonfinite = "ignore" if config.precision.on_nonfinite == "ignore" else "skip"
     precision = config.precision.model_copy(update={"on_nonfinite": on_nonfinite, "trace_overflows": False})
+    optimizer = config.optimizer.model_copy(update={"validation": "before"})
     train = config.train.model_copy(update={"folder": str(folder)})
-    return config.model_copy(update={"parallel": Parallel(), "precision": precision, "train": train})
+    changes = {"parallel": Parallel(), "precision": precision, "optimizer": optimizer, "train": train}
+    return config.model_copy(update=changes)
 
 
 def _start(folder: Path, step: int) -> Path | None:

@@ -129,7 +129,9 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
     cut = cuts(model, len(made.rank_of_stage), train.seq_length, parallel.cuts)
     costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
-    kept = kept_bytes(model, config.plan, cut, train.seq_length, train.micro_batch, parallel.tensor)
+    kept: Sequence[Kept] = ()  # what experts keep depends on the tokens that are sent to them
+    if not model.experts:
+        kept = kept_bytes(model, config.plan, cut, train.seq_length, train.micro_batch, parallel.tensor)
     mean = sum(c.forward for c in costs) / len(costs)
     totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
     ranks = len(made.programs)
@@ -141,7 +143,7 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
         Sizes(ranks, made.microbatches, len(cut) // ranks, *totals),
         "mean forwards",
         _stage_table(made, costs, kept),
-        lambda i: kept[i.stage].growth(i),
+        (lambda i: kept[i.stage].growth(i)) if kept else None,
         _measured(made, args.measured, Path(train.folder) / TIMELINE),
     )
 
@@ -164,12 +166,13 @@ def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept
     """A line for each stage: where it lies, what it has, what a micro-batch costs it."""
     total = sum(cost.forward for cost in costs)
     rows = [("stage", "rank", "layers", "parameters", "FLOPs", "forward", "input", "weight", "activations")]
-    for stage, (cost, keeps) in enumerate(zip(costs, kept, strict=True)):
+    for stage, cost in enumerate(costs):
         layers = cost.cut.layers
         what = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
         ends = (" + embedding" if cost.cut.first else "") + (" + head" if cost.cut.last else "")
         forward, of_input, of_weight = (f"{part / 1e9:.3g} GF" for part in (cost.forward, cost.input, cost.weight))
-        share, memory = f"{cost.forward / total:.1%}", f"{keeps.activations / 2**20:.1f} MiB"
+        share = f"{cost.forward / total:.1%}"
+        memory = f"{kept[stage].activations / 2**20:.1f} MiB" if kept else "as routed"
         place = str(stage), str(made.rank_of_stage[stage]), what + ends
         rows.append((*place, f"{cost.parameters:,}", share, forward, of_input, of_weight, memory))
     return _aligned(rows)

@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,11 +16,13 @@ from megaprec.checkpoint.state import load, save
 from megaprec.data.samples import Samples
 from megaprec.events import NonFiniteStep, StepReport, report_fields
 from megaprec.groups import Group
+from megaprec.optimistic import OptimisticOptimizer
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
 from megaprec.tf32 import tf32
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
+from models.optimistic import OptimisticEngine
 from models.stages import Stage
 from parallel.recording import Recording
 from tools.checks import make_rule
@@ -31,7 +35,7 @@ from tools.trace import TIMELINE, write_trace
 from tools.write import print_memory, print_start
 
 
-@dataclass
+@dataclass(frozen=True)
 class Progress:
     """How far a run has come. A skipped step consumes its samples, but the learning rate waits for it.
 
@@ -55,7 +59,7 @@ class Trainer:
     def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, checkpoint: Path | None = None) -> None:
         self.config, self.corpus, self.resumed = config, corpus, checkpoint
         train, parallel = config.train, config.parallel
-        self.engine = Engine(
+        self.engine = (OptimisticEngine if config.optimizer.validation == "after" else Engine)(
             corpus.model,
             config.plan,
             mesh,
@@ -69,17 +73,20 @@ class Trainer:
             layers=parallel.cuts,
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
-        self.progress = Progress()
+        self.progress = Progress()  # of the steps whose outcome is known; one more may have been taken
         self._raised: NonFiniteStep | None = None
         self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
         if checkpoint:
             self._resume(checkpoint)
         elif train.init_from:
             start_from(Path(train.init_from), self.engine.optimizer)
+        self._taken = self.progress.step
+        self._seconds: deque[float] = deque()  # of the steps taken whose outcome is not known
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
         o = self.config.optimizer
-        return ParallelAMPOptimizer(
+        kind = OptimisticOptimizer if o.validation == "after" else ParallelAMPOptimizer
+        return kind(
             parts,
             plan,
             mesh,
@@ -100,20 +107,22 @@ class Trainer:
 
     def run(self) -> None:
         """All steps that are left; a checkpoint at the end."""
-        steps, every = self.config.train.steps, self.config.checkpoint.every
+        steps = self.config.train.steps
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
             print_memory(self.engine.optimizer)
             self.config.save_resolved(Path(self.config.train.folder))
         with tf32(self.config.plan.tf32), self._journal() as journal:
             while self.progress.step < steps:
-                record, overflow = self._record()
-                if journal is not None:
-                    journal.write(record)
-                    if overflow:
-                        journal.write_event(overflow)
-                stop = self._reason_to_stop(overflow)
-                if self.progress.step == steps or stop or (every and self.progress.step % every == 0):
+                stop = ""
+                for record, overflow in self._records():
+                    if journal is not None:
+                        journal.write(record)
+                        if overflow:
+                            journal.write_event(overflow)
+                    stop = stop or self._reason_to_stop(overflow)
+                done = self.progress.step
+                if done == self._taken and (stop or self._saves_after(done)):
                     self._save()
                 if stop:
                     raise Hopeless(f"stopped after step {self.progress.step}, state saved: {stop}")
@@ -131,64 +140,95 @@ class Trainer:
             return nullcontext()
         return Journal(Path(train.folder), self.progress.step, train.steps, log.every, log.progress, log.tensorboard)
 
-    def _record(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    def _records(self) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
         """Takes one step, and the evaluation that is due after it.
 
-        Returns what metrics.jsonl keeps of both, and what events.jsonl keeps of a skipped step.
+        Returns, of each step whose outcome is now known, what metrics.jsonl and events.jsonl keep of it.
         """
         start = time.perf_counter()
-        report = self.step()
-        seconds = time.perf_counter() - start
+        known = self.step()
+        self._seconds.append(time.perf_counter() - start)
+        for report, progress in known:
+            yield self._record(report, progress, self._seconds.popleft()), self._overflow(report, progress)
+
+    def _record(self, report: StepReport, progress: Progress, seconds: float) -> dict[str, Any]:
         fields = {
-            "step": self.progress.step,
+            "step": progress.step,
             **report_fields(report),
-            "tokens": self.progress.tokens,
+            "tokens": progress.tokens,
             "tokens_per_s": self.config.tokens_per_step / seconds,
             "seconds": seconds,
-            "skipped_total": self.progress.skipped,
+            "skipped_total": progress.skipped,
         }
         if report.offenders:
             fields["overflow_in"] = report.offenders[0].name
-        every = self.config.train.eval_every
-        if every and self.progress.step % every == 0 and self.corpus.held_out is not None:
+        if self._evaluates_after(progress.step) and self.corpus.held_out is not None:
             fields["eval_loss"] = self.evaluate(self.corpus.held_out)
-        return fields, self._overflow(report)
+        return fields
 
-    def _overflow(self, report: StepReport) -> dict[str, Any] | None:
+    def _evaluates_after(self, step: int) -> bool:
+        every = self.config.train.eval_every
+        return bool(every) and step % every == 0
+
+    def _saves_after(self, step: int) -> bool:
+        every = self.config.checkpoint.every
+        return step == self.config.train.steps or (bool(every) and step % every == 0)
+
+    def _overflow(self, report: StepReport, progress: Progress) -> dict[str, Any] | None:
         self.watch.note(report)
         if report.outcome == "applied":
             return None
         batch = self.config.train.global_batch
-        samples = range(self.progress.samples - batch, self.progress.samples)
-        return overflow_event(report, self.progress.step, samples, self.watch, self._ids)
+        samples = range(progress.samples - batch, progress.samples)
+        return overflow_event(report, progress.step, samples, self.watch, self._ids)
 
     def _ids(self, position: int, count: int) -> list[int]:
         return self.corpus.train.batch(position, count).ids.tolist()
 
-    def step(self) -> StepReport:
-        """Takes the next step and counts it; one that is to raise as well, which is remembered."""
-        progress, batch = self.progress, self.config.train.global_batch
-        taken = progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
-        share = self.share(self.corpus.train, progress.samples)
-        recording = Recording.start(self.engine.pp) if progress.step + 1 == self.config.log.timeline else None
-        try:
-            report = self.engine.step(share, self.config.lr_schedule.at(taken), progress.step, recording)
-        except NonFiniteStep as error:
-            report, self._raised = error.report, error
-        progress.step += 1
+    def step(self) -> list[tuple[StepReport, Progress]]:
+        """Takes the next step. Returns the steps whose outcome is now known, each with what was then done in all.
+
+        That is this step, unless it was taken on a guess, and before it the last one, if that was. A step that is to
+        raise is remembered.
+        """
+        position = self.progress.samples + (self._taken - self.progress.step) * self.config.train.global_batch
+        recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
+        before = self.engine.accumulate(self.share(self.corpus.train, position), self._taken, recording)
+        known = [(before, self._count(before))] if before else []
+        self._taken += 1
         if recording:
             self._write_timeline(recording)
-        progress.samples += batch
-        progress.tokens += self.config.tokens_per_step
-        if report.changed:
-            progress.applied += 1
-            progress.applied_samples += batch
-        return report
+        try:
+            report = self.engine.update(self._lr())
+            if self._evaluates_after(self._taken) or self._saves_after(self._taken):
+                report = report or self.engine.settle()
+        except NonFiniteStep as error:
+            report, self._raised = error.report, error
+        return [*known, (report, self._count(report))] if report else known
+
+    def _lr(self) -> float:
+        """The learning rate of the next step."""
+        progress = self.progress
+        return self.config.lr_schedule.at(
+            progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
+        )
+
+    def _count(self, report: StepReport) -> Progress:
+        """How far the run has come with this step."""
+        progress, batch, applied = self.progress, self.config.train.global_batch, int(report.changed)
+        self.progress = Progress(
+            progress.step + 1,
+            progress.applied + applied,
+            progress.samples + batch,
+            progress.applied_samples + applied * batch,
+            progress.tokens + self.config.tokens_per_step,
+        )
+        return self.progress
 
     def _write_timeline(self, recording: Recording) -> None:
         spans = recording.gather(self.engine.schedule, self.engine.device)
         if self.rank == 0:
-            write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self.progress.step}")
+            write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self._taken}")
 
     def evaluate(self, samples: Samples) -> float:
         """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megaprec.optimistic import OptimisticOptimizer
 from megaprec.optimizer import ParallelAMPOptimizer
 from models.costs import stage_costs
 from models.stages import cuts
@@ -53,6 +54,8 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     print(
         f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
     )
+    if isinstance(optimizer, OptimisticOptimizer):
+        print(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
 
 
 def _stages(config: RunConfig, corpus: Corpus) -> str:

@@ -179,6 +179,8 @@ def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
     for name, (key, neutral) in _OTHER.items():
         if (value := getattr(model, key)) != neutral:
             settings[name] = reading.by(value, key)
+    if model.num_chunks > 1:
+        settings["parallel.schedule"] = reading.by("interleaved", "num_chunks")
     if model.hybrid_zero_optimizer is not None:
         optimizer = reading.read(HybridZeroOptimizer, model.hybrid_zero_optimizer, "hybrid_zero_optimizer")
         settings["optimizer.clip"] = reading.by(optimizer.clip_grad_norm, "hybrid_zero_optimizer.clip_grad_norm")
@@ -266,7 +268,7 @@ def _expressed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         if name in settings and settings[name] != 0:
             config[key] = back.get(name, {}).get(settings[name], settings[name])
     for name, (key, _) in _OTHER.items():
-        if name in settings:
+        if settings.get(name):
             config[key] = settings[name]
     if "model.ffn" in settings and "model.hidden" in settings:
         config["mlp_ratio"] = settings["model.ffn"] / settings["model.hidden"]

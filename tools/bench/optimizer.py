@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("optimizer", help="time of the optimizer step", description=__doc__)
     parser.add_argument("--matrices", type=int, default=12, metavar="N", help=f"of {WIDTH} x {WIDTH} (default: 12)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="(default: 1)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="timed rounds (default: 9)")
     parser.add_argument("--profile", action="store_true", help="print the operators of one step of ours by time")
     parser.set_defaults(run=main)
@@ -39,17 +41,18 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs `python -m tools.bench optimizer`."""
     torch.set_num_threads(args.threads)
+    torch.set_default_device(args.device)
     steps = {"bare": bare(args.matrices), "ours": ours(args.matrices)}
     steps |= {name: naive(args.matrices, name == "foreach") for name in ("naive", "foreach")}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(args.rounds + 1):
         for name, (prepare, step) in steps.items():
             prepare()
-            start = time.perf_counter()
-            step()
-            seconds[name] += [time.perf_counter() - start] if number else []  # the first is a warm-up
+            took = _seconds(step)
+            seconds[name] += [took] if number else []  # the first is a warm-up
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    record = {"parameters": args.matrices * WIDTH**2, "threads": args.threads, "torch": torch.__version__}
+    record: dict[str, Any] = {"parameters": args.matrices * WIDTH**2, "device": args.device, "threads": args.threads}
+    record |= {"torch": torch.__version__, "extra_memory": _extra_memory(*steps["ours"], args.matrices)}
     record |= {f"{name}_ms": round(median * 1e3, 1) for name, median in medians.items()}
     record |= {
         "ours_over_bare": round(medians["ours"] / medians["bare"], 2),
@@ -66,11 +69,37 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def _seconds(step: Callable[[], object]) -> float:
+    if torch.get_default_device().type != "cpu":
+        torch.accelerator.synchronize()
+    start = time.perf_counter()
+    step()
+    if torch.get_default_device().type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def _extra_memory(prepare: Callable[[], object], step: Callable[[], object], matrices: int) -> float | None:
+    """Memory that a step of ours takes for a while, over the 18 bytes a parameter that it keeps; None if unknown."""
+    prepare()
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if torch.get_default_device().type != "cpu" or not reset.exists():
+        return None
+    reset.write_text("5")  # Linux: forget the highest memory use so far
+    before = _kilobytes(status, "VmRSS")
+    step()
+    return round((_kilobytes(status, "VmHWM") - before) * 1024 / (18 * matrices * WIDTH**2), 5)
+
+
+def _kilobytes(status: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
+
+
 Timed = tuple[Callable[[], object], Callable[[], object]]  # what is done before each step, and the step
 
 
 def _values(length: int, scale: float) -> Tensor:
-    return torch.randn(length, generator=torch.Generator().manual_seed(0)) * scale
+    return torch.randn(length) * scale
 
 
 def bare(matrices: int) -> Timed:

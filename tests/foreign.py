@@ -1,9 +1,11 @@
 """Small models of other systems: configurations of every family, folders of random weights, a training file."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -71,6 +73,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-yarn": {"model_type": "llama", **_LLAMA, "rope_scaling": YARN},
 }
 WITHOUT_MEGATRON = {"gpt_neox", "mistral", "llama-yarn"}  # parallel residual, window, yarn
+
+
+def usually(few: Iterable[str], all_kinds: Iterable[str] = CONFIGS) -> list[Any]:
+    """Parameters of a test: the kinds in `few` always, the others of `all_kinds` only among the slow tests."""
+    chosen = sorted(set(few))
+    return [*chosen, *slow(*((kind,) for kind in sorted(all_kinds) if kind not in chosen))]
+
+
+def slow(*parameters: tuple[Any, ...]) -> list[Any]:
+    """Parameters of a test that are tried only among the slow tests."""
+    return [pytest.param(*values, marks=pytest.mark.slow) for values in parameters]
 
 
 def write_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:

@@ -47,8 +47,9 @@ def test_every_tensor_is_listed_on_request(folders: list[Path], capsys: pytest.C
 
 
 def test_equal_models_do_not_differ_and_the_largest_difference_comes_first(
-    folders: list[Path], capsys: pytest.CaptureFixture[str]
+    folders: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert said(capsys, "diff", folders[0], folders[2]) == "39 of 39 tensors are equal, 0 differ\n"
     tensors = load_file(folders[0] / "model.safetensors")
     tensors["model.norm.weight"][0] += 0.5

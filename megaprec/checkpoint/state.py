@@ -98,7 +98,7 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
     """Takes up weights alone, from wherever they are; moments, step count and scaler stay. Each rank reads its own."""
     for buffer in optimizer.all_buffers():
         _read_into(weights, "weight", buffer)
-        buffer.publish(optimizer.steps)
+    optimizer.load_numbers(optimizer.numbers())  # makes the layers' weights from the masters
 
 
 def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer) -> Store:

@@ -1,7 +1,7 @@
 """Every mode of the five dialects trains, in the dtypes that its system says, alike on one process and on four ranks.
 
-What is inspected are the tensors of a model in training. What they must be is written down in `tests.modes` from the systems'
-own documentation, not read from the plan.
+What is inspected are the tensors of a model in training. What they must be is written down in `tests.modes` from the
+systems' own documentation, not read from the plan.
 """
 
 from collections.abc import Iterator, Sequence

@@ -26,8 +26,8 @@ def statistics(
     kernels: read what they can; the rest is left to torch's operators.
     """
     if kernels is not None:
-        left = [[values for values in some if not kernels.reads(values)] for some in (gradients, copies)]
-        numbers = statistics(*left, device)
+        left, copies_left = ([v for v in values if not kernels.reads(v)] for values in (gradients, copies))
+        numbers = statistics(left, copies_left, device)
         for values in filter(kernels.reads, gradients):
             numbers += kernels.statistics(values)
         for values in filter(kernels.reads, copies):

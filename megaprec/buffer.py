@@ -116,9 +116,9 @@ class Buffer:
         """This rank's slice of `weights` or `grads` (a view)."""
         return flat[self.first : self.last]
 
-    def blocks(self, first: int, last: int) -> Iterator[Block]:
-        """Elements [first, last) of the own slice, in runs of a length that suits the device."""
-        length = BLOCK if self.weights.device.type == "cpu" else BLOCK << 8
+    def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Block]:
+        """Elements [first, last) of the own slice, in runs of `length`; 0: one that suits the device."""
+        length = length or (BLOCK if self.weights.device.type == "cpu" else BLOCK << 8)
         for start in range(first, last, length):
             yield self._block(start, min(start + length, last))
 

@@ -51,8 +51,8 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
     """A ParallelAMPOptimizer whose steps come in two halves, `take` and `settle`; its arguments are the same.
 
     `step`, which does all at once, is there as well, and all come out the same, bit for bit. Between the two halves
-    no gradient may be made and no state saved. Raises UserError for a plan that raises on what is not finite: by then
-    the next step has begun.
+    no gradient may be made and no state saved. Raises UserError for a plan that raises on what is not finite, for by
+    then the next step has begun, and for native kernels, which clear the gradients too early.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -61,6 +61,11 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
             raise UserError(
                 'optimizer.validation = "after" learns of a bad step when the next one has begun, so it cannot go with '
                 'precision.on_nonfinite = "raise": use "skip", or optimizer.validation = "before"'
+            )
+        if self.kernels is not None:
+            raise UserError(
+                'optimizer.validation = "after" needs the gradients until a step is settled, and native kernels clear '
+                'them: use optimizer.validation = "before", or leave native out'
             )
         self._guessed: _Guessed | None = None
         self._guesses = True  # whether the last guess was right, or would have been

@@ -30,9 +30,10 @@ from megaprec.comm import Axis, device_of
 from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, Outcome, StepReport
 from megaprec.gathered import gather_tensors, load_tensors
-from megaprec.groups import Group, by_factors, require_used, slices
+from megaprec.groups import Group, Slice, by_factors, require_used, slices
 from megaprec.layout import has_layout, layout_of, parameters_of
 from megaprec.locate import locate
+from megaprec.native import Kernels
 from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
 from megaprec.rules import AdamW, Rule, Step
@@ -55,6 +56,8 @@ class ParallelAMPOptimizer:
     overlap: sums over dp go on beside the backward passes of other chunks, and weights are collected beside the next
         forward pass; `wait` before looking at weights in between.
     seed: of stochastic rounding.
+    native: AdamW on a CPU by kernels that a C compiler makes, wherever masters, gradients and averages are FP32 and
+        weights FP32 or rounded to bf16 nearest; the results are the same but for the last bits of the norm.
     Raises UserError for what does not fit together, ValueError for a parameter without a fitting layout.
     """
 
@@ -72,6 +75,7 @@ class ParallelAMPOptimizer:
         zero_size: int = 0,
         overlap: bool = False,
         seed: int = 0,
+        native: bool = False,
     ) -> None:
         self.plan, self.clip, self.weight_decay, self.overlap, self.seed = plan, clip, weight_decay, overlap, seed
         self.rule: Rule = rule or AdamW()
@@ -82,6 +86,7 @@ class ParallelAMPOptimizer:
         self.world, self.device = Axis.world(mesh), device_of(mesh)
         if mesh is None:  # wherever the model is
             self.device = next((p.device for p in parameters_of(parts)), self.device)
+        self.kernels = self._native() if native else None
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
@@ -100,8 +105,7 @@ class ParallelAMPOptimizer:
                 frozen.data = frozen.data.to(self.device, held)
         require_used(groups, self.all_buffers(), self.world, self.device)
         self._slices = [
-            (buffer, [(s, list(buffer.blocks(s.first, s.last))) for s in slices(buffer, groups)])
-            for buffer in self.all_buffers()
+            (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
         ]
         for part in parts if overlap else ():
             part.register_forward_pre_hook(lambda module, args: self.wait())
@@ -127,6 +131,27 @@ class ParallelAMPOptimizer:
         if pipeline_ranks := layout_of(parameters[0]).tied:
             self._tied.append((buffer, tied[pipeline_ranks]))
         return buffer
+
+    def _native(self) -> Kernels:
+        """The kernels. Raises UserError for what they are never of use to."""
+        if type(self.rule) is not AdamW or self.device.type != "cpu":
+            raise UserError(
+                f"native kernels update by AdamW on a CPU, not by {type(self.rule).__name__} on {self.device.type}: "
+                "leave native out"
+            )
+        if self.plan.on_nonfinite == "ignore":
+            raise UserError(
+                'native kernels clear the gradients that precision.on_nonfinite = "ignore" looks into after a step: '
+                'use "skip" or "raise", or leave native out'
+            )
+        return Kernels()
+
+    def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Block]:
+        """A slice as it is updated: whole if the kernels can, else in runs that suit the device."""
+        whole = list(buffer.blocks(s.first, s.last, s.last - s.first))
+        if self.kernels is not None and self.kernels.updates(whole[0]):
+            return whole
+        return list(buffer.blocks(s.first, s.last))
 
     def all_buffers(self) -> list[Buffer]:
         """Every buffer of this rank, in an order that all dp ranks share."""
@@ -246,7 +271,7 @@ class ParallelAMPOptimizer:
     def _own_numbers(self, loss: Tensor | None) -> Tensor:
         """What this rank has to say of its gradients, to be summed over the whole mesh."""
         agreement, missing = self._agreement, gradients.missing(self.all_buffers())
-        counted = statistics(self._counted, self._copies, self.device)
+        counted = statistics(self._counted, self._copies, self.device, self.kernels)
         norm = counted[0] if agreement.p == 2 else norm_of(self._counted, agreement.p, self.device)
         scaler = digest((*self.scaler.tensors(), self.steps), self.device)
         return agreement.pack(counted, loss, scaler, gradients.digest(missing), norm)
@@ -290,6 +315,10 @@ class ParallelAMPOptimizer:
             for s, blocks in parts:
                 step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
                 for block in blocks:
+                    if self.kernels is not None and self.kernels.updates(block):
+                        assert clears and isinstance(self.rule, AdamW)
+                        self.kernels.adamw_(block, self.rule, step)
+                        continue
                     weights, grads, state = widen(block)
                     self.rule.update_(weights, grads, state, step)
                     block.keep(weights, state, self.steps)

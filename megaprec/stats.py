@@ -12,14 +12,27 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megaprec.native import Kernels
+
 _BLOCK = 1 << 17  # elements: small enough to be found in a core's cache when they are looked at for the second time
 
 
-def statistics(gradients: Iterable[Tensor], copies: Iterable[Tensor], device: torch.device) -> Tensor:
+def statistics(
+    gradients: Sequence[Tensor], copies: Sequence[Tensor], device: torch.device, kernels: Kernels | None = None
+) -> Tensor:
     """float64 [2]: (sum of squares, number of zeros) over flat tensors in which every element counts once.
 
     copies: elements that are counted elsewhere. They make the sum NaN if one is not finite and do nothing otherwise.
+    kernels: read what they can; the rest is left to torch's operators.
     """
+    if kernels is not None:
+        left, copies_left = ([v for v in values if not kernels.reads(v)] for values in (gradients, copies))
+        numbers = statistics(left, copies_left, device)
+        for values in filter(kernels.reads, gradients):
+            numbers += kernels.statistics(values)
+        for values in filter(kernels.reads, copies):
+            numbers[0] += 0 * kernels.statistics(values)[0]
+        return numbers
     counted = [block for values in gradients for block in _blocks(values)]
     looked = [(_norm(block), block.count_nonzero()) for block in counted]
     total = sum(block.numel() for block in counted)

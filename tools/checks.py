@@ -81,6 +81,26 @@ def _validation(optimizer: Optimizer, precision: Precision) -> Iterator[str]:
         )
 
 
+def _native(optimizer: Optimizer, precision: Precision, train: Train) -> Iterator[str]:
+    if not optimizer.native:
+        return
+    if optimizer.name.lower() != "adamw" or train.device == "cuda":
+        yield (
+            f"optimizer.native = true is for adamw on CPUs, not for {optimizer.name} on train.device {train.device!r}: "
+            "leave it out"
+        )
+    if optimizer.validation == "after":
+        yield (
+            'optimizer.native = true clears gradients that optimizer.validation "after" still needs: '
+            'leave it out, or use "before"'
+        )
+    if precision.on_nonfinite == "ignore":
+        yield (
+            'optimizer.native = true clears gradients that precision.on_nonfinite "ignore" still needs: '
+            'leave it out, or use "skip" or "raise"'
+        )
+
+
 def _zero(parallel: Parallel) -> Iterator[str]:
     size, data = parallel.zero_size, parallel.data
     if size and data % size:
@@ -243,4 +263,5 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _rule,
     _zero,
     _validation,
+    _native,
 )

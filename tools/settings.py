@@ -199,6 +199,10 @@ class Optimizer(Table):
     norm: float = Field(
         default=2.0, ge=1, allow_inf_nan=True, description="which norm of the gradients: 2.0, inf or another"
     )
+    native: bool = Field(
+        default=False,
+        description="adamw by a kernel in C where masters are fp32; CPU only, needs a C compiler",
+    )
     validation: Literal["before", "after"] = Field(
         default="before",
         description="when all ranks agree on a step; after: stages go on with a guess and go back if it was wrong",

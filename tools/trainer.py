@@ -99,6 +99,7 @@ class Trainer:
             overlap=self.config.parallel.overlap,
             zero_size=self.config.parallel.zero_size if self.config.parallel.zero else 1,
             seed=self.config.train.seed,
+            native=o.native,
         )
 
     def _resume(self, checkpoint: Path) -> None:

@@ -1,10 +1,11 @@
 """The optimizer step alone, against torch's own kernels on the same tensors.
 
-50 million parameters with bfloat16 weights and FP32 gradients, masters and moments, as after a backward pass. Four
+50 million parameters with bfloat16 weights and FP32 gradients, masters and moments, as after a backward pass. The
 steps are timed in turn, so that whatever disturbs the machine disturbs all of them:
 
     bare     torch's fused AdamW on the FP32 tensors: no scaling, no check, no norm, no clipping, no weights to round
     ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the weights, clearing
+    native   the same with native=True, if --native is given
     naive    the same work in separate passes: unscale and check, norm, count of zeros, clip, fused AdamW, round
     foreach  the same with torch's for-each AdamW
 """
@@ -34,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="(default: 1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="timed rounds (default: 9)")
+    parser.add_argument("--native", action="store_true", help="time ours with native kernels too; needs a C compiler")
     parser.add_argument("--profile", action="store_true", help="print the operators of one step of ours by time")
     parser.set_defaults(run=main)
 
@@ -43,6 +45,7 @@ def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     torch.set_default_device(args.device)
     steps = {"bare": bare(args.matrices), "ours": ours(args.matrices)}
+    steps |= {"native": ours(args.matrices, native=True)} if args.native else {}
     steps |= {name: naive(args.matrices, name == "foreach") for name in ("naive", "foreach")}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(args.rounds + 1):
@@ -59,6 +62,9 @@ def main(args: argparse.Namespace) -> int:
         "naive_over_ours": round(medians["naive"] / medians["ours"], 2),
         "foreach_over_ours": round(medians["foreach"] / medians["ours"], 2),
     }
+    if args.native:
+        record["native_over_bare"] = round(medians["native"] / medians["bare"], 2)
+        record["naive_over_native"] = round(medians["naive"] / medians["native"], 2)
     print(json.dumps(record), flush=True)
     if args.profile:
         prepare, step = steps["ours"]
@@ -117,13 +123,13 @@ def bare(matrices: int) -> Timed:
     return lambda: steps.add_(1), step
 
 
-def ours(matrices: int) -> Timed:
+def ours(matrices: int, native: bool = False) -> Timed:
     """A whole step of `ParallelAMPOptimizer`."""
     model = nn.ParameterList(nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(matrices))
     for parameter in model:
         nn.init.normal_(parameter, std=0.02)
     attach_whole(model)
-    optimizer = ParallelAMPOptimizer([model], plan("bf16", LossScaling("constant", SCALE)))
+    optimizer = ParallelAMPOptimizer([model], plan("bf16", LossScaling("constant", SCALE)), native=native)
     (buffer,) = optimizer.all_buffers()
     grads = _values(buffer.size, 1e-3 * SCALE)
     loss = torch.tensor(1.0)

@@ -284,19 +284,21 @@ def test_too_little_room_is_known_before_the_work(
 @pytest.mark.slow
 @pytest.mark.parametrize("to", TARGETS)
 def test_memory_is_that_of_some_tensors_not_of_the_model(to: str, tmp_path: Path) -> None:
-    """400 MB in tensors of at most 16 MB: beyond what importing takes, less than six of the largest."""
+    """400 MB in tensors of at most 23 MB: beyond what importing takes, less than six of the largest."""
     sizes: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 128}
     hf = write_folder(tmp_path / "hf", "llama", intermediate_size=2816, vocab_size=4096, **sizes)
     program = (
-        "import resource, sys; from tools.cli import main; "
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
-        "main(['convert', sys.argv[1], sys.argv[2], *sys.argv[4:]]); before = peak(); "
-        "main(['convert', sys.argv[3], sys.argv[2] + '2', *sys.argv[4:]]); print('grew', peak() - before)"
+        "import sys; from pathlib import Path; from tools.cli import main\n"
+        "def kb(what): return int(Path('/proc/self/status').read_text().split(what)[1].split()[0])\n"
+        "main(['convert', sys.argv[1], sys.argv[2], *sys.argv[4:]])\n"  # imports all that there is to import
+        "Path('/proc/self/clear_refs').write_text('5')\n"  # forgets the highest so far
+        "before = kb('VmRSS:'); main(['convert', sys.argv[3], sys.argv[2] + '2', *sys.argv[4:]])\n"
+        "print('grew', kb('VmHWM:') - before)"
     )
     small = write_folder(tmp_path / "small", "llama")
     command = [sys.executable, "-c", program, str(small), str(tmp_path / "out"), str(hf), *map(str, TARGETS[to])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=True)
     grew = int(done.stdout.split()[-1]) * 1024
-    largest = 4 * 1024 * 4096
-    assert (hf / "model.safetensors").stat().st_size > 20 * largest
+    largest = 4 * 1024 * (2 * 2816 if to == "megatron" else 4096)  # gate and up are one tensor there
+    assert (hf / "model.safetensors").stat().st_size > 17 * largest
     assert grew < 6 * largest

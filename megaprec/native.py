@@ -92,10 +92,12 @@ def _built() -> Path:
     parts = (_SOURCE.read_text(encoding="utf-8"), shlex.join([*compiler, *_FLAGS]), target)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megaprec"
     library = cache / f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
-    if library.exists():
-        return library
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
+            raise UserError(f"native: {cache} may be written by others, so what lies there is not loaded: chmod 700 it")
+        if library.exists():
+            return library
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             made = Path(folder) / "native.so"
             _run([*compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-lm"])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprec.errors import UserError
@@ -22,14 +22,7 @@ from parallel.schedule import (
 )
 from parallel.simulate import Span, bubble, idle, in_flight, sends_under_way, simulate
 from parallel.textbook import TEXTBOOK, Sizes
-
-KIND = st.sampled_from(sorted(KINDS))
-RANKS = st.integers(1, 8)
-MICROBATCHES = st.integers(1, 12)
-COSTS = st.integers(1, 9)
-UNHURRIED = settings(deadline=None, max_examples=50)
-CHUNKS = {"interleaved": (1, 2, 3), "zb-v": (2,)}
-EVERY = [(k, p, m, v) for k in KINDS for p in (1, 2, 3, 4, 8) for v in CHUNKS.get(k, (1,)) for m in range(1, 13)]
+from tests.test_schedule import COSTS, EVERY, MICROBATCHES, RANKS, UNHURRIED
 
 
 def test_1f1b_in_full() -> None:

@@ -10,7 +10,7 @@ the layers put off (`deferred.py`): for each product its input and the gradient 
 biases, norms and embeddings cost little and are made in the first half.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.deferred import Deferred, Work
 from parallel.links import Links
-from parallel.schedule import Instruction, Kind, Message, Op, picture
+from parallel.schedule import RECEIVES, Instruction, Kind, Message, Op, picture
 from parallel.simulate import Span
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
@@ -59,6 +59,7 @@ class Executor:
         self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
         self._deferred = deferred or Deferred()
         self._put_off: dict[tuple[int, int], Work] = {}  # by stage and micro-batch
+        self._to_expect: Iterator[Instruction] = iter(())  # receives that are not begun
         self._carry_out: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -80,7 +81,10 @@ class Executor:
         self.finish()
 
     def carry_out(self, first: int, last: int) -> None:
-        """The part [first, last) of `run`."""
+        """The part [first, last) of `run`. Each receive is begun when the one before it is over, not when its message
+        is needed: one message travels while the stages compute."""
+        self._to_expect = (i for i in self.program[first:last] if i.op in RECEIVES)
+        self._expect_next()
         for at, i in enumerate(self.program[first:last], first):
             start = perf_counter()
             try:
@@ -147,6 +151,12 @@ class Executor:
 
     def _receive(self, i: Instruction) -> None:
         self._mail[_message(i)] = self.links.receive(i)
+        self._expect_next()
+
+    def _expect_next(self) -> None:
+        following = next(self._to_expect, None)
+        if following is not None:
+            self.links.expect(following)
 
     def _failure(self, at: int, error: Exception) -> str:
         rank = self.links.axis.rank

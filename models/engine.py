@@ -106,7 +106,9 @@ class Engine:
         ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
         self._shared_ends = config.tied and ends == {self.pp.rank} and self.last > 0
         self._deferred = context.deferred
-        self._train = Executor(train, links, self._forward, self._reduce, deferred=self._deferred)
+        self._train = Executor(
+            train, links, self._forward, self._reduce, deferred=self._deferred, complete=self._complete
+        )
         self._evaluate = Executor(evaluate, links, self._forward)
 
     def step(self, share: Share, lr: float, number: int, recording: Recording | None = None) -> StepReport:
@@ -245,6 +247,10 @@ class Engine:
         stage is done: they are reduced by the optimizer's step, which takes what is left."""
         if not (stage == 0 and self._shared_ends):
             self.optimizer.reduce(self._chunk[stage])
+
+    def _complete(self, stage: int) -> None:
+        if not (stage == 0 and self._shared_ends):
+            self.optimizer.expect(self._chunk[stage])
 
     def _columns(self, samples: Tensor) -> Tensor:
         """[b, s] of the data set to [s, b] of the model, on its device."""

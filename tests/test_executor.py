@@ -300,7 +300,9 @@ def test_a_recording_has_all_ranks_on_one_clock(mesh: DeviceMesh) -> None:
 def test_a_message_travels_while_the_stage_that_will_take_it_computes(mesh: DeviceMesh) -> None:
     """Rank 1 ends its first forward only when rank 0 knows that the second activation has arrived."""
     s = schedule("gpipe", 2, 2)
-    links, toy, aside = open_links(mesh, s.rank_of_stage), Toy(2, 2), dist.new_group([0, 1])
+    links, toy = open_links(mesh, s.rank_of_stage), Toy(2, 2)
+    aside = dist.new_group([0, 1])
+    assert isinstance(aside, dist.ProcessGroup)
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         if (stage, microbatch) == (1, 0):

@@ -17,6 +17,7 @@ from megaprec.buffer import Buffer
 from megaprec.comm import Axis
 from megaprec.partial import sum_partial
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 WaitFor = Callable[[Sequence[Buffer]], None]
 
 
@@ -101,7 +102,7 @@ def _over() -> None:
 class Arrivals:
     """Weights that are being collected, and who must wait for which of them.
 
-    A layer, which is a module in a list of modules, waits for what lies in or under it. The part as a whole, whose
+    A layer, which is a module in a list or dict of modules, waits for what lies in or under it. The part as a whole, whose
     forward runs before, waits for all other weights. A layer's weights are therefore not to be read from outside of
     its forward before `wait`.
     """
@@ -133,7 +134,7 @@ class Arrivals:
 
 def _follow(part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> None:
     """Makes the layers of `part`, and the part itself, wait for their weights when they are called."""
-    layers = [layer for m in part.modules() if isinstance(m, nn.ModuleList) for layer in m]
+    layers = [layer for m in part.modules() if isinstance(m, _CONTAINERS) for layer in m.children()]
     waits = {layer: set(layer.parameters()) for layer in layers}
     waits[part] = set(part.parameters()).difference(*waits.values())
     for module, parameters in waits.items():

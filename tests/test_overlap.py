@@ -9,10 +9,13 @@ from torch import Tensor, nn
 
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis
-from megaprec.layout import attach_whole
+from megaprec.layout import attach_whole, layout_of
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.overlap import Arrivals, Sums
 from megaprec.plan import plan
+from models.config import ModelConfig
+from models.stages import build, cuts
+from parallel.context import Context
 from tests.layouts import Result, Run, train_all
 from tests.test_parity import MODELS
 
@@ -105,6 +108,29 @@ def test_a_weight_that_the_pass_does_not_reach_holds_up_no_sum_for_good() -> Non
     assert seen == [], "the head comes first in the order that all ranks keep"
     sums.finish()
     assert sorted(seen) == sorted(f"{what} {n}" for n in range(4) for what in ("sum", "end"))
+
+
+def test_the_layers_of_a_stage_wait_for_themselves_and_the_stage_for_its_table_and_head() -> None:
+    config = ModelConfig(**MODELS["llama"])
+    (stage,) = build(config, Context(plan("fp32")), cuts(config, 1, 8), [0], 0).values()
+    optimizer = ParallelAMPOptimizer([stage], plan("fp32"), overlap=True, bucket=1)
+    seen: list[str] = []
+    for buffer in optimizer.all_buffers():
+        name = layout_of(buffer.parameters[0]).parts[0].name
+        buffer.start_collect = lambda name=name: lambda: seen.append(name)  # type: ignore[method-assign]
+    for block in stage.layers.values():
+        block.register_forward_pre_hook(lambda module, args: seen.append(f"{module.name} runs"))
+    ids = torch.zeros(8, 2, dtype=torch.int64)
+    stage.losses(stage(ids), ids).sum().backward()
+    seen.clear()
+    optimizer.step(1e-3)
+    assert seen == []
+    stage(ids)
+    outside = {"embedding.weight", "head.weight", "final_norm.weight"}
+    assert set(seen[:3]) == outside
+    of_layers = [name.split(".")[1].split()[0] for name in seen[3:]]
+    assert of_layers == sorted(of_layers), "a layer waits for no other"
+    assert all(seen[n - 1].startswith(name.split()[0]) for n, name in enumerate(seen) if name.endswith("runs"))
 
 
 def test_a_layer_waits_for_its_own_weights_and_the_model_for_all_others() -> None:

@@ -102,9 +102,9 @@ def _over() -> None:
 class Arrivals:
     """Weights that are being collected, and who must wait for which of them.
 
-    A layer, which is a module in a list or dict of modules, waits for what lies in or under it. The part as a whole, whose
-    forward runs before, waits for all other weights. A layer's weights are therefore not to be read from outside of
-    its forward before `wait`.
+    A layer, which is a module in a list or dict of modules, waits for what lies in or under it. The part as a whole,
+    whose forward runs before, waits for all other weights. A layer's weights are therefore not to be read from
+    outside of its forward before `wait`.
     """
 
     def __init__(self, parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool) -> None:

@@ -93,7 +93,7 @@ class Engine:
         self.last, self._last_rank = len(schedule.rank_of_stage) - 1, schedule.rank_of_stage[-1]
         self._rows = schedule.microbatches * micro_batch  # samples in a share
         context = Context(plan, self.tp, sequence, seed)
-        cut = cuts(config, self.last + 1, seq_length, layers)
+        cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}

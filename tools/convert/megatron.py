@@ -81,7 +81,9 @@ def _facts(
     samples = args.get("consumed_train_samples") or 0
     tokens = samples * (args.get("seq_length") or 0)
     progress = {"step": iteration, "applied": steps or iteration, "tokens": tokens}
-    progress |= {"samples": samples, "applied_samples": samples}
+    schedule = first.get("opt_param_scheduler")
+    applied = schedule.get("num_steps") if isinstance(schedule, dict) else None
+    progress |= {"samples": samples, "applied_samples": samples if applied is None else applied}
     layout = {"tensor": tp, "pipeline": pp, "data": args.get("data_parallel_size") or 1}
     compute = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
     progress = progress if iteration else {}

@@ -30,6 +30,11 @@ from tools.convert.tensors import fill
 
 DIVISIBLE = 128  # rows of the vocabulary are padded to this times the tensor-parallel ranks, as Megatron does
 HALF = (torch.bfloat16, torch.float16)
+# Megatron looks for these, and takes its own with --override-opt-param-scheduler.
+SCHEDULE = dict.fromkeys(
+    ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
+    + ("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style")
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,9 @@ class _Writer:
 
     def _content(self, local: Sequence[_Local], stage: int, rank: int, room: Any) -> dict[str, Any]:
         progress = self.source.facts.progress
-        args = {**self.args, "consumed_train_samples": progress.get("samples", 0), "rank": rank}
+        samples = progress.get("samples", 0)
+        args = {**self.args, "consumed_train_samples": samples, "rank": rank}
+        args["seq_length"] = progress.get("tokens", 0) // samples if samples else args["seq_length"]
         content: dict[str, Any] = {
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,
@@ -157,6 +164,7 @@ class _Writer:
         }
         if self.has_state:
             content["optimizer"] = self._optimizer(local, room)
+            content["opt_param_scheduler"] = {**SCHEDULE, "num_steps": progress.get("applied_samples", 0)}
         return content
 
     def _optimizer(self, local: Sequence[_Local], room: Any) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[in
     return ((padded if cut == "vocabulary" else rows) // tp, *rest)
 
 
-def rank_folder(tp_rank: int, pp_rank: int, pp: int) -> str:
-    """Name of a rank's folder."""
-    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
+    """Name of a rank's folder. An axis of size one is left out."""
+    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")
 
 
 def model_of(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
@@ -121,8 +121,9 @@ def _refuse(a: Mapping[str, Any]) -> None:
     odd = ("squared_relu", "multi_latent_attention", "apply_layernorm_1p", "mtp_num_layers")
     if wrong := [key for key in odd if a.get(key)]:
         raise UserError(f"Megatron's {wrong[0]} = {a[wrong[0]]!r} cannot be converted")
-    if (a.get("expert_model_parallel_size") or 1) > 1:
-        raise UserError("a Megatron checkpoint with experts over several ranks (expert parallelism) cannot be read")
+    tp = a.get("tensor_model_parallel_size") or 1
+    if a.get("num_experts") and (a.get("expert_tensor_parallel_size") or tp) != tp:
+        raise UserError("Megatron's expert_tensor_parallel_size other than tensor_model_parallel_size cannot be read")
 
 
 def _unsaid(model: ModelConfig) -> Iterator[str]:
@@ -181,7 +182,6 @@ def args_of(model: ModelConfig, padded: int, tp: int, pp: int, fused_norms: bool
         "attention_dropout": model.attention_dropout,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
-        "expert_model_parallel_size": 1,
         "transformer_impl": "transformer_engine" if fused_norms else "local",
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -165,7 +165,10 @@ plot = false
     return path
 
 
-@pytest.mark.parametrize("kind", usually(("gpt2", "llama"), ("gpt2", "llama", "gpt_neox", "qwen3")))
+TRAINED = ("gpt2", "llama", "gpt_neox", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+
+
+@pytest.mark.parametrize("kind", usually(("gpt2", "llama"), TRAINED))
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(2, 2, 1), *slow((1, 1, 1), (1, 2, 2))])
 def test_three_steps_from_a_folder_are_three_steps_of_transformers(
     kind: str, tensor: int, pipeline: int, data: int, tmp_path: Path

@@ -6,6 +6,7 @@ that nothing is kept of.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def part(whole: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
     """What tensor-parallel rank `rank` of `tp` has of a tensor. padded: rows of the vocabulary with padding."""
-    if cut == "whole":
+    if cut == "whole" or (tp == 1 and cut != "vocabulary"):
         return whole
     if cut == "columns":
         return whole.chunk(tp, 1)[rank]
@@ -38,16 +39,21 @@ def part(whole: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
     return whole.chunk(tp)[rank]
 
 
-def merged(parts: Sequence[Tensor], cut: Cut, vocab: int) -> Tensor:
-    """The way back from `part`, over all ranks."""
-    if cut == "columns":
-        return torch.cat(list(parts), 1)
-    if cut == "halves":
-        halves = [p.chunk(2) for p in parts]
-        return torch.cat([half[n] for n in (0, 1) for half in halves])
-    if cut == "vocabulary":
-        return torch.cat(list(parts))[:vocab]
-    return torch.cat(list(parts)) if cut == "rows" else parts[0]
+def merged(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int) -> Tensor:
+    """The way back from `part`, over all ranks, of which no two are in memory at once. shape: of the whole."""
+    first = next(parts)
+    if tp == 1 or cut == "whole":
+        return first[: shape[0]]
+    whole = first.new_empty(shape)
+    own = whole.unflatten(0, (2, -1)) if cut == "halves" else whole
+    dim = 1 if cut in ("halves", "columns") else 0
+    at = 0
+    for values in chain((first,), parts):
+        shown = values.unflatten(0, (2, -1)) if cut == "halves" else values
+        length = min(shown.shape[dim], own.shape[dim] - at)
+        own.narrow(dim, at, length).copy_(shown.narrow(dim, 0, length))
+        at += length
+    return whole
 
 
 def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[int, ...]:

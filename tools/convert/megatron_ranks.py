@@ -175,12 +175,14 @@ def wholes_of(path: Path, found: list[Match], by_name: Mapping[str, list[Held]],
         )
         enough = match and (match.cut != "vocabulary" or sum(p.shape[0] for p in parts) >= vocab)
         shape = match.shape if match and fits and enough else parts[0].shape
-        wholes[name] = _whole_of(path, match, parts, vocab) if match and shape == match.shape else parts[0]
+        wholes[name] = _whole_of(path, match, parts) if match and shape == match.shape else parts[0]
     return wholes
 
 
-def _whole_of(path: Path, match: Match, parts: list[Held], vocab: int) -> Held:
+def _whole_of(path: Path, match: Match, parts: list[Held]) -> Held:
     """The tensor of `match` put together from those of the tensor-parallel ranks."""
     if match.cut == "whole":
         return _alike(path, match.foreign, parts)
-    return Whole(match.shape, parts[0].dtype, lambda: merged([p.read() for p in parts], match.cut, vocab))
+    return Whole(
+        match.shape, parts[0].dtype, lambda: merged((p.read() for p in parts), match.cut, match.shape, len(parts))
+    )

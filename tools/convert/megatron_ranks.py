@@ -183,6 +183,8 @@ def _whole_of(path: Path, match: Match, parts: list[Held]) -> Held:
     """The tensor of `match` put together from those of the tensor-parallel ranks."""
     if match.cut == "whole":
         return _alike(path, match.foreign, parts)
-    return Whole(
-        match.shape, parts[0].dtype, lambda: merged((p.read() for p in parts), match.cut, match.shape, len(parts))
-    )
+
+    def read() -> Tensor:
+        return merged((p.read() for p in parts), match.cut, match.shape, len(parts))
+
+    return Whole(match.shape, parts[0].dtype, read)

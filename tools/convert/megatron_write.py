@@ -281,6 +281,10 @@ def _storage_starts(file: Path) -> list[int]:
 
 
 def _part(match: Match, rank: int, tp: int, padded: int, dtype: torch.dtype, whole: Tensor) -> Tensor:
+    """Of the vocabulary without its padding, for which there is room that holds zeros."""
+    if match.cut == "vocabulary":
+        rows = padded // tp
+        return whole[rank * rows : (rank + 1) * rows].to(dtype)
     return part(whole, match.cut, rank, tp, padded).to(dtype)
 
 

@@ -20,7 +20,7 @@ from megaprec.plan import plan
 from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
-from tools.resume import kept
+from tools.saved import kept
 
 
 def add_parser(subparsers: Any) -> None:

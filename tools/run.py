@@ -30,8 +30,7 @@ from models.presets import PRESETS
 from models.stages import cuts
 from parallel.schedule import Schedule
 from tools.checks import cross_problems, lr_schedule, pipeline_schedule
-from tools.convert.hf import CONFIG, TOKENIZER_FILES, hf_model
-from tools.convert.vocabulary import main_file
+from tools.convert.initial import initial_model
 from tools.precision_native import plan_of, resolve_dialect, with_origins
 from tools.settings import FP8, LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 from tools.toml import Given, toml
@@ -309,13 +308,11 @@ def _add_initial(given: dict[str, Given]) -> Iterator[str]:
     asked = given.get("train.init_from")
     if asked is None or not isinstance(asked.value, str) or not asked.value:
         return
-    folder = Path(asked.value).expanduser()
     try:
-        said = hf_model(folder)
+        said, tokenizer, origin = initial_model(Path(asked.value).expanduser())
     except UserError as error:
         yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
         return
-    origin = f"{folder / CONFIG}"
     free = FREE | ({"max_positions"} if said.positions == "rope" else set())
     for name, value in said.model_dump().items():
         chosen = given.setdefault(f"model.{name}", Given(value, origin))
@@ -323,7 +320,7 @@ def _add_initial(given: dict[str, Given]) -> Iterator[str]:
         if chosen.value != value and name not in free and not left_open:
             there = f"it is {toml(value)} in {origin}; leave it out, or leave train.init_from out"
             yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
-    if tokenizer := main_file([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]):
+    if tokenizer:
         given.setdefault("data.tokenizer", Given(str(tokenizer), origin))
 
 

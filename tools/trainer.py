@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +31,10 @@ from tools.convert.initial import start_from
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.run import RunConfig
+from tools.saved import Progress
 from tools.skips import Hopeless, overflow_event
 from tools.trace import TIMELINE, write_trace
 from tools.write import print_memory, print_start
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come. A skipped step consumes its samples, but the learning rate waits for it.
-
-    Samples and tokens are counted, for a resumed run may have another batch or sequence length.
-    """
-
-    step: int = 0
-    applied: int = 0
-    samples: int = 0
-    applied_samples: int = 0
-    tokens: int = 0
-
-    @property
-    def skipped(self) -> int:
-        return self.step - self.applied
 
 
 class Trainer:

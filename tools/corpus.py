@@ -12,6 +12,7 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples, split
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.workers import cores
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.checks import check_all
@@ -151,7 +152,13 @@ def _build(config: RunConfig, given: Path | None) -> tuple[Path, Path]:
             )
         with _about(config, "data.source", *([] if given else ["data.vocab_size"])), building(source) as report:
             made = prepare(
-                source, prefix, tokenizer=given, vocab_size=vocab_size, overwrite=not used, on_progress=report
+                source,
+                prefix,
+                tokenizer=given,
+                vocab_size=vocab_size,
+                workers=data.workers or cores(),
+                overwrite=not used,
+                on_progress=report,
             )
     return made.prefix, made.tokenizer
 

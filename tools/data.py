@@ -1,6 +1,9 @@
 """`megaprec data build` makes a data set of a text, `megaprec data inspect` shows what is in one."""
 
 import argparse
+import resource
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,8 @@ from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.text import SUFFIXES, Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.workers import cores
+from megaprec.errors import UserError
 from tools.progress import building
 
 SHOWN_TOKENS = 64  # of each sample document
@@ -30,7 +35,7 @@ def _add_build(commands: SubParsers) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help=f"'python' (the standard library), a text file, .jsonl[.gz], or a folder of {' '.join(SUFFIXES)}",
+        help=f"'python' (the standard library), a text file, .jsonl[.gz|.zst], .parquet, or a folder of {' '.join(SUFFIXES)}",
     )
     parser.add_argument("prefix", metavar="PREFIX", type=Path, help="where to write, without .bin")
     tokenizer = parser.add_mutually_exclusive_group(required=True)
@@ -38,6 +43,9 @@ def _add_build(commands: SubParsers) -> None:
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model")
     parser.add_argument("--text-field", default="text", metavar="NAME", help="field of a JSONL line (default: text)")
     parser.add_argument("--max-chars", type=int, metavar="N", help="stop after so many characters")
+    parser.add_argument(
+        "--workers", type=int, default=cores(), metavar="N", help="processes that encode (default: one a core)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace another data set of this name")
     parser.set_defaults(run=build)
 
@@ -52,17 +60,25 @@ def _add_inspect(commands: SubParsers) -> None:
 
 def build(args: argparse.Namespace) -> int:
     """Run `megaprec data build`. `UserError` on bad input, before anything is written."""
+    if args.workers < 1:
+        raise UserError(f"--workers {args.workers}: there must be one at least")
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    start = time.perf_counter()
     with building(source) as on_progress:
         result = prepare(
             source,
             args.prefix,
             tokenizer=args.tokenizer,
             vocab_size=args.vocab_size,
+            workers=args.workers,
             overwrite=args.overwrite,
             on_progress=on_progress,
         )
     print(_summary(source, result))
+    if not result.reused:
+        seconds = time.perf_counter() - start
+        speed = f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M characters/s"
+        print(f"{seconds:,.1f} s, {speed}, at most {_peak_bytes(args.workers) / 1e6:,.0f} MB of memory")
     return 0
 
 
@@ -78,6 +94,12 @@ def inspect(args: argparse.Namespace) -> int:
     for index in _spread(dataset.num_documents, args.samples):
         print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
     return 0
+
+
+def _peak_bytes(workers: int) -> int:
+    """The most memory that this process had, and that each worker had if all were as large as the largest."""
+    own, largest = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return (own + (workers * largest if workers > 1 else 0)) * (1 if sys.platform == "darwin" else 1024)
 
 
 def _summary(source: Source, result: BuildResult) -> str:

@@ -38,6 +38,7 @@ class Data(Table):
     )
     vocab_size: int = Field(default=4096, gt=0, description="tokens of the tokenizer that is trained")
     max_chars: int = Field(default=0, ge=0, description="characters of the source to use; 0: all")
+    workers: int = Field(default=0, ge=0, description="processes that turn text into tokens; 0: one a core")
     held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the text kept for evaluation")
     shuffle: bool = Field(default=True, description="false: samples in file order")
     cache: FilePath = Field(

@@ -15,10 +15,16 @@ def beside(prefix: Path, suffix: str) -> Path:
     return prefix.parent / (prefix.name + suffix)
 
 
-def open_part(path: Path) -> BinaryIO:
-    """Open the temporary file that `publish` will turn into `path`; makes the folder."""
+def open_part(path: Path, size: int = 0) -> BinaryIO:
+    """Open the temporary file that `publish` will turn into `path`; makes the folder.
+
+    Of what is there already, from an earlier attempt, the first `size` bytes are kept, and writing goes on there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open(beside(path, ".part"), "wb")
+    file = open(beside(path, ".part"), "r+b" if size else "wb")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
 
 def publish(part: BinaryIO, path: Path) -> None:

@@ -5,8 +5,8 @@ lines, with every character kept as it is. Runs of spaces become pieces, so inde
 in a training line, so it is the byte piece <0x0A>, one token. Every text comes back exactly, but for the character
 U+2581, which SentencePiece itself uses for the space and turns into one.
 
-Tokenizers add nothing of their own (no begin, no end); who wants an end of document writes `eos`. A Hugging Face
-file may declare strings such as `<|endoftext|>` that mean a special token wherever they stand in a text.
+Tokenizers add nothing of their own (no begin, no end); who wants an end of document writes `eos`. Text is only text:
+one that spells a special token, such as `<|endoftext|>`, has it in ordinary tokens, so no text can end its document.
 """
 
 import io
@@ -19,6 +19,7 @@ from typing import Protocol
 
 import sentencepiece
 
+from megaprec.data.encoding import hugging_face_encoder, is_json, sentencepiece_encoder
 from megaprec.data.files import beside, write_whole
 from megaprec.errors import UserError
 
@@ -29,11 +30,16 @@ USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """What data and generation need of a tokenizer. `path` is the file that defines it whole."""
+    """What data and generation need of a tokenizer. `path` is the file that defines it whole.
+
+    eos ends a document, bos begins one and pad fills up; each None if the tokenizer has none.
+    """
 
     path: Path
     vocab_size: int  # every id is in [0, vocab_size)
-    eos: int | None  # end of document
+    eos: int | None
+    bos: int | None
+    pad: int | None
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -44,16 +50,17 @@ class SentencePieceTokenizer:
     """A SentencePiece `.model` file."""
 
     def __init__(self, path: Path) -> None:
-        self._processor = sentencepiece.SentencePieceProcessor()
-        self._processor.LoadFromSerializedProto(path.read_bytes())
+        self._encode, self._processor = sentencepiece_encoder(path.read_bytes())
         self.path = path
         self.vocab_size = self._processor.get_piece_size()
-        eos = self._processor.eos_id()
-        self.eos = eos if eos >= 0 else None
+        self.eos, self.bos, self.pad = (
+            id if id >= 0 else None
+            for id in (self._processor.eos_id(), self._processor.bos_id(), self._processor.pad_id())
+        )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, nothing added."""
-        return self._processor.encode(text)
+        """Token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
+        return self._encode(_unicode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens have none."""
@@ -63,24 +70,26 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A Hugging Face `tokenizer.json` file, read with the optional package `tokenizers`.
 
-    `eos` is what `tokenizer_config.json` beside it names, else the first of the usual names that it knows.
+    `eos` is what `tokenizer_config.json` beside it names, else the first of the usual names that it knows;
+    `bos` and `pad` are what it names.
     """
 
     def __init__(self, path: Path) -> None:
         try:
-            import tokenizers  # noqa: PLC0415 (optional)
+            self._encode, self._tokenizer = hugging_face_encoder(path.read_text("utf-8"))
         except ImportError as problem:
-            raise UserError(f"{path} needs the package 'tokenizers'; pip install tokenizers") from problem
-        self._tokenizer = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+            raise UserError(f"{path} needs tokenizers: pip install 'megaprec[hf]'") from problem
         self.path = path
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
-        names = [name for name in (_declared_eos(path), *USUAL_EOS) if name in vocabulary]
-        self.eos = vocabulary[names[0]] if names else None
+        self.eos, self.bos, self.pad = (
+            next((vocabulary[name] for name in (_declared(path, kind), *usual) if name in vocabulary), None)
+            for kind, usual in (("eos_token", USUAL_EOS), ("bos_token", ()), ("pad_token", ()))
+        )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, nothing added; special tokens spelled in the text are recognised."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
+        return self._encode(_unicode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens have none."""
@@ -92,7 +101,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a SentencePiece .model or a Hugging Face tokenizer.json")
     with open(path, "rb") as file:
-        kind = HuggingFaceTokenizer if file.read(64).lstrip().startswith(b"{") else SentencePieceTokenizer
+        kind = HuggingFaceTokenizer if is_json(file.read(64)) else SentencePieceTokenizer
     try:
         return kind(path)
     except UserError:
@@ -170,10 +179,19 @@ def _why_untrainable(problem: str) -> str:
     return " ".join(problem.split())
 
 
-def _declared_eos(path: Path) -> str | None:
-    """The end token that `tokenizer_config.json` beside `path` names, if any (a string or an added token)."""
+def _declared(path: Path, kind: str) -> str | None:
+    """The token that `tokenizer_config.json` beside `path` names as `kind`, if any (a string or an added token)."""
     config = path.with_name("tokenizer_config.json")
     if not config.is_file():
         return None
-    eos = json.loads(config.read_text("utf-8")).get("eos_token")
-    return eos.get("content") if isinstance(eos, dict) else eos
+    token = json.loads(config.read_text("utf-8")).get(kind)
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _unicode(text: str) -> str:
+    """The text, or `UserError` if half of a surrogate pair is in it, which no tokenizer can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise UserError("half of a surrogate pair is no Unicode text; leave it out") from problem
+    return text

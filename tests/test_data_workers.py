@@ -15,7 +15,8 @@ from megaprec.data import workers
 from megaprec.data.build import build
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.text import Source, open_source
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
 from tests.test_data_tokenizer import hugging_face
 

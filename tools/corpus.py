@@ -9,7 +9,7 @@ from megaprec.checkpoint.folder import latest
 from megaprec.data.build import check_vocabulary, prepare, reusable
 from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
-from megaprec.data.samples import Samples, split
+from megaprec.data.samples import Resets, Samples, split
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.workers import cores
@@ -59,7 +59,8 @@ def open_made(config: RunConfig, prefix: Path, model_file: Path | None) -> Corpu
         dataset = IndexedDataset(prefix)
     train, data = config.train, config.data
     with _about(config, "data.source", "data.held_out", "train.seq_length"):
-        samples, held_out = split(dataset, train.seq_length, data.held_out, train.seed, data.shuffle)
+        resets = Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
+        samples, held_out = split(dataset, train.seq_length, data.held_out, train.seed, data.shuffle, resets)
     return Corpus(dataset, samples, held_out, tokenizer, model)
 
 

@@ -1,4 +1,4 @@
-"""`megaprec data build` makes a data set of a text, `megaprec data inspect` shows what is in one."""
+"""`megaprec data`: build a data set of a text, inspect what is in one, learn a tokenizer."""
 
 import argparse
 import resource
@@ -13,6 +13,7 @@ from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.text import SUFFIXES, Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.data.workers import cores
 from megaprec.errors import UserError
 from tools.progress import building
@@ -28,21 +29,38 @@ def add_parser(subparsers: SubParsers) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_build(commands)
     _add_inspect(commands)
+    _add_tokenizer(commands)
+
+
+def _add_tokenizer(commands: SubParsers) -> None:
+    parser = commands.add_parser("tokenizer", help="learn a tokenizer from a text")
+    _add_source(parser)
+    parser.add_argument(
+        "path", metavar="FILE", type=Path, help="NAME.model: SentencePiece; NAME.json: Hugging Face tokenizer.json"
+    )
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens in it")
+    parser.add_argument("--overwrite", action="store_true", help="replace another tokenizer of this name")
+    parser.set_defaults(run=learn)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="'python' (the standard library), a text file, .jsonl[.gz|.zst], .parquet, "
+        f"or a folder of {' '.join(SUFFIXES)}",
+    )
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field, Parquet column of the text")
+    parser.add_argument("--max-chars", type=int, metavar="N", help="stop after so many characters")
 
 
 def _add_build(commands: SubParsers) -> None:
     parser = commands.add_parser("build", help="tokenize a text into PREFIX.bin and PREFIX.idx")
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help=f"'python' (the standard library), a text file, .jsonl[.gz|.zst], .parquet, or a folder of {' '.join(SUFFIXES)}",
-    )
+    _add_source(parser)
     parser.add_argument("prefix", metavar="PREFIX", type=Path, help="where to write, without .bin")
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", type=Path, metavar="FILE", help="SentencePiece .model or tokenizer.json")
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="field of a JSONL line (default: text)")
-    parser.add_argument("--max-chars", type=int, metavar="N", help="stop after so many characters")
     parser.add_argument(
         "--workers", type=int, default=cores(), metavar="N", help="processes that encode (default: one a core)"
     )
@@ -79,6 +97,21 @@ def build(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - start
         speed = f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M characters/s"
         print(f"{seconds:,.1f} s, {speed}, at most {_peak_bytes(args.workers) / 1e6:,.0f} MB of memory")
+    return 0
+
+
+def learn(args: argparse.Namespace) -> int:
+    """Run `megaprec data tokenizer`. `UserError` on bad input, before anything is written."""
+    path: Path = args.path
+    source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    texts = (text for _, text in source)
+    if path.suffix == ".json":
+        train_hugging_face(texts, path, args.vocab_size, args.overwrite)
+    elif path.suffix == ".model":
+        train_sentencepiece(texts, path.with_suffix(""), args.vocab_size, args.overwrite)
+    else:
+        raise UserError(f"{path}: a tokenizer is NAME.model (SentencePiece) or NAME.json (Hugging Face)")
+    print(f"{path}: {args.vocab_size:,} tokens, learned from {source.name}")
     return 0
 
 

@@ -41,6 +41,13 @@ class Data(Table):
     workers: int = Field(default=0, ge=0, description="processes that turn text into tokens; 0: one a core")
     held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the text kept for evaluation")
     shuffle: bool = Field(default=True, description="false: samples in file order")
+    reset_attention_mask: bool = Field(
+        default=False, description="tokens attend to their own document only, of those that share a sample"
+    )
+    reset_position_ids: bool = Field(default=False, description="positions begin anew with each document")
+    eod_mask_loss: bool = Field(
+        default=False, description="the first token of a document is no target in the loss: nothing foretells it"
+    )
     cache: FilePath = Field(
         default="", description="folder of tokenizer and token files; empty: data in the run's folder"
     )

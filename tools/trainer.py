@@ -24,6 +24,7 @@ from megaprec.tf32 import tf32
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.optimistic import OptimisticEngine
+from models.packing import Packing
 from models.stages import Stage
 from parallel.recording import Recording
 from tools.checks import make_rule
@@ -249,7 +250,8 @@ class Trainer:
         """This dp rank's consecutive part of the global batch that begins at `position`."""
         own = self.config.train.global_batch // self.dp.size
         batch = samples.batch(position + self.dp.rank * own, own)
-        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own)
+        packing = Packing(batch.documents, batch.positions)
+        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own, packing=packing)
 
     def _save(self) -> None:
         tokenizer = self.corpus.tokenizer

@@ -19,7 +19,8 @@ from typing import Any
 from megaprec.data.files import beside, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
 from megaprec.data.text import Source
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.errors import UserError
 

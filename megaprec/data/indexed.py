@@ -207,6 +207,16 @@ class IndexedDataset:
         self._require_ids()
         return self._stream[start : start + length].astype(np.int64)
 
+    def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
+        """The number of the document of each of the tokens [start, start + length), int64 [length]."""
+        first, last = (self._sequence_of(token) for token in (start, start + length - 1))
+        begins = self._pointers[first : last + 1] // self.dtype.itemsize
+        sequences = first + np.searchsorted(begins, np.arange(start, start + length), side="right") - 1
+        return np.searchsorted(self._documents, sequences, side="right") - 1
+
+    def _sequence_of(self, token: int) -> int:
+        return int(np.searchsorted(self._pointers, token * self.dtype.itemsize, side="right")) - 1
+
     def token_range(self) -> tuple[int, int]:
         """Smallest and largest token id, read once from end to end in bounded memory; (0, -1) if there is none."""
         self._require_ids()

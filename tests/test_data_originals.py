@@ -119,7 +119,7 @@ def test_special_tokens_are_known_by_their_role(pieces: Tokenizer, byte_level: T
     assert load_tokenizer(others).pad == 3
 
 
-@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\udc80"])
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
 def test_half_a_surrogate_pair_is_refused(pieces: Tokenizer, byte_level: Tokenizer, text: str) -> None:
     for tokenizer in (pieces, byte_level):
         with pytest.raises(UserError, match="surrogate"):

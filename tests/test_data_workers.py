@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     path = tmp_path_factory.mktemp("text") / "x.jsonl"
     library = "".join(text for _, text in open_source("python", max_chars=900_000))
     cuts = [0, 10, 10, 5_000, 30_000, 30_000, 30_001, 200_000, *range(200_000, 900_000, 1777), 900_000]
-    texts = [library[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    texts = [library[a:b] for a, b in pairwise(cuts)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return open_source(str(path))
 
@@ -110,7 +111,9 @@ def test_a_killed_build_goes_on_to_the_same_bytes(
     kept = 2 * whole - len(encoded)
     assert chunks - 4 <= kept < chunks
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-    assert {path.name for path in tmp_path.iterdir()} == {f"{n}.{s}" for n in ("out", "whole") for s in ("bin", "idx", "json")}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{n}.{s}" for n in ("out", "whole") for s in ("bin", "idx", "json")
+    }
 
 
 def interrupt(source: Source, model: Tokenizer, prefix: Path, chunks: int = 9) -> None:
@@ -175,7 +178,7 @@ def test_a_worker_that_dies_is_told_of_and_nothing_is_left(
 
     monkeypatch.setattr(workers.subprocess, "Popen", Popen)
     monkeypatch.setattr(workers, "send_request", send)
-    with pytest.raises(UserError, match="ended with code -9.*try fewer workers"):
+    with pytest.raises(UserError, match=r"ended with code -9.*try fewer workers"):
         build(source, model, tmp_path / "out", workers=2)
     assert list(tmp_path.iterdir()) == []
     assert all(process.returncode is not None for process in started)

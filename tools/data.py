@@ -1,8 +1,6 @@
-"""`megaprec data`: build a data set of a text, inspect what is in one, learn a tokenizer."""
+"""`megaprec data`: build a data set of a text, inspect what is in one, verify data, learn a tokenizer."""
 
 import argparse
-import resource
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.data.workers import cores
 from megaprec.errors import UserError
+from tools import verify as verification
 from tools.progress import building
 
 SHOWN_TOKENS = 64  # of each sample document
@@ -29,7 +28,18 @@ def add_parser(subparsers: SubParsers) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_build(commands)
     _add_inspect(commands)
+    _add_verify(commands)
     _add_tokenizer(commands)
+
+
+def _add_verify(commands: SubParsers) -> None:
+    parser = commands.add_parser(
+        "verify", help="check a data set or a text from end to end", description=verification.__doc__
+    )
+    parser.add_argument("path", metavar="PATH", help="a data set, without .bin, or any source of `data build`")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="that the ids are of (default: PREFIX.model)")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field, Parquet column of the text")
+    parser.set_defaults(run=verification.verify)
 
 
 def _add_tokenizer(commands: SubParsers) -> None:
@@ -96,7 +106,7 @@ def build(args: argparse.Namespace) -> int:
     if not result.reused:
         seconds = time.perf_counter() - start
         speed = f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M characters/s"
-        print(f"{seconds:,.1f} s, {speed}, at most {_peak_bytes(args.workers) / 1e6:,.0f} MB of memory")
+        print(f"{seconds:,.1f} s, {speed}")
     return 0
 
 
@@ -127,12 +137,6 @@ def inspect(args: argparse.Namespace) -> int:
     for index in _spread(dataset.num_documents, args.samples):
         print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
     return 0
-
-
-def _peak_bytes(workers: int) -> int:
-    """The most memory that this process had, and that each worker had if all were as large as the largest."""
-    own, largest = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return (own + (workers * largest if workers > 1 else 0)) * (1 if sys.platform == "darwin" else 1024)
 
 
 def _summary(source: Source, result: BuildResult) -> str:

@@ -36,7 +36,9 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
             bar.update(task, completed=chars, description=words)
             if not console.is_terminal and now - said > PLAIN_SECONDS:
                 said = now
-                console.print(f"{chars / 1e6:,.0f} M characters  {words}", markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    f"{chars / 1e6:,.0f} M characters  {words}", markup=False, highlight=False, soft_wrap=True
+                )
 
         yield on_progress
 

@@ -19,6 +19,13 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Blended(Table):
+    """One text or data set of a blend."""
+
+    source: FilePath = Field(min_length=1, description="as data.source")
+    weight: float = Field(gt=0, description="its share, relative to the others'")
+
+
 class Data(Table):
     """What is trained on."""
 
@@ -28,8 +35,13 @@ class Data(Table):
         description='"python" (the standard library\'s own source), a text file, a folder, a .jsonl file '
         "or the common prefix of a .bin and .idx pair",
     )
+    blend: tuple[Blended, ...] = Field(
+        default=(),
+        strict=False,
+        description='several in place of source: [{source = "a.jsonl", weight = 0.7}, {source = "b/", weight = 0.3}]',
+    )
     text_field: str = Field(
-        default="text", min_length=1, description="field that holds the text in each line of a .jsonl file"
+        default="text", min_length=1, description="field of a .jsonl line, column of a .parquet file, with the text"
     )
     tokenizer: FilePath = Field(
         default="",

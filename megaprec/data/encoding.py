@@ -18,7 +18,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import sentencepiece
@@ -37,7 +37,7 @@ def sentencepiece_encoder(model: bytes) -> tuple[Encode, sentencepiece.SentenceP
     return processor.encode, processor
 
 
-def hugging_face_encoder(definition: str) -> tuple[Encode, object]:
+def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
     """What encodes texts with a `tokenizer.json`, and the tokenizer. ImportError without the package `tokenizers`.
 
     A text that spells a special token has it as plain text: no text can end its own document.
@@ -64,7 +64,7 @@ def encode_pieces(encode: Encode, texts: Sequence[str], ends: Sequence[bool], eo
     return np.concatenate(ids) if ids else np.zeros(0, np.int32), until[np.array(ends, dtype=bool)]
 
 
-def send_request(stream: BinaryIO, texts: Sequence[str], ends: Sequence[bool]) -> None:
+def send_request(stream: IO[bytes], texts: Sequence[str], ends: Sequence[bool]) -> None:
     """The main process's side: asks."""
     encoded = [text.encode() for text in texts]
     sizes = np.array([len(text) for text in encoded], "<i8")
@@ -74,14 +74,14 @@ def send_request(stream: BinaryIO, texts: Sequence[str], ends: Sequence[bool]) -
     stream.flush()
 
 
-def read_answer(stream: BinaryIO) -> Encoded:
+def read_answer(stream: IO[bytes]) -> Encoded:
     """The main process's side: gets what it asked for. EOFError if the worker has ended."""
     tokens, documents = HEAD.unpack(_read(stream, HEAD.size))
     until = np.frombuffer(_read(stream, 8 * documents), "<i8")
     return np.frombuffer(_read(stream, 4 * tokens), "<i4"), until
 
 
-def serve(encode: Encode, eos: int | None, requests: BinaryIO, answers: BinaryIO) -> None:
+def serve(encode: Encode, eos: int | None, requests: IO[bytes], answers: IO[bytes]) -> None:
     """The worker's side: answers until there is no further request."""
     while head := requests.read(HEAD.size):
         pieces, size = HEAD.unpack(head)
@@ -96,7 +96,7 @@ def serve(encode: Encode, eos: int | None, requests: BinaryIO, answers: BinaryIO
         answers.flush()
 
 
-def _read(stream: BinaryIO, size: int) -> bytes:
+def _read(stream: IO[bytes], size: int) -> bytes:
     content = stream.read(size)
     if len(content) < size:
         raise EOFError(f"{len(content)} bytes where {size} were to come")

@@ -21,7 +21,7 @@ def open_part(path: Path, size: int = 0) -> BinaryIO:
     Of what is there already, from an earlier attempt, the first `size` bytes are kept, and writing goes on there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(beside(path, ".part"), "r+b" if size else "wb")
+    file = beside(path, ".part").open("r+b" if size else "wb")
     file.truncate(size)
     file.seek(size)
     return file

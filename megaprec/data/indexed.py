@@ -135,7 +135,9 @@ class IndexedWriter:
             raise
 
     def _write_index(self, write: Callable[[bytes], object]) -> None:
-        lengths, documents = (_written(part, dtype) for part, dtype in ((self._lengths, "<i4"), (self._documents, "<i8")))
+        lengths, documents = (
+            _written(part, dtype) for part, dtype in ((self._lengths, "<i4"), (self._documents, "<i8"))
+        )
         write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
         for start in range(0, len(lengths), CHUNK):
             write(lengths[start : start + CHUNK].tobytes())
@@ -164,6 +166,7 @@ class IndexedWriter:
         finally:
             for part in self._parts:
                 part.close() if stays else discard(part)
+
 
 class IndexedDataset:
     """A `.bin/.idx` pair, memory-mapped: opening costs a check of the index, reading costs what is read.

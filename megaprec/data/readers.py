@@ -115,7 +115,7 @@ def _parquet(file: Path, arrow: Any, field: str) -> Any:
     """The file, open, with a column `field` of texts; a row group is read in small pieces."""
     import pyarrow.parquet  # noqa: PLC0415 (optional)
 
-    table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20)
+    table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, page_checksum_verification=True)
     schema = table.schema_arrow
     if field not in schema.names:
         there = ", ".join(schema.names) or "none"

@@ -81,6 +81,10 @@ class Samples:
         """Samples in one epoch."""
         return self._count
 
+    def labels(self, ids: torch.Tensor) -> list[int]:
+        """What samples are called where a person looks for them: their numbers."""
+        return ids.tolist()
+
     def batch(self, position: int, count: int) -> Batch:
         """The samples at positions [position, position + count) of the run, which goes on over epochs."""
         positions = np.arange(position, position + count, dtype=np.int64)
@@ -90,9 +94,7 @@ class Samples:
         for row, sample in zip(rows, ids, strict=True):
             row[:] = self._dataset.tokens(int(sample) * seq, seq + 1)
         text = torch.from_numpy(rows)
-        return Batch(
-            text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(ids), *self._structure(ids)
-        )
+        return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(ids), *self._structure(ids))
 
     def _structure(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor | None, ...]:
         """Mask, documents and positions of these samples, as far as they are asked for."""

@@ -90,7 +90,9 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
         return _standard_library(max_chars)
     path = Path(name).expanduser()
     if not path.exists():
-        raise UserError(f"{name}: no such file or folder; give 'python', a text file, a folder, a .jsonl or .parquet file")
+        raise UserError(
+            f"{name}: no such file or folder; give 'python', a text file, a folder, a .jsonl or .parquet file"
+        )
     files = _walk(path, lambda file: file.name.endswith(SUFFIXES)) if path.is_dir() else [path]
     if not files:
         raise UserError(f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}")

@@ -42,7 +42,9 @@ def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -
     Raises UserError if one of them is killed.
     """
     if workers == 1:
-        yield from ((chunk, encode_pieces(tokenizer.encode, chunk.texts, chunk.ends, tokenizer.eos)) for chunk in chunks)
+        yield from (
+            (chunk, encode_pieces(tokenizer.encode, chunk.texts, chunk.ends, tokenizer.eos)) for chunk in chunks
+        )
         return
     with _processes(tokenizer, workers) as idle, ThreadPoolExecutor(workers) as threads:
 
@@ -78,7 +80,13 @@ def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
 @contextmanager
 def _processes(tokenizer: Tokenizer, workers: int) -> Iterator["SimpleQueue[subprocess.Popen[bytes]]"]:
     """Workers that wait for requests. They end with the block, or with this process, whatever ends it."""
-    command = [sys.executable, "-P", str(PROGRAM), str(tokenizer.path), "" if tokenizer.eos is None else str(tokenizer.eos)]
+    command = [
+        sys.executable,
+        "-P",
+        str(PROGRAM),
+        str(tokenizer.path),
+        "" if tokenizer.eos is None else str(tokenizer.eos),
+    ]
     started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(workers)]
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
     try:

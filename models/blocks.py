@@ -71,7 +71,9 @@ class Attention(nn.Module):
         mixed = self._mix(query, key, value, place, documents)
         return self.output(mixed.permute(2, 0, 1, 3).flatten(2))[0]
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, documents: Tensor | None) -> Tensor:
+    def _mix(
+        self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, documents: Tensor | None = None
+    ) -> Tensor:
         """[b, n, s, d] each, with fewer key/value heads; softmax in the sensitive dtype. Returns [b, n, s, d]."""
         groups = query.shape[1] // key.shape[1]
         if groups > 1:

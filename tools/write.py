@@ -13,6 +13,7 @@ from tools.generate import find_checkpoint, generate, harmless, load_model
 from tools.run import RunConfig
 
 SAMPLE_TOKENS = 60
+NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"
 
 
 def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
@@ -100,4 +101,4 @@ def print_outcome(config: RunConfig, plot: Path | None) -> None:
         print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
     print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
-        print(f"plots      {plot or 'none: pip install matplotlib, or set log.plot = false'}")
+        print(f"plots      {plot or NO_PLOT}")

@@ -137,7 +137,7 @@ def test_a_run_trains_on_a_blend_in_every_layout(blended: tuple[Path, str], capf
     folder, given = file.parent, [cache, "precision.compute=fp64", "train.eval_every=3"]
     assert runs.train(file, *given, f"train.folder={folder}/one") == 0
     said = capfd.readouterr().out
-    assert "0.5 of them from" in said and "epochs in 6 steps" in said
+    assert "0.5 of the samples from" in said and "epochs in 6 steps" in said
     for name, layout in (("dp", {"data": 2}), ("tp pp", {"tensor": 2, "pipeline": 2})):
         made = runs.train_on(file, *given, f"train.folder={folder}/{name}", "train.micro_batch=4", **layout)
         runs.assert_close(runs.steps(folder / "one"), runs.steps(made), 1e-9)

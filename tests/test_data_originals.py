@@ -30,9 +30,9 @@ NASTY = [
     "\uffff\ufffe\U0010ffff\ue000 none and private",
     "tab\tand\u00a0space\u3000",
     "0123456789" * 30,
-    "x" * 200_000,
-    "words and words " * 5_000,
-    "日" * 20_000,
+    "x" * 50_000,
+    "words and words " * 2_000,
+    "日" * 5_000,
     "def f(x):\n    return {\n        'a': [1, 2],\n    }\n",
 ]
 SPELLED = ["a<|endoftext|>b", "<|endoftext|>", "<s>x</s>", "<unk><pad>", "<|endoftext|><|endoftext|> <|endoftext|>"]

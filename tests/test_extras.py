@@ -77,14 +77,16 @@ def test_what_needs_an_extra_names_it_in_one_line(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    size = ["--vocab-size", 300]
+    picture = ["schedule", "--kind", "1f1b", "--pipeline", 2, "--microbatches", 4, "-o", "x.png"]
     needs: list[tuple[list[object], str]] = [
-        (["data", "build", "x.parquet", "out", "--vocab-size", 300], "x.parquet needs pyarrow: pip install 'megaprec[data]'"),
-        (["data", "build", "x.jsonl.zst", "out", "--vocab-size", 300], "needs pyarrow: pip install 'megaprec[data]'"),
-        (["data", "build", "python", "out", "--tokenizer", "tokenizer.json"], "needs tokenizers: pip install 'megaprec[hf]'"),
-        (["data", "tokenizer", "python", "my.json", "--vocab-size", 300], "needs tokenizers: pip install 'megaprec[hf]'"),
-        (["schedule", "--kind", "1f1b", "--pipeline", 2, "--microbatches", 4, "-o", "x.png"], "pip install 'megaprec[plots]', or write .svg"),
-    ]  # fmt: skip
-    for (command, line), (code, said) in zip(needs, run(tmp_path, [], [c for c, _ in needs]), strict=True):
+        (["data", "build", "x.parquet", "out", *size], "x.parquet needs pyarrow: pip install 'megaprec[data]'"),
+        (["data", "build", "x.jsonl.zst", "out", *size], "needs pyarrow: pip install 'megaprec[data]'"),
+        (["data", "build", "python", "out", "--tokenizer", "tokenizer.json"], "pip install 'megaprec[hf]'"),
+        (["data", "tokenizer", "python", "my.json", *size], "needs tokenizers: pip install 'megaprec[hf]'"),
+        (picture, "PNG needs matplotlib: pip install 'megaprec[plots]', or write .svg"),
+    ]
+    for (_, line), (code, said) in zip(needs, run(tmp_path, [], [c for c, _ in needs]), strict=True):
         *_, last = said.strip().splitlines()
         assert code == 2 and last.endswith(line) and "Traceback" not in said, said
     assert {path.name for path in tmp_path.iterdir()} == {"x.parquet", "x.jsonl.zst", "tokenizer.json", "metrics.jsonl"}

@@ -31,8 +31,7 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
     print(
         f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
-        f"data       {tokens:,} tokens in {_count(documents, 'document')}, {len(corpus.train):,} samples an epoch\n"
-        f"{_blend(config, corpus)}"
+        f"data       {tokens:,} tokens in {_count(documents, 'document')}, {_samples(config, corpus)}\n"
         f"layout     tensor {p.tensor} x pipeline {p.pipeline} x data {p.data} = {_count(config.world_size, 'rank')} "
         f"on {device}, {', '.join(modes)}\n"
         f"batch      {t.global_batch} samples = {replicas} x {_count(config.num_microbatches, 'micro-batch', 'es')} x "
@@ -50,19 +49,19 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         print(f"resumed    from {resumed}, {left}")
 
 
-def _blend(config: RunConfig, corpus: Corpus) -> str:
-    """A line for each data set of a blend, if the run has one: its share of the samples, and its own epochs."""
+def _samples(config: RunConfig, corpus: Corpus) -> str:
+    """How many there are; of a blend a line for each data set, with its share and its own epochs."""
     if not isinstance(corpus.train, Blend):
-        return ""
+        return f"{len(corpus.train):,} samples an epoch"
     samples = config.train.steps * config.train.global_batch
-    lines = []
+    lines = [f"blended from {len(corpus.datasets)}"]
     for one, part, taken in zip(config.data.blend, corpus.train.parts, corpus.train.taken(samples), strict=True):
         share = one.weight / sum(other.weight for other in config.data.blend)
         lines.append(
-            f"           {share:.4g} of them from {one.source}: {taken:,} of {len(part):,} samples, "
-            f"{taken / len(part):.2f} epochs in {config.train.steps} steps\n"
+            f"           {share:.4g} of the samples from {one.source}: {taken:,} of {len(part):,} samples, "
+            f"{taken / len(part):.2f} epochs in {config.train.steps} steps"
         )
-    return "".join(lines)
+    return "\n".join(lines)
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:

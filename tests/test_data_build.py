@@ -1,6 +1,7 @@
 """A build streams, is whole or absent, and is reused only while text and tokenizer are the same."""
 
 import json
+import resource
 import subprocess
 import sys
 import tracemalloc
@@ -122,6 +123,21 @@ def test_a_build_that_fails_leaves_what_was_there(tmp_path: Path, tokenizer: Byt
         build(open_source(str(bad)), tokenizer, tmp_path / "out", overwrite=True)
     bad.unlink()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("limit", [100_000, 300_000])
+def test_a_full_disk_is_told_of_and_leaves_nothing(tmp_path: Path, tokenizer: Bytes, limit: int) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n' * 40_000)  # 160 kB of tokens, then an index of 960 kB
+    before = names(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        with pytest.raises(UserError, match="no room for the data set"):
+            build(open_source(str(path)), tokenizer, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names(tmp_path) == before
 
 
 def test_a_text_of_empty_documents_is_refused(tmp_path: Path, tokenizer: Bytes) -> None:

@@ -7,6 +7,7 @@ is what a program calls: it finds out by the record whether the work is already 
 tokenizer and builds.
 """
 
+import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from megaprec.errors import UserError
 
 CHUNK_CHARS = 1 << 20  # of text that is encoded together; where chunks are cut shows in no byte of the result
 PIECE_COST = 64  # characters that a piece counts for besides its own, so that tiny ones fill a chunk too
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RESUME_CHARS = 1 << 26  # of text between two places from which a killed build goes on
 
 Progress = Callable[[int, int, int], None]
@@ -100,8 +102,13 @@ def build(
     state = _left(prefix, made_of)
     try:
         _write(source, tokenizer, prefix, made_of, state, workers, on_progress or (lambda *totals: None))
-    except Exception:
+    except Exception as error:
         resume.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise UserError(
+                f"{prefix}: no room for the data set ({error.strerror}); what was written of it is removed: "
+                "free some room or choose another place"
+            ) from error
         raise
     counts = asdict(state.counts)
     digests = {f"{suffix}_sha256": _sha256(beside(prefix, f".{suffix}")) for suffix in ("bin", "idx")}

@@ -6,6 +6,7 @@ finds the final name finds a finished file, also after a kill or a power cut.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,7 +38,8 @@ def publish(part: BinaryIO, path: Path) -> None:
 
 def discard(part: BinaryIO) -> None:
     """Close and remove a temporary file that will not be published."""
-    part.close()
+    with suppress(OSError):  # of a full disk: what is not written yet has no place now either
+        part.close()
     Path(part.name).unlink(missing_ok=True)
 
 

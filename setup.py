@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PACKAGES = ("megaprec", "parallel", "models", "tools")
+DATA = ["pyarrow>=17"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
@@ -30,10 +31,11 @@ setup(
         "rich>=13",
     ],
     extras_require={
+        "data": DATA,
         "hf": HF,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", *HF, *PLOTS, *TENSORBOARD],
+        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", *DATA, *HF, *PLOTS, *TENSORBOARD],
     },
     entry_points={"console_scripts": ["megaprec = tools.cli:main"]},
     classifiers=[

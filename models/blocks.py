@@ -13,6 +13,7 @@ from megaprec.gemm import slow_half
 from models.config import ModelConfig
 from models.mlp import MLP
 from models.moe import MixtureOfExperts
+from models.packing import other_documents
 from models.rope import Rotate
 from parallel.context import Context
 from parallel.dropout import Place, attention_dropout, dropout
@@ -27,7 +28,10 @@ def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads, of all tokens before or the last `window` ones."""
+    """Causal self-attention with grouped key/value heads, of all tokens before or the last `window` ones.
+
+    documents: int64 [b, s] where tokens see only those of their own document.
+    """
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__()
@@ -50,7 +54,13 @@ class Attention(nn.Module):
             context, width, config.hidden, name=f"{name}.output", bias=config.output_bias, std=config.output_std
         )
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        place: Place | None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         y, _ = self.qkv(x)
         query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
         if self.config.qk_norm:
@@ -58,27 +68,31 @@ class Attention(nn.Module):
         if rotary is not None:
             query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
         query, key, value = (z.permute(1, 2, 0, 3) for z in (query, key, value))
-        mixed = self._mix(query, key, value, place)
+        mixed = self._mix(query, key, value, place, documents)
         return self.output(mixed.permute(2, 0, 1, 3).flatten(2))[0]
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, place: Place | None) -> Tensor:
+    def _mix(
+        self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, documents: Tensor | None = None
+    ) -> Tensor:
         """[b, n, s, d] each, with fewer key/value heads; softmax in the sensitive dtype. Returns [b, n, s, d]."""
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if place is not None and self.config.attention_dropout > 0:
-            return self._mix_with_dropout(query, key, value, place)
+            return self._mix_with_dropout(query, key, value, place, documents)
         if slow_half(query):
             query, key, value = query.float(), key.float(), value.float()
-        seen = None if self._sees_all(query) else ~self._hidden(query)
+        seen = None if self._sees_all(query) and documents is None else ~self._hidden(query, documents)
         mixed = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None)
         return mixed.to(self.context.plan.compute)
 
-    def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, place: Place) -> Tensor:
+    def _mix_with_dropout(
+        self, query: Tensor, key: Tensor, value: Tensor, place: Place, documents: Tensor | None
+    ) -> Tensor:
         """Written out, because the fused kernel draws its mask from a generator that knows nothing of layouts."""
         wide = self.context.plan.sensitive
         scores = query.to(wide) @ key.to(wide).transpose(2, 3) / self.config.head_dim**0.5
-        weights = scores.masked_fill(self._hidden(query), float("-inf")).softmax(-1)
+        weights = scores.masked_fill(self._hidden(query, documents), float("-inf")).softmax(-1)
         weights = attention_dropout(weights, self.config.attention_dropout, self.context, f"{self.name}.weights", place)
         return (weights @ value.to(wide)).to(query.dtype)
 
@@ -86,10 +100,12 @@ class Attention(nn.Module):
         """Whether every token attends to all before it: there is no window, or it is as long as the sequence."""
         return not 0 < self.config.window < query.shape[2]
 
-    def _hidden(self, query: Tensor) -> Tensor:
-        """bool [s, s]: True where a token (row) does not attend, to those after it and those before its window."""
+    def _hidden(self, query: Tensor, documents: Tensor | None) -> Tensor:
+        """bool [s, s], or [b, 1, s, s] with documents: True where a token (row) does not attend, to those after it,
+        those before its window and those of other documents."""
         pairs = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
-        return pairs.triu(1) if self._sees_all(query) else pairs.triu(1) | pairs.tril(-self.config.window)
+        hidden = pairs.triu(1) if self._sees_all(query) else pairs.triu(1) | pairs.tril(-self.config.window)
+        return hidden if documents is None else hidden | other_documents(documents)
 
 
 class Block(nn.Module):
@@ -103,8 +119,15 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config, context, f"{name}.mlp_norm")
         self.mlp = (MixtureOfExperts if config.experts else MLP)(config, context, f"{name}.mlp")
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None) -> Tensor:
-        attended = x + self._drop(self.attention(self.attention_norm(x), rotary, place), "attention", place)
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        place: Place | None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        mixed = self.attention(self.attention_norm(x), rotary, place, documents)
+        attended = x + self._drop(mixed, "attention", place)
         normal = self.mlp_norm(x if self.config.parallel_residual else attended)
         fed = self.mlp(normal, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normal)
         return attended + self._drop(fed, "mlp", place)

@@ -24,6 +24,7 @@ from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
 from megaprec.trace import Trace
 from models.config import ModelConfig
+from models.packing import WHOLE, Packing
 from models.stages import Stage, build, cuts
 from parallel.check import check
 from parallel.context import Context
@@ -42,13 +43,14 @@ class Share:
     """One dp rank's share of a global batch.
 
     tokens, targets: int64 [micro-batches * micro_batch, s]. mask: float [same], which targets count; None for all.
-    first: number of the share's first sample within the global batch.
+    first: number of the share's first sample within the global batch. packing: of these samples, known on every stage.
     """
 
     tokens: Tensor
     targets: Tensor
     mask: Tensor | None = None
     first: int = 0
+    packing: Packing = WHOLE
 
 
 @dataclass
@@ -228,7 +230,7 @@ class Engine:
             place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
         plan = self.optimizer.plan
         x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.compute)
-        y = self.stages[stage](x, place)
+        y = self.stages[stage](x, place, run.share.packing.rows(rows, self.device))
         return y.to(plan.pipeline) if stage < self.last else self._scaled_loss(stage, y, rows)
 
     def _scaled_loss(self, stage: int, logits: Tensor, rows: slice) -> Tensor:

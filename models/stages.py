@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from megaprec.layout import Part, layout_of
 from models.blocks import Block, make_norm
 from models.config import ModelConfig
+from models.packing import WHOLE, Packing
 from models.rope import rotary_tables
 from parallel.context import Context
 from parallel.dropout import Place, dropout
@@ -73,20 +74,21 @@ class Stage(nn.Module):
         rows = Part.cut(name, (self.config.vocab, self.config.hidden), 0, self.context.tp)
         return parameter(self.context, [rows], self.config.init_std, tied=tied)
 
-    def forward(self, x: Tensor, place: Place | None = None) -> Tensor:
+    def forward(self, x: Tensor, place: Place | None = None, packing: Packing = WHOLE) -> Tensor:
         length = x.shape[0] * (self.context.tp.size if self.context.cut_sequence and not self.cut.first else 1)
         if self.cut.first:
-            x = self._embed(x, place)
-        rotary = self._rotary(length, x.device) if self.config.positions == "rope" else None
+            x = self._embed(x, place, packing.positions)
+        rotary = self._rotary(length, x.device, packing.positions) if self.config.positions == "rope" else None
         for block in self.layers.values():
-            x = block(x, rotary, place)
+            x = block(x, rotary, place, packing.documents)
         return self._hand_out(self._logits(x), place) if self.cut.last else x
 
-    def _embed(self, ids: Tensor, place: Place | None) -> Tensor:
+    def _embed(self, ids: Tensor, place: Place | None, positions: Tensor | None) -> Tensor:
         x = self.embedding(ids)
         if self.config.positions == "learned":
             first = self.context.tp.rank * len(x) if self.context.cut_sequence else 0
-            x = Add.apply(x, self.positions, slice(first, first + len(x)))
+            own = slice(first, first + len(x))
+            x = Add.apply(x, self.positions, own if positions is None else positions.t()[own])
         return dropout(x, self.config.dropout, self.context, "embedding", place)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -101,13 +103,15 @@ class Stage(nn.Module):
         widens = torch.promote_types(logits.dtype, output) == output
         return logits if place is not None and widens else logits.to(output)
 
-    def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Made once for each length: under dynamic scaling the angles depend on it."""
+    def _rotary(self, length: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given positions [b, s]. Made once for each length: under
+        dynamic scaling the angles depend on it."""
         if self._tables is None or len(self._tables[0]) != length:
             c, dtype = self.config, self.context.plan.buffers
             made = rotary_tables(c.rope_scaling, c.rope_base, c.rotary_dims, length, dtype)
             self._tables = made[0].to(device), made[1].to(device)
-        return self._tables
+        cosine, sine = self._tables
+        return (cosine, sine) if positions is None else (cosine[positions.t(), 0], sine[positions.t(), 0])
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Last stage: the loss of each token, in the sensitive dtype, [s, b] like `targets`."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from megaprec.data.blend import shares
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
 from megaprec.rules import Rule, rule
@@ -208,6 +209,15 @@ def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
         )
 
 
+def _blend(data: Data) -> Iterator[str]:
+    if data.blend and data.source != "python":
+        yield f'data.source "{data.source}" and data.blend both say what is trained on: leave one of them out'
+    try:
+        shares([one.weight for one in data.blend] or [1])
+    except UserError as error:
+        yield from (f"data.blend: {problem}" for problem in error.problems)
+
+
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.eval_every and not data.held_out:
         yield f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: 0.02 would do"
@@ -255,6 +265,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _batch,
     _positions,
     _vocabulary,
+    _blend,
     _evaluation,
     _schedule,
     _plan,

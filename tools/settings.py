@@ -19,6 +19,13 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Blended(Table):
+    """One text or data set of a blend."""
+
+    source: FilePath = Field(min_length=1, description="as data.source")
+    weight: float = Field(gt=0, description="its share, relative to the others'")
+
+
 class Data(Table):
     """What is trained on."""
 
@@ -28,8 +35,13 @@ class Data(Table):
         description='"python" (the standard library\'s own source), a text file, a folder, a .jsonl file '
         "or the common prefix of a .bin and .idx pair",
     )
+    blend: tuple[Blended, ...] = Field(
+        default=(),
+        strict=False,
+        description='several in place of source: [{source = "a.jsonl", weight = 0.7}, {source = "b/", weight = 0.3}]',
+    )
     text_field: str = Field(
-        default="text", min_length=1, description="field that holds the text in each line of a .jsonl file"
+        default="text", min_length=1, description="field of a .jsonl line, column of a .parquet file, with the text"
     )
     tokenizer: FilePath = Field(
         default="",
@@ -38,8 +50,16 @@ class Data(Table):
     )
     vocab_size: int = Field(default=4096, gt=0, description="tokens of the tokenizer that is trained")
     max_chars: int = Field(default=0, ge=0, description="characters of the source to use; 0: all")
+    workers: int = Field(default=0, ge=0, description="processes that turn text into tokens; 0: one a core")
     held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the text kept for evaluation")
     shuffle: bool = Field(default=True, description="false: samples in file order")
+    reset_attention_mask: bool = Field(
+        default=False, description="tokens attend to their own document only, of those that share a sample"
+    )
+    reset_position_ids: bool = Field(default=False, description="positions begin anew with each document")
+    eod_mask_loss: bool = Field(
+        default=False, description="the first token of a document is no target in the loss: nothing foretells it"
+    )
     cache: FilePath = Field(
         default="", description="folder of tokenizer and token files; empty: data in the run's folder"
     )

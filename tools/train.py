@@ -127,23 +127,23 @@ def _local_ranks(config: RunConfig) -> int:
     return config.world_size
 
 
-def prepare(config: RunConfig) -> dict[str, str]:
+def prepare(config: RunConfig) -> dict[str, Any]:
     """Looks at everything, builds what is missing, and names the paths that the run needs; "" where it needs none."""
     corpus, checkpoint = _open_checked(config), latest(config.checkpoint_folder)
     return {
-        "prefix": str(corpus.dataset.prefix),
+        "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
         "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
         "checkpoint": str(checkpoint or ""),
     }
 
 
-def open_named(config: RunConfig, named: dict[str, str]) -> tuple[Corpus, Path | None]:
+def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path | None]:
     """The corpus and the checkpoint that rank 0 named. Raises UserError if this machine does not have them."""
-    prefix, *optional = (Path(named[what]) if named[what] else None for what in ("prefix", "tokenizer", "checkpoint"))
-    tokenizer, checkpoint = optional
-    assert prefix
-    needed = (beside(prefix, ".idx"), beside(prefix, ".bin"), tokenizer, checkpoint and checkpoint / INDEX)
+    tokenizer, checkpoint = (Path(named[what]) if named[what] else None for what in ("tokenizer", "checkpoint"))
+    prefixes = [Path(prefix) for prefix in named["prefixes"]]
+    pairs = (beside(prefix, suffix) for prefix in prefixes for suffix in (".idx", ".bin"))
+    needed = (*pairs, tokenizer, checkpoint and checkpoint / INDEX)
     if missing := [path for path in needed if path and not path.is_file()]:
         here = socket.gethostname()
         raise UserError(*(f"{p} is not on {here}: it must be on a filesystem that all ranks share" for p in missing))
-    return open_made(config, prefix, tokenizer), checkpoint
+    return open_made(config, prefixes, tokenizer), checkpoint

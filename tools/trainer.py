@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.state import load, save
+from megaprec.data.blend import Blend
 from megaprec.data.samples import Samples
 from megaprec.events import NonFiniteStep, StepReport, report_fields
 from megaprec.groups import Group
@@ -24,6 +25,7 @@ from megaprec.tf32 import tf32
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.optimistic import OptimisticEngine
+from models.packing import Packing
 from models.stages import Stage
 from parallel.recording import Recording
 from tools.checks import make_rule
@@ -171,8 +173,8 @@ class Trainer:
         samples = range(progress.samples - batch, progress.samples)
         return overflow_event(report, progress.step, samples, self.watch, self._ids)
 
-    def _ids(self, position: int, count: int) -> list[int]:
-        return self.corpus.train.batch(position, count).ids.tolist()
+    def _ids(self, position: int, count: int) -> list[int] | list[str]:
+        return self.corpus.train.labels(self.corpus.train.batch(position, count).ids)
 
     def step(self) -> list[tuple[StepReport, Progress]]:
         """Takes the next step. Returns the steps whose outcome is now known, each with what was then done in all.
@@ -219,7 +221,7 @@ class Trainer:
         if self.rank == 0:
             write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self._taken}")
 
-    def evaluate(self, samples: Samples) -> float:
+    def evaluate(self, samples: Samples | Blend) -> float:
         """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.
 
         If `samples` do not fill one batch, it begins again with them: some then count more than others.
@@ -229,11 +231,12 @@ class Trainer:
         losses = [self.engine.evaluate(self.share(samples, n * batch)) for n in range(count)]
         return sum(losses) / count
 
-    def share(self, samples: Samples, position: int) -> Share:
+    def share(self, samples: Samples | Blend, position: int) -> Share:
         """This dp rank's consecutive part of the global batch that begins at `position`."""
         own = self.config.train.global_batch // self.dp.size
         batch = samples.batch(position + self.dp.rank * own, own)
-        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own)
+        packing = Packing(batch.documents, batch.positions)
+        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own, packing=packing)
 
     def _save(self) -> None:
         tokenizer = self.corpus.tokenizer

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megaprec.data.blend import Blend
 from megaprec.optimistic import OptimisticOptimizer
 from megaprec.optimizer import ParallelAMPOptimizer
 from models.costs import stage_costs
@@ -12,12 +13,16 @@ from tools.generate import find_checkpoint, generate, harmless, load_model
 from tools.run import RunConfig
 
 SAMPLE_TOKENS = 60
+NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"
 
 
 def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
     """Model, data, layout, batch arithmetic and stages, in a few lines."""
     p, t, model = config.parallel, config.train, corpus.model
     replicas = _count(p.data, "replica")
+    tokens, documents = (
+        sum(counts) for counts in zip(*((d.num_tokens, d.num_documents) for d in corpus.datasets), strict=True)
+    )
     modes = [
         p.schedule_file or p.schedule,
         *(["sequence parallel"] if p.sequence else []),
@@ -26,8 +31,7 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
     print(
         f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
-        f"data       {corpus.dataset.num_tokens:,} tokens in {_count(corpus.dataset.num_documents, 'document')}, "
-        f"{len(corpus.train):,} samples an epoch\n"
+        f"data       {tokens:,} tokens in {_count(documents, 'document')}, {_samples(config, corpus)}\n"
         f"layout     tensor {p.tensor} x pipeline {p.pipeline} x data {p.data} = {_count(config.world_size, 'rank')} "
         f"on {device}, {', '.join(modes)}\n"
         f"batch      {t.global_batch} samples = {replicas} x {_count(config.num_microbatches, 'micro-batch', 'es')} x "
@@ -43,6 +47,21 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
             f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"
         )
         print(f"resumed    from {resumed}, {left}")
+
+
+def _samples(config: RunConfig, corpus: Corpus) -> str:
+    """How many there are; of a blend a line for each data set, with its share and its own epochs."""
+    if not isinstance(corpus.train, Blend):
+        return f"{len(corpus.train):,} samples an epoch"
+    samples = config.train.steps * config.train.global_batch
+    lines = [f"blended from {len(corpus.datasets)}"]
+    for one, part, taken in zip(config.data.blend, corpus.train.parts, corpus.train.taken(samples), strict=True):
+        share = one.weight / sum(other.weight for other in config.data.blend)
+        lines.append(
+            f"           {share:.4g} of the samples from {one.source}: {taken:,} of {len(part):,} samples, "
+            f"{taken / len(part):.2f} epochs in {config.train.steps} steps"
+        )
+    return "\n".join(lines)
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
@@ -82,4 +101,4 @@ def print_outcome(config: RunConfig, plot: Path | None) -> None:
         print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
     print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
-        print(f"plots      {plot or 'none: pip install matplotlib, or set log.plot = false'}")
+        print(f"plots      {plot or NO_PLOT}")

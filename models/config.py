@@ -233,9 +233,12 @@ class ModelConfig(BaseModel):
 
     def layer_flops(self, seq_length: int) -> int:
         """Forward FLOPs of one block, per token. Attention counts the whole seq_length or window, as if not causal."""
-        seen = min(seq_length, self.window or seq_length)
         weights = self._attention_weights + self._mlp_weights(self.experts_per_token)
-        return 2 * weights + 4 * seen * self.heads * self.head_dim
+        return 2 * weights + self.attention_flops(seq_length)
+
+    def attention_flops(self, seq_length: int) -> int:
+        """Those of one block's attention that have no weight, likewise."""
+        return 4 * min(seq_length, self.window or seq_length) * self.heads * self.head_dim
 
     def embedding_flops(self) -> int:
         """Of the embedding, per token: it looks up, and its gradient adds one number per feature."""

@@ -17,8 +17,8 @@ Weights are [output features, input features]. Rows of query and key are in the 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import accumulate
 
 import torch
@@ -33,6 +33,7 @@ from parallel.dropout import Place, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, Input, Linear
 from parallel.loss import cross_entropy
+from parallel.recompute import recomputed
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,16 @@ class Stage(nn.Module):
             if config.positions == "learned":
                 whole = Part.cut("positions.weight", (config.max_positions, config.hidden), None, context.tp)
                 self.positions = parameter(context, [whole], config.init_std, partial=context.cut_sequence)
-        self.layers = nn.ModuleDict({str(n): Block(config, context, f"layers.{n}") for n in cut.layers})
+        self.again = {str(n) for n in cut.layers[: context.recompute.whole(len(cut.layers))]}
+        self.layers = nn.ModuleDict({str(n): self._make_block(str(n)) for n in cut.layers})
         if cut.last:
             self.final_norm = make_norm(config, context, "final_norm")
             self.head = self._make_head(tied)
         self._tables: tuple[Tensor, Tensor] | None = None
+
+    def _make_block(self, n: str) -> Block:
+        within = self.context.recompute.within(whole=n in self.again)
+        return Block(self.config, replace(self.context, recompute=within), f"layers.{n}")
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         if self.config.tied and self.cut.first:
@@ -79,8 +85,9 @@ class Stage(nn.Module):
         if self.cut.first:
             x = self._embed(x, place)
         rotary = self._rotary(length, x.device) if self.config.positions == "rope" else None
-        for block in self.layers.values():
-            x = block(x, rotary, place)
+        for n, block in self.layers.items():
+            run = partial(block, rotary=rotary, place=place)
+            x = recomputed(run, x) if n in self.again else run(x)
         return self._hand_out(self._logits(x), place) if self.cut.last else x
 
     def _embed(self, ids: Tensor, place: Place | None) -> Tensor:
@@ -93,7 +100,12 @@ class Stage(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         gemm = c.gemm_of_head(layout_of(self.head).parts[0].name)
-        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, gemm)
+        return c.recompute.run(
+            "norm",
+            self.final_norm,
+            x,
+            into=lambda y: Linear.apply(y, self.head, None, lies, c.tp, c.deferred, gemm),
+        )
 
     def _hand_out(self, logits: Tensor, place: Place | None) -> Tensor:
         """Logits in the plan's `output`. Training does without widening them: it would change no number of the loss,

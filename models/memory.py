@@ -9,12 +9,14 @@ count. What experts keep depends on the tokens that are sent to them, so of a mo
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +25,7 @@ from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.stages import Cut, Stage
 from parallel.context import Context
+from parallel.deferred import Work
 from parallel.recompute import KEEP, Recompute
 from parallel.schedule import Instruction, Op
 
@@ -31,13 +34,14 @@ from parallel.schedule import Instruction, Op
 class Kept:
     """Bytes of one micro-batch on one rank. activations: from the forward to the backward, or to its first half.
     put_off: between the halves of a split backward, inputs and gradients of the outputs of products.
-    forward, backward, weight: the most that each, `backward` whole or its first half, adds to what was there before.
+    forward, backward, input, weight: the most that each, a backward or its halves, adds to what was there before.
     """
 
     activations: int
     put_off: int
     forward: int
     backward: int
+    input: int
     weight: int
 
     def growth(self, i: Instruction) -> int:
@@ -55,7 +59,7 @@ class Kept:
         most = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
-            Op.BACKWARD_INPUT: self.backward,
+            Op.BACKWARD_INPUT: self.input,
             Op.BACKWARD_WEIGHT: self.weight,
         }
         return most.get(i.op, 0)
@@ -131,44 +135,48 @@ class _Alive(TorchDispatchMode):
 
 
 def _kept(stage: Stage, seq_length: int, micro_batch: int) -> Kept:
-    """Runs a micro-batch as the executor does."""
-    plan, deferred = stage.context.plan, stage.context.deferred
     for parameter in stage.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=plan.gradients)  # type: ignore[attr-defined]
-    length = seq_length // (stage.context.tp.size if stage.context.cut_sequence else 1)
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
     with torch.no_grad():
-        stage(_input(stage, length, micro_batch, seq_length))  # makes what is kept once for all
+        stage(_input(stage, seq_length, micro_batch))  # makes what is kept once for all
+    whole, halves = (_passes(stage, seq_length, micro_batch, split) for split in (False, True))
+    return replace(halves, backward=whole.backward)
+
+
+def _passes(stage: Stage, seq_length: int, micro_batch: int, split: bool) -> Kept:
+    """Runs a micro-batch as the executor does. split: the backward pass in halves; `backward` is then 0."""
+    deferred = stage.context.deferred
     with _Alive() as alive:
-        x = _input(stage, length, micro_batch, seq_length)
-        y = _output(stage, x)
+        x = _input(stage, seq_length, micro_batch)
+        y = _output(stage, x, seq_length)
+        edge, shape, dtype = get_gradient_edge(y), y.shape, y.dtype
         forward = alive.most
-        edge = torch.autograd.graph.get_gradient_edge(y)
-        shape, dtype = y.shape, y.dtype
         del y
         activations = alive.begin()
-        with deferred.collect() as work:
+        with deferred.collect() if split else nullcontext(Work()) as work:
             torch.autograd.backward((edge,), (torch.ones(shape, dtype=dtype),))
-        backward = alive.most - activations
+        most = alive.most - activations
         del x, edge
         put_off = alive.begin()
         while work:
             work.popleft()()
-    return Kept(activations, put_off, forward, backward, alive.most - put_off)
+    weight = alive.most - put_off
+    return Kept(activations, put_off, forward, 0, most, weight) if split else Kept(activations, 0, forward, most, 0, 0)
 
 
-def _input(stage: Stage, length: int, micro_batch: int, seq_length: int) -> Tensor:
+def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
     """Token ids, or an activation as it comes from the stage before."""
     if stage.cut.first:
         return torch.zeros(seq_length, micro_batch, dtype=torch.int64)
-    shape = length, micro_batch, stage.config.hidden
-    return torch.zeros(shape, dtype=stage.context.plan.pipeline, requires_grad=True)
+    context = stage.context
+    shape = seq_length // (context.tp.size if context.cut_sequence else 1), micro_batch, stage.config.hidden
+    return torch.zeros(shape, dtype=context.plan.pipeline, requires_grad=True)
 
 
-def _output(stage: Stage, x: Tensor) -> Tensor:
+def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
     """What is sent to the next stage, or the loss."""
     plan = stage.context.plan
     y = stage(x if stage.cut.first else x.to(plan.compute))
     if not stage.cut.last:
         return y.to(plan.pipeline)
-    rows = y.shape[0], y.shape[1]
-    return stage.losses(y, torch.zeros(rows, dtype=torch.int64)).sum()
+    return stage.losses(y, torch.zeros(seq_length, x.shape[1], dtype=torch.int64)).sum()

@@ -15,13 +15,14 @@ graph enter it once, and what a layer only notes, like largest magnitudes, is no
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-MODULES = ("attention", "activation", "norm")
+Module = Literal["attention", "activation", "norm"]
+MODULES: tuple[Module, ...] = get_args(Module)
 """Parts of a layer that can be made again by themselves: all between attention's products, the activation function
 between those of a feed-forward or expert, and the norms before both and before the head."""
 
@@ -34,7 +35,7 @@ class Recompute:
     share, rounded down, or, if it is not 0, the number.
     """
 
-    modules: tuple[str, ...] = ()
+    modules: tuple[Module, ...] = ()
     fraction: float = 0.0
     layers: int = 0
 
@@ -50,7 +51,7 @@ class Recompute:
 
     def run(
         self,
-        module: str,
+        module: Module,
         function: Callable[[Tensor], Tensor],
         x: Tensor,
         into: Callable[[Tensor], Tensor] = lambda made: made,

@@ -28,6 +28,7 @@ from models.config import ModelConfig
 from models.costs import stage_costs
 from models.presets import PRESETS
 from models.stages import cuts
+from parallel.recompute import Recompute
 from parallel.schedule import Schedule
 from tools.checks import cross_problems, lr_schedule, pipeline_schedule
 from tools.convert.hf import CONFIG, TOKENIZER_FILES, hf_model
@@ -91,8 +92,14 @@ class RunConfig(BaseModel):
         train, stages = self.train, len(pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage)
         model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
         cut = cuts(model, stages, train.seq_length, self.parallel.cuts)
-        costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
+        costs = stage_costs(model, cut, train.seq_length, train.micro_batch, self.recompute)
         return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
+
+    @property
+    def recompute(self) -> Recompute:
+        """Which activations are made again."""
+        p = self.parallel
+        return Recompute(p.recompute_modules, p.recompute_fraction, p.recompute_layers)
 
     @property
     def tokens_per_step(self) -> int:

@@ -23,7 +23,7 @@ from parallel.norms import LayerNorm, RMSNorm
 
 
 def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
-    """The norm of the family, over the hidden features."""
+    """The norm of the family, over the hidden features"""
     kind = RMSNorm if config.norm == "rms" else LayerNorm
     return kind(context, config.hidden, name=name, eps=config.norm_eps)
 
@@ -102,7 +102,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout on both branches."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout on both branches.
+
+    x, the residual stream, and what comes of it, are in a dtype of their own; the branches compute in that of products.
+    """
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__()
@@ -115,11 +118,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None) -> Tensor:
         normally = partial(self.context.recompute.run, "norm")
         mixed = normally(self.attention_norm, x, into=lambda y: self.attention(y, rotary, place))
-        attended = x + self._drop(mixed, "attention", place)
+        attended = (x + self._drop(mixed, "attention", place)).to(x.dtype)
         fed = normally(
             self.mlp_norm, x if self.config.parallel_residual else attended, into=lambda y: self._feed(y, place)
         )
-        return attended + self._drop(fed, "mlp", place)
+        return (attended + self._drop(fed, "mlp", place)).to(x.dtype)
 
     def _feed(self, y: Tensor, place: Place | None) -> Tensor:
         return self.mlp(y, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)

@@ -130,6 +130,9 @@ class ModelConfig(BaseModel):
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on embeddings and residual branches")
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on attention weights")
+    embedding_grad_scale: float = Field(
+        default=1.0, gt=0, le=1, description="what the embedding's gradient is multiplied by, a tied head's part not"
+    )
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
 
     @model_validator(mode="before")

@@ -228,7 +228,7 @@ class Engine:
             samples = torch.arange(rows.start, rows.stop, device=self.device) + run.share.first
             place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
         plan = self.optimizer.plan
-        x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.compute)
+        x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.residual)
         y = self.stages[stage](x, place)
         return y.to(plan.pipeline) if stage < self.last else self._scaled_loss(stage, y, rows)
 

@@ -176,7 +176,7 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
 def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
     """What is sent to the next stage, or the loss."""
     plan = stage.context.plan
-    y = stage(x if stage.cut.first else x.to(plan.compute))
+    y = stage(x if stage.cut.first else x.to(plan.residual))
     if not stage.cut.last:
         return y.to(plan.pipeline)
     return stage.losses(y, torch.zeros(seq_length, x.shape[1], dtype=torch.int64)).sum()

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,8 @@ class Cut:
 class Stage(nn.Module):
     """One pipeline stage. forward: int64 ids [s, b] (first stage) or activation -> activation or logits (last stage).
 
-    Activations are [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; logits [s, b, own vocabulary].
+    Activations are [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
+    parallelism; logits [s, b, own vocabulary].
     """
 
     def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
@@ -92,6 +94,8 @@ class Stage(nn.Module):
 
     def _embed(self, ids: Tensor, place: Place | None) -> Tensor:
         x = self.embedding(ids)
+        if self.config.embedding_grad_scale != 1:
+            x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
         if self.config.positions == "learned":
             first = self.context.tp.rank * len(x) if self.context.cut_sequence else 0
             x = Add.apply(x, self.positions, slice(first, first + len(x)))
@@ -126,6 +130,19 @@ class Stage(nn.Module):
         """Last stage: the loss of each token, in the sensitive dtype, [s, b] like `targets`."""
         vocabulary = layout_of(self.head).parts[0]
         return cross_entropy(logits, targets, vocabulary, self.context.tp, self.context.plan.sensitive)
+
+
+class ScaleGradient(torch.autograd.Function):
+    """x, whose gradient is multiplied by `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
 
 
 def cuts(config: ModelConfig, stages: int, seq_length: int, given: Sequence[int] = ()) -> list[Cut]:

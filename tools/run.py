@@ -40,7 +40,7 @@ from tools.toml import Given, toml
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
 # keys of [model] that do not make it another model
-FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss"}
+FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss", "embedding_grad_scale"}
 PLAINER = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",

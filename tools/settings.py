@@ -121,9 +121,13 @@ class Precision(Table):
     rounding: Literal["nearest", "stochastic"] = Field(
         default="nearest", description="of updated weights to the dtype in which layers hold them"
     )
-    pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+    residual: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default_factory=lambda known: known["compute"],
-        description="dtype of what pipeline stages send each other; default: compute",
+        description="dtype of the residual stream, to which each branch of a layer adds; default: compute",
+    )
+    pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default_factory=lambda known: known["residual"],
+        description="dtype of what pipeline stages send each other; default: residual",
     )
     buffers: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of tables, as of rotary angles")
     output: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of logits that are handed out")

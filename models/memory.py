@@ -26,6 +26,7 @@ from models.config import ModelConfig
 from models.stages import Cut, Stage
 from parallel.context import Context
 from parallel.deferred import Work
+from parallel.dropout import Place
 from parallel.recompute import KEEP, Recompute
 from parallel.schedule import Instruction, Op
 
@@ -176,7 +177,8 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
 def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
     """What is sent to the next stage, or the loss."""
     plan = stage.context.plan
-    y = stage(x if stage.cut.first else x.to(plan.residual))
+    place = Place(0, torch.arange(x.shape[1]))
+    y = stage(x if stage.cut.first else x.to(plan.residual), place)
     if not stage.cut.last:
         return y.to(plan.pipeline)
     return stage.losses(y, torch.zeros(seq_length, x.shape[1], dtype=torch.int64)).sum()

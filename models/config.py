@@ -131,6 +131,11 @@ class ModelConfig(BaseModel):
     dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on embeddings and residual branches")
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on attention weights")
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
+    factory: str = Field(
+        default="",
+        description='a model of one\'s own, as "file.py:function" or "package.module:function" (docs/parity.md); '
+        "empty: the families above",
+    )
 
     @model_validator(mode="before")
     @classmethod

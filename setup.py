@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PACKAGES = ("megaprec", "parallel", "models", "tools")
+CHECKS = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", "spmd_types>=0.3"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
@@ -33,7 +34,7 @@ setup(
         "hf": HF,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", *HF, *PLOTS, *TENSORBOARD],
+        "test": [*CHECKS, *HF, *PLOTS, *TENSORBOARD],
     },
     entry_points={"console_scripts": ["megaprec = tools.cli:main"]},
     classifiers=[

@@ -15,7 +15,7 @@ import torch
 
 from megaprec.errors import UserError
 from tools.parity.cause import Case, case, likely, said
-from tools.parity.compare import Difference, rounding, worst
+from tools.parity.compare import Difference, meant, worst
 from tools.parity.gather import Record
 from tools.parity.layouts import Layout
 from tools.run import RunConfig
@@ -109,7 +109,7 @@ def certificate(
         "clipped": _clipped(compared, truth),
         "tensors": len(truth.names),
         "elements": sum(t.numel() for t in truth.tensors["before/weight"].values()),
-        "gradient_is_rounding": sorted(rounding(truth)),
+        "not_compared": {name: n for name, mask in meant(truth).items() if (n := int((~mask).sum()))},
         "layouts": [],
     }
 

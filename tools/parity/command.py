@@ -29,7 +29,16 @@ from tools.parity.layouts import Layout, asked, every, fitted, largest, problems
 from tools.parity.page import page, show
 from tools.parity.ranks import FLAG, Run, as_rank, done, run_alone, run_together, with_vocabulary
 from tools.parity.record import Plan
-from tools.parity.runs import alone, clipped, epsilon, in_float64, made_ready, planned, with_random_tokens
+from tools.parity.runs import (
+    alone,
+    clipped,
+    epsilon,
+    in_float64,
+    made_ready,
+    planned,
+    tokens_per_expert,
+    with_random_tokens,
+)
 from tools.parity.shrink import Most, changes
 from tools.run import RunConfig, load_run
 
@@ -76,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(text, end="")
     else:
-        show(made, Console())
+        show(made, Console() if Console().is_terminal else Console(width=110))
         print(*(f"written    {path}" for path in left), sep="\n")
     return 0 if made["verdict"] == "same" else 1
 
@@ -123,7 +132,8 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any)
     references = [Reference("float64", exact, plan, truth, Noise())]
     if args.precision != "float64":
         own = run_alone(Run(alone(ready), plan, folder / "own"))
-        references.append(Reference(ready.precision.compute, ready, plan, own, Noise(truth, epsilon(ready))))
+        noise = Noise(truth, epsilon(ready), tokens_per_expert(ready))
+        references.append(Reference(ready.precision.compute, ready, plan, own, noise))
     if args.precision == "configured":
         del references[0]
     shown = {} if args.full else changes(config, ready)

@@ -6,8 +6,9 @@ its size has on average if that is more: some gradients, such as those of a bias
 In float64 an error may be 1e-12: sums are taken in another order in each layout, which costs some units of 2e-16, and
 the smallest fault that means anything is larger by ten orders of magnitude. In the run's own precision there is no
 such gap, so the bound is measured: the one process in that precision is so far from the one process in float64, and a
-layout may be `SLACK` times as far from it, or as many units in the last place of the dtype if that is more. A
-factor of the square root of two is far outside of both.
+layout may be `SLACK` times as far from it, or as many units in the last place of the dtype if that is more, or as
+`SLACK` tokens make that go to another expert. A factor of the square root of two is outside of all of these.
+That a norm counts each element of its own gradients once is seen to 1e-4, for squares may be summed in FP32.
 
 Some things must be equal to the last bit in any precision: sample ids, initial weights, which steps were skipped, the
 loss scaler, and all copies of one element.
@@ -15,16 +16,17 @@ loss scaler, and all copies of one element.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tools.parity.gather import Record, Tensors
 
-EXACT, FLOAT64, SLACK, COUNTED = 0.0, 1e-12, 4.0, 1e-6
+EXACT, FLOAT64, SLACK, COUNTED = 0.0, 1e-12, 4.0, 1e-4
 FLOOR = 1e-3  # of the average: what a tensor's norm counts for at least
-NOISE = 1e-9  # of the average: below, a gradient is rounding
+NOISE = 1e-9  # of the average: below, an element of a gradient may be nothing but rounding
+ZERO = 1e-12  # of the average: below, it counts as zero
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,18 @@ class Difference:
 class Noise:
     """What a precision may cost. truth: the run in float64 on one process; None: the runs are in float64 themselves.
 
-    epsilon: of the dtype of products.
+    epsilon: of the dtype of products. tokens: that an expert gets in a step, if there are experts: rounding sends a
+        token that is undecided between two to the other one, and with it goes its part of all gradients there.
     """
 
     truth: Record | None = None
     epsilon: float = 0.0
+    tokens: float = math.inf
+
+    @property
+    def of_routing(self) -> float:
+        """The bound that `SLACK` such tokens make."""
+        return math.sqrt(SLACK / self.tokens)
 
 
 def compare(ours: Record, theirs: Record, noise: Noise, norm: float = 2.0) -> list[Difference]:
@@ -64,20 +73,22 @@ def compare(ours: Record, theirs: Record, noise: Noise, norm: float = 2.0) -> li
     norm: which one the runs' gradient norm is.
     """
     found = [*_samples(ours, theirs), *_names(ours, theirs)]
-    found += _weights(ours, theirs, "before/weight", "initial weights", 0, Noise(), EXACT)
+    found += _weights(ours, theirs, "before/weight", "initial weights", 0, Noise(), None)
     for step in range(min(len(ours.steps), len(theirs.steps))):
         found += _of_step(ours, theirs, noise, step, norm)
-    last = len(theirs.steps)
+    masks = meant(noise.truth or theirs)
     for kind in (kind for kind in theirs.tensors if kind.startswith("after/")):
-        quantity = "weights" if kind == "after/weight" else "moments"
-        found += _weights(ours, theirs, kind, quantity, last, noise, FLOAT64)
+        quantity = "weights" if kind.endswith("/weight") else "moments"
+        found += _weights(ours, theirs, kind, quantity, _step_of(kind), noise, masks)
     found += [Difference("copies", name, _step_of(kind), math.inf, EXACT, note=kind) for kind, name in ours.apart]
-    found += [Difference("ranks agree", what, 0, math.inf, EXACT) for what in ours.torn]
-    return found
+    found += [Difference("ranks agree", what, step, math.inf, EXACT) for step, what in ours.torn]
+    return sorted(found, key=lambda d: d.step)
 
 
 def _step_of(kind: str) -> int:
-    return int(kind.removeprefix("gradient/")) + 1 if kind.startswith("gradient/") else 0
+    """From 1; 0 for what was before the first step."""
+    when, step, *_ = kind.split("/")
+    return 0 if when == "before" else int(step) + 1
 
 
 def _exact(quantity: str, name: str, step: int, ours: object, theirs: object) -> Difference:
@@ -105,15 +116,14 @@ def _of_step(ours: Record, theirs: Record, noise: Noise, step: int, norm: float)
     for key in ("outcome", "offenders"):
         yield _exact("found_inf", key, step + 1, one[key], other[key])
     truth = noise.truth.steps[step] if noise.truth else None
-    yield _number("loss", step + 1, one["loss"], other["loss"], truth and truth["loss"], noise)
+    yield _number("loss", step + 1, one["loss"], other["loss"], truth["loss"] if truth else None, noise)
     kind = f"gradient/{step}"
     if all(kind in record.tensors for record in (ours, theirs)):
         grads = {name: theirs.tensors[kind][name] for name in reversed(theirs.names)}  # as a backward pass makes them
         true = noise.truth.tensors.get(kind) if noise.truth else None
         yield from _tensors("gradient", step + 1, ours.tensors[kind], grads, noise, true)
-        yield _number(
-            "gradient norm", step + 1, one["grad_norm"], other["grad_norm"], truth and truth["grad_norm"], noise
-        )
+        true_norm = truth["grad_norm"] if truth else None
+        yield _number("gradient norm", step + 1, one["grad_norm"], other["grad_norm"], true_norm, noise)
         yield from _counted(ours, theirs, noise, step, norm)
     yield _exact("scaler", "", step + 1, one["scaler"], other["scaler"])
 
@@ -140,9 +150,12 @@ def _tensors(
     both = [name for name in theirs if name in ours and ours[name].shape == theirs[name].shape]
     against = theirs if truth is None else truth
     scale = _scales(against)
-    common = SLACK * max(noise.epsilon, _rms(_error(theirs, against, n, scale) for n in both)) if truth else 0.0
+    usual = max(noise.epsilon, _rms(_error(theirs, against, n, scale) for n in both))
+    common = max(SLACK * usual, noise.of_routing)
     for name in both:
-        bound = FLOAT64 if truth is None else max(common, SLACK * _error(theirs, against, name, scale))
+        bound = FLOAT64
+        if truth is not None:
+            bound = max(common, SLACK * _error(theirs, against, name, scale))
         error = _error(ours, against, name, scale)
         ratio = _over(ours[name].norm().item(), theirs[name].norm().item())
         yield Difference(quantity, name, step, error, bound, ratio, _where(ours[name], theirs[name]))
@@ -180,8 +193,8 @@ def _where(ours: Tensor, theirs: Tensor) -> str:
 
 
 def _counted(ours: Record, theirs: Record, noise: Noise, step: int, norm: float) -> Iterator[Difference]:
-    """The layout's own norm and zero count speak of each element of its own gradients once; and zeros are those of
-    one process, but for tensors whose gradient is rounding."""
+    """The layout's own norm and zero count speak of each element of its own gradients once; and in float64 as many
+    elements are zero, or rounding, as in one process."""
     kind, report = f"gradient/{step}", ours.steps[step]
     mine, yours = ours.tensors[kind], theirs.tensors[kind]
     whole = torch.cat([t.flatten() for t in mine.values()])
@@ -193,32 +206,38 @@ def _counted(ours: Record, theirs: Record, noise: Noise, step: int, norm: float)
     yield Difference("each element counted once", "zeros", step + 1, _apart(report["num_zeros"], zeros), EXACT,
                      _over(report["num_zeros"], zeros), f"{report['num_zeros']}, {zeros}")  # fmt: skip
     if noise.truth is None:
-        alive = [name for name in yours if name in mine and name not in rounding(theirs)]
-        counts = [sum(int((some[name] == 0).sum()) for name in alive) for some in (mine, yours)]
+        limit = ZERO * average_element(yours)
+        counts = [sum(int((t.abs() <= limit).sum()) for t in some.values()) for some in (mine, yours)]
         yield Difference(
             "zero count", "", step + 1, _apart(*counts), EXACT, _over(*counts), f"{counts[0]}, {counts[1]}"
         )
 
 
-def rounding(record: Record) -> set[str]:
-    """Tensors whose gradient is nothing but rounding in every step of a run in float64: what AdamW makes of it is
-    chance."""
-    grads = [tensors for kind, tensors in record.tensors.items() if kind.startswith("gradient/")]
+def meant(record: Record) -> dict[str, Tensor]:
+    """Of a run in float64, by name: the elements whose gradient is not rounding in every step.
 
-    def is_noise(name: str) -> bool:
-        return all(0 < average_element({name: g[name]}) < NOISE * average_element(g) for g in grads)
-
-    return {name for name in record.names if grads and is_noise(name)}
+    Softmax does not see a bias of the keys, for example. What AdamW makes of rounding is chance.
+    """
+    masks = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in record.tensors["before/weight"].items()}
+    for kind, grads in record.tensors.items():
+        if kind.startswith("gradient/"):
+            limit = NOISE * average_element(grads)
+            masks = {name: mask | (grads[name].abs() >= limit) | (grads[name] == 0) for name, mask in masks.items()}
+    return masks
 
 
 def _weights(
-    ours: Record, theirs: Record, kind: str, quantity: str, step: int, noise: Noise, bound: float
+    ours: Record, theirs: Record, kind: str, quantity: str, step: int, noise: Noise, masks: Mapping[str, Tensor] | None
 ) -> Iterator[Difference]:
-    truth = noise.truth.tensors[kind] if noise.truth else None
-    chance = rounding(noise.truth or theirs) if step else set[str]()
-    some = {name: t for name, t in theirs.tensors[kind].items() if name not in chance}
-    for d in _tensors(quantity, step, ours.tensors.get(kind, {}), some, noise, truth):
-        yield d if truth else Difference(quantity, d.name, step, d.error, bound, d.ratio, d.note)
+    """masks: the elements that are compared; None for all, which then must be equal."""
+
+    def some(record: Record) -> Tensors:
+        tensors = record.tensors.get(kind, {})
+        return {n: t if masks is None or n not in masks else torch.where(masks[n], t, 0) for n, t in tensors.items()}
+
+    truth = some(noise.truth) if noise.truth else None
+    for d in _tensors(quantity, step, some(ours), some(theirs), noise, truth):
+        yield replace(d, bound=EXACT) if masks is None else d
 
 
 def worst(differences: Sequence[Difference]) -> Difference:

@@ -19,7 +19,7 @@ class Record:
 
     names: logical tensors in the model's order. tensors: by kind, then by name; an element that no rank holds is NaN.
     apart: (kind, name) of tensors of which two ranks hold the same element with different bits.
-    cut: tensors of which tp ranks hold different slices. torn: what the ranks say differently.
+    cut: tensors of which tp ranks hold different slices. torn: (step from 1, what) that ranks say differently.
     """
 
     steps: list[dict[str, Any]]
@@ -28,7 +28,7 @@ class Record:
     tensors: dict[str, Tensors]
     apart: list[tuple[str, str]] = field(default_factory=list)
     cut: frozenset[str] = frozenset()
-    torn: list[str] = field(default_factory=list)
+    torn: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def applied(self) -> list[int]:
@@ -79,13 +79,13 @@ def _batches(ranks: Sequence[dict[str, Any]]) -> list[list[int]]:
     return [[i for _, step in sorted(replicas.items()) for i in step[n]] for n in range(len(ranks[0]["samples"]))]
 
 
-def _torn(ranks: Sequence[dict[str, Any]]) -> list[str]:
+def _torn(ranks: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
     """Steps and samples of which ranks say different things, though all must say the same."""
     found = []
     for number, steps in enumerate(zip(*(rank["steps"] for rank in ranks), strict=True), 1):
         keys = [key for key in steps[0] if any(str(step[key]) != str(steps[0][key]) for step in steps)]
-        found += [f"step {number}: {key}" for key in keys]
+        found += [(number, key) for key in keys]
     for rank in ranks:
         if any(r["samples"] != rank["samples"] for r in ranks if r["place"][1] == rank["place"][1]):
-            return [*found, "samples of one replica"]
+            return [(1, "samples of one replica"), *found]
     return found

@@ -33,9 +33,9 @@ def show(made: Certificate, console: Console) -> None:
     """The layouts in a table, and below it what is wrong with those that differ."""
     if made["changes"]:
         console.print(_changes(made))
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("layout", "precision", *NUMBERS.values(), "exact", "verdict"):
-        table.add_column(column, no_wrap=column != "exact", overflow="fold")
+        table.add_column(column, no_wrap=column != "exact")
     for one in made["layouts"]:
         color = "green" if one["verdict"] == "same" else "red"
         cells = [f"[red]{cell}[/]" if bad else cell for cell, bad in _cells(one)]
@@ -82,7 +82,7 @@ def _cells(one: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _number(error: float | str) -> str:
-    return error if isinstance(error, str) else "0" if error == 0 else f"{error:.1e}"
+    return error if isinstance(error, str) else "0" if error == 0 else f"{error:.0e}"
 
 
 def _trouble(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -121,8 +121,12 @@ def page(made: Certificate) -> str:
     if made["changes"]:
         rows = [(key, one, other) for key, (one, other) in made["changes"].items()]
         parts += ["<h2>Made small</h2>", _table(("key", "from", "to"), rows)]
-    if made["gradient_is_rounding"]:
-        names = ", ".join(made["gradient_is_rounding"])
+    if made["not_compared"]:
+        names = ", ".join(f"{name} ({count})" for name, count in made["not_compared"].items())
+        parts.append(
+            "<p>Elements whose gradient is nothing but rounding, so that what an update makes of them is chance; their "
+            f"weights and moments were not compared: {escape(names)}.</p>"
+        )
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>megaprec parity</title>'

@@ -48,8 +48,7 @@ class Plan:
 class Fragment:
     """Elements [first, first + count) of the flattened slice `local` at `offset` of a logical tensor.
 
-    kind: "before/weight", "gradient/STEP" or "after/KIND". counts: whether this rank counts the element for all.
-    cut: whether tp ranks hold different slices.
+    kind: "before/weight", "gradient/STEP" or "after/STEP/KIND". cut: whether tp ranks hold different slices.
     """
 
     kind: str
@@ -129,13 +128,13 @@ def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, fold
     assert isinstance(optimizer, Recorder)
     found = list(fragments(optimizer, "before/weight", lambda buffer: buffer.saved()["weight"]))
     steps = []
-    for _ in range(what.steps):
+    for number in range(what.steps):
         ((report, _),) = trainer.step()
         offenders = sorted({o.name for o in report.offenders})
         steps.append({**report_fields(report), "offenders": offenders, "scaler": optimizer.numbers()["scaler"]})
+        if number in (0, what.steps - 1):
+            found += _state(optimizer, number)
     found += optimizer.seen
-    for kind in dict.fromkeys(kind for buffer in optimizer.all_buffers() for kind in buffer.saved_names):
-        found += fragments(optimizer, f"after/{kind}", lambda buffer, kind=kind: buffer.saved()[kind])
     said = {
         "place": [optimizer.pp.rank, optimizer.dp.rank, optimizer.tp.rank],
         "steps": steps,
@@ -146,6 +145,12 @@ def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, fold
     rank = optimizer.world.rank
     save_file({str(n): values.contiguous() for n, (_, values) in enumerate(found)}, folder / f"{rank}.safetensors")
     (folder / f"{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+
+
+def _state(optimizer: ParallelAMPOptimizer, step: int) -> Iterator[tuple[Fragment, Tensor]]:
+    """Masters and averages after a step."""
+    for kind in dict.fromkeys(kind for buffer in optimizer.all_buffers() for kind in buffer.saved_names):
+        yield from fragments(optimizer, f"after/{step}/{kind}", lambda buffer, kind=kind: buffer.saved()[kind])
 
 
 def _names(stages: Sequence[Stage]) -> Iterator[str]:

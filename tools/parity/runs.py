@@ -1,5 +1,6 @@
 """The runs that are compared: the user's, made ready for a few steps on one process, in float64 and as it is."""
 
+from math import inf
 from pathlib import Path
 
 import torch
@@ -67,12 +68,20 @@ def epsilon(config: RunConfig) -> float:
     return max(EPSILON[name] for name in [*used, *(["fp8"] if plan.fp8 else []), *(["tf32"] if plan.tf32 else [])])
 
 
+def tokens_per_expert(config: RunConfig) -> float:
+    """In one step, on average; infinite if there are no experts."""
+    model = config.model
+    return config.tokens_per_step * model.experts_per_token / model.experts if model.experts else inf
+
+
 def clipped(config: RunConfig, probe: Record) -> RunConfig:
     """The run with a clip that is sure to bite, if it clips at all. probe: one step of it."""
     clip, norm = config.optimizer.clip, probe.steps[0]["grad_norm"]
     if not 0 < norm <= clip:
         return config
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"clip": float(f"{norm / 2:.2g}")})})
+    return config.model_copy(
+        update={"optimizer": config.optimizer.model_copy(update={"clip": float(f"{norm / 2:.2g}")})}
+    )
 
 
 def planned(config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:

@@ -31,7 +31,7 @@ from tools.parity.certificate import entry
 from tools.parity.compare import Noise, compare
 from tools.parity.gather import Record, gather
 from tools.parity.layouts import asked, fitted
-from tools.parity.ranks import Run, corpus_of
+from tools.parity.ranks import Run, corpus_of, run_alone
 from tools.parity.record import Plan, record
 from tools.parity.runs import alone, in_float64, made_ready, with_random_tokens
 from tools.parity.shrink import Most
@@ -62,10 +62,11 @@ def ready(run: str) -> tuple[RunConfig, Plan]:
 @cache
 def reference(run: str) -> Record:
     config, plan = ready(run)
-    return carried_out(Run(alone(config), plan, Path(mkdtemp(prefix="megaprec_test_"))), None)
+    return run_alone(Run(alone(config), plan, Path(mkdtemp(prefix="megaprec_test_")) / "run"))
 
 
 def carried_out(run: Run, bug: Bug | None) -> Record:
+    run.folder.mkdir(exist_ok=True)
     run.write()
     p = run.config.parallel
     run_ranks(record_rank, {"tp": p.tensor, "pp": p.pipeline, "dp": p.data}, folder=run.folder, bug=bug)
@@ -249,12 +250,13 @@ def test_a_known_bug_is_found_and_named(
     assert re.search(cause, found["likely_cause"]), found["likely_cause"]
 
 
-@pytest.mark.parametrize(("run", "layout"), sorted({(run, layout) for _, run, layout, *_ in BUGS}))
+@pytest.mark.parametrize(
+    ("run", "layout"), [("gpt2", "tp=2,sequence=true"), ("gpt2", "pp=2,schedule=zb-v"), ("llama", "dp=2")]
+)
 def test_and_nothing_is_found_where_there_is_no_bug(run: str, layout: str, tmp_path: Path) -> None:
     found = outcome(run, layout, tmp_path)
     assert found["verdict"] == "same", found
-    assert {"loss", "gradient", "gradient norm", "zero count", "found_inf", "scaler", "weights", "moments"} <= found[
-        "quantities"
-    ].keys()
+    compared = {"loss", "gradient", "gradient norm", "zero count", "found_inf", "scaler", "weights", "moments"}
+    assert compared <= found["quantities"].keys()
     steps = [step["outcome"] for step in reference(run).steps]
     assert steps == ["applied", "skipped_overflow", "applied", "applied"]

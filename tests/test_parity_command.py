@@ -118,11 +118,11 @@ def test_what_a_model_of_ones_own_lacks_is_said_in_a_line(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--layouts", "tp=3"], r"--layouts tp=3: parallel.tensor 3 does not divide .*"),
+        (["parallel.sequence=false", "--layouts", "tp=3"], r"--layouts tp=3: parallel.tensor 3 does not divide .*"),
         (["--layouts", "tp2"], r'--layouts "tp2": no such key "tp2"; did you mean tp\?'),
         (["--layouts", "tp=2,pp=x"], r'--layouts "tp=2,pp=x": pipeline: must be a valid integer'),
         (["--steps", "0"], r"--steps 0: give at least 1"),
-        (["parallel.tensor=3", "--layouts", "dp=5"], r"--layouts dp=5: train.global_batch .* is not a multiple .*"),
+        (["--layouts", "dp=5"], r"--layouts dp=5: train.global_batch .* is not a multiple .*"),
     ],
 )
 def test_bad_arguments_are_said_in_a_line(
@@ -152,7 +152,7 @@ def test_made_small_a_model_divides_as_it_did(name: str) -> None:
     for before, after in sizes:
         assert after <= before
         assert [after % d == 0 for d in (2, 3, 4)] == [before % d == 0 for d in (2, 3, 4)]
-    assert small.num_parameters < min(1_000_000, model.with_vocab(4096).num_parameters)
+    assert small.num_parameters < min(4_000_000, model.with_vocab(4096).num_parameters)
     assert bool(small.window) == bool(model.window)
     assert (small.experts > small.experts_per_token) == (model.experts > model.experts_per_token)
 

@@ -51,7 +51,9 @@ def add_parser(subparsers: Any) -> None:
         "parity", help="prove that layouts train the same model as one process", description=__doc__
     )
     parser.add_argument("file", metavar="RUN.toml", help="the run file")
-    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file; before options"
+    )
     parser.add_argument(
         "--layouts", nargs="+", metavar="tp=2,pp=2", default=[],
         help="layouts to compare; further keys of [parallel] may follow, as in tp=2,pp=2,schedule=zb-v; "

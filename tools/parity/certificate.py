@@ -22,6 +22,7 @@ from tools.run import RunConfig
 from tools.toml import toml
 
 FORMAT = "megaprec parity 1"
+SHOWN = 24  # of all that differs in a layout, the first
 Certificate = dict[str, Any]
 
 
@@ -45,7 +46,7 @@ def entry(
             "first": _told(failed[0], numbers),
             "worst": _told(worst(failed), numbers),
             "likely_cause": likely(c),
-            "differing": [_told(d, numbers) for d in failed[:50]],
+            "differing": [_told(d, numbers) for d in failed[:SHOWN]],
             "num_differing": len(failed),
         }
     return made

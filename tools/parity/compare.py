@@ -80,7 +80,9 @@ def compare(ours: Record, theirs: Record, noise: Noise, norm: float = 2.0) -> li
     for kind in (kind for kind in theirs.tensors if kind.startswith("after/")):
         quantity = "weights" if kind.endswith("/weight") else "moments"
         found += _weights(ours, theirs, kind, quantity, _step_of(kind), noise, masks)
-    found += [Difference("copies", name, _step_of(kind), math.inf, EXACT, note=kind) for kind, name in ours.apart]
+    for kind, name in ours.apart:
+        note = f"{kind.split('/')[-1] if kind.startswith('after/') else kind.split('/')[0]} differs between ranks"
+        found.append(Difference("copies", name, _step_of(kind), math.inf, EXACT, note=note))
     found += [Difference("ranks agree", what, step, math.inf, EXACT) for step, what in ours.torn]
     return sorted(found, key=lambda d: d.step)
 
@@ -241,5 +243,6 @@ def _weights(
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
-    """The one that is largest for its bound."""
-    return max(differences, key=lambda d: math.inf if d.fails and not d.bound else d.error / (d.bound or 1.0))
+    """The one that is largest for its bound; what must be equal says less, and comes after."""
+    measured = [d for d in differences if d.bound and math.isfinite(d.error)]
+    return max(measured or differences, key=lambda d: d.error / (d.bound or 1.0))

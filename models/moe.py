@@ -44,8 +44,9 @@ class Expert(MLP):
         self.tp, self.deferred = context.tp, context.deferred
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.activate(Linear.apply(x, self.inner.weight, None, Input.OWN, self.tp, self.deferred, self.inner.gemm))
-        return Linear.apply(y, self.down.weight, None, Input.OWN, self.tp, self.deferred, self.down.gemm)
+        first, last, where = self.inner, self.down, (None, Input.OWN, self.tp, self.deferred)
+        y = self.activate(Linear.apply(x, first.weight, *where, first.products))
+        return Linear.apply(y, last.weight, *where, last.products)
 
 
 class MixtureOfExperts(nn.Module):

@@ -92,8 +92,8 @@ class Stage(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
-        gemm = c.gemm_of_head(layout_of(self.head).parts[0].name)
-        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, gemm)
+        products = c.products_of_head(layout_of(self.head).parts[0].name)
+        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, products)
 
     def _hand_out(self, logits: Tensor, place: Place | None) -> Tensor:
         """Logits in the plan's `output`. Training does without widening them: it would change no number of the loss,

@@ -1,9 +1,12 @@
 """What every parallel layer is told about where it runs, as one frozen value."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaprec.comm import Axis
-from megaprec.gemm import Gemm
+from megaprec.fp8.state import FP8State
+from megaprec.gemm import Gemm, Products
+from megaprec.layout import Part
 from megaprec.plan import PrecisionPlan
 from parallel.deferred import Deferred
 
@@ -13,7 +16,8 @@ class Context:
     """plan: dtypes of products, weights and sensitive operators.
     tp: the tensor-parallel axis. sequence: activations between blocks are cut along the sequence over tp.
     seed: of initial weights and dropout. deferred: where layers leave weight gradients that can wait; the executor
-    that runs a schedule with split backwards must be given the same.
+    that runs a schedule with split backwards must be given the same. fp8: what the layers' products in FP8 share, where
+    the plan has any.
     """
 
     plan: PrecisionPlan
@@ -21,13 +25,21 @@ class Context:
     sequence: bool = False
     seed: int = 0
     deferred: Deferred = field(default_factory=Deferred, compare=False)
+    fp8: FP8State | None = field(default=None, compare=False)
 
-    def gemm(self, name: str) -> Gemm:
-        """How products with the weight of this logical name are made. What comes out is activations."""
-        return Gemm(self.plan.computes(name), self.plan.compute, self.plan.tf32)
+    def __post_init__(self) -> None:
+        if self.plan.fp8 is not None and self.fp8 is None:
+            raise ValueError("the plan has products in FP8: give the context a megaprec.fp8.state.FP8State for them")
 
-    def gemm_of_head(self, name: str) -> Gemm:
-        """The same for what comes out as logits, which stay in the dtype of the products."""
+    def products(self, parts: Sequence[Part]) -> Products:
+        """Who makes the products with the weight [n, k] that `parts` are stacked in. What comes out is activations."""
+        name = parts[0].name
+        wide = Gemm(self.plan.computes(name), self.plan.compute, self.plan.tf32)
+        kept = self.plan.holds(name) != self.plan.parameters or wide.dtype != self.plan.compute
+        return wide if self.fp8 is None or kept else self.fp8.products(parts, wide)
+
+    def products_of_head(self, name: str) -> Gemm:
+        """The same for what comes out as logits, which stay in the dtype of the products; never FP8."""
         dtype = self.plan.computes(name)
         return Gemm(dtype, dtype, self.plan.tf32)
 

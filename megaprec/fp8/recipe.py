@@ -11,8 +11,11 @@ and in when the largest magnitude (amax) that decides it is taken:
     mx         one power of two per 32 elements
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import Tensor
 
 from megaprec.errors import UserError
 
@@ -23,7 +26,8 @@ Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx"]
 class FP8Recipe:
     """format: "hybrid" is E4M3 forward and E5M2 for gradients, "e4m3" is E4M3 for all.
     margin: scales are 2**margin lower than what the amax asks for, which leaves room for it to grow.
-    history_length: amaxes that a delayed scale looks back on; amax_algo: which of them decides it.
+    history_length: amaxes that a delayed scale looks back on; amax_algo: which of them decides it, or what makes one
+    [n] of the histories of n tensors [length, n], the newest last.
     reduce_amax: delayed amaxes are agreed on, over all ranks ("world") or over those of one pipeline stage.
     power_2_scales: scales are rounded down to powers of two.
     parameters: weights are kept in FP8 alone; the optimizer's masters are their only wide copy.
@@ -37,7 +41,7 @@ class FP8Recipe:
     format: Literal["hybrid", "e4m3"] = "hybrid"
     margin: int = 0
     history_length: int = 1024
-    amax_algo: Literal["max", "most_recent"] = "max"
+    amax_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
     reduce_amax: bool = True
     reduce_over: Literal["world", "stage"] = "world"
     power_2_scales: bool = False

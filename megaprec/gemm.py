@@ -22,6 +22,10 @@ Factor = tuple[Tensor, ...]
 class Products(Protocol):
     """Makes the three products of a linear layer y = x @ W.T, whatever its tensors are held in."""
 
+    def now(self) -> "Products":
+        """Who makes those of the forward pass that begins, and of its backward pass."""
+        ...
+
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
         """x [m, k], weight [n, k] -> y [m, n], and x as the gradient of the weight will need it."""
         ...
@@ -30,8 +34,8 @@ class Products(Protocol):
         """The latter again, from the same x."""
         ...
 
-    def gradient(self, grad: Tensor) -> Factor:
-        """grad [m, n], of y, as the other two products need it."""
+    def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
+        """grad [m, n], of y, as the gradient of x and as that of the weight needs it."""
         ...
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -59,6 +63,10 @@ class Gemm:
     out: torch.dtype
     tf32: bool = False
 
+    def now(self) -> "Gemm":
+        """This one."""
+        return self
+
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
         """x [m, k], weight [n, k] -> y [m, n], and x."""
         return product(x.to(self.dtype), weight.to(self.dtype).t(), self.tf32).to(self.out), (x,)
@@ -67,9 +75,9 @@ class Gemm:
         """x."""
         return (x,)
 
-    def gradient(self, grad: Tensor) -> Factor:
-        """grad."""
-        return (grad,)
+    def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
+        """grad, twice."""
+        return (grad,), (grad,)
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """weight [n, k] -> gradient of x [m, k], of `dtype`."""

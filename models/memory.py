@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from megaprec.comm import Axis
+from megaprec.fp8.state import FP8State
 from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.stages import Cut, Stage
@@ -44,7 +45,8 @@ def kept_bytes(
     config: ModelConfig, plan: PrecisionPlan, cuts: Sequence[Cut], seq_length: int, micro_batch: int, tp: int = 1
 ) -> list[Kept]:
     """What each stage keeps, without sequence parallelism, on each of `tp` ranks. The vocabulary must be known."""
-    context = Context(replace(plan, masters=plan.parameters), Axis("tp", 0, tp))
+    axis = Axis("tp", 0, tp)
+    context = Context(replace(plan, masters=plan.parameters), axis, fp8=FP8State(plan.fp8, config.layers, axis))
     known: dict[tuple[int, bool, bool], Kept] = {}
     for cut in cuts:
         alike = len(cut.layers), cut.first, cut.last

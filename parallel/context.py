@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaprec.comm import Axis
+from megaprec.fp8.gemm import FP8Gemm
 from megaprec.fp8.state import FP8State
 from megaprec.gemm import Gemm, Products
 from megaprec.layout import Part
@@ -16,8 +17,8 @@ class Context:
     """plan: dtypes of products, weights and sensitive operators.
     tp: the tensor-parallel axis. sequence: activations between blocks are cut along the sequence over tp.
     seed: of initial weights and dropout. deferred: where layers leave weight gradients that can wait; the executor
-    that runs a schedule with split backwards must be given the same. fp8: what the layers' products in FP8 share, where
-    the plan has any.
+    that runs a schedule with split backwards must be given the same. fp8: what the layers' products in FP8 share; to be
+    given if the plan has any.
     """
 
     plan: PrecisionPlan
@@ -25,18 +26,20 @@ class Context:
     sequence: bool = False
     seed: int = 0
     deferred: Deferred = field(default_factory=Deferred, compare=False)
-    fp8: FP8State | None = field(default=None, compare=False)
+    fp8: FP8State = field(default_factory=FP8State, compare=False)
 
     def __post_init__(self) -> None:
-        if self.plan.fp8 is not None and self.fp8 is None:
-            raise ValueError("the plan has products in FP8: give the context a megaprec.fp8.state.FP8State for them")
+        if self.plan.fp8 != self.fp8.recipe:
+            raise ValueError("products of the plan are in FP8: give the context the FP8State of the same recipe")
 
     def products(self, parts: Sequence[Part]) -> Products:
         """Who makes the products with the weight [n, k] that `parts` are stacked in. What comes out is activations."""
         name = parts[0].name
         wide = Gemm(self.plan.computes(name), self.plan.compute, self.plan.tf32)
-        kept = self.plan.holds(name) != self.plan.parameters or wide.dtype != self.plan.compute
-        return wide if self.fp8 is None or kept else self.fp8.products(parts, wide)
+        if self.fp8.recipe is None or self.plan.keeps(name):
+            return wide
+        reach = self.fp8.register(parts)
+        return wide if reach.wide else FP8Gemm(self.fp8, reach, parts[0].dim, wide)
 
     def products_of_head(self, name: str) -> Gemm:
         """The same for what comes out as logits, which stay in the dtype of the products; never FP8."""

@@ -46,7 +46,8 @@ class Linear(torch.autograd.Function):
         products: Products | None = None,
     ) -> Tensor:
         ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
-        ctx.deferred, ctx.products, ctx.dtype = deferred or Deferred(), products or Gemm(x.dtype, x.dtype), x.dtype
+        ctx.deferred, ctx.dtype = deferred or Deferred(), x.dtype
+        ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
         y, kept = ctx.products.forward(_rows(whole), weight)
         ctx.save_for_backward(*((x,) if lies is Input.SEQUENCE else kept))
@@ -58,12 +59,12 @@ class Linear(torch.autograd.Function):
         saved: Factor = ctx.saved_tensors
         weight, tp, lies, products = ctx.weight, ctx.tp, ctx.lies, ctx.products
         rows = _rows(grad)
-        factor = products.gradient(rows)
-        finish = _start_input_gradient(ctx, factor, grad.shape) if ctx.needs_input_grad[0] else _none
+        for_input, for_weight = products.gradient(rows)
+        finish = _start_input_gradient(ctx, for_input, grad.shape) if ctx.needs_input_grad[0] else _none
 
         def make_weight_gradient() -> Tensor | None:
             kept = products.keep(_rows(tp.gather(saved[0]))) if lies is Input.SEQUENCE else saved
-            return weight_gradient(products, weight, factor, kept)
+            return weight_gradient(products, weight, for_weight, kept)
 
         grad_weight = None
         if getattr(weight, "main_grad", None) is None:

@@ -10,60 +10,46 @@ which are one and the same where a tensor has one scale. What is kept of x until
 a byte an element.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from megaprec.fp8.align import padded
 from megaprec.fp8.formats import Role
 from megaprec.fp8.product import add_product_, multiply
 from megaprec.fp8.quantize import Codes, amax_of, block_of, quantize_both
 from megaprec.fp8.reach import Reach
 from megaprec.fp8.recipe import FP8Recipe
-from megaprec.fp8.state import Casts, FP8State, Scope
-from megaprec.gemm import Factor, Gemm, Products
+from megaprec.fp8.state import OFF, Casts, FP8State, Scope
+from megaprec.gemm import Factor, Gemm
 
 
 @dataclass(frozen=True)
-class FP8Products:
-    """Products with one weight: in FP8 inside an autocast, wide outside, where amaxes are recorded as the pass says.
+class FP8Gemm:
+    """`Products` with one weight: in FP8 where the autocast of their forward pass says so, else as `wide` makes them.
 
-    cut: the dim of the weight that is cut over tp.
+    cut: the dim of the weight that is cut over tp. Output and gradient of the input are in the wide dtypes.
     """
 
     state: FP8State
     reach: Reach
     cut: int | None
     wide: Gemm
-
-    def now(self) -> Products:
-        """Those that the present autocast asks for."""
-        scope = self.state.scope
-        return FP8Gemm(self, scope) if scope.computes or scope.records else self.wide
-
-
-@dataclass(frozen=True)
-class FP8Gemm:
-    """`Products` of one forward pass and its backward pass. Output and gradient of the input are in the wide dtypes."""
-
-    of: FP8Products
-    scope: Scope
+    scope: Scope = OFF
 
     def now(self) -> "FP8Gemm":
-        """These."""
-        return self
+        """Those of the present autocast; their backward pass may come after it."""
+        return replace(self, scope=self.state.scope)
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
         """x [m, k], weight [n, k] -> y [m, n], and what `keep` keeps of x."""
         if not self.scope.computes:
             self._record(x, "input")
-            self.of.state.cast_of(self._name, weight, lambda: self._record(weight, "weight"))
-            return self.of.wide.forward(x, weight)
+            self._record(weight, "weight")
+            return self.wide.forward(x, weight)
         codes, turned = self._codes(x, "input")
-        y = multiply(codes, self._weight(weight)[0], self.of.wide.out, fast=True)
-        return y[:, : weight.shape[0]], self._kept(x, turned)
+        y = multiply(codes, self._weight(weight)[0], self.wide.out, fast=True)
+        return y, self._kept(x, turned)
 
     def keep(self, x: Tensor) -> Factor:
         """x.T in codes; x itself where the gradient of the weight is not made in FP8."""
@@ -75,70 +61,52 @@ class FP8Gemm:
         """grad [m, n], as the input's gradient and as the weight's needs it."""
         if not self.scope.computes:
             self._record(grad, "gradient")
-            return self.of.wide.gradient(grad)
+            return self.wide.gradient(grad)
         codes, turned = self._codes(grad, "gradient")
         return _tensors(codes), self._kept(grad, turned)
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """weight [n, k] -> gradient of x [m, k], of `dtype`."""
         if not self.scope.computes:
-            return self.of.wide.input_gradient(grad, weight, dtype)
-        return multiply(self._restored(grad, "gradient"), self._weight(weight)[1], dtype)[:, : weight.shape[1]]
+            return self.wide.input_gradient(grad, weight, dtype)
+        return multiply(self._restored(grad, "gradient"), self._weight(weight)[1], dtype)
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
         """-> [n, k]."""
         if not self.scope.computes or not self._recipe.weight_gradients:
-            return self.of.wide.weight_gradient(grad, x)
-        n, k = self.of.reach.shape
-        return multiply(self._restored(grad, "gradient"), self._restored(x, "input"), self.of.wide.dtype)[:n, :k]
+            return self.wide.weight_gradient(grad, x)
+        return multiply(self._restored(grad, "gradient"), self._restored(x, "input"), self.wide.dtype)
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor) -> None:
         """total [n, k] += gradient of the weight, unrounded if `total` is float32."""
         if not self.scope.computes or not self._recipe.weight_gradients:
-            self.of.wide.add_weight_gradient_(total, grad, x)
-            return
-        factors = self._restored(grad, "gradient"), self._restored(x, "input")
-        if self.of.reach.padded:
-            total.add_(multiply(*factors, total.dtype)[: total.shape[0], : total.shape[1]])
+            self.wide.add_weight_gradient_(total, grad, x)
         else:
-            add_product_(total, *factors)
-
-    @property
-    def _name(self) -> str:
-        return self.of.reach.name
+            add_product_(total, self._restored(grad, "gradient"), self._restored(x, "input"))
 
     @property
     def _recipe(self) -> FP8Recipe:
-        assert self.of.state.recipe is not None
-        return self.of.state.recipe
+        assert self.state.recipe is not None
+        return self.state.recipe
 
     def _weight(self, weight: Tensor) -> Casts:
-        return self.of.state.cast_of(self._name, weight, lambda: self._codes(weight.detach(), "weight"))
+        return self.state.cast_of(self.reach.name, weight, lambda: self._codes(weight.detach(), "weight"))
 
     def _codes(self, x: Tensor, role: Role) -> Casts:
         """x and its transpose in codes; the amax is recorded, or agreed on, as the recipe says."""
-        state, recipe = self.of.state, self._recipe
-        if self.of.reach.padded:
-            x = self._padded(x, role)
+        recipe = self._recipe
         if recipe.kind == "delayed":
             self._record(x, role)
-            return quantize_both(x, recipe, role, scale=state.scale(self._name, role))
-        cut = {"input": self.of.cut == 1, "gradient": self.of.cut == 0, "weight": self.of.cut is not None}[role]
+            return quantize_both(x, recipe, role, scale=self.state.scale(self.reach.name, role))
+        cut = {"input": self.cut == 1, "gradient": self.cut == 0, "weight": self.cut is not None}[role]
         return quantize_both(x, recipe, role, agree=self._agree if cut else None)
 
     def _record(self, x: Tensor, role: Role) -> None:
         if self.scope.records:
-            self.of.state.record(self._name, role, amax_of(x))
+            self.state.record(self.reach.name, role, amax_of(x))
 
     def _agree(self, amax: Tensor) -> None:
-        self.of.state.tp.max_(amax)
-
-    def _padded(self, x: Tensor, role: Role) -> Tensor:
-        """x with rows and columns of zeros, but for the tokens, of which there may be any number."""
-        n, k = padded(self._recipe.kind, *self.of.reach.shape)
-        rows = n if role == "weight" else len(x)
-        columns = n if role == "gradient" else k
-        return F.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+        self.state.tp.max_(amax)
 
     def _kept(self, x: Tensor, turned: Codes) -> Factor:
         return _tensors(turned) if self._recipe.weight_gradients else (x,)

@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import Axis, device_of
+from megaprec.errors import UserError
 from megaprec.fp8.formats import Role, format_of
 from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.quantize import Codes
-from megaprec.fp8.reach import Reach, reach
+from megaprec.fp8.reach import Reach, not_computed, reach
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.layout import Part
 
@@ -74,7 +75,12 @@ class FP8State:
 
     @staticmethod
     def over(mesh: DeviceMesh | None, recipe: FP8Recipe | None, layers: int) -> "FP8State":
-        """The one of a rank of a (pp, dp, tp) mesh. Collective over the world."""
+        """The one of a rank of a (pp, dp, tp) mesh. Collective over the world.
+
+        Raises UserError for a recipe that asks for what is not computed.
+        """
+        if recipe is not None and (lacking := not_computed(recipe)):
+            raise UserError(*(f"FP8 {key} = true: {why}; use false" for key, why in lacking.items()))
         tp, dp = Axis.of(mesh, "tp"), Axis.of(mesh, "dp")
         if recipe is None or recipe.kind != "delayed" or not recipe.reduce_amax:
             return FP8State(recipe, layers, tp, tp, dp, device_of(mesh))
@@ -174,12 +180,6 @@ class FP8State:
             return OFF
         calibrated = not self.recipe.calibrating and self.rolls >= self.recipe.calibrate
         return Scope(enabled and calibrated, records and self.recipe.kind == "delayed")
-
-    def restart(self) -> None:
-        """Within a training pass: what has happened in it is undone, and it begins anew."""
-        self._casts.clear()
-        if self.names:
-            self.bank.now.zero_()
 
     @torch.no_grad()
     def roll(self) -> None:

@@ -4,10 +4,10 @@
     E5M2   sign, 5 bits of exponent, 2 of mantissa: up to 57344, with infinity and NaN as in half precision
 
 ("FP8 Formats for Deep Learning", Micikevicius et al., 2022.) Rounding is to nearest, ties to even, subnormals kept.
-A finite number beyond the largest becomes the largest: it is the scale that was too high, and one large number need not
-cost a step. What was infinite or NaN before it was scaled stays non-finite (NaN in E4M3, which has no infinity), so that
-loss scaling still sees an overflow. Transformer Engine saturates infinities too, and torch's own cast does one or the
-other by release; here both is decided before torch casts.
+A finite number beyond the largest becomes the largest: it is the scale that was too high, and one large number need
+not cost a step. What was infinite or NaN before it was scaled stays non-finite (NaN in E4M3, which has no infinity), so
+that loss scaling still sees an overflow. Transformer Engine saturates infinities too, and torch's own cast does one or
+the other by release; here both are decided before torch casts.
 """
 
 from typing import Literal

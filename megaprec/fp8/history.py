@@ -1,8 +1,8 @@
 """Delayed scaling: the scales of many tensors at once, from the largest magnitudes of steps past.
 
-A tensor is scaled before its amax is known, with what earlier steps have shown; meanwhile its amax is recorded for later
-ones. One bank holds all tensors of a pipeline stage, a column each, so that the ranks that share them agree in a single
-collective, whatever the order in which their modules ran.
+A tensor is scaled before its amax is known, with what earlier steps have shown; meanwhile its amax is recorded for
+later ones. One bank holds all tensors of a pipeline stage, a column each, so that the ranks that share them agree in a
+single collective, whatever the order in which their modules ran.
 
 A step is what Transformer Engine calls an outermost autocast: however many micro-batches it has, the history advances
 once, after it. Whoever evaluates or recomputes does not record.
@@ -22,8 +22,8 @@ class AmaxHistory:
     """Scales and past amaxes of n tensors. All that it keeps is changed in place.
 
     scale: float32 [n], 1 at first. history: float32 [length, n], oldest first, 0 where there was no step yet.
-    now: float32 [n], the largest magnitudes of this step so far. overflowed: bool [n], which were inf or NaN in the step
-    before. `scale` and `history` are all that has to be saved.
+    now: float32 [n], the largest magnitudes of this step so far. overflowed: bool [n], which were inf or NaN in the
+    step before. `scale` and `history` are all that has to be saved.
     """
 
     def __init__(self, recipe: FP8Recipe, formats: Sequence[torch.dtype], device: torch.device | str = "cpu") -> None:

@@ -38,8 +38,9 @@ class Codes:
     block: tuple[int, int]
 
     def t(self) -> "Codes":
-        """The transposed matrix [k, m], with the same numbers."""
-        return Codes(self.values.t(), self.inverse.t(), (self.block[1], self.block[0]))
+        """The transposed matrix [k, m], with the same numbers; copied on a GPU, whose kernels read along rows."""
+        values = self.values.t().contiguous() if self.values.is_cuda else self.values.t()
+        return Codes(values, self.inverse.t(), (self.block[1], self.block[0]))
 
     def wide(self) -> Tensor:
         """The numbers that the codes stand for, float32 [m, k]."""
@@ -93,24 +94,29 @@ def serves_both(recipe: FP8Recipe, role: Role) -> bool:
 
 def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int]:
     """How many rows and columns of a matrix of this shape share a scale."""
-    blocks = {"rowwise": (1, shape[1]), "blockwise": (128 if role == "weight" else 1, 128), "mx": (1, 32)}
-    return blocks.get(recipe.kind, (shape[0], shape[1]))
+    m, k = max(1, shape[0]), max(1, shape[1])
+    blocks = {"rowwise": (1, k), "blockwise": (128 if role == "weight" else 1, 128), "mx": (1, 32)}
+    return blocks.get(recipe.kind, (m, k))
 
 
 def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
     """The largest magnitudes of x [m, k] in blocks (None: of all), float32 [m / block[0], k / block[1]] rounded up.
 
-    NaN where there is one. An empty matrix has 0.
+    NaN where there is one. An empty matrix as a whole has 0.
     """
     m, k = x.shape
-    if not x.numel():
-        return torch.zeros(1 if block is None or block[0] == m else m, 1, device=x.device)
-    if block is None or block == (m, k):
-        low, high = x.aminmax()
-        return torch.maximum(-low, high).float().view(1, 1)
+    if block is None or (block[0] >= m and block[1] >= k):
+        return _amax(x).float().view(1, 1)
     rows, columns = -(-m // block[0]), -(-k // block[1])
     whole = F.pad(x, (0, columns * block[1] - k, 0, rows * block[0] - m))
     return whole.abs().reshape(rows, block[0], columns, block[1]).amax((1, 3)).float()
+
+
+def _amax(x: Tensor) -> Tensor:
+    if not x.numel():
+        return x.new_zeros(())
+    low, high = x.aminmax()
+    return torch.maximum(-low, high)
 
 
 def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:

@@ -65,7 +65,7 @@ class FP8Recipe:
             raise UserError(f"FP8 history_length = {self.history_length}: at least 1, for a scale needs an amax")
         if self.calibrate and self.kind != "delayed":
             raise UserError(
-                f"FP8 calibrate = {self.calibrate}: only delayed scales are made of earlier amaxes, not {self.kind} ones"
+                f"FP8 calibrate = {self.calibrate}: only delayed scales come of earlier amaxes, not {self.kind} ones"
             )
         if min(self.first_layers, self.last_layers) < 0:
             raise UserError(f"FP8 first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0")

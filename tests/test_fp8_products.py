@@ -10,7 +10,7 @@ from megaprec.fp8 import kernels
 from megaprec.fp8.align import misfit, padded
 from megaprec.fp8.formats import E4M3, E5M2
 from megaprec.fp8.kernels import filled, tiled
-from megaprec.fp8.product import KERNELS, PRODUCTS, add_product_, chosen, emulated, multiply, ways
+from megaprec.fp8.product import KERNELS, add_product_, chosen, emulated, multiply, why_emulated
 from megaprec.fp8.quantize import Codes, amax_of, block_of, lost, quantize, quantize_both
 from megaprec.fp8.recipe import FP8Recipe, Kind
 
@@ -69,14 +69,23 @@ def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(kind: Kind,
 
 
 def test_a_cpu_uses_scaled_mm_where_it_has_it_and_says_why_not_elsewhere() -> None:
-    for kind in KINDS:
-        told = ways(FP8Recipe(kind), CPU, torch.bfloat16, torch.float32)
-        assert list(told) == list(PRODUCTS)
-        for said in told.values():
-            if kind in ("delayed", "current"):
-                assert said == "tensorwise kernel"
-            elif kind in ("blockwise", "mx"):
-                assert said.startswith("emulated in FP32: torch says ")
+    for kind in ("delayed", "current"):
+        assert why_emulated(FP8Recipe(kind), CPU) == ""
+        assert why_emulated(FP8Recipe(kind, "e4m3"), CPU, torch.float16, torch.float16) == ""
+    for kind in ("blockwise", "mx"):
+        assert why_emulated(FP8Recipe(kind), CPU).startswith("torch says ")
+
+
+def test_what_is_emulated_is_told_by_product(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    def no_fp32(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
+        if out == torch.float32:
+            raise RuntimeError("only bfloat16. At line 7 of\nsome file")
+        return kernels.unscaled_rowwise(a, b, out, fast)
+
+    monkeypatch.setitem(KERNELS, "rowwise", (no_fp32,))
+    chosen.cache_clear()
+    request.addfinalizer(chosen.cache_clear)
+    assert why_emulated(FP8Recipe("rowwise"), CPU) == 'weight gradient: torch says "only bfloat16"'
 
 
 def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
@@ -86,8 +95,7 @@ def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch, request
     monkeypatch.setitem(KERNELS, "rowwise", (swapped,))
     chosen.cache_clear()
     request.addfinalizer(chosen.cache_clear)
-    said = ways(FP8Recipe("rowwise"), CPU, torch.float16, torch.float16)
-    assert all(way.startswith("emulated in FP32: its swapped kernel is wrong by") for way in said.values())
+    assert "its swapped kernel is wrong by" in why_emulated(FP8Recipe("rowwise"), CPU, torch.float16, torch.float16)
     a, b = factors(FP8Recipe("rowwise"), 16, 32, 16)["forward"]
     assert torch.equal(multiply(a, b, torch.float16), emulated(a, b, torch.float16))
 
@@ -95,7 +103,7 @@ def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch, request
 def test_no_generator_is_drawn_from_to_try_kernels() -> None:
     chosen.cache_clear()
     before = torch.get_rng_state()
-    ways(FP8Recipe("rowwise"), CPU, torch.float16, torch.bfloat16)
+    why_emulated(FP8Recipe("rowwise"), CPU)
     assert torch.equal(before, torch.get_rng_state())
 
 

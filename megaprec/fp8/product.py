@@ -56,18 +56,21 @@ def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
     return (a.values.float() @ b.values.float().t() * rows * columns.t()).to(out)
 
 
-def ways(recipe: FP8Recipe, device: torch.device, out: torch.dtype, total: torch.dtype) -> dict[str, str]:
-    """How a device makes each of a linear layer's PRODUCTS: by which kernel, or that it is emulated and why.
+def why_emulated(
+    recipe: FP8Recipe, device: torch.device, out: torch.dtype = torch.bfloat16, total: torch.dtype = torch.float32
+) -> str:
+    """Why a device's own kernels do not make all of a linear layer's PRODUCTS; empty if they do.
 
     out: dtype of activations and their gradients; total: of main gradients.
     """
     kind: Kind = "current" if recipe.kind == "delayed" else recipe.kind
-    said: dict[str, str] = {}
+    reasons: dict[str, list[str]] = {}
     for name, (a, b) in PRODUCTS.items():
         dtype = total if name == "weight gradient" else out
         kernel, why = chosen(kind, format_of(recipe, a), kind == "blockwise" and b == "weight", dtype, device)
-        said[name] = f"emulated in FP32: {why}" if kernel is None else f"{kernel.__name__} kernel"
-    return said
+        if kernel is None:
+            reasons.setdefault(why, []).append(name)
+    return "; ".join(why if len(of) == len(PRODUCTS) else f"{' and '.join(of)}: {why}" for why, of in reasons.items())
 
 
 def _sharing(a: Codes, b: Codes) -> Kind:

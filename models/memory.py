@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megaprec.comm import Axis
 from megaprec.fp8.state import FP8State
+from megaprec.layout import layout_of
 from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.stages import Cut, Stage
@@ -45,12 +46,12 @@ def kept_bytes(
     config: ModelConfig, plan: PrecisionPlan, cuts: Sequence[Cut], seq_length: int, micro_batch: int, tp: int = 1
 ) -> list[Kept]:
     """What each stage keeps, without sequence parallelism, on each of `tp` ranks. The vocabulary must be known."""
-    axis = Axis("tp", 0, tp)
-    context = Context(replace(plan, masters=plan.parameters), axis, fp8=FP8State(plan.fp8, config.layers, axis))
+    axis, held = Axis("tp", 0, tp), replace(plan, masters=plan.parameters)
     known: dict[tuple[int, bool, bool], Kept] = {}
     for cut in cuts:
         alike = len(cut.layers), cut.first, cut.last
         if alike not in known:
+            context = Context(held, axis, fp8=FP8State(plan.fp8, config.layers, axis))
             with FakeTensorMode():
                 known[alike] = _kept(Stage(config, context, cut), seq_length, micro_batch)
     return [known[len(cut.layers), cut.first, cut.last] for cut in cuts]
@@ -69,16 +70,21 @@ def _kept(stage: Stage, seq_length: int, micro_batch: int) -> Kept:
     ids = torch.zeros(seq_length, micro_batch, dtype=torch.int64)
     compute = stage.context.plan.compute
     x = ids if stage.cut.first else torch.zeros(*ids.shape, stage.config.hidden, dtype=compute, requires_grad=True)
-    with saved_tensors_hooks(save, lambda tensor: tensor):
+    with stage.context.fp8.autocast(), saved_tensors_hooks(save, lambda tensor: tensor):
         y = stage(x)
         if stage.cut.last:
             stage.losses(y, ids).sum()
-    return Kept(sum(storage.nbytes() for storage in saved.values()), _put_off(stage, ids.numel() * compute.itemsize))
+    return Kept(sum(storage.nbytes() for storage in saved.values()), _put_off(stage, ids.numel()))
 
 
-def _put_off(stage: Stage, bytes_a_feature: int) -> int:
-    """Every matrix is a factor of a product but the tables of the embedding; the head is one, even if tied to them."""
-    tables = ("embedding.weight", "positions")
+def _put_off(stage: Stage, tokens: int) -> int:
+    """Every matrix is a factor of a product but the tables of the embedding; the head is one, even if tied to them.
+
+    What is in FP8 takes a byte; its scales, which take a thirtieth of that at most, are left out.
+    """
+    tables, fp8 = ("embedding.weight", "positions"), stage.context.fp8
     matrices = [p for name, p in stage.named_parameters() if p.dim() == 2 and name not in (*tables, "head")]
     matrices += [stage.head] if stage.cut.last else []
-    return sum(sum(matrix.shape) for matrix in matrices) * bytes_a_feature
+    narrow = {one.name for one in fp8.reached if not one.wide} if fp8.recipe and fp8.recipe.weight_gradients else set()
+    wide = stage.context.plan.compute.itemsize
+    return tokens * sum(sum(m.shape) * (1 if layout_of(m).parts[0].name in narrow else wide) for m in matrices)

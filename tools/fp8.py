@@ -9,10 +9,11 @@ import torch
 
 from megaprec.comm import Axis
 from megaprec.errors import UserError
-from megaprec.fp8.product import why_emulated
+from megaprec.fp8.product import ways
 from megaprec.fp8.reach import Reach, not_computed
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.fp8.state import FP8State
+from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
@@ -48,13 +49,14 @@ def check_fp8(config: RunConfig) -> None:
 
 
 def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[str]:
-    """How products are made in FP8, and a line for each reason why some are not."""
+    """What is in FP8, how a device makes it, and a line for each reason why other products are wide."""
     recipe = config.plan.fp8
     if recipe is None:
         return
     reached = reaches(config, model, recipe)
     narrow = [one for one in reached if not one.wide]
-    yield f"fp8        {_recipe(recipe)}: products of {len(narrow)} of {len(reached)} weights, {_way(recipe, device)}"
+    yield f"fp8        {_recipe(recipe)}: products of {len(narrow)} of {len(reached)} weights"
+    yield f"           {_ways(config.plan, device)}"
     reasons = defaultdict[str, list[Reach]](list)
     for one in reached:
         reasons[one.wide].append(one)
@@ -84,9 +86,15 @@ def _recipe(recipe: FP8Recipe) -> str:
     return f"{recipe.kind}, {recipe.format}{history}{calibrated}"
 
 
-def _way(recipe: FP8Recipe, device: str) -> str:
-    why = why_emulated(recipe, torch.device(device))
-    return f"emulated: {why}" if why else "by torch._scaled_mm"
+def _ways(plan: PrecisionPlan, device: str) -> str:
+    """How the products are made, those together that are made alike."""
+    assert plan.fp8 is not None
+    alike = defaultdict[str, list[str]](list)
+    for name, way in ways(plan.fp8, torch.device(device), plan.compute, plan.gradients).items():
+        alike[way].append(name)
+    if len(alike) == 1:
+        return next(iter(alike))
+    return "; ".join(f"{' and '.join(names)} by {way}" for way, names in alike.items())
 
 
 def _names(reached: list[Reach]) -> Iterator[str]:

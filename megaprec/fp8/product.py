@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from megaprec.fp8 import kernels
 from megaprec.fp8.formats import E5M2, Role, format_of
@@ -90,6 +91,13 @@ def chosen(
 
     a_format: of the first factor; the second is E4M3. square: its blocks, if there are any, are of 128 x 128.
     """
+    with unset_fake_temporarily():  # whoever only wants to know sizes must not decide for all that follow
+        return _tried(kind, a_format, square, out, device)
+
+
+def _tried(
+    kind: Kind, a_format: torch.dtype, square: bool, out: torch.dtype, device: torch.device
+) -> tuple[Kernel | None, str]:
     recipe = FP8Recipe(kind)
     a = quantize(_sample(device), recipe, "gradient" if a_format == E5M2 else "input")
     b = quantize(_sample(device).flip(0), recipe, "weight" if square or kind != "blockwise" else "input")

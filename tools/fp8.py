@@ -69,8 +69,9 @@ def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Re
     """What becomes of the products with each weight of the layers, as the tensor ranks of the run hold it."""
     plan, tp = replace(config.plan, fp8=recipe), Axis("tp", 0, config.parallel.tensor)
     state = FP8State(recipe, model.layers, tp)
+    bare = model.model_copy(update={"init_std": 0.0})  # without initial weights, which would take long to draw
     with torch.device("meta"):
-        Stage(model, Context(plan, tp, fp8=state), cuts(model, 1, config.train.seq_length)[0])
+        Stage(bare, Context(plan, tp, fp8=state), cuts(model, 1, config.train.seq_length)[0])
     return state.reached
 
 

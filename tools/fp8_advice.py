@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from megaprec.errors import UserError
-from megaprec.fp8.product import why_emulated
+from megaprec.fp8.product import EMULATED, ways
 from megaprec.fp8.recipe import FP8Recipe
 from models.config import ModelConfig
 from tools.fp8 import reaches
@@ -73,10 +70,8 @@ def main(args: argparse.Namespace) -> int:
     model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
     found = products(config, model, recipe)
     judged = [judge(one, config, recipe, device) for one in found]
-    console = Console()
-    console.print(table(judged, others(config, model)))
-    for line in [*_basis(config, recipe, device), *_notes(judged, config, others(config, model))]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    rest = others(config, model)
+    print(*_basis(config, recipe, device), *table(judged, rest), *_notes(judged, config, rest), sep="\n")
     return 0
 
 
@@ -129,23 +124,25 @@ def estimate(shape: Shape) -> float:
 
 
 def verdict(product: Product) -> str:
-    """What FP8 comes to for these products, in some words."""
+    """What FP8 comes to for these products."""
     if product.wide:
-        return f"stays wide: {product.wide}"
+        return "wide"
     if abs(product.gain - 1) < EVEN:
-        return "no difference"
+        return "even"
     return "gains" if product.gain > 1 else "loses"
 
 
-def table(products: Sequence[Product], rest: float) -> Table:
-    """A row for each product, and one for what FP8 does not reach."""
-    made = Table("weight", "products of", "count", "share of FLOPs", "speed", "verdict", box=box.SIMPLE_HEAD)
+def table(products: Sequence[Product], rest: float) -> list[str]:
+    """A line for each product, and one for what FP8 does not reach."""
     whole = sum(one.flops for one in products) + rest
+    rows = [("weight", "products", "", "share", "speed", "")]
     for one in products:
-        speed = "" if one.wide else f"{one.gain:.2f}"
-        made.add_row(one.name, str(one.shape), str(one.count), f"{one.flops / whole:.1%}", speed, verdict(one))
-    made.add_row("attention, output head", "", "", f"{rest / whole:.1%}", "", "never in FP8")
-    return made
+        share, gain = f"{one.flops / whole:.1%}", "" if one.wide else f"{one.gain:.2f}"
+        rows.append((one.name, str(one.shape), f"x {one.count}", share, gain, verdict(one)))
+    rows.append(("attention, output head", "", "", f"{rest / whole:.1%}", "", "never in FP8"))
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return ["", *(line.rstrip() for line in lines), ""]
 
 
 def speedup(products: Sequence[Product], rest: float) -> float:
@@ -155,30 +152,32 @@ def speedup(products: Sequence[Product], rest: float) -> float:
 
 def _basis(config: RunConfig, recipe: FP8Recipe, device: str) -> list[str]:
     """Where the numbers come from."""
-    off = "" if config.plan.fp8 else " (the run has fp8.kind = none; this is what it would be)"
-    lines = [f"recipe     {recipe.kind}, {recipe.format}{off}; products of tokens x inputs x outputs, three a step"]
+    off = "" if config.plan.fp8 else " (if it were asked for: fp8.kind is none)"
+    lines = [
+        f"recipe     {recipe.kind}, {recipe.format}{off}",
+        "products   tokens x inputs x outputs of a rank and micro-batch; the share is of all FLOPs of products",
+    ]
     if device:
         name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
-        lines.append(f"speed      FP8 over {config.precision.compute} as measured on {name}, casts included")
-        if why := why_emulated(recipe, torch.device(device), config.plan.compute, config.plan.gradients):
-            lines.append(f"           where FP8 is emulated, so that nothing can be gained: {why}")
+        lines.append(
+            f"speed      FP8 over {config.precision.compute}, all three products and the casts, as timed on {name}"
+        )
+        made = ways(recipe, torch.device(device), config.plan.compute, config.plan.gradients)
+        lines += [f"           {product}: {way}" for product, way in made.items() if way.startswith(EMULATED)]
         return lines
     anchors = ", ".join(f"{shape} {gain:.2f}" for shape, gain in PUBLISHED)
-    lines.append("speed      no GPU here: estimated between two published numbers of an H100, FP8 over bf16:")
+    lines.append("speed      FP8 over bf16. No GPU here: estimated between two numbers published for an H100,")
     lines.append(f"           {anchors} ({SOURCE})")
     return lines
 
 
 def _notes(products: Sequence[Product], config: RunConfig, rest: float) -> list[str]:
     """What all of it comes to, and what to do about it."""
-    losing = [one.name for one in products if verdict(one) == "loses"]
     lines = [f"together   {speedup(products, rest):.2f} times as fast, as far as it is matrix products"]
-    if losing:
-        patterns = ", ".join(f'"{name}"' for name in losing)
-        lines.append(f"advice     keep what loses wide: fp8.wide = [{patterns}], or make micro-batches larger")
+    lines += [f"wide       {one.name}: {one.wide}" for one in products if one.wide]
+    if losing := [f'"{one.name}"' for one in products if verdict(one) == "loses"]:
+        lines.append(f"advice     keep what loses wide, fp8.wide = [{', '.join(losing)}], or make micro-batches larger")
     tokens = config.train.micro_batch * config.train.seq_length
     if tokens % 16:
-        lines.append(
-            f"advice     {tokens} tokens a micro-batch are no multiple of 16: weight gradients are filled up with zeros"
-        )
+        lines.append(f"advice     {tokens} tokens are no multiple of 16: gradients of weights are filled up with zeros")
     return lines

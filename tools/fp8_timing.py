@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaprec import gemm
 from megaprec.fp8.formats import Role
 from megaprec.fp8.product import add_product_, multiply
 from megaprec.fp8.quantize import Codes, amax_of, quantize_both
 from megaprec.fp8.recipe import FP8Recipe
+from megaprec.gemm import product
 
-Cast = Callable[[Tensor, FP8Recipe, Role, Tensor | None], tuple[Codes, Codes]]
 ENOUGH = 0.02  # seconds that a timed run takes at least
 
 
@@ -75,8 +76,8 @@ def linear_times(
     (g_row, g_column), _ = cast(grad, recipe, "gradient", scale)
 
     def wide() -> None:
-        x @ weight.t(), grad @ weight
-        total.add_(grad.t() @ x)
+        product(x, weight.t()), product(grad, weight)
+        gemm.add_product_(total, grad.t(), x)
 
     def products() -> None:
         multiply(x_row, w_row, dtype, fast=True), multiply(g_row, w_column, dtype)

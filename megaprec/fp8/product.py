@@ -30,6 +30,7 @@ PRODUCTS: dict[str, tuple[Role, Role]] = {
     "input gradient": ("gradient", "weight"),
     "weight gradient": ("gradient", "input"),
 }
+EMULATED = "emulated in FP32"
 _TRIED = 256  # rows and columns of a trial
 
 
@@ -57,21 +58,18 @@ def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
     return (a.values.float() @ b.values.float().t() * rows * columns.t()).to(out)
 
 
-def why_emulated(
-    recipe: FP8Recipe, device: torch.device, out: torch.dtype = torch.bfloat16, total: torch.dtype = torch.float32
-) -> str:
-    """Why a device's own kernels do not make all of a linear layer's PRODUCTS; empty if they do.
+def ways(recipe: FP8Recipe, device: torch.device, out: torch.dtype, total: torch.dtype) -> dict[str, str]:
+    """How a device makes each of a linear layer's PRODUCTS: by which kernel, or that it is emulated and why.
 
     out: dtype of activations and their gradients; total: of main gradients.
     """
     kind: Kind = "current" if recipe.kind == "delayed" else recipe.kind
-    reasons: dict[str, list[str]] = {}
+    said: dict[str, str] = {}
     for name, (a, b) in PRODUCTS.items():
         dtype = total if name == "weight gradient" else out
         kernel, why = chosen(kind, format_of(recipe, a), kind == "blockwise" and b == "weight", dtype, device)
-        if kernel is None:
-            reasons.setdefault(why, []).append(name)
-    return "; ".join(why if len(of) == len(PRODUCTS) else f"{' and '.join(of)}: {why}" for why, of in reasons.items())
+        said[name] = f"{EMULATED}: {why}" if kernel is None else f"{kernel.__name__} kernel"
+    return said
 
 
 def _sharing(a: Codes, b: Codes) -> Kind:

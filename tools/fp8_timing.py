@@ -76,11 +76,13 @@ def linear_times(
     (g_row, g_column), _ = cast(grad, recipe, "gradient", scale)
 
     def wide() -> None:
-        product(x, weight.t()), product(grad, weight)
+        product(x, weight.t())
+        product(grad, weight)
         gemm.add_product_(total, grad.t(), x)
 
     def products() -> None:
-        multiply(x_row, w_row, dtype, fast=True), multiply(g_row, w_column, dtype)
+        multiply(x_row, w_row, dtype, fast=True)
+        multiply(g_row, w_column, dtype)
         add_product_(total, g_column, x_column)
 
     return Times(

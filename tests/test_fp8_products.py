@@ -70,6 +70,8 @@ def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(kind: Kind,
             assert a.values.dtype == (E5M2 if form == "hybrid" and name != "forward" else E4M3)
             right = emulated(a, b, torch.float32)
             for kernel in candidates:
+                if kernel is kernels.rowwise and chosen("rowwise", E4M3, False, torch.float32, CPU)[0] is not kernel:
+                    continue  # torch's CPU kernel of this kind came after the one for whole matrices
                 made = kernel(a, b, torch.float32, False)
                 assert ((made - right).abs() <= 2 * bound(a, b)).all(), (name, kernel.__name__)
                 half = kernel(a, b, torch.bfloat16, False)

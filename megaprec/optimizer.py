@@ -53,7 +53,8 @@ class ParallelAMPOptimizer:
     zero_size: neighbouring dp ranks that share one copy of masters and averages (ZeRO-1): 0 for all of them, 1 for
         none. It must divide the number of dp ranks.
     overlap: sums over dp begin within the backward pass that `expect` announces, and weights are collected beside the
-        next forward pass; `wait` before looking at weights in between.
+        next forward pass; `wait` before looking at weights in between, and before letting go of the optimizer: a message
+        that nobody waits for any more would be taken for the next one on its way.
     bucket: elements that a sum or a collection takes at a time, or as many more as its last parameter has.
     seed: of stochastic rounding.
     native: AdamW on a CPU by kernels that a C compiler makes, wherever masters, gradients and averages are FP32 and

@@ -200,6 +200,7 @@ def _train_one(mesh: DeviceMesh, run: Run) -> Trained:
     assert isinstance(optimizer, Recording)
     before = fragments(optimizer, lambda buffer: buffer.saved()["weight"])
     reports = [engine.step(share_of(mesh, batch), run.lr, n) for n, batch in enumerate(batches(run))]
+    optimizer.wait()
     after = fragments(optimizer, lambda buffer: buffer.saved()["weight"])
     return Trained(reports, optimizer.seen, before, after, optimizer.scaler.state_dict(), optimizer.num_elements)
 

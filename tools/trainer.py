@@ -122,6 +122,7 @@ class Trainer:
                     self._save()
                 if stop:
                     raise Hopeless(f"stopped after step {self.progress.step}, state saved: {stop}")
+        self.engine.optimizer.wait()
 
     def _reason_to_stop(self, overflow: dict[str, Any] | None) -> str:
         """Why no further step is taken; empty if there is no reason."""

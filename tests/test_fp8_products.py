@@ -1,5 +1,6 @@
 """Quantised matrices and their products, by torch's kernels and emulated, against float64."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,14 @@ from megaprec.fp8.recipe import FP8Recipe, Kind
 KINDS: tuple[Kind, ...] = ("delayed", "current", "rowwise", "blockwise", "mx")
 SHAPES = [(48, 64, 32), (40, 272, 136), (7, 13, 5), (1, 300, 1)]  # m, k, n
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Kernels are tried anew, and once more afterwards."""
+    chosen.cache_clear()
+    yield
+    chosen.cache_clear()
 
 
 def matrix(m: int, k: int, seed: int = 0) -> Tensor:
@@ -61,6 +70,8 @@ def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(kind: Kind,
             assert a.values.dtype == (E5M2 if form == "hybrid" and name != "forward" else E4M3)
             right = emulated(a, b, torch.float32)
             for kernel in candidates:
+                if kernel is kernels.rowwise and chosen("rowwise", E4M3, False, torch.float32, CPU)[0] is not kernel:
+                    continue  # torch's CPU kernel of this kind came after the one for whole matrices
                 made = kernel(a, b, torch.float32, False)
                 assert ((made - right).abs() <= 2 * bound(a, b)).all(), (name, kernel.__name__)
                 half = kernel(a, b, torch.bfloat16, False)
@@ -68,34 +79,44 @@ def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(kind: Kind,
                 torch.testing.assert_close(half.float(), right, rtol=2.0**-8, atol=float(2 * bound(a, b).max()))
 
 
+def ways_of(kind: Kind, out: torch.dtype = torch.bfloat16) -> dict[str, str]:
+    return ways(FP8Recipe(kind), CPU, out, torch.float32)
+
+
 def test_a_cpu_uses_scaled_mm_where_it_has_it_and_says_why_not_elsewhere() -> None:
-    for kind in KINDS:
-        told = ways(FP8Recipe(kind), CPU, torch.bfloat16, torch.float32)
-        assert list(told) == list(PRODUCTS)
-        for said in told.values():
-            if kind in ("delayed", "current"):
-                assert said == "tensorwise kernel"
-            elif kind in ("blockwise", "mx"):
-                assert said.startswith("emulated in FP32: torch says ")
+    for kind in ("delayed", "current"):
+        for out in (torch.bfloat16, torch.float16, torch.float32):
+            assert ways_of(kind, out) == dict.fromkeys(PRODUCTS, "tensorwise kernel")
+    for kind in ("blockwise", "mx"):
+        assert all(said.startswith("emulated in FP32: torch says ") for said in ways_of(kind).values())
 
 
-def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def test_what_a_kernel_refuses_is_told_by_product(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    def no_fp32(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
+        if out == torch.float32:
+            raise RuntimeError("only bfloat16. At line 7 of\nsome file")
+        return kernels.unscaled_rowwise(a, b, out, fast)
+
+    monkeypatch.setitem(KERNELS, "rowwise", (no_fp32,))
+    refused = 'emulated in FP32: torch says "only bfloat16"'
+    made = "no_fp32 kernel"
+    assert ways_of("rowwise") == {"forward": made, "input gradient": made, "weight gradient": refused}
+
+
+def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     def swapped(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
         return kernels.unscaled_rowwise(a, Codes(b.values, b.inverse.flip(0), b.block), out, fast)
 
     monkeypatch.setitem(KERNELS, "rowwise", (swapped,))
-    chosen.cache_clear()
-    request.addfinalizer(chosen.cache_clear)
-    said = ways(FP8Recipe("rowwise"), CPU, torch.float16, torch.float16)
-    assert all(way.startswith("emulated in FP32: its swapped kernel is wrong by") for way in said.values())
+    said = ways_of("rowwise", torch.float16)["forward"]
+    assert said.startswith("emulated in FP32: its swapped kernel is wrong by")
     a, b = factors(FP8Recipe("rowwise"), 16, 32, 16)["forward"]
     assert torch.equal(multiply(a, b, torch.float16), emulated(a, b, torch.float16))
 
 
-def test_no_generator_is_drawn_from_to_try_kernels() -> None:
-    chosen.cache_clear()
+def test_no_generator_is_drawn_from_to_try_kernels(fresh: None) -> None:
     before = torch.get_rng_state()
-    ways(FP8Recipe("rowwise"), CPU, torch.float16, torch.bfloat16)
+    ways_of("rowwise")
     assert torch.equal(before, torch.get_rng_state())
 
 

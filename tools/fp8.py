@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -52,7 +53,7 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
     recipe = config.plan.fp8
     if recipe is None:
         return
-    reached = reaches(config, model)
+    reached = reaches(config, model, recipe)
     narrow = [one for one in reached if not one.wide]
     yield f"fp8        {_recipe(recipe)}: products of {len(narrow)} of {len(reached)} weights"
     yield f"           {_ways(config.plan, device)}"
@@ -64,12 +65,13 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
             yield f"           {', '.join(_names(some))}: in {config.precision.compute}, for {why}"
 
 
-def reaches(config: RunConfig, model: ModelConfig) -> list[Reach]:
+def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Reach]:
     """What becomes of the products with each weight of the layers, as the tensor ranks of the run hold it."""
-    plan, tp = config.plan, Axis("tp", 0, config.parallel.tensor)
-    state = FP8State(plan.fp8, model.layers, tp)
+    plan, tp = replace(config.plan, fp8=recipe), Axis("tp", 0, config.parallel.tensor)
+    state = FP8State(recipe, model.layers, tp)
+    bare = model.model_copy(update={"init_std": 0.0})  # without initial weights, which would take long to draw
     with torch.device("meta"):
-        Stage(model, Context(plan, tp, fp8=state), cuts(model, 1, config.train.seq_length)[0])
+        Stage(bare, Context(plan, tp, fp8=state), cuts(model, 1, config.train.seq_length)[0])
     return state.reached
 
 

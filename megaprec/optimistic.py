@@ -76,6 +76,11 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
         self._guesses = True  # whether the last guess was right, or would have been
         self._copies_of: dict[int, list[Tensor]] = {}  # by block: what it held before the guess
 
+    def expect(self, chunk: int = 0) -> None:
+        """As before; raises RuntimeError while a step is not settled, for this is a pass of the next one."""
+        self.require_settled()
+        super().expect(chunk)
+
     def reduce(self, chunk: int = 0) -> None:
         """As before; raises RuntimeError while a step is not settled, for these are the gradients of the next one."""
         self.require_settled()
@@ -87,6 +92,7 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
 
         Raises RuntimeError as `step` does, if it was not guessed, and if the step before is not settled.
         """
+        self.require_settled()
         self._finish_sums()
         numbers = self._own_numbers(loss)
         finish = self.world.start_sum_(numbers)

@@ -15,7 +15,6 @@ The loss must already be a mean over the tokens of all dp ranks, so gradients ar
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from megaprec.groups import Group, Slice, by_factors, require_used, slices
 from megaprec.layout import has_layout, layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.native import Kernels
-from megaprec.partial import sum_partial
+from megaprec.overlap import Arrivals, Sums
 from megaprec.plan import PrecisionPlan
 from megaprec.rules import AdamW, Rule, Step
 from megaprec.scaler import make_scaler
@@ -53,8 +52,9 @@ class ParallelAMPOptimizer:
     clip: the largest global norm of the gradients; 0 to leave them as they are. norm: which one, 2, inf or any p >= 1.
     zero_size: neighbouring dp ranks that share one copy of masters and averages (ZeRO-1): 0 for all of them, 1 for
         none. It must divide the number of dp ranks.
-    overlap: sums over dp go on beside the backward passes of other chunks, and weights are collected beside the next
-        forward pass; `wait` before looking at weights in between.
+    overlap: sums over dp begin within the backward pass that `expect` announces, and weights are collected beside the
+        next forward pass; `wait` before looking at weights in between.
+    bucket: elements that a sum or a collection takes at a time, or as many more as its last parameter has.
     seed: of stochastic rounding.
     native: AdamW on a CPU by kernels that a C compiler makes, wherever masters, gradients and averages are FP32 and
         weights FP32 or rounded to bf16 nearest; the results are the same but for the last bits of the norm.
@@ -74,10 +74,11 @@ class ParallelAMPOptimizer:
         norm: float = 2.0,
         zero_size: int = 0,
         overlap: bool = False,
+        bucket: int = 40_000_000,
         seed: int = 0,
         native: bool = False,
     ) -> None:
-        self.plan, self.clip, self.weight_decay, self.overlap, self.seed = plan, clip, weight_decay, overlap, seed
+        self.plan, self.clip, self.weight_decay, self.seed = plan, clip, weight_decay, seed
         self.rule: Rule = rule or AdamW()
         if not norm >= 1:
             raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
@@ -92,14 +93,12 @@ class ParallelAMPOptimizer:
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
         _require_fitting(parts, self.tp.size)
         self.buffers: list[list[Buffer]] = []  # by model chunk
-        self._reducing: dict[int, list[Callable[[], None]]] = {}  # chunks whose sums are under way, and what ends them
-        self._collecting: list[Callable[[], object]] = []  # what ends the collection of weights
         self._tied: list[tuple[Buffer, Axis]] = []
         taken: set[nn.Parameter] = set()
         for part in parts:
             mine = [p for p in parameters_of([part]) if p not in taken]
             taken.update(mine)
-            self.buffers.append([self._adopt(alike, axes, groups) for alike in _kinds(mine, plan)])
+            self.buffers.append([self._adopt(alike, axes, groups) for alike in _buckets(mine, plan, bucket)])
             for frozen in (p for p in part.parameters() if not p.requires_grad):
                 held = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
                 frozen.data = frozen.data.to(self.device, held)
@@ -107,8 +106,7 @@ class ParallelAMPOptimizer:
         self._slices = [
             (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
         ]
-        for part in parts if overlap else ():
-            part.register_forward_pre_hook(lambda module, args: self.wait())
+        self._sums, self._weights = Sums(self.buffers, self.tp, overlap), Arrivals(parts, self.all_buffers(), overlap)
         self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
         self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
         self._agreement = Agreement(self.pp, self.world, norm, self.device)
@@ -199,26 +197,20 @@ class ParallelAMPOptimizer:
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_numbers(state)
 
+    def expect(self, chunk: int = 0) -> None:
+        """The next backward pass through model chunk `chunk` completes its gradients. With `overlap` each buffer's
+        sums begin when the pass is done with it."""
+        self._sums.expect(chunk)
+
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
-        """Once per step, when the gradients of model chunk `chunk` are complete: starts to sum them over tp and dp.
-
-        With `overlap` the sums go on while other chunks are worked on; `step` waits for them.
-        """
-        if chunk in self._reducing:
-            raise RuntimeError(
-                f"model chunk {chunk} was reduced twice in one step: its gradients would be summed twice"
-            )
-        self._reducing[chunk] = []
-        for buffer in self.buffers[chunk]:
-            sum_partial(buffer.parameters, self.tp)
-            finish = buffer.start_reduce()
-            self._reducing[chunk].append(finish) if self.overlap else finish()
+        """Once per step, when the gradients of model chunk `chunk` are complete: sums them over tp and dp, or with
+        `overlap` begins to; then `step` waits for it."""
+        self._sums.reduce(chunk)
 
     def wait(self) -> None:
         """Returns when the layers' weights are those of the last step. A model's forward calls it by itself."""
-        while self._collecting:
-            self._collecting.pop(0)()
+        self._weights.wait()
 
     @torch.no_grad()
     def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
@@ -255,12 +247,7 @@ class ParallelAMPOptimizer:
     def _finish_sums(self) -> None:
         """Afterwards the gradients in the own slices are those of the whole model, and nothing is under way."""
         self.wait()
-        for chunk in range(len(self.buffers)):
-            if chunk not in self._reducing:
-                self.reduce(chunk)
-        for finish in chain(*self._reducing.values()):
-            finish()
-        self._reducing.clear()
+        self._sums.finish()
         for buffer, axis in self._tied:
             axis.sum_(buffer.own(buffer.grads))
 
@@ -324,9 +311,8 @@ class ParallelAMPOptimizer:
                     block.keep(weights, state, self.steps)
                     if clears:
                         block.grads.zero_()
-            self._collecting.append(buffer.start_collect())  # while the next buffer is updated
-        if not self.overlap:
-            self.wait()
+            self._weights.begin(buffer)  # while the next buffer is updated
+        self._weights.settle()
         self.rule.advance(found)
 
     def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float) -> StepReport:
@@ -364,9 +350,17 @@ def _require_fitting(parts: Sequence[nn.Module], tp: int) -> None:
             raise ValueError(f"{part.name} is laid out for {made}, but there are {tp} tensor-parallel ranks")
 
 
-def _kinds(parameters: Sequence[nn.Parameter], plan: PrecisionPlan) -> list[list[nn.Parameter]]:
-    """Parameters that can share a buffer. Tied ones lie apart, so that every holder cuts them into the same slices."""
-    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+def _buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) -> list[list[nn.Parameter]]:
+    """Parameters that share a buffer: of one kind, in runs of at least `size` elements, ordered by their first ones.
+
+    Tied ones lie apart, so that every holder cuts them into the same slices.
+    """
+    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[list[nn.Parameter]]] = {}
+    buckets = []
     for parameter in parameters:
-        kinds.setdefault((layout_of(parameter).tied, held_as(parameter, plan)), []).append(parameter)
-    return list(kinds.values())
+        alike = kinds.setdefault((layout_of(parameter).tied, held_as(parameter, plan)), [])
+        if not alike or sum(p.numel() for p in alike[-1]) >= size:
+            alike.append([])
+            buckets.append(alike[-1])
+        alike[-1].append(parameter)
+    return buckets

@@ -95,7 +95,7 @@ class Engine:
         self._rows = schedule.microbatches * micro_batch  # samples in a share
         self.fp8 = FP8State.over(mesh, plan.fp8, config.layers)
         context = Context(plan, self.tp, sequence, seed, fp8=self.fp8)
-        cut = cuts(config, self.last + 1, seq_length, layers)
+        cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
@@ -108,7 +108,9 @@ class Engine:
         ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
         self._shared_ends = config.tied and ends == {self.pp.rank} and self.last > 0
         self._deferred = context.deferred
-        self._train = Executor(train, links, self._forward, self._reduce, deferred=self._deferred)
+        self._train = Executor(
+            train, links, self._forward, self._reduce, deferred=self._deferred, complete=self._complete
+        )
         self._evaluate = Executor(evaluate, links, self._forward)
 
     def step(self, share: Share, lr: float, number: int, recording: Recording | None = None) -> StepReport:
@@ -251,6 +253,10 @@ class Engine:
         stage is done: they are reduced by the optimizer's step, which takes what is left."""
         if not (stage == 0 and self._shared_ends):
             self.optimizer.reduce(self._chunk[stage])
+
+    def _complete(self, stage: int) -> None:
+        if not (stage == 0 and self._shared_ends):
+            self.optimizer.expect(self._chunk[stage])
 
     def _columns(self, samples: Tensor) -> Tensor:
         """[b, s] of the data set to [s, b] of the model, on its device."""

@@ -18,7 +18,6 @@ Weights are [output features, input features]. Rows of query and key are in the 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -116,46 +115,49 @@ class Stage(nn.Module):
         return cross_entropy(logits, targets, vocabulary, self.context.tp, self.context.plan.sensitive)
 
 
-def cuts(config: ModelConfig, stages: int, seq_length: int, given: Sequence[int] = ()) -> list[Cut]:
-    """The cut of a model into `stages` stages whose most expensive one costs least; each has a layer or more.
+def cuts(
+    config: ModelConfig,
+    stages: int,
+    seq_length: int,
+    given: Sequence[int] = (),
+    rank_of_stage: Sequence[int] = (),
+) -> list[Cut]:
+    """The cut of a model into `stages` stages under which the busiest rank has least to do; each has a layer or more.
 
-    given: how many layers each stage has, if not that is to decide.
+    given: how many layers each stage has, if not that is to decide. rank_of_stage: who holds each stage; a rank of its
+    own unless given.
     """
-    layers = [config.layer_flops(seq_length)] * config.layers
-    counts = given or best_cut(layers, stages, first=config.embedding_flops(), last=config.head_flops())
+    ends = config.embedding_flops(), config.head_flops()
+    counts = given or best_cut(config.layers, config.layer_flops(seq_length), rank_of_stage or range(stages), *ends)
     if (len(counts), sum(counts), min(counts) > 0) != (stages, config.layers, True):
         raise ValueError(f"{config.layers} layers are not cut into {stages} stages by {[*counts]}")
-    ends = list(accumulate(counts))
+    borders = list(accumulate(counts))
     return [
         Cut(i, range(end - n, end), i == 0, i == stages - 1)
-        for i, (n, end) in enumerate(zip(counts, ends, strict=True))
+        for i, (n, end) in enumerate(zip(counts, borders, strict=True))
     ]
 
 
-def best_cut(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[int]:
-    """How many of the consecutive items with these costs each stage gets, so that the largest stage is smallest.
+def best_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: float = 0, last: float = 0) -> list[int]:
+    """How many of `layers` layers, which cost the same, each stage gets, so that the rank with most to do has least.
 
-    Each gets one at least. `first` and `last` are what the first and last stage cost besides. Among equal cuts
-    early stages get more layers: they run first and wait longest.
+    Each gets one at least. `first` and `last` are what the first and the last stage cost besides. Each other layer goes
+    to the least busy rank, and there to its smallest stage: no other way makes the busiest rank less busy, since one
+    more layer costs any rank the same. Among equals early stages get more: they run first and wait longest.
     """
-    if not 1 <= stages <= len(costs):
-        raise ValueError(f"{len(costs)} layers cannot be cut into {stages} stages")
-    sums = [0, *accumulate(costs)]
-
-    @cache
-    def best(stage: int, start: int) -> tuple[float, tuple[int, ...]]:
-        """(largest cost, layers per stage) of the stages from `stage` on, which begin at layer `start`."""
-        extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
-        if stage == stages - 1:
-            return sums[-1] - sums[start] + extra, (len(costs) - start,)
-        options = []
-        for end in range(start + 1, len(costs) - (stages - 1 - stage) + 1):
-            rest, counts = best(stage + 1, end)
-            options.append((max(sums[end] - sums[start] + extra, rest), -(end - start), counts))
-        largest, negative, counts = min(options)
-        return largest, (-negative, *counts)
-
-    return list(best(0, 0)[1])
+    stages = len(rank_of_stage)
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
+    counts, busy = [1] * stages, [cost] * stages
+    busy[0] += first
+    busy[-1] += last
+    of_rank = {rank: sum(b for b, r in zip(busy, rank_of_stage, strict=True) if r == rank) for rank in rank_of_stage}
+    for _ in range(layers - stages):
+        stage = min(range(stages), key=lambda s: (of_rank[rank_of_stage[s]], busy[s]))
+        counts[stage] += 1
+        busy[stage] += cost
+        of_rank[rank_of_stage[stage]] += cost
+    return counts
 
 
 def build(

@@ -10,7 +10,7 @@ the layers put off (`deferred.py`): for each product its input and the gradient 
 biases, norms and embeddings cost little and are made in the first half.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import torch
@@ -19,11 +19,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.deferred import Deferred, Work
 from parallel.links import Links
-from parallel.schedule import Instruction, Kind, Message, Op, picture
+from parallel.schedule import RECEIVES, WEIGHT_GRADIENTS, Instruction, Kind, Message, Op, picture
 from parallel.simulate import Span
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
-Reduce = Callable[[int], None]
+OfStage = Callable[[int], None]
 After = Callable[[Instruction], None]
 
 
@@ -34,6 +34,8 @@ class Executor:
         dtype of `links`, None for stage 0. Returns the activation to send on (the same shape and dtype), or on
         the last stage the loss to back-propagate, a scalar that is already scaled.
     reduce(stage): called when the gradients of `stage` are final. Needed only if the program says REDUCE.
+    complete(stage): if given, called before the backward pass that completes the gradients of `stage`, if one does and
+        the program then says REDUCE; a split backward has no such pass.
     spans: if given, receives when each instruction ran, in seconds of this process's clock.
     deferred: the one that the stages' layers were given (`Context.deferred`). Layers that know of none make all
         gradients in the first half of a split backward, which is right as well, but gains nothing.
@@ -48,17 +50,21 @@ class Executor:
         program: Sequence[Instruction],
         links: Links,
         forward: Forward,
-        reduce: Reduce | None = None,
+        reduce: OfStage | None = None,
         spans: list[Span] | None = None,
         deferred: Deferred | None = None,
         after: After | None = None,
+        complete: OfStage | None = None,
     ) -> None:
         self.program, self.links, self.spans, self.after = program, links, spans, after
         self._stage_forward, self._stage_reduce = forward, reduce
+        self._stage_complete = complete or (lambda stage: None)
+        self._completing = _completing(program)
         self._mail: dict[Message, Tensor] = {}
         self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
         self._deferred = deferred or Deferred()
         self._put_off: dict[tuple[int, int], Work] = {}  # by stage and micro-batch
+        self._to_expect: Iterator[Instruction] = iter(())  # receives that are not begun
         self._carry_out: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -80,7 +86,10 @@ class Executor:
         self.finish()
 
     def carry_out(self, first: int, last: int) -> None:
-        """The part [first, last) of `run`."""
+        """The part [first, last) of `run`. Each receive is begun when the one before it is over, not when its message
+        is needed: one message travels while the stages compute."""
+        self._to_expect = (i for i in self.program[first:last] if i.op in RECEIVES)
+        self._expect_next()
         for at, i in enumerate(self.program[first:last], first):
             start = perf_counter()
             try:
@@ -120,6 +129,8 @@ class Executor:
             self._mail[Message(Kind.GRADIENT, i.stage, i.microbatch)] = _gradient_of_loss(output)
 
     def _backward(self, i: Instruction) -> None:
+        if i in self._completing:
+            self._stage_complete(i.stage)
         received, output = self._begun.pop((i.stage, i.microbatch))
         gradient = self._mail.pop(Message(Kind.GRADIENT, i.stage, i.microbatch))
         torch.autograd.backward((output,), (gradient,))
@@ -147,11 +158,23 @@ class Executor:
 
     def _receive(self, i: Instruction) -> None:
         self._mail[_message(i)] = self.links.receive(i)
+        self._expect_next()
+
+    def _expect_next(self) -> None:
+        following = next(self._to_expect, None)
+        if following is not None:
+            self.links.expect(following)
 
     def _failure(self, at: int, error: Exception) -> str:
         rank = self.links.axis.rank
         where = picture({rank: self.program}, {rank: at}, {rank: "failed here"})
         return f"{self.program[at]} failed on pipeline rank {rank}: {type(error).__name__}: {error}\n{where}"
+
+
+def _completing(program: Sequence[Instruction]) -> set[Instruction]:
+    """The last backward pass of each stage that is reduced, where that pass makes the gradients of weights as well."""
+    last = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
+    return {last[i.stage] for i in program if i.op is Op.REDUCE and last[i.stage].op is Op.BACKWARD}
 
 
 def _message(i: Instruction) -> Message:

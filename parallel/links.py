@@ -3,7 +3,8 @@
 A send returns at once, for two ranks that both send before they receive must not wait for each other. Until
 the other side has it the tensor must live and its memory must not be reused, so it is kept, with its work (which
 may hold it too, but does not promise to), until the work is over. Of one channel at most `sends` are kept: one more
-waits for the oldest, which bounds memory (gloo has no way to ask whether a send is over).
+waits for the oldest, which bounds memory (gloo has no way to ask whether a send is over). A receive can be
+begun before its message is needed (`expect`), so that the message travels while the rank computes.
 
 A message must be known for what it is, not by when it comes: two ranks exchange activations and gradients of
 many micro-batches. Gloo matches by tag, so one process group serves. NCCL has no tags and matches by order, so
@@ -47,6 +48,7 @@ class Links:
     groups: Mapping[Channel, dist.ProcessGroup]
     sends: int = SENDS_UNDER_WAY
     pending: dict[Channel, Pending] = field(default_factory=lambda: defaultdict(deque), init=False)
+    expected: dict[tuple[Channel, int], Pending] = field(default_factory=lambda: defaultdict(deque), init=False)
 
     @staticmethod
     def open(
@@ -97,11 +99,22 @@ class Links:
         assert work is not None, "this rank is no member of its own channel"
         pending.append((work, tensor))
 
-    def receive(self, i: Instruction) -> Tensor:
-        """A fresh tensor ([shape], dtype) with the message that instruction `i` names; waits for it."""
+    def expect(self, i: Instruction) -> None:
+        """Begins to receive the message that instruction `i` names; `receive` is to follow, for each channel in the
+        order of these calls."""
         channel, tag = self._route(i)
         tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        dist.recv(tensor, group=self.groups[channel], src=self._world_rank(channel.source), tag=tag)
+        work = dist.irecv(tensor, group=self.groups[channel], src=self._world_rank(channel.source), tag=tag)
+        assert work is not None, "this rank is no member of its own channel"
+        self.expected[channel, tag].append((work, tensor))
+
+    def receive(self, i: Instruction) -> Tensor:
+        """A fresh tensor ([shape], dtype) with the message that instruction `i` names; waits for it."""
+        begun = self.expected[self._route(i)]
+        if not begun:
+            self.expect(i)
+        work, tensor = begun.popleft()
+        work.wait()
         return tensor
 
     def finish(self) -> None:

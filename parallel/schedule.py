@@ -47,6 +47,7 @@ class Kind(StrEnum):
 
 
 SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
+RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
 INPUT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})  # after one of these the stage before can go on
 WEIGHT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after one of these a micro-batch is done with
 COMPUTATIONS = INPUT_GRADIENTS | WEIGHT_GRADIENTS | {Op.FORWARD}

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -293,3 +294,26 @@ def test_a_recording_has_all_ranks_on_one_clock(mesh: DeviceMesh) -> None:
             Instruction(op, n, microbatch) for n, op in enumerate((Op.SEND_ACTIVATION, Op.RECV_ACTIVATION))
         )
         assert 0 <= when[sent].start < when[received].end + 0.05  # ranks leave the barrier nearly at once
+
+
+@on_ranks(pp=2)
+def test_a_message_travels_while_the_stage_that_will_take_it_computes(mesh: DeviceMesh) -> None:
+    """Rank 1 ends its first forward only when rank 0 knows that the second activation has arrived."""
+    s = schedule("gpipe", 2, 2)
+    links, toy = open_links(mesh, s.rank_of_stage), Toy(2, 2)
+    aside = dist.new_group([0, 1])
+    assert isinstance(aside, dist.ProcessGroup)
+
+    def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        if (stage, microbatch) == (1, 0):
+            dist.recv(torch.empty(1), src=0, group=aside)
+        return toy.forward(stage, microbatch, received)
+
+    def after(i: Instruction) -> None:
+        if str(i) == "sA0.1":
+            links.finish()
+            dist.send(torch.ones(1), dst=1, group=aside)
+
+    Executor(s.programs[links.axis.rank], links, forward, toy.reduce, after=after).run()
+    require_plain_gradients(toy, links)
+    assert not any(links.expected.values())

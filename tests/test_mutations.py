@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec import block, gradients, groups
-from megaprec import optimizer as optimizer_module
+from megaprec import block, gradients, groups, overlap
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis
 from megaprec.events import StepReport
@@ -175,7 +174,7 @@ def the_clip_is_by_the_norm_of_the_own_slices() -> None:
 
 
 def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None]) -> None:
-    optimizer_module.sum_partial = instead
+    overlap.sum_partial = instead
 
 
 def shares_are_summed_after_the_norm() -> None:

@@ -1,5 +1,6 @@
 """A model is cut into stages so that the slowest is as fast as it can be, and no layer is lost."""
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
@@ -11,24 +12,32 @@ from models.presets import preset
 from models.stages import best_cut, cuts
 
 
-def slowest(costs: list[int], counts: tuple[int, ...] | list[int], first: int, last: int) -> int:
-    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-    sums = [sum(costs[end - n : end]) for n, end in zip(counts, ends, strict=True)]
-    sums[0] += first
-    sums[-1] += last
-    return max(sums)
+def busiest(counts: Sequence[int], cost: int, rank_of_stage: Sequence[int], first: int, last: int) -> int:
+    costs = [n * cost for n in counts]
+    costs[0] += first
+    costs[-1] += last
+    return max(sum(c for c, r in zip(costs, rank_of_stage, strict=True) if r == rank) for rank in rank_of_stage)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 30), st.integers(0, 30), st.data())
-def test_no_other_cut_has_a_faster_slowest_stage(costs: list[int], first: int, last: int, data: st.DataObject) -> None:
-    stages = data.draw(st.integers(1, len(costs)))
-    counts = best_cut(costs, stages, first, last)
-    assert len(counts) == stages
-    assert sum(counts) == len(costs)
-    assert min(counts) >= 1
-    borders = combinations(range(1, len(costs)), stages - 1)
-    every = [[b - a for a, b in zip((0, *chosen), (*chosen, len(costs)), strict=True)] for chosen in borders]
-    assert slowest(costs, counts, first, last) == min(slowest(costs, other, first, last) for other in every)
+def every_cut(layers: int, stages: int) -> list[list[int]]:
+    borders = combinations(range(1, layers), stages - 1)
+    return [[b - a for a, b in zip((0, *chosen), (*chosen, layers), strict=True)] for chosen in borders]
+
+
+@given(st.integers(1, 9), st.integers(1, 20), st.integers(0, 90), st.integers(0, 90), st.data())
+def test_no_other_cut_has_a_less_busy_busiest_rank(
+    layers: int, cost: int, first: int, last: int, data: st.DataObject
+) -> None:
+    rank_of_stage = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=layers))
+    counts = best_cut(layers, cost, rank_of_stage, first, last)
+    assert (len(counts), sum(counts), min(counts) >= 1) == (len(rank_of_stage), layers, True)
+    others = [busiest(other, cost, rank_of_stage, first, last) for other in every_cut(layers, len(rank_of_stage))]
+    assert busiest(counts, cost, rank_of_stage, first, last) == min(others)
+
+
+def test_a_rank_shares_its_layers_out_over_its_stages() -> None:
+    assert best_cut(16, 1.0, [0, 1, 0, 1]) == [4, 4, 4, 4]
+    assert best_cut(16, 1.0, [0, 1, 1, 0], last=4.0) == [5, 5, 5, 1]  # zb-v: the head lies with the embedding
 
 
 def test_a_layer_count_that_does_not_divide_is_shared_out_and_the_head_counts() -> None:
@@ -44,4 +53,4 @@ def test_a_layer_count_that_does_not_divide_is_shared_out_and_the_head_counts() 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="2 layers cannot be cut into 3 stages"):
-        best_cut([1, 1], 3)
+        best_cut(2, 1.0, range(3))

@@ -88,9 +88,9 @@ class RunConfig(BaseModel):
     @property
     def schedule(self) -> Schedule:
         """What the pipeline ranks of one replica do, planned by the FLOPs of their stages."""
-        train, stages = self.train, len(pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage)
+        train, placed = self.train, pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
         model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
-        cut = cuts(model, stages, train.seq_length, self.parallel.cuts)
+        cut = cuts(model, len(placed), train.seq_length, self.parallel.cuts, placed)
         costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
         return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
 

@@ -68,6 +68,9 @@ class Parallel(Table):
     overlap: bool = Field(
         default=False, description="sum gradients and collect weights while the model computes; for GPUs"
     )
+    bucket: int = Field(
+        default=40_000_000, gt=0, description="weights, in elements, whose gradients are summed in one go"
+    )
     zero_size: int = Field(default=0, ge=0, description="replicas that share one copy of optimizer state; 0: all")
 
 

@@ -97,6 +97,7 @@ class Trainer:
             clip=o.clip,
             norm=o.norm,
             overlap=self.config.parallel.overlap,
+            bucket=self.config.parallel.bucket,
             zero_size=self.config.parallel.zero_size if self.config.parallel.zero else 1,
             seed=self.config.train.seed,
             native=o.native,

@@ -64,7 +64,8 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
 def _stages(config: RunConfig, corpus: Corpus) -> str:
     """Layers of each stage, its share of the cost, and how long a rank will wait."""
     schedule, train = config.schedule, config.train
-    cut = cuts(corpus.model, len(schedule.rank_of_stage), train.seq_length, config.parallel.cuts)
+    placed = schedule.rank_of_stage
+    cut = cuts(corpus.model, len(placed), train.seq_length, config.parallel.cuts, placed)
     costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch)
     total = sum(cost.forward for cost in costs)
     said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)

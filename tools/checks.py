@@ -79,6 +79,11 @@ def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterato
             'optimizer.validation "after" finds a bad step when the next one has begun and fp8.kind "delayed" has '
             'moved its scales on: "before" would do, or fp8.kind "current"'
         )
+    elif optimizer.validation == "after" and fp8.kind != "none" and fp8.parameters:
+        yield (
+            'optimizer.validation "after" takes back the weights of a bad step and fp8.parameters = true makes them '
+            'again: "before" would do, or fp8.parameters = false'
+        )
     if optimizer.validation == "after" and precision.on_nonfinite == "raise":
         yield (
             'optimizer.validation "after" learns of a bad step when the next one has begun, so precision.on_nonfinite '

@@ -50,15 +50,21 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     """What weights, gradients and optimizer state take, by formula and on this rank."""
-    whole, cut = optimizer.plan.bytes_per_parameter(len(optimizer.rule.names))
-    ranks = optimizer.shards.size
-    formula = f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
+    formula = _formula(optimizer, in_fp8=False)
+    if any(buffer.in_codes for buffer in optimizer.all_buffers()):
+        formula = f"{_formula(optimizer, in_fp8=True)} bytes a parameter kept in FP8, {formula}"
     held = sum(buffer.num_bytes() for buffer in optimizer.all_buffers())
     print(
         f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
     )
     if isinstance(optimizer, OptimisticOptimizer):
         print(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
+
+
+def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool) -> str:
+    whole, cut = optimizer.plan.bytes_per_parameter(len(optimizer.rule.names), in_fp8)
+    ranks = optimizer.shards.size
+    return f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
 
 
 def _stages(config: RunConfig, corpus: Corpus) -> str:

@@ -53,8 +53,12 @@ def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
 def not_computed(recipe: FP8Recipe) -> dict[str, str]:
     """What `recipe` asks for that is read and translated, but not computed: its field -> what is done instead."""
     reasons = {
-        "parameters": "weights are cast to FP8 for their products, and not kept in it between steps",
         "dot_product_attention": "the products inside attention are made in the compute dtype",
         "multi_head_attention": "what flows through attention is in the compute dtype",
     }
+    if recipe.kind in ("rowwise", "mx"):
+        reasons["parameters"] = (
+            f"with fp8.kind = {recipe.kind} a weight has other codes along its rows than along its columns, and both "
+            "take as much memory as bf16"
+        )
     return {key: why for key, why in reasons.items() if getattr(recipe, key)}

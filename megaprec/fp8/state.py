@@ -50,6 +50,8 @@ class FP8State:
     """One for all layers of a rank; they register as they are built, which is in the same order on all ranks of a
     stage.
 
+    renew: of whoever owns weights that are kept in FP8 alone. It makes their codes, of the present scales, and records
+    their amaxes if it is told to. Called when a pass begins.
     recipe: None for a model without FP8; nothing here then has an effect. layers: of the whole model.
     tp: the tensor-parallel axis. stage: the ranks that agree on delayed amaxes. dp: where they do not, the ranks whose
     amaxes differ.
@@ -69,6 +71,8 @@ class FP8State:
         self.reached: list[Reach] = []
         self.scope = OFF
         self.rolls = 0  # how often the history has advanced
+        self.renew: Callable[[bool], None] | None = None
+        self.outdated = True  # whether masters have changed since `renew` was called
         self._pending = False  # whether amaxes may have been recorded since
         self._inside = False
         self._casts: dict[str, tuple[int, Casts]] = {}
@@ -174,6 +178,9 @@ class FP8State:
         if records:
             self.roll()
             self._pending = True
+        if self.renew is not None and (records or self.outdated):
+            self.renew(records and self.recipe is not None and self.recipe.kind == "delayed")
+            self.outdated = False
 
     def _scope(self, enabled: bool, records: bool) -> Scope:
         if self.recipe is None:

@@ -136,7 +136,7 @@ def expected(state: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor
             stack = [name.replace("up", "gate"), name.replace("gate", "up")]
         elif "attention.output" not in name and ".attention." in name:
             stack = [name.replace(name.split(".")[3], which) for which in ("query", "key", "value")]
-        scale = 448 / torch.stack([state[f"weight/{other}"].abs().max() for other in stack]).max()
+        scale = torch.tensor(448.0) / torch.stack([state[f"weight/{other}"].abs().max() for other in stack]).max()
         made[name] = (state[f"weight/{name}"] * scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
         made[f"{name} inverse"] = scale.reciprocal().view(1, 1)
     return made
@@ -189,8 +189,7 @@ def count_bytes(mesh: DeviceMesh, one: Run) -> int:
         engine.step(batch, 1e-2, 1)
     finally:
         Axis.start_gather_ = inner
-    coded = sum(p.numel() for s in engine.stages.values() for p in s.parameters() if held_of(p) is not None)
-    return travelled + 0 * coded
+    return travelled
 
 
 def test_what_is_collected_are_codes_once_a_step() -> None:
@@ -224,7 +223,8 @@ def test_a_skipped_step_is_run_again_with_its_own_codes() -> None:
     runs = [kept(compute="fp16", codes=codes, scaling=scaling, steps=6) for codes in (True, False)]
     ours, theirs = (train_all([one])[0] for one in runs)
     assert {r.outcome for r in ours.reports} == {"applied", "skipped_overflow"}
-    assert ours.reports == theirs.reports
+    told = [[(r.outcome, r.loss, r.loss_scale) for r in result.reports] for result in (ours, theirs)]
+    assert told[0] == told[1]
     require_same(ours.after, theirs.after)
 
 

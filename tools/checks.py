@@ -231,6 +231,11 @@ def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
             yield problem.replace("FP8 ", "fp8.", 1) if problem.startswith("FP8 ") else f"precision.{problem}"
 
 
+def _shadow(fp8: FP8) -> Iterator[str]:
+    if fp8.shadow_every and fp8.kind == "none":
+        yield f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to look after; 0 would do'
+
+
 def _kind_of_scale(precision: Precision) -> Iterator[str]:
     if (precision.scaling == "constant") != (precision.loss_scale > 0):
         yield (
@@ -269,6 +274,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _evaluation,
     _schedule,
     _plan,
+    _shadow,
     _kind_of_scale,
     _scale,
     _rule,

@@ -26,6 +26,7 @@ from tools.corpus import Corpus, check_sources, open_corpus, open_made
 from tools.fp8 import check_fp8
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.plots import plot_run
+from tools.shadow import plot_shadow
 from tools.resume import check_resumable
 from tools.run import RunConfig, check_world, load_run
 from tools.trainer import Trainer
@@ -95,10 +96,14 @@ def _run_rank(config: RunConfig, export: Path | None) -> int:
         Trainer(config, corpus, mesh, checkpoint).run()
         first = dist.get_rank() == 0
     if first:
-        print_outcome(config, plot_run(Path(config.train.folder)) if config.log.plot else None)
+        print_outcome(config, _plots(Path(config.train.folder)) if config.log.plot else [])
         if export:
             write_model(open_source(Path(config.train.folder)), "hf", export)
     return 0
+
+
+def _plots(folder: Path) -> list[Path]:
+    return [plot for plot in (plot_run(folder), plot_shadow(folder)) if plot is not None]
 
 
 def _device(config: RunConfig) -> str:

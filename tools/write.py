@@ -1,5 +1,6 @@
 """What `megaprec train` says before the first step and after the last."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megaprec.optimistic import OptimisticOptimizer
@@ -82,7 +83,7 @@ def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number:,} {what}{'' if number == 1 else plural}"
 
 
-def print_outcome(config: RunConfig, plot: Path | None) -> None:
+def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
     """A generated sample, and where everything is."""
     folder = Path(config.train.folder)
     if config.log.sample:
@@ -91,4 +92,4 @@ def print_outcome(config: RunConfig, plot: Path | None) -> None:
         print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
     print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
-        print(f"plots      {plot or 'none: pip install matplotlib, or set log.plot = false'}")
+        print(f"plots      {', '.join(map(str, plots)) or 'none: pip install matplotlib, or set log.plot = false'}")

@@ -112,12 +112,15 @@ class FP8Gemm:
 
     def _codes(self, x: Tensor, role: Role) -> Casts:
         """x and its transpose in codes; the amax is recorded, or agreed on, as the recipe says."""
-        recipe = self._recipe
+        recipe, scale, agree = self._recipe, None, None
         if recipe.kind == "delayed":
             self._record(x, role)
-            return quantize_both(x, recipe, role, scale=self.state.scale(self.reach.name, role))
-        cut = {"input": self.cut == 1, "gradient": self.cut == 0, "weight": self.cut is not None}[role]
-        return quantize_both(x, recipe, role, agree=self._agree if cut and self.state.tp.size > 1 else None)
+            scale = self.state.scale(self.reach.name, role)
+        elif {"input": self.cut == 1, "gradient": self.cut == 0, "weight": self.cut is not None}[role]:
+            agree = self._agree if self.state.tp.size > 1 else None
+        casts = quantize_both(x, recipe, role, scale, agree)
+        self.state.note_lost(self.reach.name, role, x, casts[0])
+        return casts
 
     def _record(self, x: Tensor, role: Role) -> None:
         if self.scope.records:

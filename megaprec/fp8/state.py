@@ -26,7 +26,7 @@ from megaprec.comm import Axis, device_of
 from megaprec.errors import UserError
 from megaprec.fp8.formats import Role, format_of
 from megaprec.fp8.history import AmaxHistory
-from megaprec.fp8.quantize import Codes
+from megaprec.fp8.quantize import Codes, counts_lost
 from megaprec.fp8.reach import Reach, not_computed, reach
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.layout import Part
@@ -76,6 +76,7 @@ class FP8State:
         self._pending = False  # whether amaxes may have been recorded since
         self._inside = False
         self._casts: dict[str, tuple[int, Casts]] = {}
+        self._lost: dict[str, Tensor] | None = None
 
     @staticmethod
     def over(mesh: DeviceMesh | None, recipe: FP8Recipe | None, layers: int) -> "FP8State":
@@ -109,6 +110,11 @@ class FP8State:
         """Their scales and amaxes."""
         assert self.recipe is not None
         return AmaxHistory(self.recipe, [format_of(self.recipe, role) for role in ROLES] * self.products, self.device)
+
+    @property
+    def narrow(self) -> set[str]:
+        """The weights whose products are in FP8, each by its first logical name."""
+        return {one.name for one in self.reached if not one.wide}
 
     @property
     def products(self) -> int:
@@ -161,6 +167,21 @@ class FP8State:
         """The last training pass once more, with its scales; nothing is recorded."""
         with self._entered(True, False):
             yield
+
+    @contextmanager
+    def watching(self) -> Iterator[dict[str, Tensor]]:
+        """What casts inside lose: `counts_lost` by tensor ("<logical name of the weight>.<role>"), summed."""
+        self._lost = {}
+        try:
+            yield self._lost
+        finally:
+            self._lost = None
+
+    def note_lost(self, name: str, role: Role, x: Tensor, codes: Codes) -> None:
+        """Counts what a cast loses, if that is watched."""
+        if self._lost is not None:
+            counts = counts_lost(x, codes)
+            self._lost[f"{name}.{role}"] = counts + self._lost.get(f"{name}.{role}", torch.zeros_like(counts))
 
     @contextmanager
     def _entered(self, enabled: bool, records: bool) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megaprec.comm import Axis
 from megaprec.fp8.formats import cast, format_of, limit
-from megaprec.fp8.quantize import Codes, amax_of, block_of, spread
+from megaprec.fp8.quantize import Codes, amax_of, block_of, counts_lost, spread
 from megaprec.fp8.reach import Reach
 from megaprec.fp8.scale import scale_of
 from megaprec.fp8.state import FP8State
@@ -93,6 +93,13 @@ class Owned:
         if len(self.masters):
             codes = cast(self._spread_out(), self.held.dtype, spread(scales, self.held.block, self.held.shape))
             self.codes[self.start : end] = codes.view(-1)[self.start : end]
+
+    def lost(self) -> Tensor:
+        """`counts_lost` of the own masters."""
+        values = self.codes.view(self.held.shape)
+        counts = counts_lost(self._spread_out(), Codes(values, self.held.inverse, self.held.block))
+        counts[1] = len(self.masters)
+        return counts
 
     def _spread_out(self) -> Tensor:
         """The own masters at their places in [n, k], zeros elsewhere."""

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megaprec.tf32 import product_tf32
 
-
 Factor = tuple[Tensor, ...]
 """A factor of a product as whoever makes the product prepared it, and as autograd keeps it."""
 

@@ -65,7 +65,7 @@ class FP8Recipe:
             raise UserError(f"FP8 history_length = {self.history_length}: at least 1, for a scale needs an amax")
         if self.calibrate and self.kind != "delayed":
             raise UserError(
-                f"FP8 calibrate = {self.calibrate}: only delayed scales are made of earlier amaxes, not {self.kind} ones"
+                f"FP8 calibrate = {self.calibrate}: only delayed scales come of earlier amaxes, not {self.kind} ones"
             )
         if self.parameters and (self.calibrate or self.calibrating):
             raise UserError(

@@ -61,13 +61,14 @@ class FP8State:
         self,
         recipe: FP8Recipe | None = None,
         layers: int = 0,
-        tp: Axis = Axis("tp"),
+        tp: Axis | None = None,
         stage: Axis | None = None,
-        dp: Axis = Axis("dp"),
+        dp: Axis | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.recipe, self.layers, self.tp, self.stage, self.dp = recipe, layers, tp, stage or tp, dp
-        self.device = device
+        self.recipe, self.layers, self.device = recipe, layers, device
+        self.tp, self.dp = tp or Axis("tp"), dp or Axis("dp")
+        self.stage = stage or self.tp
         self.reached: list[Reach] = []
         self.scope = OFF
         self.rolls = 0  # how often the history has advanced
@@ -89,7 +90,7 @@ class FP8State:
         tp, dp = Axis.of(mesh, "tp"), Axis.of(mesh, "dp")
         if recipe is None or recipe.kind != "delayed" or not recipe.reduce_amax:
             return FP8State(recipe, layers, tp, tp, dp, device_of(mesh))
-        return FP8State(recipe, layers, tp, Axis.stage(mesh), Axis("dp"), device_of(mesh))
+        return FP8State(recipe, layers, tp, Axis.stage(mesh), device=device_of(mesh))
 
     def register(self, parts: Sequence[Part]) -> Reach:
         """Notes the weight that `parts` are stacked in, and says whether its products are to be in FP8."""

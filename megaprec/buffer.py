@@ -12,7 +12,7 @@ and the optimizer read memory once, in order.
     remainder  [own]   int16                     only then: the bits that `weights` lacks to make FP32 masters
     state      [own]   plan.moments, by name     the optimizer's averages
 
-Where `weights` are FP8 codes (`megaprec.fp8.weights`), an update changes masters only, and codes are made of them later.
+Where `weights` are FP8 codes (`megaprec.fp8.weights`), an update changes masters only; codes are made of them later.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -69,8 +69,8 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
             )
         if self._in_codes:
             raise UserError(
-                'optimizer.validation = "after" takes back the weights of a bad step, and those that are kept in FP8 are '
-                'made again: use optimizer.validation = "before", or fp8.parameters = false'
+                'optimizer.validation = "after" takes back the weights of a bad step, and those that are kept in FP8 '
+                'are made again: use optimizer.validation = "before", or fp8.parameters = false'
             )
         if self.kernels is not None:
             raise UserError(

@@ -1,8 +1,7 @@
-"""The shadow of a step in FP8 changes nothing of the training, is the same in every layout, and notices what is wrong."""
+"""The shadow of a step in FP8 changes nothing of the training, is the same in every layout, and shows what is wrong."""
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +86,7 @@ def shadows_rank(mesh: DeviceMesh | None, runs: list[Run]) -> list[Shadow]:
 
 def test_a_shadow_is_the_same_in_every_layout() -> None:
     """Of a first step, for weights differ after it, with scales that are powers of two, which forgive last bits. dp
-    ranks have half of the samples each."""
+    ranks have half of the samples each, whose largest magnitudes are their own."""
     one = run(fp8("current", power_2_scales=True), micro_batch=SAMPLES, steps=1, model=DROPOUT)
     (alone,) = shadows_rank(None, [one])
     assert 0 < abs(alone.gap) < 0.01 and 0.9 < alone.worst[1] < 0.9999
@@ -97,12 +96,12 @@ def test_a_shadow_is_the_same_in_every_layout() -> None:
         assert all(str(rank) == str(ranks[0]) for rank in ranks), "every rank has the same"
         there = ranks[0]
         assert there.wide_loss == pytest.approx(alone.wide_loss, rel=1e-6)
-        assert there.loss == pytest.approx(alone.loss, rel=1e-5)
+        assert there.loss == pytest.approx(alone.loss, rel=1e-4 if "dp" in axes else 1e-5)
         assert there.cosines.keys() == alone.cosines.keys() and there.saturated.keys() == alone.saturated.keys()
         for name, cosine in there.cosines.items():
             assert cosine == pytest.approx(alone.cosines[name], abs=0.01 if "dp" in axes else 1e-3), name
         for name, part in there.underflowed.items():
-            assert part == pytest.approx(alone.underflowed[name], abs=2e-3), name
+            assert part == pytest.approx(alone.underflowed[name], abs=0.02 if "dp" in axes else 2e-3), name
 
 
 def test_without_fp8_the_two_are_one() -> None:
@@ -244,7 +243,9 @@ def test_ranks_of_all_axes_make_a_shadow_together(file: Path, tmp_path: Path) ->
 
 
 def test_a_shadow_that_is_not_finite_is_written_as_strict_json_and_drawn(tmp_path: Path) -> None:
-    event = shadow_event(Shadow(math.nan, 2.0, {"layers.0.a.weight": math.nan}, {"x.input": 0.1}, {"x.input": 0}), 3, BAND)
+    event = shadow_event(
+        Shadow(math.nan, 2.0, {"layers.0.a.weight": math.nan}, {"x.input": 0.1}, {"x.input": 0}), 3, BAND
+    )
     line = to_json(event)
     assert json.loads(line, parse_constant=lambda word: pytest.fail(word))["cosines"] == {"layers.0.a.weight": "nan"}
     (tmp_path / "events.jsonl").write_text(line + "\n")

@@ -149,9 +149,7 @@ def require_codes_of_the_masters(one: Run, **axes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
-@pytest.mark.parametrize(
-    "axes", [{}, {"dp": 2}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str
-)
+@pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_codes_are_the_masters_rounded_with_one_scale_for_a_logical_tensor(axes: dict[str, int], kind: Kind) -> None:
     require_codes_of_the_masters(kept(kind), **axes)
 

@@ -120,7 +120,7 @@ def _draw_lost(axes: Any, events: list[dict[str, Any]]) -> None:
     """By role the worst product's ratios."""
     for kind, style in (("saturated", "-"), ("underflowed", ":")):
         for role, color in ROLES.items():
-            worst = [max(_finite(v) for k, v in e[kind].items() if k.endswith(f".{role}")) for e in events]
+            worst = [max((_finite(v) for k, v in e[kind].items() if k.endswith(f".{role}")), default=0) for e in events]
             axes.plot(_steps(events), [100 * part for part in worst], style, color=color, label=f"{role}s {kind}")
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_ylim(bottom=0)

@@ -26,9 +26,9 @@ from tools.corpus import Corpus, check_sources, open_corpus, open_made
 from tools.fp8 import check_fp8
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.plots import plot_run
-from tools.shadow import plot_shadow
 from tools.resume import check_resumable
 from tools.run import RunConfig, check_world, load_run
+from tools.shadow import plot_shadow
 from tools.trainer import Trainer
 from tools.write import print_outcome
 

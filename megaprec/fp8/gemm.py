@@ -29,7 +29,8 @@ from megaprec.gemm import Factor, Gemm
 class FP8Gemm:
     """`Products` with one weight: in FP8 where the autocast of their forward pass says so, else as `wide` makes them.
 
-    cut: the dim of the weight that is cut over tp. held: of a weight that is kept in FP8 alone. Output and gradient of the input are in the wide dtypes.
+    cut: the dim of the weight that is cut over tp. held: of a weight that is kept in FP8 alone. Output and gradient of
+    the input are in the wide dtypes.
     """
 
     state: FP8State

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
+from megaprec.errors import UserError
 from megaprec.fp8.align import misfit
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.layout import Part
@@ -27,11 +28,18 @@ class Reach:
 
 
 def reach(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Reach:
-    """What `recipe` does with the products of a weight that is made of `parts`, in a model of so many layers."""
+    """What `recipe` does with the products of a weight that is made of `parts`, in a model of so many layers.
+
+    Raises UserError for patterns that match some of the parts.
+    """
     name = parts[0].name
     shape = sum(part.padded[0] for part in parts), prod(parts[0].padded[1:])
-    if asked := asked_for(recipe, name, layers):
-        return Reach(name, shape, asked)
+    asked = {asked_for(recipe, part.name, layers) for part in parts}
+    if "" in asked and len(asked) > 1:
+        names = " and ".join(part.name for part in parts)
+        raise UserError(f"fp8.wide: {names} are one weight, of which patterns match a part: match all or none")
+    if why := next(iter(sorted(asked))):
+        return Reach(name, shape, why)
     unfit = misfit(recipe.kind, *shape)
     if unfit and not recipe.pad:
         return Reach(name, shape, f"{unfit}, and fp8.pad = false")

@@ -101,11 +101,13 @@ def _draw_cosines(axes: Any, events: list[dict[str, Any]]) -> None:
     for event in events:
         for layer, cosine in _worst_of_layers(event).items():
             layers[layer].append(cosine)
+    ends = {min(layers), max(layers)} if layers else set()
     for layer, values in sorted(layers.items()):
         share = layer / max(1, *layers)
-        axes.plot(_steps(events), values, color=(0.12 + 0.76 * share, 0.37 + 0.1 * share, 0.66 - 0.66 * share))
-        axes.annotate(f" layer {layer}", (events[-1]["step"], values[-1]), fontsize=7, va="center")
+        color = 0.12 + 0.76 * share, 0.37 + 0.1 * share, 0.66 - 0.66 * share
+        axes.plot(_steps(events), values, color=color, label=f"layer {layer}" if layer in ends else None)
     axes.set_ylabel("lowest cosine of a layer's\nweight gradients")
+    axes.legend(loc="lower right", frameon=False, fontsize=8)
 
 
 def _worst_of_layers(event: dict[str, Any]) -> dict[int, float]:
@@ -120,13 +122,17 @@ def _draw_lost(axes: Any, events: list[dict[str, Any]]) -> None:
     """By role the worst product's ratios."""
     for kind, style in (("saturated", "-"), ("underflowed", ":")):
         for role, color in ROLES.items():
-            worst = [max((_finite(v) for k, v in e[kind].items() if k.endswith(f".{role}")), default=0) for e in events]
-            axes.plot(_steps(events), [100 * part for part in worst], style, color=color, label=f"{role}s {kind}")
+            worst = [100 * _largest(event[kind], f".{role}") for event in events]
+            axes.plot(_steps(events), worst, style, color=color, label=f"{role}s {kind}", linewidth=1.2)
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("worst product:\nlost numbers, %")
+    axes.set_ylabel("numbers lost in the\nworst product, %")
     axes.set_xlabel("step")
-    axes.legend(loc="upper right", frameon=False, ncols=2, fontsize=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, ncols=3, fontsize=8)
+
+
+def _largest(parts: dict[str, float | str], ending: str) -> float:
+    return max((_finite(part) for name, part in parts.items() if name.endswith(ending)), default=0.0)
 
 
 def _finite(value: float | str) -> float:

@@ -5,6 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PACKAGES = ("megaprec", "parallel", "models", "tools")
+CHECKS = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", "spmd_types>=0.3"]
+DATA = ["pyarrow>=17"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
@@ -30,10 +32,11 @@ setup(
         "rich>=13",
     ],
     extras_require={
+        "data": DATA,
         "hf": HF,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", *HF, *PLOTS, *TENSORBOARD],
+        "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD],
     },
     entry_points={"console_scripts": ["megaprec = tools.cli:main"]},
     classifiers=[

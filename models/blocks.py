@@ -5,6 +5,8 @@ Shapes: s sequence, b micro-batch, h hidden, n heads of this rank, d head_dim. A
 key/value heads than ranks, neighbours hold the same one.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from megaprec.gemm import slow_half
 from models.config import ModelConfig
 from models.mlp import MLP
 from models.moe import MixtureOfExperts
+from models.packing import other_documents
 from models.rope import Rotate
 from parallel.context import Context
 from parallel.dropout import Place, attention_dropout, dropout
@@ -21,13 +24,16 @@ from parallel.norms import LayerNorm, RMSNorm
 
 
 def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
-    """The norm of the family, over the hidden features."""
+    """The norm of the family, over the hidden features"""
     kind = RMSNorm if config.norm == "rms" else LayerNorm
     return kind(context, config.hidden, name=name, eps=config.norm_eps)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads, of all tokens before or the last `window` ones."""
+    """Causal self-attention with grouped key/value heads, of all tokens before or the last `window` ones.
+
+    documents: int64 [b, s] where tokens see only those of their own document.
+    """
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__()
@@ -50,35 +56,54 @@ class Attention(nn.Module):
             context, width, config.hidden, name=f"{name}.output", bias=config.output_bias, std=config.output_std
         )
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None) -> Tensor:
-        y, _ = self.qkv(x)
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        place: Place | None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        return self.context.recompute.run(
+            "attention",
+            partial(self._attend, rotary=rotary, place=place, documents=documents),
+            self.qkv(x)[0],
+            into=lambda mixed: self.output(mixed)[0],
+        )
+
+    def _attend(
+        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None, documents: Tensor | None
+    ) -> Tensor:
+        """From what the product with query, key and value makes, [s, b, own features], to what the output's takes."""
         query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
         query, key, value = (z.permute(1, 2, 0, 3) for z in (query, key, value))
-        mixed = self._mix(query, key, value, place)
-        return self.output(mixed.permute(2, 0, 1, 3).flatten(2))[0]
+        return self._mix(query, key, value, place, documents).permute(2, 0, 1, 3).flatten(2)
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, place: Place | None) -> Tensor:
+    def _mix(
+        self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, documents: Tensor | None = None
+    ) -> Tensor:
         """[b, n, s, d] each, with fewer key/value heads; softmax in the sensitive dtype. Returns [b, n, s, d]."""
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if place is not None and self.config.attention_dropout > 0:
-            return self._mix_with_dropout(query, key, value, place)
+            return self._mix_with_dropout(query, key, value, place, documents)
         if slow_half(query):
             query, key, value = query.float(), key.float(), value.float()
-        seen = None if self._sees_all(query) else ~self._hidden(query)
+        seen = None if self._sees_all(query) and documents is None else ~self._hidden(query, documents)
         mixed = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None)
         return mixed.to(self.context.plan.compute)
 
-    def _mix_with_dropout(self, query: Tensor, key: Tensor, value: Tensor, place: Place) -> Tensor:
+    def _mix_with_dropout(
+        self, query: Tensor, key: Tensor, value: Tensor, place: Place, documents: Tensor | None
+    ) -> Tensor:
         """Written out, because the fused kernel draws its mask from a generator that knows nothing of layouts."""
         wide = self.context.plan.sensitive
         scores = query.to(wide) @ key.to(wide).transpose(2, 3) / self.config.head_dim**0.5
-        weights = scores.masked_fill(self._hidden(query), float("-inf")).softmax(-1)
+        weights = scores.masked_fill(self._hidden(query, documents), float("-inf")).softmax(-1)
         weights = attention_dropout(weights, self.config.attention_dropout, self.context, f"{self.name}.weights", place)
         return (weights @ value.to(wide)).to(query.dtype)
 
@@ -86,14 +111,19 @@ class Attention(nn.Module):
         """Whether every token attends to all before it: there is no window, or it is as long as the sequence."""
         return not 0 < self.config.window < query.shape[2]
 
-    def _hidden(self, query: Tensor) -> Tensor:
-        """bool [s, s]: True where a token (row) does not attend, to those after it and those before its window."""
+    def _hidden(self, query: Tensor, documents: Tensor | None) -> Tensor:
+        """bool [s, s], or [b, 1, s, s] with documents: True where a token (row) does not attend, to those after it,
+        those before its window and those of other documents."""
         pairs = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
-        return pairs.triu(1) if self._sees_all(query) else pairs.triu(1) | pairs.tril(-self.config.window)
+        hidden = pairs.triu(1) if self._sees_all(query) else pairs.triu(1) | pairs.tril(-self.config.window)
+        return hidden if documents is None else hidden | other_documents(documents)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout on both branches."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout on both branches.
+
+    x, the residual stream, and what comes of it, are in a dtype of their own; the branches compute in that of products.
+    """
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__()
@@ -103,11 +133,23 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(config, context, f"{name}.mlp_norm")
         self.mlp = (MixtureOfExperts if config.experts else MLP)(config, context, f"{name}.mlp")
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None) -> Tensor:
-        attended = x + self._drop(self.attention(self.attention_norm(x), rotary, place), "attention", place)
-        normal = self.mlp_norm(x if self.config.parallel_residual else attended)
-        fed = self.mlp(normal, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normal)
-        return attended + self._drop(fed, "mlp", place)
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        place: Place | None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        normally = partial(self.context.recompute.run, "norm")
+        mixed = normally(self.attention_norm, x, into=lambda y: self.attention(y, rotary, place, documents))
+        attended = (x + self._drop(mixed, "attention", place)).to(x.dtype)
+        fed = normally(
+            self.mlp_norm, x if self.config.parallel_residual else attended, into=lambda y: self._feed(y, place)
+        )
+        return (attended + self._drop(fed, "mlp", place)).to(x.dtype)
+
+    def _feed(self, y: Tensor, place: Place | None) -> Tensor:
+        return self.mlp(y, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)
 
     def _drop(self, x: Tensor, branch: str, place: Place | None) -> Tensor:
         return dropout(x, self.config.dropout, self.context, f"{self.name}.{branch}", place)

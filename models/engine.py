@@ -27,13 +27,15 @@ from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
 from megaprec.trace import Trace
 from models.config import ModelConfig
+from models.packing import WHOLE, Packing
 from models.shadow import Shadow, compared, lost_by_tensor, weight_gradients
-from models.stages import Stage, build, cuts
+from models.stages import MakeStage, Stage, build, cuts
 from parallel.check import check
 from parallel.context import Context
 from parallel.dropout import Place
 from parallel.executor import Executor
 from parallel.links import Links
+from parallel.recompute import KEEP, Recompute
 from parallel.recording import Recording
 from parallel.schedule import Instruction, Message, Op, Schedule, forward_only
 from parallel.simulate import sends_under_way
@@ -46,13 +48,14 @@ class Share:
     """One dp rank's share of a global batch.
 
     tokens, targets: int64 [micro-batches * micro_batch, s]. mask: float [same], which targets count; None for all.
-    first: number of the share's first sample within the global batch.
+    first: number of the share's first sample within the global batch. packing: of these samples, known on every stage.
     """
 
     tokens: Tensor
     targets: Tensor
     mask: Tensor | None = None
     first: int = 0
+    packing: Packing = WHOLE
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Engine:
 
     trace: whether a skipped step is run again to find the micro-batch and the samples that broke it.
     make_optimizer: builds the optimizer over this rank's stages. layers: how many each stage has; by cost if empty.
+    recompute: which activations are not kept for the backward pass. make_stage: builds each of this rank's stages.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class Engine:
         trace: bool = True,
         make_optimizer: MakeOptimizer = ParallelAMPOptimizer,
         layers: Sequence[int] = (),
+        recompute: Recompute = KEEP,
+        make_stage: MakeStage = Stage,
     ) -> None:
         evaluation = forward_only(schedule)
         for every in (schedule, evaluation):
@@ -97,9 +103,9 @@ class Engine:
         self.last, self._last_rank = len(schedule.rank_of_stage) - 1, schedule.rank_of_stage[-1]
         self._rows = schedule.microbatches * micro_batch  # samples in a share
         self.fp8 = FP8State.over(mesh, plan.fp8, config.layers)
-        context = Context(plan, self.tp, sequence, seed, fp8=self.fp8)
+        context = Context(plan, self.tp, sequence, seed, recompute=recompute, fp8=self.fp8)
         cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage)
-        self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank)
+        self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank, make_stage)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)
@@ -268,8 +274,8 @@ class Engine:
             samples = torch.arange(rows.start, rows.stop, device=self.device) + run.share.first
             place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
         plan = self.optimizer.plan
-        x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.compute)
-        y = self.stages[stage](x, place)
+        x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.residual)
+        y = self.stages[stage](x, place, run.share.packing.rows(rows, self.device))
         return y.to(plan.pipeline) if stage < self.last else self._scaled_loss(stage, y, rows)
 
     def _scaled_loss(self, stage: int, logits: Tensor, rows: slice) -> Tensor:

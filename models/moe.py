@@ -29,7 +29,7 @@ from models.mlp import MLP
 from parallel import collectives
 from parallel.context import Context
 from parallel.dropout import Place
-from parallel.layers import parameter
+from parallel.layers import ColumnParallelLinear, RowParallelLinear, parameter
 from parallel.linear import Input, Linear, Widen
 
 
@@ -44,9 +44,11 @@ class Expert(MLP):
         self.tp, self.deferred = context.tp, context.deferred
 
     def forward(self, x: Tensor) -> Tensor:
-        first, last, where = self.inner, self.down, (None, Input.OWN, self.tp, self.deferred)
-        y = self.activate(Linear.apply(x, first.weight, *where, first.products))
-        return Linear.apply(y, last.weight, *where, last.products)
+        y = self._product(x, self.inner)
+        return self.recompute.run("activation", self.activate, y, into=lambda y: self._product(y, self.down))
+
+    def _product(self, x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+        return Linear.apply(x, layer.weight, None, Input.OWN, self.tp, self.deferred, layer.products)
 
 
 class MixtureOfExperts(nn.Module):

@@ -16,9 +16,11 @@ Logical names, the same for every layout:
 Weights are [output features, input features]. Rows of query and key are in the order in which `models.rope` turns.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +28,14 @@ from torch import Tensor, nn
 from megaprec.layout import Part, layout_of
 from models.blocks import Block, make_norm
 from models.config import ModelConfig
+from models.packing import WHOLE, Packing
 from models.rope import rotary_tables
 from parallel.context import Context
 from parallel.dropout import Place, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, Input, Linear
 from parallel.loss import cross_entropy
+from parallel.recompute import recomputed
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Cut:
 class Stage(nn.Module):
     """One pipeline stage. forward: int64 ids [s, b] (first stage) or activation -> activation or logits (last stage).
 
-    Activations are [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; logits [s, b, own vocabulary].
+    Activations are [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
+    parallelism; logits [s, b, own vocabulary].
     """
 
     def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
@@ -60,11 +65,16 @@ class Stage(nn.Module):
             if config.positions == "learned":
                 whole = Part.cut("positions.weight", (config.max_positions, config.hidden), None, context.tp)
                 self.positions = parameter(context, [whole], config.init_std, partial=context.cut_sequence)
-        self.layers = nn.ModuleDict({str(n): Block(config, context, f"layers.{n}") for n in cut.layers})
+        self.again = {str(n) for n in cut.layers[: context.recompute.whole(len(cut.layers))]}
+        self.layers = nn.ModuleDict({str(n): self._make_block(str(n)) for n in cut.layers})
         if cut.last:
             self.final_norm = make_norm(config, context, "final_norm")
             self.head = self._make_head(tied)
         self._tables: tuple[Tensor, Tensor] | None = None
+
+    def _make_block(self, n: str) -> Block:
+        within = self.context.recompute.within(whole=n in self.again)
+        return Block(self.config, replace(self.context, recompute=within), f"layers.{n}")
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         if self.config.tied and self.cut.first:
@@ -73,26 +83,35 @@ class Stage(nn.Module):
         rows = Part.cut(name, (self.config.vocab, self.config.hidden), 0, self.context.tp)
         return parameter(self.context, [rows], self.config.init_std, tied=tied)
 
-    def forward(self, x: Tensor, place: Place | None = None) -> Tensor:
+    def forward(self, x: Tensor, place: Place | None = None, packing: Packing = WHOLE) -> Tensor:
         length = x.shape[0] * (self.context.tp.size if self.context.cut_sequence and not self.cut.first else 1)
         if self.cut.first:
-            x = self._embed(x, place)
-        rotary = self._rotary(length, x.device) if self.config.positions == "rope" else None
-        for block in self.layers.values():
-            x = block(x, rotary, place)
+            x = self._embed(x, place, packing.positions)
+        rotary = self._rotary(length, x.device, packing.positions) if self.config.positions == "rope" else None
+        for n, block in self.layers.items():
+            run = partial(block, rotary=rotary, place=place, documents=packing.documents)
+            x = recomputed(run, x) if n in self.again else run(x)
         return self._hand_out(self._logits(x), place) if self.cut.last else x
 
-    def _embed(self, ids: Tensor, place: Place | None) -> Tensor:
+    def _embed(self, ids: Tensor, place: Place | None, positions: Tensor | None) -> Tensor:
         x = self.embedding(ids)
+        if self.config.embedding_grad_scale != 1:
+            x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
         if self.config.positions == "learned":
             first = self.context.tp.rank * len(x) if self.context.cut_sequence else 0
-            x = Add.apply(x, self.positions, slice(first, first + len(x)))
+            own = slice(first, first + len(x))
+            x = Add.apply(x, self.positions, own if positions is None else positions.t()[own])
         return dropout(x, self.config.dropout, self.context, "embedding", place)
 
     def _logits(self, x: Tensor) -> Tensor:
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         products = c.products_of_head(layout_of(self.head).parts[0].name)
-        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, products)
+        return c.recompute.run(
+            "norm",
+            self.final_norm,
+            x,
+            into=lambda y: Linear.apply(y, self.head, None, lies, c.tp, c.deferred, products),
+        )
 
     def _hand_out(self, logits: Tensor, place: Place | None) -> Tensor:
         """Logits in the plan's `output`. Training does without widening them: it would change no number of the loss,
@@ -101,18 +120,33 @@ class Stage(nn.Module):
         widens = torch.promote_types(logits.dtype, output) == output
         return logits if place is not None and widens else logits.to(output)
 
-    def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Made once for each length: under dynamic scaling the angles depend on it."""
+    def _rotary(self, length: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given positions [b, s]. Made once for each length: under
+        dynamic scaling the angles depend on it."""
         if self._tables is None or len(self._tables[0]) != length:
             c, dtype = self.config, self.context.plan.buffers
             made = rotary_tables(c.rope_scaling, c.rope_base, c.rotary_dims, length, dtype)
             self._tables = made[0].to(device), made[1].to(device)
-        return self._tables
+        cosine, sine = self._tables
+        return (cosine, sine) if positions is None else (cosine[positions.t(), 0], sine[positions.t(), 0])
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Last stage: the loss of each token, in the sensitive dtype, [s, b] like `targets`."""
         vocabulary = layout_of(self.head).parts[0]
         return cross_entropy(logits, targets, vocabulary, self.context.tp, self.context.plan.sensitive)
+
+
+class ScaleGradient(torch.autograd.Function):
+    """x, whose gradient is multiplied by `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
 
 
 def cuts(
@@ -160,13 +194,23 @@ def best_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: floa
     return counts
 
 
+MakeStage = Callable[[ModelConfig, Context, Cut, tuple[int, ...]], Stage]
+"""Builds one stage, or any module with a Stage's `forward` and `losses`. The last argument: pipeline ranks among which
+the embedding is tied; empty if it is not, or if both ends of the model lie on one rank."""
+
+
 def build(
-    config: ModelConfig, context: Context, all_cuts: Sequence[Cut], rank_of_stage: Sequence[int], pp_rank: int
+    config: ModelConfig,
+    context: Context,
+    all_cuts: Sequence[Cut],
+    rank_of_stage: Sequence[int],
+    pp_rank: int,
+    make: MakeStage = Stage,
 ) -> Mapping[int, Stage]:
     """The stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank is a tied copy."""
     ends = (rank_of_stage[0], rank_of_stage[-1])
     tied = ends if config.tied and ends[0] != ends[1] else ()
-    stages = {cut.stage: Stage(config, context, cut, tied) for cut in all_cuts if rank_of_stage[cut.stage] == pp_rank}
+    stages = {cut.stage: make(config, context, cut, tied) for cut in all_cuts if rank_of_stage[cut.stage] == pp_rank}
     if config.tied and not tied and len(all_cuts) > 1 and pp_rank == ends[0]:
         stages[len(all_cuts) - 1].head = stages[0].embedding.weight
     return stages

@@ -12,6 +12,7 @@ from megaprec.gemm import Gemm, Products
 from megaprec.layout import layout_of
 from megaprec.plan import PrecisionPlan
 from parallel.deferred import Deferred
+from parallel.recompute import KEEP, Recompute
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Context:
     """plan: dtypes of products, weights and sensitive operators.
     tp: the tensor-parallel axis. sequence: activations between blocks are cut along the sequence over tp.
     seed: of initial weights and dropout. deferred: where layers leave weight gradients that can wait; the executor
-    that runs a schedule with split backwards must be given the same. fp8: what the layers' products in FP8 share; to be
-    given if the plan has any.
+    that runs a schedule with split backwards must be given the same. recompute: which activations are made again.
+    fp8: what the layers' products in FP8 share; to be given if the plan has any.
     """
 
     plan: PrecisionPlan
@@ -28,6 +29,7 @@ class Context:
     sequence: bool = False
     seed: int = 0
     deferred: Deferred = field(default_factory=Deferred, compare=False)
+    recompute: Recompute = KEEP
     fp8: FP8State = field(default_factory=FP8State, compare=False)
 
     def __post_init__(self) -> None:

@@ -56,7 +56,8 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved: Factor = ctx.saved_tensors
+        # Detached, for with their graph what is put off would hold all of it, down to the stage's input.
+        saved: Factor = tuple(tensor.detach() for tensor in ctx.saved_tensors)
         weight, tp, lies, products = ctx.weight, ctx.tp, ctx.lies, ctx.products
         rows = _rows(grad)
         for_input, for_weight = products.gradient(rows)
@@ -111,15 +112,17 @@ def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
 
 
 class Add(torch.autograd.Function):
-    """x [s, b, n] + vector [n], or + rows [s, n] of a table, in the dtype of x.
+    """x [s, b, n] + vector [n], or + rows of a table, in the dtype of x: a slice of s rows, or int64 [s, b].
 
     Sums over tokens go unrounded into the main gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: nn.Parameter, rows: slice | None = None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parameter: nn.Parameter, rows: slice | Tensor | None = None) -> Tensor:
         ctx.parameter, ctx.rows = parameter, rows
-        return (x + (parameter if rows is None else parameter[rows].unsqueeze(1))).to(x.dtype)
+        if rows is None:
+            return (x + parameter).to(x.dtype)
+        return (x + (parameter[rows] if isinstance(rows, Tensor) else parameter[rows].unsqueeze(1))).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -127,6 +130,8 @@ class Add(torch.autograd.Function):
         total = torch.zeros_like(ctx.parameter) if main is None else main
         if ctx.rows is None:
             total.add_(grad.flatten(0, -2).sum(0, dtype=total.dtype))
+        elif isinstance(ctx.rows, Tensor):
+            total.index_add_(0, ctx.rows.flatten(), grad.flatten(0, 1).to(total.dtype))
         else:
             total[ctx.rows].add_(grad.sum(1, dtype=total.dtype))
         return grad, total if main is None else None, None

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
         dist.destroy_process_group()
 
 
-def told_by_first(store: dist.Store, make: Callable[[], dict[str, str]]) -> dict[str, str]:
+def told_by_first(store: dist.Store, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `make` returns on rank 0, on every rank; the others wait for it, for days if it takes that long.
 
     If `make` raises UserError, every rank does. Once for each store.

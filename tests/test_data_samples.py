@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
-from megaprec.data.samples import Batch, Samples, count_samples, split
+from megaprec.data.samples import Batch, Resets, Samples, count_samples, split
 from megaprec.errors import UserError
 
 
@@ -61,11 +61,40 @@ def test_every_epoch_trains_on_every_target_once_in_another_order(tmp_path: Path
     assert len({tuple(epoch.ids.tolist()) for epoch in epochs}) == 3
 
 
-def test_the_token_after_the_end_of_a_document_counts_in_no_loss(tmp_path: Path) -> None:
-    batch = Samples(stream(tmp_path, 41), 8, seed=0, shuffle=False, mask_after=11).batch(0, 2)
+def test_the_first_token_of_a_document_is_no_target_in_the_loss(tmp_path: Path) -> None:
+    batch = Samples(stream(tmp_path, 41), 8, 0, shuffle=False, resets=Resets(eod_mask_loss=True)).batch(0, 5)
     assert batch.mask is not None and batch.mask.dtype == torch.float32
-    assert (batch.mask == 0).nonzero().tolist() == [[1, 3]]
-    assert batch.targets[1, 3] == 12
+    assert batch.targets[batch.mask == 0].tolist() == [7, 14, 21, 28, 35]
+    assert (batch.documents, batch.positions) == (None, None)
+
+
+def test_documents_and_positions_are_told_as_they_lie_in_the_stream(tmp_path: Path) -> None:
+    resets = Resets(attention_mask=True, position_ids=True)
+    batch = Samples(stream(tmp_path, 41), 8, 4, shuffle=True, resets=resets).batch(0, 5)
+    assert batch.documents is not None and batch.positions is not None and batch.mask is None
+    for tokens, documents, positions in zip(batch.tokens, batch.documents, batch.positions, strict=True):
+        assert torch.equal(documents, tokens // 7 - tokens[0] // 7)
+        assert torch.equal(positions, torch.minimum(tokens % 7, tokens - tokens[0]))
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=8))
+def test_a_document_may_be_empty_or_many_sequences(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]]
+) -> None:
+    folder, expected = tmp_path_factory.mktemp("odd"), list[int]()
+    with IndexedWriter(folder / "x", 100) as writer:
+        for number, sequences in enumerate(lengths):
+            for length in sequences:
+                writer.append([1] * length)
+                writer._write_lengths(np.array([length]))  # so that it is a sequence of its own
+                writer._open = 0
+            writer._documents.write(np.array([writer._sequences], "<i8").tobytes())
+            expected += [number] * sum(sequences)
+    dataset = IndexedDataset(folder / "x")
+    for start in range(len(expected)):
+        for length in range(1, len(expected) - start + 1):
+            assert dataset.documents_of(start, length).tolist() == expected[start : start + length]
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5, 0.999])

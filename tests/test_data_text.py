@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megaprec.data import readers
 from megaprec.data import text as module
 from megaprec.data.text import Source, open_source
 from megaprec.errors import UserError
@@ -42,14 +43,14 @@ def test_a_file_is_one_document_kept_to_the_character(tmp_path: Path, monkeypatc
     text = "one\r\n\n  two\ttwo é\U0001f600\r three, which is a long line\nend" * 3
     (tmp_path / "a.log").write_bytes(text.encode())
     for size in (1, 2, 3, 5, 7, 1000):
-        monkeypatch.setattr(module, "PIECE_CHARS", size)
+        monkeypatch.setattr(readers, "PIECE_CHARS", size)
         source = open_source(str(tmp_path / "a.log"))
         assert documents(source) == {"a.log": text}
         assert max(len(piece) for _, piece in source) <= 2 * size
 
 
 def test_large_files_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_CHARS", 10)
+    monkeypatch.setattr(readers, "PIECE_CHARS", 10)
     (tmp_path / "a.txt").write_text("1234567\n" * 9)
     pieces = [text for _, text in open_source(str(tmp_path / "a.txt"))]
     assert len(pieces) > 3

@@ -11,9 +11,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaprec.data import tokenizer as module
+from megaprec.data import training as module
 from megaprec.data.text import open_source
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"))
@@ -136,7 +137,7 @@ def test_the_configuration_beside_a_hugging_face_file_names_its_end(tmp_path: Pa
 def test_without_the_package_the_message_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = hugging_face(tmp_path / "tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="pip install tokenizers"):
+    with pytest.raises(UserError, match="needs tokenizers: pip install 'megaprec"):
         load_tokenizer(path)
 
 

@@ -83,7 +83,7 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
 def test_a_run_from_a_folder_that_is_none_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     (tmp_path / "run.toml").write_text(RUN)
-    with pytest.raises(UserError, match=r"train.init_from \(command line\): .*config.json cannot be read"):
+    with pytest.raises(UserError, match=r"train.init_from \(command line\): .*none is neither a Hugging Face folder"):
         load_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none"])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))

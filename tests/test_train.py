@@ -120,12 +120,12 @@ def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
 ) -> None:
     config = load_run(run_file, [f"train.folder={exact}"])
     prefix, last = run_file.parent / "data" / "text", checkpoint(exact, 6)
-    named = {"prefix": str(prefix), "tokenizer": f"{prefix}.model", "checkpoint": str(checkpoint(exact, 3))}
+    named = {"prefixes": [str(prefix)], "tokenizer": f"{prefix}.model", "checkpoint": str(checkpoint(exact, 3))}
     assert prepare(config) == {**named, "checkpoint": str(last)}
     monkeypatch.setattr("tools.corpus.reusable", lambda *_: pytest.fail("a rank decided for itself"))
     corpus, start = open_named(config, named)
-    assert (corpus.dataset.prefix, start) == (prefix, checkpoint(exact, 3))
-    missing = {"prefix": "nowhere/text", "tokenizer": "nowhere/text.model", "checkpoint": "nowhere/step_00000003"}
+    assert (corpus.datasets[0].prefix, start) == (prefix, checkpoint(exact, 3))
+    missing = {"prefixes": ["nowhere/text"], "tokenizer": "nowhere/text.model", "checkpoint": "nowhere/step_00000003"}
     with pytest.raises(UserError) as refused:
         open_named(config, missing)
     paths = ["text.idx", "text.bin", "text.model", "step_00000003/checkpoint.json"]
@@ -509,7 +509,7 @@ def test_without_matplotlib_there_is_no_plot_and_no_failure(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plot_run(exact) is None
     assert train(run_file, *EXACT, f"train.folder={exact}", "log.plot=true") == 0
-    assert "plots      none: pip install matplotlib" in capsys.readouterr().out
+    assert "plots      none: pip install 'megaprec[plots]'" in capsys.readouterr().out
 
 
 @contextmanager

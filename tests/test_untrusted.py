@@ -54,6 +54,17 @@ def put_plain_pickle(folder: Path, witness: Path) -> Path:
     return found
 
 
+def put_optimizer(folder: Path, witness: Path) -> Path:
+    """Beside a sound file of a rank."""
+    hf = write_folder(folder / "hf", "llama")
+    assert main(["convert", str(hf), str(folder / "megatron"), "--to", "megatron"]) == 0
+    rank = folder / "megatron/iter_0000000/mp_rank_00"
+    content = torch.load(rank / "model_optim_rng.pt", weights_only=False)
+    torch.save({**content, "optimizer": {"param_groups": []}}, rank / "model_optim_rng.pt")
+    torch.save([{0: Malice(witness)}], rank / "distrib_optim.pt")
+    return folder / "megatron"
+
+
 def put_metadata(folder: Path, witness: Path) -> Path:
     (folder / "dist").mkdir()
     torch.save({"args": argparse.Namespace(**MEGATRON)}, folder / "dist/common.pt")
@@ -70,7 +81,7 @@ MEGATRON = {
 }
 
 
-@pytest.mark.parametrize("put", [put_weights, put_legacy, put_plain_pickle, put_metadata])
+@pytest.mark.parametrize("put", [put_weights, put_legacy, put_plain_pickle, put_optimizer, put_metadata])
 @pytest.mark.parametrize("command", ["convert", "inspect"])
 def test_a_malicious_pickle_does_not_run(
     put: Any, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

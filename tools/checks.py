@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
+from megaprec.data.blend import shares
 from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
 from megaprec.rules import Rule, rule
@@ -18,9 +19,10 @@ from megaprec.scaler import make_scaler
 from models.config import ModelConfig
 from parallel.check import check
 from parallel.kinds import chunk_problems, equal, schedule
+from parallel.recompute import MODULES
 from parallel.schedule import Cost, Schedule
 from tools.precision_native import loss_scaling, plan_of
-from tools.settings import FP8, LR, Data, Optimizer, Parallel, Precision, Train
+from tools.settings import FP8, LR, Data, Log, Optimizer, Parallel, Precision, Train
 
 T = TypeVar("T")
 
@@ -142,6 +144,28 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
         )
 
 
+def _recompute(parallel: Parallel) -> Iterator[str]:
+    """What is made again is said once, in the words of its kind."""
+    p, kind = parallel, f'parallel.recompute "{parallel.recompute}"'
+    if p.recompute_modules and p.recompute != "selective":
+        yield (
+            f'parallel.recompute_modules {[*p.recompute_modules]} is for parallel.recompute "selective", '
+            f"but {kind}: leave one of them out"
+        )
+    for key, value in (("layers", p.recompute_layers), ("fraction", p.recompute_fraction)):
+        if value and p.recompute != "full":
+            yield (
+                f'parallel.recompute_{key} {value} is for parallel.recompute "full", but {kind}: leave one of them out'
+            )
+    if p.recompute == "selective" and not p.recompute_modules:
+        yield f"{kind} needs a module in parallel.recompute_modules: {', '.join(MODULES)}"
+    if p.recompute_layers and p.recompute_fraction:
+        yield (
+            f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction {p.recompute_fraction:g} "
+            "say the same in two ways: leave one of them out"
+        )
+
+
 def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
     """The schedule that [parallel] asks for, planned for this cost. Raises UserError that names the keys."""
     p = parallel
@@ -218,9 +242,23 @@ def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
         )
 
 
+def _blend(data: Data) -> Iterator[str]:
+    if data.blend and data.source != "python":
+        yield f'data.source "{data.source}" and data.blend both say what is trained on: leave one of them out'
+    try:
+        shares([one.weight for one in data.blend] or [1])
+    except UserError as error:
+        yield from (f"data.blend: {problem}" for problem in error.problems)
+
+
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.eval_every and not data.held_out:
         yield f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: 0.02 would do"
+
+
+def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
+    if model.factory and log.sample:
+        yield f'log.sample needs a built-in family, not model.factory "{model.factory}": leave one of them out'
 
 
 def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
@@ -271,7 +309,9 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _batch,
     _positions,
     _vocabulary,
+    _blend,
     _evaluation,
+    _sample,
     _schedule,
     _plan,
     _shadow,
@@ -279,6 +319,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _scale,
     _rule,
     _zero,
+    _recompute,
     _validation,
     _native,
 )

@@ -1,6 +1,7 @@
-"""`megaprec data build` makes a data set of a text, `megaprec data inspect` shows what is in one."""
+"""`megaprec data`: build a data set of a text, inspect what is in one, verify data, learn a tokenizer."""
 
 import argparse
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,10 @@ from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.text import SUFFIXES, Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.training import train_hugging_face, train_sentencepiece
+from megaprec.data.workers import cores
+from megaprec.errors import UserError
+from tools import verify as verification
 from tools.progress import building
 
 SHOWN_TOKENS = 64  # of each sample document
@@ -23,21 +28,52 @@ def add_parser(subparsers: SubParsers) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_build(commands)
     _add_inspect(commands)
+    _add_verify(commands)
+    _add_tokenizer(commands)
+
+
+def _add_verify(commands: SubParsers) -> None:
+    parser = commands.add_parser(
+        "verify", help="check a data set or a text from end to end", description=verification.__doc__
+    )
+    parser.add_argument("path", metavar="PATH", help="a data set, without .bin, or any source of `data build`")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="that the ids are of (default: PREFIX.model)")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field, Parquet column of the text")
+    parser.set_defaults(run=verification.verify)
+
+
+def _add_tokenizer(commands: SubParsers) -> None:
+    parser = commands.add_parser("tokenizer", help="learn a tokenizer from a text")
+    _add_source(parser)
+    parser.add_argument(
+        "path", metavar="FILE", type=Path, help="NAME.model: SentencePiece; NAME.json: Hugging Face tokenizer.json"
+    )
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens in it")
+    parser.add_argument("--overwrite", action="store_true", help="replace another tokenizer of this name")
+    parser.set_defaults(run=learn)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="'python' (the standard library), a text file, .jsonl[.gz|.zst], .parquet, "
+        f"or a folder of {' '.join(SUFFIXES)}",
+    )
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field, Parquet column of the text")
+    parser.add_argument("--max-chars", type=int, metavar="N", help="stop after so many characters")
 
 
 def _add_build(commands: SubParsers) -> None:
     parser = commands.add_parser("build", help="tokenize a text into PREFIX.bin and PREFIX.idx")
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help=f"'python' (the standard library), a text file, .jsonl[.gz], or a folder of {' '.join(SUFFIXES)}",
-    )
+    _add_source(parser)
     parser.add_argument("prefix", metavar="PREFIX", type=Path, help="where to write, without .bin")
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", type=Path, metavar="FILE", help="SentencePiece .model or tokenizer.json")
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="field of a JSONL line (default: text)")
-    parser.add_argument("--max-chars", type=int, metavar="N", help="stop after so many characters")
+    parser.add_argument(
+        "--workers", type=int, default=cores(), metavar="N", help="processes that encode (default: one a core)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace another data set of this name")
     parser.set_defaults(run=build)
 
@@ -52,17 +88,40 @@ def _add_inspect(commands: SubParsers) -> None:
 
 def build(args: argparse.Namespace) -> int:
     """Run `megaprec data build`. `UserError` on bad input, before anything is written."""
+    if args.workers < 1:
+        raise UserError(f"--workers {args.workers}: there must be one at least")
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    start = time.perf_counter()
     with building(source) as on_progress:
         result = prepare(
             source,
             args.prefix,
             tokenizer=args.tokenizer,
             vocab_size=args.vocab_size,
+            workers=args.workers,
             overwrite=args.overwrite,
             on_progress=on_progress,
         )
     print(_summary(source, result))
+    if not result.reused:
+        seconds = time.perf_counter() - start
+        speed = f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M characters/s"
+        print(f"{seconds:,.1f} s, {speed}")
+    return 0
+
+
+def learn(args: argparse.Namespace) -> int:
+    """Run `megaprec data tokenizer`. `UserError` on bad input, before anything is written."""
+    path: Path = args.path
+    source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    texts = (text for _, text in source)
+    if path.suffix == ".json":
+        train_hugging_face(texts, path, args.vocab_size, args.overwrite)
+    elif path.suffix == ".model":
+        train_sentencepiece(texts, path.with_suffix(""), args.vocab_size, args.overwrite)
+    else:
+        raise UserError(f"{path}: a tokenizer is NAME.model (SentencePiece) or NAME.json (Hugging Face)")
+    print(f"{path}: {args.vocab_size:,} tokens, learned from {source.name}")
     return 0
 
 

@@ -33,10 +33,11 @@ def main(args: argparse.Namespace) -> int:
     source = open_source(args.path, args.vocab)
     print(describe(source))
     with moving(f"reading {source.path}", sum(_nbytes(source, key) for key in source.shapes)) as report:
-        table, whole = _digests(source, report)
+        table, wholes = _digests(source, report)
     if args.tensors:
         Console().print(table)
-    print(f"digest     {whole}  (SHA-256 of all tensors by logical name)")
+    for kind, whole in wholes.items():
+        print(f"digest     {whole}  ({kind}: SHA-256 of its tensors by logical name)")
     return 0
 
 
@@ -65,8 +66,8 @@ def describe(source: Source) -> str:
     return "\n".join(lines)
 
 
-def _digests(source: Source, report: Any) -> tuple[Table, str]:
-    """A row for each tensor, and the digest of all: equal for equal models, whatever format they are in."""
+def _digests(source: Source, report: Any) -> tuple[Table, dict[str, str]]:
+    """A row for each tensor, and a digest of each kind: equal for equal models, whatever format they are in."""
     table = Table("tensor", "shape", "dtype", "SHA-256")
     found = {}
     for key in source.shapes:
@@ -74,8 +75,8 @@ def _digests(source: Source, report: Any) -> tuple[Table, str]:
         found[key] = digest(values)
         table.add_row(key, str(list(values.shape)), str(values.dtype).removeprefix("torch."), found[key])
         report(values.nbytes, f"reading {key}")
-    whole = hashlib.sha256("".join(f"{key} {found[key]}\n" for key in sorted(found)).encode())
-    return table, whole.hexdigest()
+    wholes = {kind: "".join(f"{key} {found[key]}\n" for key in sorted(source.keys(kind))) for kind in source.kinds}
+    return table, {kind: hashlib.sha256(lines.encode()).hexdigest() for kind, lines in sorted(wholes.items())[::-1]}
 
 
 def _nbytes(source: Source, key: str) -> int:

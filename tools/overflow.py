@@ -120,7 +120,7 @@ def _note(offender: dict[str, Any]) -> str:
     return ""
 
 
-def _ids(ids: list[int]) -> str:
+def _ids(ids: list[int] | list[str]) -> str:
     more = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
     return ", ".join(map(str, ids[:SHOWN_IDS])) + more
 

@@ -1,5 +1,6 @@
 """Progress, in one line that is drawn again and again; where there is no terminal, in plain lines."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -8,6 +9,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColum
 from rich.table import Column
 
 from megaprec.data.text import Source
+
+PLAIN_SECONDS = 10  # between two plain lines
 
 
 @contextmanager
@@ -20,9 +23,22 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
         console.print(f"building the data set of {source.name}", markup=False, highlight=False, soft_wrap=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"reading {source.name}", total=source.total_chars())
+        before = said = time.monotonic()
+        first: tuple[int, int, int] | None = None  # an interrupted build goes on from what was done
 
         def on_progress(documents: int, chars: int, tokens: int) -> None:
-            bar.update(task, completed=chars, description=f"{documents:,} documents  {tokens:,} tokens")
+            nonlocal first, said, before
+            now = time.monotonic()
+            if first is None:
+                first, before = (documents, chars, tokens), now
+            speed = (tokens - first[2]) / max(now - before, 1e-3)
+            words = f"{documents:,} documents  {tokens:,} tokens  {speed:,.0f} tokens/s"
+            bar.update(task, completed=chars, description=words)
+            if not console.is_terminal and now - said > PLAIN_SECONDS:
+                said = now
+                console.print(
+                    f"{chars / 1e6:,.0f} M characters  {words}", markup=False, highlight=False, soft_wrap=True
+                )
 
         yield on_progress
 

@@ -36,7 +36,7 @@ class Replay:
     step: int
     start: str
     microbatch: int
-    samples: tuple[tuple[int, str], ...]
+    samples: tuple[tuple[int | str, str], ...]
     trace: Trace
     layout: tuple[int, int, int]
 
@@ -63,7 +63,7 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     first = event["first_sample"] + microbatch * config.train.micro_batch
     batch = corpus.train.batch(first, config.train.micro_batch)
     texts = [corpus.tokenizer.decode(row) if corpus.tokenizer else "" for row in batch.tokens.tolist()]
-    samples = tuple(zip(batch.ids.tolist(), texts, strict=True))
+    samples = tuple(zip(corpus.train.labels(batch.ids), texts, strict=True))
     p = saved.parallel
     layout = (p.tensor, p.pipeline, p.data)
     return Replay(event["step"], "" if start is None else start.name, microbatch, samples, trace, layout)

@@ -3,14 +3,15 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megaprec.checkpoint.folder import checkpoints, latest
 from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.checks import make_rule
 from tools.corpus import Corpus
 from tools.run import FREE, RunConfig
+from tools.saved import kept
 
 
 def check_resumable(config: RunConfig, corpus: Corpus | None = None) -> None:
@@ -29,18 +30,11 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None) -> None:
     store = _open(path)
     for key in ("progress", "watch"):
         kept(store, key)
-    problems = [*_other_model(store, corpus.model if corpus else config.model)]
+    problems = [*_other_model(store, corpus.model if corpus else config.model), *_no_state(store, config)]
     if corpus:
         problems += _other_tokenizer(store, corpus)
     if problems:
         raise UserError(*problems, f"this run cannot go on from {path}: give another train.folder")
-
-
-def kept(store: Store, key: str) -> Any:
-    """What `megaprec train` keeps as `key` in its checkpoints. Raises UserError for one saved by another program."""
-    if key not in store.index:
-        raise UserError(f'{store.path} was not saved by this `megaprec train`: its checkpoint.json has no "{key}"')
-    return store.index[key]
 
 
 def _open(path: Path) -> Store:
@@ -63,6 +57,15 @@ def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
     for key in asked:
         if key not in free and saved.get(key) != asked[key]:
             yield f"model.{key} = {json.dumps(asked[key])}, but it is {json.dumps(saved.get(key))} in the checkpoint"
+
+
+def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
+    """A checkpoint made of a Hugging Face folder has weights alone."""
+    if lacking := [name for name in make_rule(config.optimizer).names if not store.shapes(name)]:
+        yield (
+            f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on with: a run begins with "
+            f'weights alone by train.init_from = "{store.path}"'
+        )
 
 
 def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[str]:

@@ -28,10 +28,10 @@ from models.config import ModelConfig
 from models.costs import stage_costs
 from models.presets import PRESETS
 from models.stages import cuts
+from parallel.recompute import Recompute
 from parallel.schedule import Schedule
 from tools.checks import cross_problems, lr_schedule, pipeline_schedule
-from tools.convert.hf import CONFIG, TOKENIZER_FILES, hf_model
-from tools.convert.vocabulary import main_file
+from tools.convert.initial import initial_model
 from tools.precision_native import plan_of, resolve_dialect, with_origins
 from tools.settings import FP8, LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 from tools.toml import Given, toml
@@ -39,7 +39,7 @@ from tools.toml import Given, toml
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
 # keys of [model] that do not make it another model
-FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss"}
+FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss", "embedding_grad_scale"}
 PLAINER = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
@@ -91,8 +91,14 @@ class RunConfig(BaseModel):
         train, placed = self.train, pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
         model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
         cut = cuts(model, len(placed), train.seq_length, self.parallel.cuts, placed)
-        costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
+        costs = stage_costs(model, cut, train.seq_length, train.micro_batch, self.recompute)
         return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
+
+    @property
+    def recompute(self) -> Recompute:
+        """Which activations are made again."""
+        p = self.parallel
+        return Recompute(p.recompute_modules, p.recompute_fraction, p.recompute_layers)
 
     @property
     def tokens_per_step(self) -> int:
@@ -309,13 +315,11 @@ def _add_initial(given: dict[str, Given]) -> Iterator[str]:
     asked = given.get("train.init_from")
     if asked is None or not isinstance(asked.value, str) or not asked.value:
         return
-    folder = Path(asked.value).expanduser()
     try:
-        said = hf_model(folder)
+        said, tokenizer, origin = initial_model(Path(asked.value).expanduser())
     except UserError as error:
         yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
         return
-    origin = f"{folder / CONFIG}"
     free = FREE | ({"max_positions"} if said.positions == "rope" else set())
     for name, value in said.model_dump().items():
         chosen = given.setdefault(f"model.{name}", Given(value, origin))
@@ -323,7 +327,7 @@ def _add_initial(given: dict[str, Given]) -> Iterator[str]:
         if chosen.value != value and name not in free and not left_open:
             there = f"it is {toml(value)} in {origin}; leave it out, or leave train.init_from out"
             yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
-    if tokenizer := main_file([folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]):
+    if tokenizer:
         given.setdefault("data.tokenizer", Given(str(tokenizer), origin))
 
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from parallel.recompute import Module
+
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
@@ -17,6 +19,13 @@ class Table(BaseModel):
     """What all tables share: frozen, no unknown keys, no conversions, no nan."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Blended(Table):
+    """One text or data set of a blend."""
+
+    source: FilePath = Field(min_length=1, description="as data.source")
+    weight: float = Field(gt=0, description="its share, relative to the others'")
 
 
 class Data(Table):
@@ -28,8 +37,13 @@ class Data(Table):
         description='"python" (the standard library\'s own source), a text file, a folder, a .jsonl file '
         "or the common prefix of a .bin and .idx pair",
     )
+    blend: tuple[Blended, ...] = Field(
+        default=(),
+        strict=False,
+        description='several in place of source: [{source = "a.jsonl", weight = 0.7}, {source = "b/", weight = 0.3}]',
+    )
     text_field: str = Field(
-        default="text", min_length=1, description="field that holds the text in each line of a .jsonl file"
+        default="text", min_length=1, description="field of a .jsonl line, column of a .parquet file, with the text"
     )
     tokenizer: FilePath = Field(
         default="",
@@ -38,8 +52,16 @@ class Data(Table):
     )
     vocab_size: int = Field(default=4096, gt=0, description="tokens of the tokenizer that is trained")
     max_chars: int = Field(default=0, ge=0, description="characters of the source to use; 0: all")
+    workers: int = Field(default=0, ge=0, description="processes that turn text into tokens; 0: one a core")
     held_out: float = Field(default=0.02, ge=0, lt=1, description="share of the text kept for evaluation")
     shuffle: bool = Field(default=True, description="false: samples in file order")
+    reset_attention_mask: bool = Field(
+        default=False, description="tokens attend to their own document only, of those that share a sample"
+    )
+    reset_position_ids: bool = Field(default=False, description="positions begin anew with each document")
+    eod_mask_loss: bool = Field(
+        default=False, description="the first token of a document is no target in the loss: nothing foretells it"
+    )
     cache: FilePath = Field(
         default="", description="folder of tokenizer and token files; empty: data in the run's folder"
     )
@@ -63,6 +85,25 @@ class Parallel(Table):
     )
     cuts: tuple[Annotated[int, Field(gt=0)], ...] = Field(
         default=(), strict=False, description="layers of each stage, like [3, 4, 4, 3]; empty: by cost"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="activations made again in the backward pass, not kept: none, those of some modules of every "
+        "layer, or whole layers",
+    )
+    recompute_modules: tuple[Module, ...] = Field(
+        default_factory=lambda known: ("attention",) if known["recompute"] == "selective" else (),
+        strict=False,
+        description='of every layer, some of ["attention", "activation", "norm"]; default: selective attention',
+    )
+    recompute_layers: int = Field(
+        default=0, ge=0, description="whole layers of each stage, the first so many; 0: see recompute_fraction"
+    )
+    recompute_fraction: float = Field(
+        default_factory=lambda known: float(known["recompute"] == "full" and not known["recompute_layers"]),
+        ge=0,
+        le=1,
+        description="share of each stage's layers, the first; default: full 1.0, if recompute_layers is 0",
     )
     zero: bool = Field(default=True, description="cut optimizer state over the replicas (ZeRO-1)")
     overlap: bool = Field(
@@ -103,9 +144,13 @@ class Precision(Table):
     rounding: Literal["nearest", "stochastic"] = Field(
         default="nearest", description="of updated weights to the dtype in which layers hold them"
     )
-    pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+    residual: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default_factory=lambda known: known["compute"],
-        description="dtype of what pipeline stages send each other; default: compute",
+        description="dtype of the residual stream, to which each branch of a layer adds; default: compute",
+    )
+    pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default_factory=lambda known: known["residual"],
+        description="dtype of what pipeline stages send each other; default: residual",
     )
     buffers: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of tables, as of rotary angles")
     output: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of logits that are handed out")
@@ -245,7 +290,8 @@ class Train(Table):
     micro_batch: int = Field(gt=0, description="sequences per forward pass of one replica")
     seq_length: int = Field(gt=0, description="tokens per sequence")
     init_from: FilePath = Field(
-        default="", description="Hugging Face folder whose weights, [model] and tokenizer to begin with; empty: random"
+        default="",
+        description="Hugging Face folder or checkpoint whose weights, [model] and tokenizer begin a run; empty: random",
     )
     seed: int = Field(default=1234, ge=0, description="of weights, dropout and sample order")
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations on the held-out text; 0: never")

@@ -7,7 +7,7 @@ from typing import Any
 from megaprec.events import Offender, StepReport
 from megaprec.watch import OverflowWatch
 
-Ids = Callable[[int, int], list[int]]
+Ids = Callable[[int, int], list[int] | list[str]]
 
 
 class Hopeless(Exception):
@@ -18,7 +18,7 @@ def overflow_event(report: StepReport, step: int, samples: range, watch: Overflo
     """What events.jsonl keeps of a skipped step.
 
     samples: the positions that the global batch took up in the run's order.
-    ids(position, count): the numbers in the data set of the samples at these positions.
+    ids(position, count): the numbers in the data set of the samples at these positions, in a blend with its name.
     """
     return {
         "event": "overflow",

@@ -25,6 +25,7 @@ from tools.convert.initial import open_initial
 from tools.corpus import Corpus, check_sources, open_corpus, open_made
 from tools.fp8 import check_fp8
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
+from tools.own_model import require_builtin
 from tools.plots import plot_run
 from tools.resume import check_resumable
 from tools.run import RunConfig, check_world, load_run
@@ -49,6 +50,8 @@ def main(args: argparse.Namespace) -> int:
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     if joined_world():
         return _run_rank(config, export)
+    if export:
+        require_builtin(config.model, "--export-hf")
     if export and export.exists():
         raise UserError(f"--export-hf {export}: it is there already; give another folder")
     _open_checked(config)
@@ -124,23 +127,23 @@ def _local_ranks(config: RunConfig) -> int:
     return config.world_size
 
 
-def prepare(config: RunConfig) -> dict[str, str]:
+def prepare(config: RunConfig) -> dict[str, Any]:
     """Looks at everything, builds what is missing, and names the paths that the run needs; "" where it needs none."""
     corpus, checkpoint = _open_checked(config), latest(config.checkpoint_folder)
     return {
-        "prefix": str(corpus.dataset.prefix),
+        "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
         "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
         "checkpoint": str(checkpoint or ""),
     }
 
 
-def open_named(config: RunConfig, named: dict[str, str]) -> tuple[Corpus, Path | None]:
+def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path | None]:
     """The corpus and the checkpoint that rank 0 named. Raises UserError if this machine does not have them."""
-    prefix, *optional = (Path(named[what]) if named[what] else None for what in ("prefix", "tokenizer", "checkpoint"))
-    tokenizer, checkpoint = optional
-    assert prefix
-    needed = (beside(prefix, ".idx"), beside(prefix, ".bin"), tokenizer, checkpoint and checkpoint / INDEX)
+    tokenizer, checkpoint = (Path(named[what]) if named[what] else None for what in ("tokenizer", "checkpoint"))
+    prefixes = [Path(prefix) for prefix in named["prefixes"]]
+    pairs = (beside(prefix, suffix) for prefix in prefixes for suffix in (".idx", ".bin"))
+    needed = (*pairs, tokenizer, checkpoint and checkpoint / INDEX)
     if missing := [path for path in needed if path and not path.is_file()]:
         here = socket.gethostname()
         raise UserError(*(f"{p} is not on {here}: it must be on a filesystem that all ranks share" for p in missing))
-    return open_made(config, prefix, tokenizer), checkpoint
+    return open_made(config, prefixes, tokenizer), checkpoint

@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.state import load, save
+from megaprec.data.blend import Blend
 from megaprec.data.samples import Samples
 from megaprec.events import NonFiniteStep, StepReport, report_fields
 from megaprec.groups import Group
@@ -24,6 +25,7 @@ from megaprec.tf32 import tf32
 from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.optimistic import OptimisticEngine
+from models.packing import Packing
 from models.shadow import Shadow
 from models.stages import Stage
 from parallel.recording import Recording
@@ -31,29 +33,30 @@ from tools.checks import make_rule
 from tools.convert.initial import start_from
 from tools.corpus import Corpus
 from tools.journal import Journal
+from tools.own_model import stage_maker
 from tools.run import RunConfig
+from tools.saved import Progress
 from tools.shadow import shadow_event, shadow_fields
 from tools.skips import Hopeless, overflow_event
 from tools.trace import TIMELINE, write_trace
 from tools.write import print_memory, print_start
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come. A skipped step consumes its samples, but the learning rate waits for it.
-
-    Samples and tokens are counted, for a resumed run may have another batch or sequence length.
-    """
-
-    step: int = 0
-    applied: int = 0
-    samples: int = 0
-    applied_samples: int = 0
-    tokens: int = 0
-
-    @property
-    def skipped(self) -> int:
-        return self.step - self.applied
+def optimizer_options(config: RunConfig) -> dict[str, Any]:
+    """What the run asks of its optimizer, as arguments of ParallelAMPOptimizer. Raises UserError."""
+    o, parallel = config.optimizer, config.parallel
+    return {
+        "rule": make_rule(o),
+        "weight_decay": o.weight_decay,
+        "groups": [Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
+        "clip": o.clip,
+        "norm": o.norm,
+        "overlap": parallel.overlap,
+        "bucket": parallel.bucket,
+        "zero_size": parallel.zero_size if parallel.zero else 1,
+        "seed": config.train.seed,
+        "native": o.native,
+    }
 
 
 class Trainer:
@@ -70,10 +73,12 @@ class Trainer:
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             sequence=parallel.sequence,
+            recompute=config.recompute,
             seed=train.seed,
             trace=config.precision.trace_overflows,
             make_optimizer=self._optimizer,
             layers=parallel.cuts,
+            make_stage=stage_maker(config.model.factory),
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = Progress()  # of the steps whose outcome is known; one more may have been taken
@@ -88,23 +93,8 @@ class Trainer:
         self._seconds: deque[float] = deque()  # of the steps taken whose outcome is not known
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
-        o = self.config.optimizer
-        kind = OptimisticOptimizer if o.validation == "after" else ParallelAMPOptimizer
-        return kind(
-            parts,
-            plan,
-            mesh,
-            rule=make_rule(o),
-            weight_decay=o.weight_decay,
-            groups=[Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
-            clip=o.clip,
-            norm=o.norm,
-            overlap=self.config.parallel.overlap,
-            bucket=self.config.parallel.bucket,
-            zero_size=self.config.parallel.zero_size if self.config.parallel.zero else 1,
-            seed=self.config.train.seed,
-            native=o.native,
-        )
+        kind = OptimisticOptimizer if self.config.optimizer.validation == "after" else ParallelAMPOptimizer
+        return kind(parts, plan, mesh, **optimizer_options(self.config))
 
     def _resume(self, checkpoint: Path) -> None:
         with warnings.catch_warnings(record=True, action="always") as said:
@@ -201,8 +191,8 @@ class Trainer:
         samples = range(progress.samples - batch, progress.samples)
         return overflow_event(report, progress.step, samples, self.watch, self._ids)
 
-    def _ids(self, position: int, count: int) -> list[int]:
-        return self.corpus.train.batch(position, count).ids.tolist()
+    def _ids(self, position: int, count: int) -> list[int] | list[str]:
+        return self.corpus.train.labels(self.corpus.train.batch(position, count).ids)
 
     def step(self) -> list[tuple[StepReport, Progress]]:
         """Takes the next step. Returns the steps whose outcome is now known, each with what was then done in all.
@@ -252,7 +242,7 @@ class Trainer:
         if self.rank == 0:
             write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self._taken}")
 
-    def evaluate(self, samples: Samples) -> float:
+    def evaluate(self, samples: Samples | Blend) -> float:
         """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.
 
         If `samples` do not fill one batch, it begins again with them: some then count more than others.
@@ -262,11 +252,12 @@ class Trainer:
         losses = [self.engine.evaluate(self.share(samples, n * batch)) for n in range(count)]
         return sum(losses) / count
 
-    def share(self, samples: Samples, position: int) -> Share:
+    def share(self, samples: Samples | Blend, position: int) -> Share:
         """This dp rank's consecutive part of the global batch that begins at `position`."""
         own = self.config.train.global_batch // self.dp.size
         batch = samples.batch(position + self.dp.rank * own, own)
-        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own)
+        packing = Packing(batch.documents, batch.positions)
+        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own, packing=packing)
 
     def _save(self) -> None:
         tokenizer = self.corpus.tokenizer

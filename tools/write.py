@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megaprec.data.blend import Blend
 from megaprec.optimistic import OptimisticOptimizer
 from megaprec.optimizer import ParallelAMPOptimizer
 from models.costs import stage_costs
@@ -14,22 +15,26 @@ from tools.generate import find_checkpoint, generate, harmless, load_model
 from tools.run import RunConfig
 
 SAMPLE_TOKENS = 60
+NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"
 
 
 def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
     """Model, data, layout, batch arithmetic and stages, in a few lines."""
     p, t, model = config.parallel, config.train, corpus.model
     replicas = _count(p.data, "replica")
+    tokens, documents = (
+        sum(counts) for counts in zip(*((d.num_tokens, d.num_documents) for d in corpus.datasets), strict=True)
+    )
     modes = [
         p.schedule_file or p.schedule,
         *(["sequence parallel"] if p.sequence else []),
+        *([f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []),
         *(["ZeRO-1"] if p.zero and p.data > 1 else []),
     ]
     print(
         f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
-        f"data       {corpus.dataset.num_tokens:,} tokens in {_count(corpus.dataset.num_documents, 'document')}, "
-        f"{len(corpus.train):,} samples an epoch\n"
+        f"data       {tokens:,} tokens in {_count(documents, 'document')}, {_samples(config, corpus)}\n"
         f"layout     tensor {p.tensor} x pipeline {p.pipeline} x data {p.data} = {_count(config.world_size, 'rank')} "
         f"on {device}, {', '.join(modes)}\n"
         f"batch      {t.global_batch} samples = {replicas} x {_count(config.num_microbatches, 'micro-batch', 'es')} x "
@@ -47,6 +52,21 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
             f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"
         )
         print(f"resumed    from {resumed}, {left}")
+
+
+def _samples(config: RunConfig, corpus: Corpus) -> str:
+    """How many there are; of a blend a line for each data set, with its share and its own epochs."""
+    if not isinstance(corpus.train, Blend):
+        return f"{len(corpus.train):,} samples an epoch"
+    samples = config.train.steps * config.train.global_batch
+    lines = [f"blended from {len(corpus.datasets)}"]
+    for one, part, taken in zip(config.data.blend, corpus.train.parts, corpus.train.taken(samples), strict=True):
+        share = one.weight / sum(other.weight for other in config.data.blend)
+        lines.append(
+            f"           {share:.4g} of the samples from {one.source}: {taken:,} of {len(part):,} samples, "
+            f"{taken / len(part):.2f} epochs in {config.train.steps} steps"
+        )
+    return "\n".join(lines)
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
@@ -73,7 +93,7 @@ def _stages(config: RunConfig, corpus: Corpus) -> str:
     schedule, train = config.schedule, config.train
     placed = schedule.rank_of_stage
     cut = cuts(corpus.model, len(placed), train.seq_length, config.parallel.cuts, placed)
-    costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch)
+    costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch, config.recompute)
     total = sum(cost.forward for cost in costs)
     said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
     return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"
@@ -92,4 +112,4 @@ def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
         print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
     print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
-        print(f"plots      {', '.join(map(str, plots)) or 'none: pip install matplotlib, or set log.plot = false'}")
+        print(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")

@@ -145,6 +145,8 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
         raise UserError(
             f"{store.path} is a checkpoint of another model: it has {whole} parameters, not {optimizer.num_elements}"
         )
+    if lacking := [name for name in optimizer.rule.names if not store.shapes(name)]:
+        raise UserError(f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on with")
     for buffer in optimizer.all_buffers():
         for kind, (piece, _, _) in product(buffer.saved_names, _held(buffer)):
             store.require(f"{kind}/{piece.part.name}", piece.part.shape)

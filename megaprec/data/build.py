@@ -1,25 +1,34 @@
 """From text to a data set on disk: tokenize once, reuse until the text or the tokenizer changes.
 
-`build` streams a source through a tokenizer into `PREFIX.bin/.idx`, with `eos` after each document, holding one
-piece of text at a time, and records in `PREFIX.json` what it was made of. `prepare` is what a program calls: it
-finds out by that record whether the work is already done, and otherwise loads or trains the tokenizer and builds.
+`build` streams a source through a tokenizer into `PREFIX.bin/.idx`, with `eos` after each document, holding a few
+chunks of text at a time, and records in `PREFIX.json` what it was made of. Workers may be many: the bytes are the same.
+A build that was killed is taken up by the next one of the same text and tokenizer where `PREFIX.resume` says. `prepare`
+is what a program calls: it finds out by the record whether the work is already done, and otherwise loads or trains the
+tokenizer and builds.
 """
 
+import errno
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from megaprec.data.files import beside, write_whole
-from megaprec.data.indexed import IndexedDataset, IndexedWriter
+from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
 from megaprec.data.text import Source
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.training import train_sentencepiece
+from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.errors import UserError
 
-PROGRESS_CHARS = 1 << 18  # characters between two reports of progress
+CHUNK_CHARS = 1 << 20  # of text that is encoded together; where chunks are cut shows in no byte of the result
+PIECE_COST = 64  # characters that a piece counts for besides its own, so that tiny ones fill a chunk too
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+RESUME_CHARS = 1 << 26  # of text between two places from which a killed build goes on
 
 Progress = Callable[[int, int, int], None]
 
@@ -51,6 +60,7 @@ def prepare(
     *,
     tokenizer: Path | None = None,
     vocab_size: int | None = None,
+    workers: int = 1,
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> BuildResult:
@@ -68,7 +78,7 @@ def prepare(
     if vocab_size is not None:
         given = load_tokenizer(train_sentencepiece((text for _, text in source), prefix, vocab_size, overwrite))
     assert given
-    return build(source, given, prefix, overwrite=overwrite, on_progress=on_progress)
+    return build(source, given, prefix, workers=workers, overwrite=overwrite, on_progress=on_progress)
 
 
 def build(
@@ -76,32 +86,35 @@ def build(
     tokenizer: Tokenizer,
     prefix: Path,
     *,
+    workers: int = 1,
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> BuildResult:
     """Tokenize `source` into `PREFIX.bin/.idx` and write the record `PREFIX.json`.
 
+    workers: processes that encode, if the text is long enough to be worth them; their number shows in no byte.
     `on_progress(documents, chars, tokens)` hears of the totals so far, now and then and at the end.
     `UserError` if a data set is there and may not be overwritten, or if the source has no text. On any error
     what was there before is untouched.
     """
     _refuse_overwriting(prefix, overwrite)
-    report = on_progress or (lambda documents, chars, tokens: None)
-    with IndexedWriter(prefix, tokenizer.vocab_size) as writer:
-        counts = _write_documents(source, tokenizer, writer, report)
-        if counts.documents == 0:
-            raise UserError(f"{source.name} has no text; give a source with at least one document")
-        # A record that outlived its data set would vouch for another one.
-        beside(prefix, ".json").unlink(missing_ok=True)
-    record = {
-        "source": source.identity(),
-        "tokenizer_sha256": _sha256(tokenizer.path),
-        "vocab_size": tokenizer.vocab_size,
-        "eos": tokenizer.eos,
-        **asdict(counts),
-    }
-    write_whole(beside(prefix, ".json"), (json.dumps(record, indent=2) + "\n").encode())
-    return BuildResult(prefix, tokenizer.path, tokenizer.vocab_size, tokenizer.eos, **asdict(counts))
+    made_of, resume = _made_of(source, tokenizer), beside(prefix, ".resume")
+    state = _left(prefix, made_of)
+    try:
+        _write(source, tokenizer, prefix, made_of, state, workers, on_progress or (lambda *totals: None))
+    except Exception as error:
+        resume.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise UserError(
+                f"{prefix}: no room for the data set ({error.strerror}); what was written of it is removed: "
+                "free some room or choose another place"
+            ) from error
+        raise
+    counts = asdict(state.counts)
+    digests = {f"{suffix}_sha256": _sha256(beside(prefix, f".{suffix}")) for suffix in ("bin", "idx")}
+    write_whole(beside(prefix, ".json"), (json.dumps(made_of | counts | digests, indent=2) + "\n").encode())
+    resume.unlink(missing_ok=True)
+    return BuildResult(prefix, tokenizer.path, tokenizer.vocab_size, tokenizer.eos, **counts)
 
 
 def reusable(prefix: Path, source: Source, tokenizer: Path, vocab_size: int | None = None) -> BuildResult | None:
@@ -134,26 +147,98 @@ def check_vocabulary(dataset: IndexedDataset, vocab_size: int) -> None:
         )
 
 
-def _write_documents(source: Source, tokenizer: Tokenizer, writer: IndexedWriter, report: Progress) -> _Counts:
-    """Write all documents that have text, piece by piece, so that one of any length passes through."""
-    counts, reported = _Counts(), 0
-    ending = [] if tokenizer.eos is None else [tokenizer.eos]
+def _made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What decides every byte of a data set."""
+    return {
+        "source": source.identity(),
+        "tokenizer_sha256": _sha256(tokenizer.path),
+        "vocab_size": tokenizer.vocab_size,
+        "eos": tokenizer.eos,
+    }
+
+
+def _workers(source: Source, wanted: int) -> int:
+    """As many as are wanted, but no more than there are chunks for."""
+    return max(1, min(wanted, source.total_bytes() // CHUNK_CHARS))
+
+
+def _chunks(source: Source) -> Iterator[Chunk]:
+    """All text, in chunks of some pieces each: a function of the source alone."""
+    texts, ends, size = list[str](), list[bool](), 0
+    for text, end in _endings(source):
+        texts.append(text)
+        ends.append(end)
+        size += len(text) + PIECE_COST
+        if size >= CHUNK_CHARS:
+            yield Chunk(texts, ends)
+            texts, ends, size = [], [], 0
+    if texts:
+        yield Chunk(texts, ends)
+
+
+def _endings(source: Source) -> Iterator[tuple[str, bool]]:
+    """Every piece with text, and whether its document ends with it: so that one of any length passes through."""
     for _, pieces in groupby(source, key=itemgetter(0)):
-        chars_before = counts.chars
-        for _, text in pieces:
-            ids = tokenizer.encode(text)
-            writer.append(ids)
-            counts.chars += len(text)
+        texts = (text for _, text in pieces if text)
+        last = next(texts, None)
+        if last is not None:
+            for text in texts:
+                yield last, False
+                last = text
+            yield last, True
+
+
+@dataclass
+class _State:
+    """How far a build has come: chunks that are written, what was in them, where the writer is (None: nowhere)."""
+
+    chunks: int
+    counts: _Counts
+    mark: Mark | None
+
+
+def _left(prefix: Path, made_of: dict[str, Any]) -> _State:
+    """What an interrupted build of just the same left, if it is all there; else the beginning."""
+    try:
+        left = json.loads(beside(prefix, ".resume").read_text("utf-8"))
+        mark = Mark(**left["mark"])
+        sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
+        whole = all(beside(prefix, f"{suffix}.part").stat().st_size >= size for suffix, size in sizes.items())
+        if whole and left["made_of"] == made_of:
+            return _State(left["chunks"], _Counts(**left["counts"]), mark)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return _State(0, _Counts(), None)
+
+
+def _write(
+    source: Source,
+    tokenizer: Tokenizer,
+    prefix: Path,
+    made_of: dict[str, Any],
+    state: _State,
+    workers: int,
+    report: Progress,
+) -> None:
+    """Writes the chunks that are not written yet, and now and then how far it is. Brings `state` up to date."""
+    counts, noted = state.counts, state.counts.chars
+    with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
+        chunks = islice(_chunks(source), state.chunks, None)
+        for chunk, (ids, ends) in encode_chunks(chunks, tokenizer, _workers(source, workers)):
+            writer.extend(ids, ends)
+            state.chunks += 1
+            counts.documents += len(ends)
             counts.tokens += len(ids)
-            if counts.chars - reported >= PROGRESS_CHARS:
-                reported = counts.chars
-                report(counts.documents, counts.chars, counts.tokens)
-        if counts.chars > chars_before:
-            writer.add_document(ending)
-            counts.documents += 1
-            counts.tokens += len(ending)
-    report(counts.documents, counts.chars, counts.tokens)
-    return counts
+            counts.chars += sum(map(len, chunk.texts))
+            report(counts.documents, counts.chars, counts.tokens)
+            if counts.chars - noted >= RESUME_CHARS:
+                noted, state.mark = counts.chars, writer.mark()
+                left = json.dumps({"made_of": made_of, **asdict(state)})
+                write_whole(beside(prefix, ".resume"), left.encode())
+        if counts.documents == 0:
+            raise UserError(f"{source.name} has no text; give a source with at least one document")
+        # A record that outlived its data set would vouch for another one.
+        beside(prefix, ".json").unlink(missing_ok=True)
 
 
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:

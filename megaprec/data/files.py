@@ -6,6 +6,7 @@ finds the final name finds a finished file, also after a kill or a power cut.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,10 +16,16 @@ def beside(prefix: Path, suffix: str) -> Path:
     return prefix.parent / (prefix.name + suffix)
 
 
-def open_part(path: Path) -> BinaryIO:
-    """Open the temporary file that `publish` will turn into `path`; makes the folder."""
+def open_part(path: Path, size: int = 0) -> BinaryIO:
+    """Open the temporary file that `publish` will turn into `path`; makes the folder.
+
+    Of what is there already, from an earlier attempt, the first `size` bytes are kept, and writing goes on there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    return open(beside(path, ".part"), "wb")
+    file = beside(path, ".part").open("r+b" if size else "wb")
+    file.truncate(size)
+    file.seek(size)
+    return file
 
 
 def publish(part: BinaryIO, path: Path) -> None:
@@ -31,7 +38,8 @@ def publish(part: BinaryIO, path: Path) -> None:
 
 def discard(part: BinaryIO) -> None:
     """Close and remove a temporary file that will not be published."""
-    part.close()
+    with suppress(OSError):  # of a full disk: what is not written yet has no place now either
+        part.close()
     Path(part.name).unlink(missing_ok=True)
 
 

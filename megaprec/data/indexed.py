@@ -17,12 +17,13 @@ A document is one or more sequences. Sequences lie back to back in every file th
 that is required here, because then the .bin *is* the training stream and token `i` is found without a search.
 """
 
+import os
 import struct
-from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,54 +43,87 @@ LONGEST_SEQUENCE = 2**31 - 1
 CHUNK = 1 << 20  # elements looked at together when a whole file is checked
 
 
+@dataclass(frozen=True)
+class Mark:
+    """How far a writer has come: bytes of its temporary files, and tokens of the open sequence."""
+
+    tokens: int
+    lengths: int
+    documents: int
+    open: int
+
+
 class IndexedWriter:
     """Writes `PREFIX.bin` and `PREFIX.idx`, streaming; a context manager.
 
     The ids are stored as uint16 if `vocab_size` < 65500, else as int32. Nothing that can be read exists before
-    the end: leaving the block renames both files into place, the `.idx` last; an exception removes them.
-    Memory: 4 bytes a sequence and 8 a document.
+    the end: leaving the block renames both files into place, the `.idx` last. An exception removes what was written;
+    after an interruption or a kill it stays, and `mark` of a writer that came so far goes on from there.
+    Memory: none that grows.
     """
 
-    def __init__(self, prefix: Path, vocab_size: int) -> None:
-        self._paths = beside(prefix, ".bin"), beside(prefix, ".idx")
-        self._vocab_size = vocab_size
+    def __init__(self, prefix: Path, vocab_size: int, mark: Mark | None = None) -> None:
+        self._prefix, self._vocab_size = prefix, vocab_size
         self._code = 8 if vocab_size < UINT16_VOCABULARY else 4
-        self._lengths = array("i")
-        self._length = 0  # of the open sequence
-        self._documents = array("q", [0])
-        self._bin = open_part(self._paths[0])
+        done = mark or Mark(0, 0, 0, 0)
+        self._bin = open_part(beside(prefix, ".bin"), done.tokens)
+        self._lengths = open_part(beside(prefix, ".lengths"), done.lengths)
+        self._documents = open_part(beside(prefix, ".documents"), done.documents)
+        self._sequences, self._open = done.lengths // 4, done.open
+        if not done.documents:
+            self._documents.write(bytes(8))  # the first document begins at sequence 0
 
     def append(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
         """Append tokens to the open document. `UserError` if an id is outside [0, vocab_size)."""
-        tokens = np.asarray(ids, dtype=np.int64)
+        self.extend(ids, np.zeros(0, np.int64))
+
+    def end_document(self) -> None:
+        """Close the open document. It is one sequence, but for lengths that an i32 cannot say."""
+        self.extend([], np.zeros(1, np.int64))
+
+    def add_document(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
+        """Append tokens and close the document."""
+        self.extend(ids, np.array([len(ids)]))
+
+    def extend(self, ids: Sequence[int] | NDArray[np.integer], ends: NDArray[np.int64]) -> None:
+        """Append tokens of several documents: one ends after the first ends[0] of them, the next after ends[1], ...
+
+        Tokens after the last end belong to a document that stays open. `UserError` if an id is outside
+        [0, vocab_size).
+        """
+        tokens = np.asarray(ids, dtype=None if len(ids) else np.int64)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             raise UserError(
                 f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {self._vocab_size}; "
                 "give the tokenizer's own vocabulary size"
             )
-        if self._length + len(tokens) > LONGEST_SEQUENCE:
-            self._end_sequence()
+        first = int(ends[0]) if len(ends) else len(tokens)
+        if self._open + first > LONGEST_SEQUENCE:
+            self._write_lengths(np.array([self._open]))
+            self._open = 0
         self._bin.write(tokens.astype(DTYPES[self._code]).tobytes())
-        self._length += len(tokens)
+        self._open += first
+        if len(ends):
+            before = self._sequences
+            self._write_lengths(np.concatenate(([self._open], np.diff(ends))))
+            self._documents.write(np.arange(before + 1, self._sequences + 1, dtype="<i8").tobytes())
+            self._open = len(tokens) - int(ends[-1])
 
-    def end_document(self) -> None:
-        """Close the open document. It is one sequence, but for lengths that an i32 cannot say."""
-        self._end_sequence()
-        self._documents.append(len(self._lengths))
+    def _write_lengths(self, lengths: NDArray[np.integer]) -> None:
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        self._sequences += len(lengths)
 
-    def add_document(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append tokens and close the document."""
-        self.append(ids)
-        self.end_document()
-
-    def _end_sequence(self) -> None:
-        self._lengths.append(self._length)
-        self._length = 0
+    def mark(self) -> Mark:
+        """How far the writer is; all up to there is on the disk."""
+        for part in self._parts:
+            part.flush()
+            os.fsync(part.fileno())
+        return Mark(self._bin.tell(), self._lengths.tell(), self._documents.tell(), self._open)
 
     def close(self) -> None:
         """Publish the pair. An older pair of the same name ceases to be readable before it is replaced."""
-        assert self._documents[-1] == len(self._lengths) and not self._length, "a document was begun and not ended"
-        bin_path, idx_path = self._paths
+        assert not self._open, "a document was begun and not ended"
+        bin_path, idx_path = beside(self._prefix, ".bin"), beside(self._prefix, ".idx")
         idx = open_part(idx_path)
         try:
             self._write_index(idx.write)
@@ -101,15 +135,23 @@ class IndexedWriter:
             raise
 
     def _write_index(self, write: Callable[[bytes], object]) -> None:
-        lengths = np.frombuffer(self._lengths, dtype=np.intc).astype("<i4", copy=False)
-        write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents)))
-        write(lengths.tobytes())
+        lengths, documents = (
+            _written(part, dtype) for part, dtype in ((self._lengths, "<i4"), (self._documents, "<i8"))
+        )
+        write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
+        for start in range(0, len(lengths), CHUNK):
+            write(lengths[start : start + CHUNK].tobytes())
         begin = 0
         for start in range(0, len(lengths), CHUNK):
             ends = begin + np.cumsum(lengths[start : start + CHUNK], dtype="<i8") * DTYPES[self._code].itemsize
             write(np.concatenate(([begin], ends[:-1])).astype("<i8").tobytes())
             begin = int(ends[-1])
-        write(np.frombuffer(self._documents, dtype=np.int64).astype("<i8", copy=False).tobytes())
+        for start in range(0, len(documents), CHUNK):
+            write(documents[start : start + CHUNK].tobytes())
+
+    @property
+    def _parts(self) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
+        return self._bin, self._lengths, self._documents
 
     def __enter__(self) -> Self:
         return self
@@ -117,11 +159,13 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        stays = kind is not None and not issubclass(kind, Exception)
         try:
             if kind is None:
                 self.close()
         finally:
-            discard(self._bin)
+            for part in self._parts:
+                part.close() if stays else discard(part)
 
 
 class IndexedDataset:
@@ -166,6 +210,16 @@ class IndexedDataset:
         self._require_ids()
         return self._stream[start : start + length].astype(np.int64)
 
+    def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
+        """The number of the document of each of the tokens [start, start + length), int64 [length]."""
+        first, last = (self._sequence_of(token) for token in (start, start + length - 1))
+        begins = self._pointers[first : last + 1] // self.dtype.itemsize
+        sequences = first + np.searchsorted(begins, np.arange(start, start + length), side="right") - 1
+        return np.searchsorted(self._documents, sequences, side="right") - 1
+
+    def _sequence_of(self, token: int) -> int:
+        return int(np.searchsorted(self._pointers, token * self.dtype.itemsize, side="right")) - 1
+
     def token_range(self) -> tuple[int, int]:
         """Smallest and largest token id, read once from end to end in bounded memory; (0, -1) if there is none."""
         self._require_ids()
@@ -192,6 +246,12 @@ class IndexedDataset:
 
 def _corrupt(path: Path, why: str) -> UserError:
     return UserError(f"{path}: corrupt index: {why}; build the data set again or copy both files again")
+
+
+def _written(part: BinaryIO, dtype: str) -> np.ndarray:
+    """What was written to a temporary file, mapped."""
+    part.flush()
+    return _map(Path(part.name), np.dtype(dtype), 0, part.tell() // np.dtype(dtype).itemsize)
 
 
 def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:

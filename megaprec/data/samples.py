@@ -4,6 +4,8 @@ Sample `i` is the tokens [i * seq, i * seq + seq + 1) of the stream: `seq` input
 targets. Neighbours share one token, the last target of one being the first input of the next, so every token but
 the first is a target exactly once an epoch.
 
+Where documents meet within a sample, a model can be told (`Resets`): nothing else changes.
+
 A run consumes positions 0, 1, 2, …, over epochs without end; position → sample is `order`'s pure function. A rank
 asks for the positions that are its own, and what it gets depends on nothing else.
 """
@@ -12,10 +14,27 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.order import order
 from megaprec.errors import UserError
+
+
+@dataclass(frozen=True)
+class Resets:
+    """What begins anew with each document within a sample. The keys are Megatron's.
+
+    attention_mask: a token attends to its own document only. position_ids: positions are counted within it.
+    eod_mask_loss: the first token of a document, which nothing before it can tell, is no target in the loss.
+    """
+
+    attention_mask: bool = False
+    position_ids: bool = False
+    eod_mask_loss: bool = False
+
+
+NO_RESETS = Resets()
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,19 +43,21 @@ class Batch:
 
     tokens, targets: int64 [count, seq]; ids: int64 [count], each sample's number in the whole stream, the same in
     every epoch and layout; mask: float32 [count, seq], 1 where the target counts in the loss, or None where all do.
+    documents, positions: int64 [count, seq], of each token: the number of its document, its position within that;
+    numbers and positions begin with 0 in each sample. None where they are not to be told.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     ids: torch.Tensor
-    mask: torch.Tensor | None
+    mask: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 class Samples:
     """The samples [first, first + count) of a data set (by default all that fit), in an order set by `seed`.
 
-    `mask_after`: a token id, usually eos, after which nothing can be predicted because another document begins:
-    targets that follow it are left out of the loss (Megatron's eod_mask_loss).
     `UserError` if there is no sample at all.
     """
 
@@ -48,17 +69,21 @@ class Samples:
         shuffle: bool,
         first: int = 0,
         count: int | None = None,
-        mask_after: int | None = None,
+        resets: Resets = NO_RESETS,
     ) -> None:
         self._count = count_samples(dataset, seq_length) - first if count is None else count
         if self._count < 1:
             raise _too_short(dataset, seq_length, first + 1)
         self._dataset, self._seq_length, self._first = dataset, seq_length, first
-        self._seed, self._shuffle, self._mask_after = seed, shuffle, mask_after
+        self._seed, self._shuffle, self._resets = seed, shuffle, resets
 
     def __len__(self) -> int:
         """Samples in one epoch."""
         return self._count
+
+    def labels(self, ids: torch.Tensor) -> list[int]:
+        """What samples are called where a person looks for them: their numbers."""
+        return ids.tolist()
 
     def batch(self, position: int, count: int) -> Batch:
         """The samples at positions [position, position + count) of the run, which goes on over epochs."""
@@ -69,9 +94,23 @@ class Samples:
         for row, sample in zip(rows, ids, strict=True):
             row[:] = self._dataset.tokens(int(sample) * seq, seq + 1)
         text = torch.from_numpy(rows)
-        tokens = text[:, :-1].contiguous()
-        mask = None if self._mask_after is None else (tokens != self._mask_after).float()
-        return Batch(tokens, text[:, 1:].contiguous(), torch.from_numpy(ids), mask)
+        return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(ids), *self._structure(ids))
+
+    def _structure(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor | None, ...]:
+        """Mask, documents and positions of these samples, as far as they are asked for."""
+        if self._resets == NO_RESETS:
+            return None, None, None
+        seq = self._seq_length
+        documents = np.stack([self._dataset.documents_of(int(sample) * seq, seq + 1) for sample in ids])
+        same = documents[:, 1:] == documents[:, :-1]
+        place = np.arange(seq)
+        begins = np.where(np.concatenate((np.ones_like(same[:, :1]), same[:, :-1]), axis=1), 0, place)
+        asked = self._resets
+        return (
+            torch.from_numpy(same.astype(np.float32)) if asked.eod_mask_loss else None,
+            torch.from_numpy(documents[:, :-1] - documents[:, :1]) if asked.attention_mask else None,
+            torch.from_numpy(place - np.maximum.accumulate(begins, axis=1)) if asked.position_ids else None,
+        )
 
 
 def split(
@@ -80,7 +119,7 @@ def split(
     held_out: float,
     seed: int,
     shuffle: bool = True,
-    mask_after: int | None = None,
+    resets: Resets = NO_RESETS,
 ) -> tuple[Samples, Samples | None]:
     """Samples to train on, and the last `held_out` fraction of the stream to evaluate on, in file order.
 
@@ -94,8 +133,8 @@ def split(
     if total < min(held, 1) + 1:
         raise _too_short(dataset, seq_length, min(held, 1) + 1)
     train = max(1, total - held)
-    samples = Samples(dataset, seq_length, seed, shuffle, 0, train, mask_after)
-    return samples, Samples(dataset, seq_length, seed, False, train, total - train, mask_after) if held else None
+    samples = Samples(dataset, seq_length, seed, shuffle, 0, train, resets)
+    return samples, Samples(dataset, seq_length, seed, False, train, total - train, resets) if held else None
 
 
 def count_samples(dataset: IndexedDataset, seq_length: int) -> int:

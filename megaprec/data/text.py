@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, a file, a folder, JSONL.
+"""Where text comes from: the standard library, a file, a folder, JSONL, Parquet.
 
 A source is a stream of pieces `(document, text)`; consecutive pieces of one document have the same name. Large
 files come in pieces of about a million characters, cut at line ends, so that no file need fit into memory.
@@ -7,31 +7,25 @@ files come in pieces of about a million characters, cut at line ends, so that no
 |---------------------------------|------------------------------------------------------------------------------|
 | `python`                        | the running interpreter's standard library, its tests left out, in an order   |
 |                                 | that is scattered but always the same: any beginning holds varied modules     |
-| `FILE.jsonl`, `FILE.jsonl.gz`   | one a line, the text under `text_field`                                       |
+| `FILE.jsonl`, `.gz` and `.zst`  | one a line, the text under `text_field`                                       |
+| `FILE.parquet`                  | one a row, the text in column `text_field`                                    |
 | any other file                  | one, the whole file                                                           |
-| a folder                        | one a file (or line) of its `SUFFIXES`, by path; names with a dot left out    |
+| a folder                        | one a file (line, row) of its `SUFFIXES`, by path; names with a dot left out    |
 
 Text is UTF-8 and kept to the character, line ends too. A folder called `python` is given as `./python`.
 """
 
-import gzip
 import hashlib
-import json
 import os
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaprec.data.readers import JSONL, PARQUET, SUFFIXES, Piece, check_readable, pieces
 from megaprec.errors import UserError
 
-JSONL = (".jsonl", ".jsonl.gz")
-SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *JSONL)
-PIECE_CHARS = 1 << 20
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-
-Piece = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -57,8 +51,8 @@ class Source:
                 return
 
     def total_chars(self) -> int | None:
-        """About how many characters there are, from file sizes; None where those do not tell (JSONL)."""
-        if any(file.name.endswith(JSONL) for file in self.files):
+        """About how many characters there are, from file sizes; None where those do not tell (JSONL, Parquet)."""
+        if any(file.name.endswith((*JSONL, PARQUET)) for file in self.files):
             return self.max_chars
         size = sum(file.stat().st_size for file in self.files)
         return size if self.max_chars is None else min(size, self.max_chars)
@@ -77,10 +71,12 @@ class Source:
             "files_sha256": digest.hexdigest(),
         }
 
+    def total_bytes(self) -> int:
+        """What the files take."""
+        return sum(file.stat().st_size for file in self.files)
+
     def _pieces(self, file: Path) -> Iterator[Piece]:
-        if file.name.endswith(JSONL):
-            return _jsonl_pieces(file, self._document(file), self.text_field)
-        return _text_pieces(file, self._document(file), self.skip_undecodable)
+        return pieces(file, self._document(file), self.text_field, self.skip_undecodable)
 
     def _document(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
@@ -94,12 +90,15 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
         return _standard_library(max_chars)
     path = Path(name).expanduser()
     if not path.exists():
-        raise UserError(f"{name}: no such file or folder; give 'python', a text file, a folder or a .jsonl file")
+        raise UserError(
+            f"{name}: no such file or folder; give 'python', a text file, a folder, a .jsonl or .parquet file"
+        )
     files = _walk(path, lambda file: file.name.endswith(SUFFIXES)) if path.is_dir() else [path]
     if not files:
         raise UserError(f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}")
     if not any(file.stat().st_size for file in files):
         raise UserError(f"{name} is empty; give a text of some length")
+    check_readable(files)
     return Source(name, path if path.is_dir() else path.parent, tuple(files), text_field, max_chars)
 
 
@@ -119,41 +118,3 @@ def _walk(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(file for file in found if wanted(file) and file.is_file())
-
-
-def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[Piece]:
-    try:
-        with open(file, encoding="utf-8", newline="") as stream:
-            while text := stream.read(PIECE_CHARS):
-                yield document, text + stream.readline(PIECE_CHARS)
-    except UnicodeDecodeError as problem:
-        if not skip_undecodable:
-            raise UserError(f"{file} is not UTF-8 text ({problem.reason}); convert it or leave it out") from problem
-
-
-def _jsonl_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
-    opener = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opener(file, "rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if not line.isspace():
-                    yield f"{document}:{number}", _field(line, field, f"{file}:{number}")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
-        raise UserError(f"{file} is not a whole gzip file ({problem}); copy it again") from problem
-
-
-def _field(line: bytes, field: str, where: str) -> str:
-    """The text in one line of JSONL; `UserError` naming `where` if there is none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as problem:
-        raise UserError(f"{where}: not JSON ({problem}); each line must be one JSON object") from problem
-    if not isinstance(record, dict) or field not in record:
-        there = ", ".join(sorted(record)) or "none" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise UserError(f"{where}: no field {field!r} (there is: {there}); name the field that holds the text")
-    text = record[field]
-    if not isinstance(text, str):
-        raise UserError(f"{where}: field {field!r} is {json.dumps(text)[:40]}, not a text")
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise UserError(f"{where}: field {field!r} is no Unicode text (half of a surrogate pair)")
-    return text

@@ -36,8 +36,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of a Megatron DST")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages of a Megatron DST")
+    parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel ranks of a Megatron DST")
     parser.add_argument(
         "--layers", choices=("te", "local"), default="te", help="whose names a Megatron DST has: Transformer Engine's"
+    )
+    parser.add_argument(
+        "--grouped-experts", action="store_true", help="a Megatron DST names experts as --moe-grouped-gemm wants them"
     )
     parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if a Megatron SRC does not say")
     parser.add_argument("--verify", choices=("logits",), help="compare the models' FP32 logits too; holds both models")
@@ -49,7 +53,8 @@ def main(args: argparse.Namespace) -> int:
     source = open_source(args.source, args.vocab)
     to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None
-    write_model(source, to, args.destination, dtype, MegatronLayout(args.tp, args.pp, args.layers == "te"))
+    layout = MegatronLayout(args.tp, args.pp, args.ep, args.layers == "te", args.grouped_experts)
+    write_model(source, to, args.destination, dtype, layout)
     if args.verify:
         print(compare_logits(source.path, args.destination, args.vocab))
     return 0

@@ -53,6 +53,11 @@ def hf_model(path: Path) -> ModelConfig:
         raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from error
 
 
+def hf_tokenizer(path: Path) -> list[Path]:
+    """The files of a folder that make up its tokenizer."""
+    return [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+
+
 def open_hf(path: Path) -> Source:
     """Opens a folder. UserError for missing, surplus and misshapen tensors, damaged files and unknown models."""
     model = hf_model(path)
@@ -66,8 +71,7 @@ def open_hf(path: Path) -> Source:
         for m in found
         for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
     ]
-    tokenizer = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
-    return Source(path, "hf", model, origins, Facts(), tokenizer)
+    return Source(path, "hf", model, origins, Facts(), hf_tokenizer(path))
 
 
 def origin_of(match: Match, read: Any, dtype: torch.dtype, model: ModelConfig, kind: str = "weight") -> Origin:

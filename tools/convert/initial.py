@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder as the first weights of a run, in any layout.
+"""Weights of a Hugging Face folder, or of a checkpoint of ours, as the first weights of a run, in any layout.
 
 Every rank reads what it holds: rows of a tensor that is stored as ours is, the whole tensor where it has to be
 rearranged first.
@@ -10,25 +10,45 @@ from pathlib import Path
 from torch import Tensor
 
 from megaprec.checkpoint.state import load_weights
+from megaprec.checkpoint.store import INDEX
 from megaprec.errors import UserError
 from megaprec.layout import Part
 from megaprec.optimizer import ParallelAMPOptimizer
-from tools.convert.hf import is_hf, open_hf
+from models.config import ModelConfig
+from tools.convert.hf import CONFIG, hf_model, hf_tokenizer, is_hf, open_hf
+from tools.convert.native import find_native, native_model, open_native
 from tools.convert.source import Source
-from tools.convert.vocabulary import check_tokenizer
+from tools.convert.vocabulary import check_tokenizer, main_file
+
+
+def initial_model(folder: Path) -> tuple[ModelConfig, Path | None, str]:
+    """The model of train.init_from, its tokenizer's file if it has one, and what says so. Raises UserError."""
+    if checkpoint := find_native(folder):
+        return *native_model(checkpoint), f"{checkpoint / INDEX}"
+    _require_hf(folder)
+    return hf_model(folder), main_file(hf_tokenizer(folder)), f"{folder / CONFIG}"
 
 
 def open_initial(folder: Path) -> Source:
     """Opens the folder of train.init_from and looks at all of it but the values. Raises UserError."""
-    if not is_hf(folder):
-        raise UserError(f'train.init_from = "{folder}" is no Hugging Face folder: it has no config.json')
-    source = open_hf(folder)
+    checkpoint = find_native(folder)
+    if not checkpoint:
+        _require_hf(folder)
+    source = open_native(checkpoint) if checkpoint else open_hf(folder)
     check_tokenizer(source.tokenizer, source.model.vocab)
     return source
 
 
+def _require_hf(folder: Path) -> None:
+    if not is_hf(folder):
+        raise UserError(
+            f"{folder} is neither a Hugging Face folder ({CONFIG}) nor a checkpoint or run directory of ours; "
+            "megaprec convert makes a checkpoint of Megatron's"
+        )
+
+
 def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
-    """Puts the folder's weights into the optimizer and the layers; moments stay as they are, at zero."""
+    """Puts the weights of train.init_from into the optimizer and the layers; moments stay as they are, at zero."""
     load_weights(Slices(open_initial(folder)), optimizer)
 
 

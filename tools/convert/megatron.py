@@ -6,6 +6,7 @@ No pickle is opened in this process (`tools.convert.untrusted`).
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,12 +16,11 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.hf import check_tensors, origin_of
 from tools.convert.megatron_layout import TRACKER, model_of
-from tools.convert.megatron_ranks import LAYER, RANK, Whole, chunks, numbered_over_stages, read_ranks, wholes_of
+from tools.convert.megatron_ranks import LAYER, RANK, Held, Whole, named_over_all, read_ranks, wholes_of
 from tools.convert.megatron_state import MOMENTS, optimizer_state
 from tools.convert.names import megatron
 from tools.convert.rules import Match, matches
 from tools.convert.source import Facts, Source
-from tools.convert.tensors import Stored
 from tools.convert.torch_files import contents, distributed_contents
 
 HEAD = "output_layer.weight"
@@ -46,26 +46,33 @@ def open_megatron(path: Path, vocab: int | None = None) -> Source:
 
 def _open_legacy(path: Path, vocab: int | None) -> Source:
     ranks = read_ranks(path)
-    tp, pp = len(ranks), len(ranks[0])
-    first = ranks[0][0]
-    if not isinstance(args := first.get("args"), dict):
-        raise UserError(f"{path}: its files have no args, which say what the model is")
-    model = model_of(args, vocab)
-    held = [[chunks(rank) for rank in stages] for stages in ranks]
-    virtual = len(held[0][0])
-    by_name = numbered_over_stages(
-        path, [[held[t][p][v] for t in range(tp)] for v in range(virtual) for p in range(pp)]
-    )
+    model = model_of(ranks.args, vocab)
+    by_name = named_over_all(ranks, lambda rank: rank.chunks)
     _check_tied(path, model, by_name)
-    found = _found(by_name, args, model)
+    found = _found(by_name, ranks.args, model)
     wholes = wholes_of(path, found, by_name, model.vocab)
     check_tensors(path, found, wholes)
-    state = optimizer_state(path, ranks, found, model.vocab)
+    state = optimizer_state(ranks, found, model)
     kinds = {"weight": wholes, **state.tensors}
+    if masters := state.tensors.get("weight"):
+        kinds["weight"] = {name: _master(path, name, masters[name], wholes[name]) for name in wholes}
     origins = [
         origin_of(m, kinds[k][m.foreign].read, kinds[k][m.foreign].dtype, model, k) for k in kinds for m in found
     ]
-    return Source(path, "megatron", model, origins, _facts(first, args, tp, pp, state.steps, state.scaler), ())
+    facts = _facts(ranks.first.content, ranks.args, ranks.sizes, state.steps, state.scaler)
+    return Source(path, "megatron", model, origins, facts, ())
+
+
+def _master(path: Path, name: str, master: Held, weight: Held) -> Whole:
+    """A master, which has to be the weight but for rounding: what was saved in another order does not pass."""
+
+    def read() -> Tensor:
+        values = master.read()
+        if not torch.equal(values.to(weight.dtype), weight.read()):
+            raise UserError(f"{path}: what its optimizer holds as the FP32 master of {name} is not that of its weight")
+        return values
+
+    return Whole(master.shape, master.dtype, read)
 
 
 def _found(names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig) -> list[Match]:
@@ -75,20 +82,28 @@ def _found(names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig
 
 
 def _facts(
-    first: Mapping[str, Any], args: Mapping[str, Any], tp: int, pp: int, steps: int, scaler: dict[str, float]
+    first: Mapping[str, Any],
+    args: Mapping[str, Any],
+    sizes: tuple[int, int, int],
+    steps: int = 0,
+    scaler: Mapping[str, float] = MappingProxyType({}),
 ) -> Facts:
     iteration = first.get("iteration") or 0
     samples = args.get("consumed_train_samples") or 0
     tokens = samples * (args.get("seq_length") or 0)
     progress = {"step": iteration, "applied": steps or iteration, "tokens": tokens}
-    progress |= {"samples": samples, "applied_samples": samples}
+    schedule = first.get("opt_param_scheduler")
+    applied = schedule.get("num_steps") if isinstance(schedule, dict) else None
+    progress |= {"samples": samples, "applied_samples": samples if applied is None else applied}
+    tp, pp, ep = sizes
     layout = {"tensor": tp, "pipeline": pp, "data": args.get("data_parallel_size") or 1}
+    layout |= {"expert": ep} if ep > 1 else {}
     compute = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
     progress = progress if iteration else {}
-    return Facts(steps, scaler, progress=progress, precision={"compute": compute}, layout=layout)
+    return Facts(steps, dict(scaler), progress=progress, precision={"compute": compute}, layout=layout)
 
 
-def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Stored]]) -> None:
+def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Held]]) -> None:
     """The last stage's copy of a tied embedding must be one; it is then left aside."""
     if not model.tied or HEAD not in by_name:
         return
@@ -113,8 +128,8 @@ def _open_distributed(path: Path, vocab: int | None) -> Source:
         if there or kind == "weight":
             check_tensors(path, found, there)
             origins += [origin_of(m, there[m.foreign].read, there[m.foreign].dtype, model, kind) for m in found]
-    tp, pp = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline"))
-    return Source(path, "megatron", model, origins, _facts(common, args, tp, pp, 0, {}), ())
+    tp, pp, ep = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert"))
+    return Source(path, "megatron", model, origins, _facts(common, args, (tp, pp, ep)), ())
 
 
 def _stacked(path: Path, match: Match, held: Mapping[str, Any], prefix: str) -> Whole | None:

@@ -6,6 +6,7 @@ that nothing is kept of.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def part(whole: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
     """What tensor-parallel rank `rank` of `tp` has of a tensor. padded: rows of the vocabulary with padding."""
-    if cut == "whole":
+    if cut == "whole" or (tp == 1 and cut != "vocabulary"):
         return whole
     if cut == "columns":
         return whole.chunk(tp, 1)[rank]
@@ -38,16 +39,21 @@ def part(whole: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
     return whole.chunk(tp)[rank]
 
 
-def merged(parts: Sequence[Tensor], cut: Cut, vocab: int) -> Tensor:
-    """The way back from `part`, over all ranks."""
-    if cut == "columns":
-        return torch.cat(list(parts), 1)
-    if cut == "halves":
-        halves = [p.chunk(2) for p in parts]
-        return torch.cat([half[n] for n in (0, 1) for half in halves])
-    if cut == "vocabulary":
-        return torch.cat(list(parts))[:vocab]
-    return torch.cat(list(parts)) if cut == "rows" else parts[0]
+def merged(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int) -> Tensor:
+    """The way back from `part`, over all ranks, of which no two are in memory at once. shape: of the whole."""
+    first = next(parts)
+    if tp == 1 or cut == "whole":
+        return first[: shape[0]]
+    whole = first.new_empty(shape)
+    own = whole.unflatten(0, (2, -1)) if cut == "halves" else whole
+    dim = 1 if cut in ("halves", "columns") else 0
+    at = 0
+    for values in chain((first,), parts):
+        shown = values.unflatten(0, (2, -1)) if cut == "halves" else values
+        length = min(shown.shape[dim], own.shape[dim] - at)
+        own.narrow(dim, at, length).copy_(shown.narrow(dim, 0, length))
+        at += length
+    return whole
 
 
 def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[int, ...]:
@@ -63,9 +69,9 @@ def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[in
     return ((padded if cut == "vocabulary" else rows) // tp, *rest)
 
 
-def rank_folder(tp_rank: int, pp_rank: int, pp: int) -> str:
-    """Name of a rank's folder."""
-    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+def rank_folder(tp_rank: int, pp_rank: int, pp: int, ep_rank: int = 0, ep: int = 1) -> str:
+    """Name of a rank's folder. An axis of size one is left out."""
+    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "") + (f"_{ep_rank:03d}" if ep > 1 else "")
 
 
 def model_of(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
@@ -121,8 +127,9 @@ def _refuse(a: Mapping[str, Any]) -> None:
     odd = ("squared_relu", "multi_latent_attention", "apply_layernorm_1p", "mtp_num_layers")
     if wrong := [key for key in odd if a.get(key)]:
         raise UserError(f"Megatron's {wrong[0]} = {a[wrong[0]]!r} cannot be converted")
-    if (a.get("expert_model_parallel_size") or 1) > 1:
-        raise UserError("a Megatron checkpoint with experts over several ranks (expert parallelism) cannot be read")
+    tp = a.get("tensor_model_parallel_size") or 1
+    if a.get("num_experts") and (a.get("expert_tensor_parallel_size") or tp) != tp:
+        raise UserError("Megatron's expert_tensor_parallel_size other than tensor_model_parallel_size cannot be read")
 
 
 def _unsaid(model: ModelConfig) -> Iterator[str]:
@@ -181,7 +188,6 @@ def args_of(model: ModelConfig, padded: int, tp: int, pp: int, fused_norms: bool
         "attention_dropout": model.attention_dropout,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
-        "expert_model_parallel_size": 1,
         "transformer_impl": "transformer_engine" if fused_norms else "local",
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

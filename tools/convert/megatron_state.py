@@ -1,22 +1,28 @@
 """The optimizer state in Megatron's legacy files: FP32 masters and Adam's moments, by the order of the parameters.
 
 Megatron's optimizer knows parameters by number only: first all with weight decay, then those without (biases and
-other vectors), each in the order of the model. With half weights there are FP32 masters besides. What its distributed
-optimizer saves lies in distrib_optim.pt, in the order of its communication buffers; that is not read.
+other vectors), each in the order of the model. With half weights there are FP32 masters besides. Experts that other
+ranks have not have an optimizer of their own, the second in a list. Its distributed optimizer saves elsewhere
+(`megatron_flat`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from models.config import ModelConfig
 from tools.convert.hf import check_tensors
-from tools.convert.megatron_ranks import Whole, numbered_over_stages, parameters_in, wholes_of
+from tools.convert.megatron_experts import is_expert
+from tools.convert.megatron_flat import flat_state
+from tools.convert.megatron_ranks import Held, Rank, Ranks, named_over_all, wholes_of
 from tools.convert.rules import Match
 from tools.convert.tensors import Stored
+from tools.convert.torch_files import contents
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+DISTRIBUTED = "distrib_optim.pt"
+Named = list[dict[str, dict[str, Stored]]]  # of one rank, by chunk: kind -> name -> tensor
 
 
 def decayed(name: str, shape: Sequence[int]) -> bool:
@@ -28,57 +34,103 @@ def decayed(name: str, shape: Sequence[int]) -> bool:
 class State:
     """tensors: kind -> Megatron's name -> the whole tensor. Empty without a state that can be read."""
 
-    tensors: Mapping[str, Mapping[str, Whole]]
+    tensors: Mapping[str, Mapping[str, Held]]
     steps: int
     scaler: dict[str, float]
 
 
-def optimizer_state(path: Path, ranks: list[list[dict[str, Any]]], found: list[Match], vocab: int) -> State:
-    """The state of all ranks, [tp][pp]; without any if no file holds one that can be read."""
-    optimizers: list[list[Any]] = [[rank.get("optimizer") for rank in stages] for stages in ranks]
-    if not all(_has_state(optimizer) for stages in optimizers for optimizer in stages):
+def optimizer_state(ranks: Ranks, found: list[Match], model: ModelConfig) -> State:
+    """The state of all ranks; without any if no file holds one that can be read."""
+    named = _distributed(ranks, model) or _numbered(ranks)
+    if not named:
         return State({}, 0, {})
-    stages = [[_named(path, ranks[t][p], optimizers[t][p]) for t in range(len(ranks))] for p in range(len(ranks[0]))]
-    kinds = {kind for kind in stages[0][0] if kind == "weight" or kind in MOMENTS}
     tensors = {}
-    for kind in sorted(kinds):
-        by_name = numbered_over_stages(path, [[rank[kind] for rank in stage] for stage in stages])
+    for kind in sorted(kind for kind in next(iter(named.values()))[0]):
+        by_name = named_over_all(ranks, _pick(named, kind))
         tied = by_name.keys() - {m.foreign for m in found}  # the last stage's copy of the embedding
-        wholes = wholes_of(path, found, {n: parts for n, parts in by_name.items() if n not in tied}, vocab)
-        check_tensors(path, found, wholes)
+        kept = {n: parts for n, parts in by_name.items() if n not in tied}
+        wholes = wholes_of(ranks.path, found, kept, model.vocab)
+        check_tensors(ranks.path, found, wholes)
         tensors[kind] = wholes
-    return State(tensors, _steps(optimizers[0][0]), _scaler(optimizers[0][0]))
+    first = _optimizers(ranks.first)[0]
+    return State(tensors, _steps(first), _scaler(first))
 
 
-def _has_state(optimizer: Any) -> bool:
-    inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
-    return isinstance(inner, dict) and bool(inner.get("state")) and "param_groups" in inner
+def _pick(named: Mapping[Any, Named], kind: str) -> Callable[[Rank], list[dict[str, Stored]]]:
+    return lambda rank: [chunk[kind] for chunk in named[rank.folder]]
 
 
-def _named(path: Path, content: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, dict[str, Stored]]:
-    """kind -> name -> tensor, of one rank."""
-    model = parameters_in(content.get("model", {}))
-    inner = optimizer.get("optimizer", optimizer)
-    groups = inner["param_groups"]
-    named: dict[str, dict[str, Stored]] = {kind: {} for kind in MOMENTS}
-    for number, group in enumerate(groups):
-        decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
-        names = [n for n, tensor in model.items() if decayed(n, tensor.shape) == decays]
-        if len(names) != len(group["params"]) or len(groups) > 2:
-            raise UserError(f"{path}: its optimizer has other groups of parameters than Megatron makes by default")
-        for name, index in zip(names, group["params"], strict=True):
-            for kind in MOMENTS:
-                named[kind][name] = inner["state"][index][kind]
-        if masters := optimizer.get("fp32_from_fp16_params"):
-            named.setdefault("weight", {}).update(zip(names, masters[number], strict=True))
-    order = list(model)
-    return {kind: {name: held[name] for name in order} for kind, held in named.items()}
+def _all(ranks: Ranks) -> Iterator[tuple[int, Rank]]:
+    """(pipeline stage, rank) of each."""
+    for stages in ranks.files:
+        for stage, own in enumerate(stages):
+            yield from ((stage, rank) for rank in own)
+
+
+def _optimizers(rank: Rank) -> list[dict[str, Any]]:
+    """The states of its optimizer, or of both. Empty if there is none."""
+    held = rank.content.get("optimizer")
+    states: list[Any] = held if isinstance(held, list) else [held]
+    return states if all(isinstance(s, dict) and "param_groups" in s.get("optimizer", s) for s in states) else []
+
+
+def _distributed(ranks: Ranks, model: ModelConfig) -> dict[Any, Named]:
+    """By folder, what distrib_optim.pt holds; nothing if there are no such files."""
+    files = {rank.folder: rank.folder / DISTRIBUTED for _, rank in _all(ranks)}
+    there = [file for file in files.values() if file.is_file()]
+    if not there:
+        return {}
+    if lost := [file for file in files.values() if file not in there]:
+        raise UserError(f"{lost[0]} is missing, though other ranks have theirs")
+    if not _optimizers(ranks.first):
+        raise UserError(f"{ranks.first.folder} has {DISTRIBUTED} but no optimizer in its other file")
+    held = dict(zip(files, contents(list(files.values())), strict=True))
+    tied = model.tied and ranks.sizes[1] > 1
+    return {rank.folder: flat_state(rank, held[rank.folder], ranks.args, stage, tied) for stage, rank in _all(ranks)}
+
+
+def _numbered(ranks: Ranks) -> dict[Any, Named]:
+    """By folder, what the optimizers in the ranks' own files hold; nothing unless all have state."""
+    states = {rank.folder: _optimizers(rank) for _, rank in _all(ranks)}
+    if not all(own and all(s.get("optimizer", s).get("state") for s in own) for own in states.values()):
+        return {}
+    return {rank.folder: _named(rank, states[rank.folder]) for _, rank in _all(ranks)}
+
+
+def _named(rank: Rank, optimizers: Sequence[Mapping[str, Any]]) -> Named:
+    named: Named = [{kind: {} for kind in MOMENTS} for _ in rank.chunks]
+    for optimizer in optimizers:
+        inner = optimizer.get("optimizer", optimizer)
+        masters = optimizer.get("fp32_from_fp16_params")
+        for number, group in enumerate(inner["param_groups"]):
+            names = list(_of_group(rank, group))
+            if len(names) != len(group["params"]):
+                raise UserError(f"{rank.folder}: its optimizer has other groups of parameters than Megatron's default")
+            for (chunk, name), index in zip(names, group["params"], strict=True):
+                for kind in MOMENTS:
+                    named[chunk][kind][name] = inner["state"][index][kind]
+            for (chunk, name), master in zip(names, masters[number] if masters else (), strict=bool(masters)):
+                named[chunk].setdefault("weight", {})[name] = master
+    if any(len(chunk[kind]) != len(own) for chunk, own in zip(named, rank.chunks, strict=True) for kind in chunk):
+        raise UserError(f"{rank.folder}: its optimizer has not the parameters of the model, or some of them twice")
+    return named
+
+
+def _of_group(rank: Rank, group: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """(chunk, name) of the parameters that Megatron puts in such a group, in its order."""
+    decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
+    own_experts = bool(group.get("is_expert_parallel"))
+    apart = len(_optimizers(rank)) > 1  # experts have an optimizer of their own
+    for number, chunk in enumerate(rank.chunks):
+        for name, stored in chunk.items():
+            if decayed(name, stored.shape) == decays and (is_expert(name) and apart) == own_experts:
+                yield number, name
 
 
 def _steps(optimizer: Mapping[str, Any]) -> int:
     inner = optimizer.get("optimizer", optimizer)
     said = [group["step"] for group in inner["param_groups"] if "step" in group]
-    said += [entry["step"] for entry in inner["state"].values() if "step" in entry]
+    said += [entry["step"] for entry in inner.get("state", {}).values() if "step" in entry]
     return max((int(step.read().item() if isinstance(step, Stored) else step) for step in said[:1]), default=0)
 
 

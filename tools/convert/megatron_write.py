@@ -8,8 +8,9 @@ it. As torch says of files so made, their checksums of the zip format are not ri
 import argparse
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial as bind
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megaprec.errors import UserError
 from tools.convert.megatron import find_megatron, open_megatron
+from tools.convert.megatron_experts import expert_of, local_name
 from tools.convert.megatron_layout import FILE, TRACKER, args_of, part, part_shape, rank_folder
 from tools.convert.megatron_state import MOMENTS, decayed
 from tools.convert.names import megatron
@@ -30,24 +32,36 @@ from tools.convert.tensors import fill
 
 DIVISIBLE = 128  # rows of the vocabulary are padded to this times the tensor-parallel ranks, as Megatron does
 HALF = (torch.bfloat16, torch.float16)
+# Megatron looks for these, and takes its own with --override-opt-param-scheduler.
+RATES = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
+DECAYS = ("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style")
 
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """Over how many ranks the checkpoint is laid out, and whether norms bear Transformer Engine's fused names."""
+    """Over how many ranks the checkpoint is laid out, and which names it has.
+
+    fused_norms: norms bear Transformer Engine's names. grouped: so do experts, which Megatron then computes together.
+    """
 
     tp: int = 1
     pp: int = 1
+    ep: int = 1
     fused_norms: bool = True
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
 class _Local:
-    """A tensor of `match` as a stage has it: its name there and its part's shape."""
+    """A tensor of `match` as a stage has it: its name there and its part's shape.
+
+    expert: the number of the expert that it belongs to, if it is one's; the name counts a rank's own.
+    """
 
     name: str
     match: Match
     shape: tuple[int, ...]
+    expert: int | None
 
 
 def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:
@@ -57,9 +71,11 @@ def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronL
         raise UserError(
             f"--tp {layout.tp} --pp {layout.pp}: give 1 or more, and stages that divide {model.layers} layers"
         )
+    if layout.ep < 1 or model.experts % layout.ep or (layout.ep > 1 and not model.experts):
+        raise UserError(f"--ep {layout.ep}: give a number of ranks that divides the {model.experts} experts")
     weights = dtype or source.dtype("weight/embedding.weight")
     writer = _Writer(source, layout, weights)
-    describe = {"to": "megatron", "dtype": str(dtype), "layout": [layout.tp, layout.pp, layout.fused_norms]}
+    describe = {"to": "megatron", "dtype": str(dtype), "layout": astuple(layout)}
     size = sum(prod(source.shapes[key]) * kept.itemsize for key, kept in writer.dtypes.items())
     return Target(describe, size, writer.dtypes, writer.reserve, writer.finish, _reopen)
 
@@ -70,6 +86,23 @@ def _reopen(path: Path) -> Source:
     return open_megatron(found)
 
 
+class _Rooms:
+    """Tensors without values for a file to be, in the order in which it will hold them."""
+
+    def __init__(self) -> None:
+        self.slots: list[tuple[str, _Local, torch.dtype] | None] = []  # None: the loss scale
+
+    def take(self, kind: str, tensor: _Local, dtype: torch.dtype) -> Tensor:
+        """Room for a rank's part of a tensor."""
+        self.slots.append((kind, tensor, dtype))
+        return torch.empty(tensor.shape, dtype=dtype)
+
+    def take_scale(self) -> Tensor:
+        """Room for the loss scale."""
+        self.slots.append(None)
+        return torch.empty(1)
+
+
 class _Writer:
     def __init__(self, source: Source, layout: MegatronLayout, weights: torch.dtype) -> None:
         self.source, self.layout, self.weights = source, layout, weights
@@ -77,6 +110,7 @@ class _Writer:
         unit = DIVISIBLE * layout.tp
         self.padded = -(-model.vocab // unit) * unit
         self.args = args_of(model, self.padded, layout.tp, layout.pp, layout.fused_norms, weights)
+        self.args |= {"expert_model_parallel_size": layout.ep, "moe_grouped_gemm": layout.grouped}
         self.matches = matches(megatron(layout.fused_norms, False, model), model)
         self.has_state = set(MOMENTS) <= set(source.kinds)
         self.masters = self.has_state and weights in HALF
@@ -91,26 +125,48 @@ class _Writer:
     def _stage(self, stage: int) -> Iterator[_Local]:
         """The tensors of a pipeline stage, in the order of its parameters."""
         pp, layers = self.layout.pp, self.source.model.layers // self.layout.pp
-        for match in self.matches:
+        for match in self._as_registered():
             if name := _local_name(match.foreign, stage, layers, pp):
                 yield self._local(name, match)
         if self.source.model.tied and pp > 1 and stage == pp - 1:
             embedding = next(m for m in self.matches if m.foreign.startswith("embedding.word"))
             yield self._local("output_layer.weight", embedding)
 
+    def _as_registered(self) -> list[Match]:
+        """In the order of Megatron's parameters: one expert after another, unless they are grouped."""
+        last = len(self.matches)
+        first = {m.foreign.partition(".experts.")[0]: n for n, m in reversed([*enumerate(self.matches)])}
+
+        def place(item: tuple[int, Match]) -> tuple[int, int, int]:
+            number, match = item
+            expert = expert_of(match.foreign)
+            if expert is None or self.layout.grouped:
+                return number, 0, 0
+            return first[match.foreign.partition(".experts.")[0]], expert, last
+
+        return [match for _, match in sorted(enumerate(self.matches), key=place)]
+
     def _local(self, name: str, match: Match) -> _Local:
-        return _Local(name, match, part_shape(match.shape, match.cut, self.layout.tp, self.padded))
+        shape = part_shape(match.shape, match.cut, self.layout.tp, self.padded)
+        own = self.source.model.experts // self.layout.ep
+        return _Local(local_name(name, own, self.layout.grouped), match, shape, expert_of(match.foreign))
+
+    def _files(self) -> Iterator[tuple[int, str, list[_Local]]]:
+        """(tp rank, file, what is in it) of every rank."""
+        layout, own = self.layout, self.source.model.experts // self.layout.ep
+        for stage, local in enumerate(self.stages):
+            for tp, ep in product(range(layout.tp), range(layout.ep)):
+                folder = rank_folder(tp, stage, layout.pp, ep, layout.ep)
+                held = [tensor for tensor in local if tensor.expert is None or tensor.expert // own == ep]
+                yield tp, f"{self.folder}/{folder}/{FILE}", held
 
     def reserve(self, folder: Path, write: bool) -> list[Write]:
         """Makes all ranks' files; one write for each whole tensor and kind, with a place in each file that has it."""
         places: dict[tuple[str, Match], list[Place]] = {}
-        for stage, local in enumerate(self.stages):
-            for rank in range(self.layout.tp):
-                file = f"{self.folder}/{rank_folder(rank, stage, self.layout.pp)}/{FILE}"
-                starts = self._make(folder / file, local, stage, rank, write)
-                for (kind, tensor, dtype), start in starts:
-                    take = bind(_part, tensor.match, rank, self.layout.tp, self.padded, dtype)
-                    places.setdefault((kind, tensor.match), []).append(Place(file, start, take))
+        for rank, file, held in self._files():
+            for (kind, tensor, dtype), start in self._make(folder / file, held, rank, write):
+                take = bind(_part, tensor.match, rank, self.layout.tp, self.padded, dtype)
+                places.setdefault((kind, tensor.match), []).append(Place(file, start, take))
         sizes = heads(self.source.model)
         return [
             Write(
@@ -123,81 +179,82 @@ class _Writer:
         ]
 
     def _make(
-        self, file: Path, local: Sequence[_Local], stage: int, rank: int, write: bool
+        self, file: Path, local: Sequence[_Local], rank: int, write: bool
     ) -> Iterator[tuple[tuple[str, _Local, torch.dtype], int]]:
         """((kind, tensor, dtype), byte where it begins) of all tensors in one rank's file."""
-        slots: list[tuple[str, _Local, torch.dtype] | None] = []
-
-        def room(kind: str, tensor: _Local, dtype: torch.dtype) -> Tensor:
-            slots.append((kind, tensor, dtype))
-            return torch.empty(tensor.shape, dtype=dtype)
-
+        rooms = _Rooms()
         with FakeTensorMode():
-            content = self._content(local, stage, rank, room)
-            scale = self._add_scaler(content, slots)
+            content = self._content(local, rank, rooms)
         if write:
             file.parent.mkdir(parents=True, exist_ok=True)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(content, file)
-        starts = _storage_starts(file)
-        for slot, start in zip(slots, starts, strict=True):
+        for slot, start in zip(rooms.slots, _storage_starts(file), strict=True):
             if slot is not None:
                 yield slot, start
-            elif write and scale is not None:
-                fill(file, start, torch.tensor([scale]))
+            elif write:
+                fill(file, start, torch.tensor([self.source.facts.scaler["scale"]]))
 
-    def _content(self, local: Sequence[_Local], stage: int, rank: int, room: Any) -> dict[str, Any]:
+    def _content(self, local: Sequence[_Local], rank: int, rooms: _Rooms) -> dict[str, Any]:
         progress = self.source.facts.progress
-        args = {**self.args, "consumed_train_samples": progress.get("samples", 0), "rank": rank}
+        samples = progress.get("samples", 0)
+        args = {**self.args, "consumed_train_samples": samples, "rank": rank}
+        args["seq_length"] = progress.get("tokens", 0) // samples if samples else args["seq_length"]
         content: dict[str, Any] = {
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,
             "iteration": progress.get("step", self.source.facts.steps),
-            "model": {tensor.name: room("weight", tensor, self.weights) for tensor in local},
+            "model": {tensor.name: rooms.take("weight", tensor, self.weights) for tensor in local},
         }
         if self.has_state:
-            content["optimizer"] = self._optimizer(local, room)
+            content["optimizer"] = self._optimizers(local, rooms)
+            content["opt_param_scheduler"] = {
+                **dict.fromkeys(RATES + DECAYS),
+                "num_steps": progress.get("applied_samples", 0),
+            }
         return content
 
-    def _optimizer(self, local: Sequence[_Local], room: Any) -> dict[str, Any]:
-        steps = self.source.facts.steps
-        groups = [[t for t in local if decayed(t.name, t.shape) == decays] for decays in (True, False)]
+    def _optimizers(self, local: Sequence[_Local], rooms: _Rooms) -> Any:
+        """One, or two in a list where a rank has experts of its own."""
+        if self.layout.ep == 1:
+            return self._optimizer(local, rooms)
+        apart = ([t for t in local if (t.expert is not None) == own] for own in (False, True))
+        return [self._optimizer(tensors, rooms) for tensors in apart]
+
+    def _optimizer(self, local: Sequence[_Local], rooms: _Rooms) -> dict[str, Any]:
+        experts = self.layout.ep > 1 and any(t.expert is not None for t in local)
+        steps, both = self.source.facts.steps, (True, False)
+        groups = {decays: [t for t in local if decayed(t.name, t.shape) == decays] for decays in both}
         state: dict[int, Any] = {}
-        for number, tensor in enumerate(tensor for group in groups for tensor in group):
-            state[number] = {"step": float(steps), **{kind: room(kind, tensor, torch.float32) for kind in MOMENTS}}
-        first = len(groups[0])
-        inner = {
-            "state": state,
-            "param_groups": [
-                _group(steps, 1.0, range(first)),
-                _group(steps, 0.0, range(first, first + len(groups[1]))),
-            ],
-        }
+        told = []
+        for decays, group in groups.items():
+            if group:
+                told.append(_group(steps, float(decays), range(len(state), len(state) + len(group)), experts))
+            for t in group:
+                moments = {kind: rooms.take(kind, t, torch.float32) for kind in MOMENTS}
+                state[len(state)] = {"step": float(steps), **moments}
+        inner = {"state": state, "param_groups": told}
         if not self.masters:
             return inner
-        return {
-            "optimizer": inner,
-            "fp32_from_fp16_params": [[room("weight", t, torch.float32) for t in group] for group in groups],
-        }
+        masters = [[rooms.take("weight", t, torch.float32) for t in group] for group in groups.values() if group]
+        return {"optimizer": inner, "fp32_from_fp16_params": masters} | self._scaler(rooms)
 
-    def _add_scaler(self, content: dict[str, Any], slots: list[Any]) -> float | None:
-        """Puts the loss scaler's state there, where Megatron has one; returns its scale, which is a tensor there."""
-        scaler = self.source.facts.scaler
-        if not self.masters or not scaler:
-            return None
-        trackers = {name: int(scaler[name]) for name in ("growth_tracker", "hysteresis_tracker")}
-        content["optimizer"]["grad_scaler"] = {"scale": torch.empty(1), **trackers}
-        slots.append(None)
-        return scaler["scale"]
+    def _scaler(self, rooms: _Rooms) -> dict[str, Any]:
+        """The loss scaler's state, of which the scale is a tensor there."""
+        kept = self.source.facts.scaler
+        if not kept:
+            return {}
+        trackers = {name: int(kept[name]) for name in ("growth_tracker", "hysteresis_tracker")}
+        return {"grad_scaler": {"scale": rooms.take_scale(), **trackers}}
 
     def finish(self, folder: Path) -> None:
         """The file that names the iteration."""
         (folder / TRACKER).write_text(str(int(self.folder.removeprefix("iter_"))))
 
 
-def _group(steps: int, wd_mult: float, params: Sequence[int]) -> dict[str, Any]:
+def _group(steps: int, wd_mult: float, params: Sequence[int], experts: bool) -> dict[str, Any]:
     """A group of parameters as Megatron's optimizer tells it from others; rates and decay are for it to set."""
-    told = {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    told = {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": experts, "is_decoupled_lr": False}
     return {**told, "step": steps, "params": list(params)}
 
 
@@ -224,6 +281,10 @@ def _storage_starts(file: Path) -> list[int]:
 
 
 def _part(match: Match, rank: int, tp: int, padded: int, dtype: torch.dtype, whole: Tensor) -> Tensor:
+    """Of the vocabulary without its padding, for which there is room that holds zeros."""
+    if match.cut == "vocabulary":
+        rows = padded // tp
+        return whole[rank * rows : (rank + 1) * rows].to(dtype)
     return part(whole, match.cut, rank, tp, padded).to(dtype)
 
 

@@ -23,8 +23,8 @@ from tools.convert.source import Facts, Origin, Source
 from tools.convert.target import Place, Target, Write
 from tools.convert.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.transforms import SAME
-from tools.resume import kept
-from tools.trainer import Progress
+from tools.own_model import require_builtin
+from tools.saved import Progress, kept
 
 MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safetensors"
 
@@ -35,15 +35,30 @@ def find_native(path: Path) -> Path | None:
     return found if (found / INDEX).is_file() else None
 
 
+def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
+    """The model of a checkpoint and the file of its tokenizer, if there is one."""
+    store = Store(path)
+    tokenizer = store.index.get("tokenizer")
+    return make_model(kept(store, "model"), f"{path / INDEX}"), store.file(tokenizer) if tokenizer else None
+
+
 def open_native(path: Path) -> Source:
     """Opens a checkpoint. UserError if it is damaged or does not hold the model it describes."""
     store = Store(path)
     model = make_model(kept(store, "model"), f"{path / INDEX}")
+    require_builtin(model, "conversion")
     index = store.index
     _check(path, model, store)
     files = {name: safetensors_in(store.file(name)) for name in index["files"] if name.endswith(".safetensors")}
     origins = [
-        Origin(key, (key,), (tuple(e["shape"]),), getattr(torch, e["dtype"]), bind(_assembled, store, key, files))
+        Origin(
+            key,
+            (key,),
+            (tuple(e["shape"]),),
+            getattr(torch, e["dtype"]),
+            bind(_assembled, store, key, files),
+            bind(_rows, store, key),
+        )
         for key, e in sorted(index["tensors"].items(), key=lambda item: item[0].split("/", 1)[::-1])
     ]
     names = [index["tokenizer"], "tokenizer_config.json"] if index.get("tokenizer") else []
@@ -84,6 +99,11 @@ def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> l
     if whole is None or filled != prod(entry["shape"]):
         raise UserError(f"{store.path} lacks a part of {key}: it is damaged")
     return [whole]
+
+
+def _rows(store: Store, key: str, top: int, bottom: int) -> Tensor:
+    row = store.index["tensors"][key]["shape"][1:]
+    return store.rectangle(key, [top, *(0 for _ in row)], [bottom - top, *row])
 
 
 def native_target(source: Source, dtype: torch.dtype | None) -> Target:

@@ -1,7 +1,7 @@
 """A model in any format, read by logical names; what every format's reader makes.
 
 Keys are those of our checkpoints: weight/NAME, exp_avg/NAME and exp_avg_sq/NAME. A tensor of another system may hold
-several logical ones: they are its `Origin`. It is read once, its parts are kept until another origin is read.
+several logical ones: they are its `Origin`. It is read once, its parts are kept until each is asked for.
 """
 
 from collections import Counter
@@ -82,10 +82,10 @@ class Source:
         return some(top, bottom) if some else self.read(key)[top:bottom]
 
     def read(self, key: str) -> Tensor:
-        """A logical tensor. The last foreign tensor's parts stay in memory, for they are asked for together."""
+        """A logical tensor. The other parts of its foreign tensor stay in memory, for they are asked for next."""
         origin = self._origin[key]
-        if self._held[0] != origin.name:
+        if self._held[0] != origin.name or key not in self._held[1]:
             self._held = "", {}  # lets go of the old one first
             self._held = origin.name, dict(zip(origin.keys, origin.load(), strict=True))
             self.loads[origin.name] += 1
-        return self._held[1][key]
+        return self._held[1].pop(key)

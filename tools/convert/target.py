@@ -187,6 +187,7 @@ def _write(write: Write, source: Source, target: Target, partial: Path) -> dict[
     parts = [source.read(key) for key in write.keys]
     digests = {key: digest(part.to(target.dtypes[key])) for key, part in zip(write.keys, parts, strict=True)}
     whole = write.join(parts)
+    del parts  # memory that is not needed twice
     for place in write.places:
         fill(partial / place.file, place.start, place.take(whole))
     return digests

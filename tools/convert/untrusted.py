@@ -62,7 +62,7 @@ def described(value: Any) -> Any:
     if isinstance(value, argparse.Namespace):
         return ["dict", [[k, described(v)] for k, v in vars(value).items()]]
     if isinstance(value, dict):
-        return ["dict", [[k, described(v)] for k, v in value.items() if isinstance(k, str | int)]]
+        return ["dict", [[_key(k), described(v)] for k, v in value.items() if isinstance(k, str | int | tuple)]]
     if isinstance(value, list | tuple | torch.Size):
         return ["list", [described(v) for v in value]]
     if value is None or isinstance(value, str | int | float | bool):
@@ -70,6 +70,11 @@ def described(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return ["plain", str(value)]
     return ["other", type(value).__name__]
+
+
+def _key(key: Any) -> str | int:
+    """Of a dict's entry; a tuple, such as one of dtypes, as text."""
+    return key if isinstance(key, str | int) else ", ".join(map(str, key))
 
 
 def unpickled(file: Path | io.BytesIO) -> Any:

@@ -1,0 +1,114 @@
+"""Samples of several data sets in exact proportions.
+
+A blend repeats a pattern, one period of which names the data set of each sample. Weights are ratios of whole numbers,
+so there is a period in which each data set has its exact share; within it they are laid out by deadline: the j-th
+sample of a data set with share w comes no earlier than position floor(j / w) and before position ceil((j + 1) / w).
+Such windows can always be kept if the shares add up to one, and the earliest deadline first keeps them (Baruah et al.,
+"Proportionate progress", 1996). So among the first n samples, for every n, there is less than one more or less than
+w * n of each.
+
+Which sample comes at a position is a pure function of it and the seed: no rank keeps a count. Each data set goes
+through epochs of its own.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megaprec.data.samples import Batch, Samples
+from megaprec.errors import UserError
+
+LONGEST_PERIOD = 1_000_000
+
+
+class Blend:
+    """Samples of several data sets, by weight. Used like `Samples`; an epoch of it has no meaning, its length some.
+
+    names: what each data set is called. totals: how many samples each has in all, of which `parts` are some.
+    """
+
+    def __init__(
+        self, parts: Sequence[Samples], weights: Sequence[float], names: Sequence[str], totals: Sequence[int]
+    ) -> None:
+        self.parts, self._names = parts, names
+        self._pattern = pattern(shares(weights))
+        self._offsets = np.concatenate(([0], np.cumsum(totals)))
+        self._per_period = np.bincount(self._pattern, minlength=len(parts))
+        self._before = np.empty_like(self._pattern)  # of the same data set, earlier in the period
+        for part, count in enumerate(self._per_period):
+            self._before[self._pattern == part] = np.arange(count)
+
+    def __len__(self) -> int:
+        """Samples in all data sets together."""
+        return sum(map(len, self.parts))
+
+    def batch(self, position: int, count: int) -> Batch:
+        """The samples at positions [position, position + count); ids count on from one data set to the next."""
+        periods, places = np.divmod(np.arange(position, position + count), len(self._pattern))
+        which = self._pattern[places]
+        own = periods * self._per_period[which] + self._before[places]
+        found = [(which == part).nonzero()[0] for part in range(len(self.parts))]
+        batches = [self.parts[part].batch(int(own[rows[0]]), len(rows)) for part, rows in enumerate(found) if len(rows)]
+        order = torch.from_numpy(np.argsort(np.concatenate(found)))
+        ids = torch.cat([b.ids for b in batches])[order] + torch.from_numpy(self._offsets[which])
+        return Batch(
+            _joined([b.tokens for b in batches], order),
+            _joined([b.targets for b in batches], order),
+            ids,
+            *(
+                None if some[0] is None else _joined(some, order)
+                for some in zip(*((b.mask, b.documents, b.positions) for b in batches), strict=True)
+            ),
+        )
+
+    def labels(self, ids: torch.Tensor) -> list[str]:
+        """Each sample's data set, and its number there."""
+        parts = np.searchsorted(self._offsets, ids.numpy(), side="right") - 1
+        return [f"{self._names[part]}:{int(id) - self._offsets[part]}" for part, id in zip(parts, ids, strict=True)]
+
+    def taken(self, samples: int) -> list[int]:
+        """How many of the first `samples` are of each data set."""
+        periods, rest = divmod(samples, len(self._pattern))
+        some = np.bincount(self._pattern[:rest], minlength=len(self.parts))
+        return (periods * self._per_period + some).tolist()
+
+
+def shares(weights: Sequence[float]) -> list[int]:
+    """The smallest whole numbers that are to each other as the weights, taken as they are written in decimals.
+
+    `UserError` if their sum, the period of the blend, is more than LONGEST_PERIOD.
+    """
+    exact = [Fraction(repr(weight)) for weight in weights]
+    whole = [int(f * math.lcm(*(f.denominator for f in exact))) for f in exact]
+    least = [n // math.gcd(*whole) for n in whole]
+    if sum(least) > LONGEST_PERIOD:
+        raise UserError(
+            f"weights {', '.join(map(repr, weights))} make {sum(least):,} samples the shortest stretch with exact "
+            f"proportions, {LONGEST_PERIOD:,} at most: give weights with fewer digits"
+        )
+    return least
+
+
+def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
+    """One period: which data set comes at each position, int64 [sum(shares)]."""
+    period = sum(shares)
+    made = np.empty(period, dtype=np.int64)
+    waiting = [(0, part, 0) for part in range(len(shares))]  # (earliest position, data set, its how manieth)
+    ready: list[tuple[int, int, int]] = []  # (position that it comes before, ...)
+    for position in range(period):
+        while waiting and waiting[0][0] <= position:
+            _, part, number = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(number + 1) * period // shares[part]), part, number))
+        _, part, number = heapq.heappop(ready)
+        made[position] = part
+        heapq.heappush(waiting, ((number + 1) * period // shares[part], part, number + 1))
+    return made
+
+
+def _joined(parts: Sequence[torch.Tensor], order: torch.Tensor) -> torch.Tensor:
+    return torch.cat(tuple(parts))[order]

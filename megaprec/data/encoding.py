@@ -1,0 +1,117 @@
+"""Texts to ids, in this process or, run as a program, in one of its own that does nothing else.
+
+A worker reads requests from standard input and answers each on standard output, until its input ends:
+
+    request   u64 P, u64 B       pieces of text and bytes that they take together
+              i64[P]             bytes of each piece
+              u8[P]              1 where a document ends after the piece
+              B bytes            the pieces, UTF-8, back to back
+    answer    u64 T, u64 D       tokens, and documents that end among them
+              i64[D]             how many tokens there are up to the end of each
+              i32[T]             the tokens
+
+It imports nothing of ours, so that it starts fast and stays small: a worker takes the memory of its tokenizer.
+"""
+
+import os
+import signal
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+import numpy as np
+import sentencepiece
+from numpy.typing import NDArray
+
+HEAD = struct.Struct("<QQ")
+
+Encode = Callable[[str], list[int]]
+Encoded = tuple[NDArray[np.int32], NDArray[np.int64]]
+
+
+def sentencepiece_encoder(model: bytes) -> tuple[Encode, sentencepiece.SentencePieceProcessor]:
+    """What encodes texts with a SentencePiece model, and the model."""
+    processor = sentencepiece.SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model)
+    return processor.encode, processor
+
+
+def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
+    """What encodes texts with a `tokenizer.json`, and the tokenizer. ImportError without the package `tokenizers`.
+
+    A text that spells a special token has it as plain text: no text can end its own document.
+    """
+    import tokenizers  # noqa: PLC0415 (optional)
+
+    tokenizer = tokenizers.Tokenizer.from_str(definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer
+
+
+def is_json(content: bytes) -> bool:
+    """Whether the file is Hugging Face's; else it is SentencePiece's."""
+    return content[:64].lstrip().startswith(b"{")
+
+
+def encode_pieces(encode: Encode, texts: Sequence[str], ends: Sequence[bool], eos: int | None) -> Encoded:
+    """Ids of all texts back to back, int32, with `eos` after each that ends a document; and where those end, int64."""
+    ending = [] if eos is None else [eos]
+    ids = [np.array(encode(text) + ending * end, np.int32) for text, end in zip(texts, ends, strict=True)]
+    until = np.cumsum([len(some) for some in ids], dtype=np.int64)
+    return np.concatenate(ids) if ids else np.zeros(0, np.int32), until[np.array(ends, dtype=bool)]
+
+
+def send_request(stream: IO[bytes], texts: Sequence[str], ends: Sequence[bool]) -> None:
+    """The main process's side: asks."""
+    encoded = [text.encode() for text in texts]
+    sizes = np.array([len(text) for text in encoded], "<i8")
+    stream.write(HEAD.pack(len(texts), int(sizes.sum())))
+    stream.write(sizes.tobytes() + np.array(ends, "u1").tobytes())
+    stream.writelines(encoded)
+    stream.flush()
+
+
+def read_answer(stream: IO[bytes]) -> Encoded:
+    """The main process's side: gets what it asked for. EOFError if the worker has ended."""
+    tokens, documents = HEAD.unpack(_read(stream, HEAD.size))
+    until = np.frombuffer(_read(stream, 8 * documents), "<i8")
+    return np.frombuffer(_read(stream, 4 * tokens), "<i4"), until
+
+
+def serve(encode: Encode, eos: int | None, requests: IO[bytes], answers: IO[bytes]) -> None:
+    """The worker's side: answers until there is no further request."""
+    while head := requests.read(HEAD.size):
+        pieces, size = HEAD.unpack(head)
+        cuts = np.cumsum(np.frombuffer(_read(requests, 8 * pieces), "<i8"))[:-1]
+        ends = np.frombuffer(_read(requests, pieces), "u1").astype(bool).tolist()
+        text = _read(requests, size)
+        texts = [text[a:b].decode() for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+        ids, until = encode_pieces(encode, texts, ends, eos)
+        answers.write(HEAD.pack(len(ids), len(until)))
+        answers.write(until.astype("<i8", copy=False).tobytes())
+        answers.write(ids.astype("<i4", copy=False).tobytes())
+        answers.flush()
+
+
+def _read(stream: IO[bytes], size: int) -> bytes:
+    content = stream.read(size)
+    if len(content) < size:
+        raise EOFError(f"{len(content)} bytes where {size} were to come")
+    return content
+
+
+def main(path: str, eos: str) -> None:
+    """Serves with the tokenizer in file `path`; `eos` is an id or empty."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process is interrupted, and then the input ends
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with open(path, "rb") as file:
+        content = file.read()
+    encode, _ = hugging_face_encoder(content.decode()) if is_json(content) else sentencepiece_encoder(content)
+    serve(encode, int(eos) if eos else None, sys.stdin.buffer, sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

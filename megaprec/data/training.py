@@ -1,0 +1,123 @@
+"""Learning a tokenizer from text, on the spot and in seconds.
+
+By SentencePiece: byte-pair encoding with byte fallback over a bounded sample of lines, with every character kept as it
+is. Runs of spaces become pieces, so indentation is cheap; a newline is never in a training line, so it is the byte
+piece <0x0A>, one token. Every text comes back exactly, but for the character U+2581, which SentencePiece itself uses
+for the space and turns into one. By Hugging Face's `tokenizers`: byte-level byte-pair encoding, from which every text
+comes back exactly.
+"""
+
+import io
+import random
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import sentencepiece
+
+from megaprec.data.files import beside, write_whole
+from megaprec.errors import UserError
+
+SAMPLE_CHARS = 4_000_000  # what a vocabulary is learned from; ten times more changes tokens per text by some 1 %
+FIXED_PIECES = 3 + 256  # unknown, begin, end; bytes
+LONGEST_LINE = 1 << 16  # bytes; SentencePiece leaves out longer lines
+END = "<|endoftext|>"
+
+
+def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, overwrite: bool = False) -> Path:
+    """Learn `vocab_size` pieces from `texts` and write `PREFIX.model`, whole or not at all; returns its path.
+
+    A pure function of the texts and the size: the same model bytes every time. Reads all texts once and holds
+    about `SAMPLE_CHARS` characters of them. `UserError` if the size does not suit the text, or if another model is
+    there and may not be overwritten.
+    """
+    lines = _sample_lines(texts)
+    if not lines:
+        raise UserError("a tokenizer cannot be learned from a text without a line; give a text of some length")
+    content = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=content,  # a file name would be recorded in the model and change its bytes
+            vocab_size=max(vocab_size, FIXED_PIECES),  # so that 0 is answered like any other size too small
+            model_type="bpe",
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            max_sentence_length=LONGEST_LINE,
+            num_threads=1,  # recorded in the model too
+            minloglevel=2,
+        )
+    except RuntimeError as problem:
+        reason = _why_untrainable(str(problem))
+        raise UserError(f"a vocabulary of {vocab_size} cannot be learned from this text: {reason}") from problem
+    return _publish(beside(prefix, ".model"), content.getvalue(), overwrite)
+
+
+def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwrite: bool = False) -> Path:
+    """Learn `vocab_size` tokens from `texts` and write them as a `tokenizer.json`, whole or not at all, to `path`.
+
+    Byte-level byte-pair encoding as of GPT-2, ended by <|endoftext|>, which is token 0. A pure function of the texts
+    and the size. `UserError` as above, and without the package `tokenizers`.
+    """
+    try:
+        import tokenizers  # noqa: PLC0415 (optional)
+    except ImportError as problem:
+        raise UserError(f"{path} needs tokenizers: pip install 'megaprec[hf]'") from problem
+    lines = _sample_lines(texts)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    if not lines or vocab_size <= len(alphabet):
+        why = f"the bytes and the end alone take {len(alphabet) + 1}; give at least that" if lines else "it has no line"
+        raise UserError(f"a vocabulary of {vocab_size} cannot be learned from this text: {why}")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    made.train_from_iterator((line + "\n" for line in lines), trainer)
+    if (there := made.get_vocab_size()) < vocab_size:
+        raise UserError(
+            f"a vocabulary of {vocab_size} cannot be learned from this text: there are only {there} pieces in it; give "
+            "at most that, or more text"
+        )
+    return _publish(path, made.to_str(pretty=True).encode(), overwrite)
+
+
+def _publish(path: Path, content: bytes, overwrite: bool) -> Path:
+    if path.exists() and path.read_bytes() != content and not overwrite:
+        raise UserError(f"{path} exists and is another model; choose another name or remove it")
+    write_whole(path, content)
+    return path
+
+
+def _sample_lines(texts: Iterable[str], limit: int = SAMPLE_CHARS) -> list[str]:
+    """A sample of the lines of `texts`, at most `limit` characters, spread evenly over all of them.
+
+    Whenever it grows too large, each line is dropped with probability one half, and later lines are taken with
+    half the probability of before. The dice are seeded: the sample is a function of the texts.
+    """
+    dice = random.Random(0)
+    kept: list[str] = []
+    chars, probability = 0, 1.0
+    for line in (line for text in texts for line in text.split("\n")):
+        if line and dice.random() < probability:
+            kept.append(line)
+            chars += len(line)
+        while chars > limit:
+            kept = [line for line in kept if dice.random() < 0.5]
+            chars, probability = sum(map(len, kept)), probability / 2
+    return kept
+
+
+def _why_untrainable(problem: str) -> str:
+    """SentencePiece's reason in the user's terms; it speaks of options that nobody can set here."""
+    if found := re.search(r"required_chars\. \d+ vs (\d+)", problem):
+        return f"the bytes and the common characters alone take {found[1]}; give at least that"
+    if found := re.search(r"value <= (\d+)", problem):
+        return f"there are only {found[1]} pieces in it; give at most that, or more text"
+    return " ".join(problem.split())

@@ -1,0 +1,99 @@
+"""Many processes that turn text into tokens, and one that puts their answers into the order of the questions.
+
+What is asked together (a chunk) is decided by the text alone, so the tokens do not depend on how many workers there
+are. At most two chunks for each worker are under way; that bounds the memory.
+"""
+
+import os
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from megaprec.data import encoding
+from megaprec.data.encoding import Encoded, encode_pieces, read_answer, send_request
+from megaprec.data.tokenizer import Tokenizer
+from megaprec.errors import UserError
+
+PROGRAM = Path(encoding.__file__)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Pieces of text that are encoded together; ends[i]: whether a document ends after texts[i]."""
+
+    texts: list[str]
+    ends: list[bool]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
+    """Each chunk and its ids, in order. One worker is this process; several are processes of their own.
+
+    Raises UserError if one of them is killed.
+    """
+    if workers == 1:
+        yield from (
+            (chunk, encode_pieces(tokenizer.encode, chunk.texts, chunk.ends, tokenizer.eos)) for chunk in chunks
+        )
+        return
+    with _processes(tokenizer, workers) as idle, ThreadPoolExecutor(workers) as threads:
+
+        def ask(chunk: Chunk) -> Encoded:
+            process = idle.get()
+            try:
+                return _exchange(process, chunk)
+            finally:
+                idle.put(process)
+
+        waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
+        for chunk in chunks:
+            waiting.append((chunk, threads.submit(ask, chunk)))
+            if len(waiting) >= 2 * workers:
+                first, answer = waiting.popleft()
+                yield first, answer.result()
+        yield from ((chunk, answer.result()) for chunk, answer in waiting)
+
+
+def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
+    assert process.stdin and process.stdout
+    try:
+        send_request(process.stdin, chunk.texts, chunk.ends)
+        return read_answer(process.stdout)
+    except (BrokenPipeError, EOFError) as error:
+        code = process.wait()
+        raise UserError(
+            f"a process that turns text into tokens ended with code {code}"
+            f"{' (killed, perhaps for want of memory)' if code == -9 else ''}: try fewer workers"
+        ) from error
+
+
+@contextmanager
+def _processes(tokenizer: Tokenizer, workers: int) -> Iterator["SimpleQueue[subprocess.Popen[bytes]]"]:
+    """Workers that wait for requests. They end with the block, or with this process, whatever ends it."""
+    command = [
+        sys.executable,
+        "-P",
+        str(PROGRAM),
+        str(tokenizer.path),
+        "" if tokenizer.eos is None else str(tokenizer.eos),
+    ]
+    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(workers)]
+    idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+    try:
+        for process in started:
+            idle.put(process)
+        yield idle
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,36 @@
+"""Samples that hold several documents: what a token sees of the sample, and which position it is at.
+
+A sample is cut out of a stream of documents, so it ends one, holds others and begins one more. By default a model is
+not told. Where it is, attention stays within a document and positions begin anew with each; both together make a
+packed sample the same as its documents one by one, but for what is computed over a whole sample: the angles of dynamic
+rotary scaling, which depend on its length, and the balance of experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packing:
+    """documents: int64 [b, s], the number of each token's document within its sample; None: attention sees all of it.
+
+    positions: int64 [b, s], each token's position within its document; None: within its sample.
+    """
+
+    documents: Tensor | None = None
+    positions: Tensor | None = None
+
+    def rows(self, rows: slice, device: torch.device) -> "Packing":
+        """Of some samples, on a device."""
+        return Packing(*(x if x is None else x[rows].to(device) for x in (self.documents, self.positions)))
+
+
+WHOLE = Packing()
+"""Every sample is one document, or taken for one."""
+
+
+def other_documents(documents: Tensor) -> Tensor:
+    """bool [b, 1, s, s]: True where two tokens are of different documents."""
+    return (documents[:, :, None] != documents[:, None, :]).unsqueeze(1)

@@ -1,0 +1,155 @@
+"""`megaprec data verify PATH`: whether data is whole and fits its tokenizer, before a run finds out.
+
+A data set (the prefix of a .bin and .idx pair) is read from end to end once; so is a text or a folder.
+One line for each thing that was looked at: `ok`, `note` (it can be trained on; you may want to know) or `bad`.
+Exit code: 0 if all is ok, 1 if there are notes, 2 if something is bad.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaprec.data.files import beside
+from megaprec.data.indexed import CHUNK, IndexedDataset
+from megaprec.data.text import open_source
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.errors import UserError
+
+LEVELS = ("ok", "note", "bad")
+OK, NOTE, BAD = range(3)
+
+Finding = tuple[int, str, str]  # level, what was looked at, what was seen
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Run `megaprec data verify`; returns the worst level. `UserError` if the path names nothing."""
+    worst = OK
+    for level, what, seen in findings(args.path, args.tokenizer, args.text_field):
+        print(f"{LEVELS[level]:<5} {what:<10} {seen}")
+        worst = max(worst, level)
+    return worst
+
+
+def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Iterator[Finding]:
+    """All that is to be said of a data set or a text."""
+    if path.endswith((".bin", ".idx")):
+        path = path[:-4]
+    if beside(Path(path), ".idx").exists() or beside(Path(path), ".bin").exists():
+        yield from _of_data_set(Path(path), tokenizer)
+    else:
+        yield from _of_text(path, text_field)
+
+
+def _of_text(path: str, text_field: str) -> Iterator[Finding]:
+    source = open_source(path, text_field=text_field)
+    documents = chars = empty = 0
+    try:
+        for _, pieces in groupby(source, key=itemgetter(0)):
+            length = sum(len(text) for _, text in pieces)
+            documents, chars, empty = documents + 1, chars + length, empty + (length == 0)
+    except UserError as error:
+        yield from ((BAD, "text", problem) for problem in error.problems)
+        return
+    yield OK, "text", f"{documents:,} documents in {len(source.files):,} files, {chars:,} characters"
+    if empty == documents:
+        yield BAD, "documents", "there is none with text"
+    elif empty:
+        yield NOTE, "documents", f"{empty:,} are empty; they are left out"
+
+
+def _of_data_set(prefix: Path, given: Path | None) -> Iterator[Finding]:
+    try:
+        dataset = IndexedDataset(prefix)
+    except UserError as error:
+        yield from ((BAD, "index", problem) for problem in error.problems)
+        return
+    if not dataset.num_tokens:
+        yield BAD, "index", "there is no token"
+        return
+    counts = f"{dataset.num_documents:,} documents, {dataset.num_sequences:,} sequences, {dataset.num_tokens:,} tokens"
+    yield OK, "index", f"{counts} of {dataset.dtype.name}"
+    left = beside(prefix, ".model")
+    file = given or (left if left.is_file() else None)
+    try:
+        tokenizer = load_tokenizer(file) if file else None
+    except UserError as error:
+        yield from ((BAD, "tokenizer", problem) for problem in error.problems)
+        tokenizer = None
+    yield from _of_ids(dataset, tokenizer)
+    yield from _of_documents(dataset, tokenizer)
+    yield from _of_record(dataset, tokenizer)
+
+
+def _of_ids(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+    try:
+        low, high = dataset.token_range()
+    except UserError as error:
+        yield from ((BAD, "ids", problem) for problem in error.problems)
+        return
+    seen = f"{low:,} to {high:,}"
+    if low < 0:
+        yield BAD, "ids", f"{seen}: negative ones are no tokens"
+    elif tokenizer is None:
+        yield NOTE, "ids", f"{seen}; no tokenizer to compare with: give --tokenizer"
+    elif high >= tokenizer.vocab_size:
+        yield BAD, "ids", f"{seen}, but {tokenizer.path} has {tokenizer.vocab_size:,} tokens: it is another one's data"
+    else:
+        yield OK, "ids", f"{seen}, of {tokenizer.vocab_size:,} tokens in {tokenizer.path}"
+
+
+def _of_documents(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+    lengths = dataset.document_lengths()
+    if empty := int((lengths == 0).sum()):
+        yield NOTE, "documents", f"{empty:,} of {len(lengths):,} are empty"
+    else:
+        yield OK, "documents", f"{lengths.min():,} to {lengths.max():,} tokens, none is empty"
+    if tokenizer is None or tokenizer.eos is None or dataset.dtype.kind == "f":
+        return
+    ends = np.cumsum(lengths)[lengths > 0] - 1
+    open_ended = 0
+    for start in range(0, len(ends), CHUNK):
+        last = np.array([dataset.tokens(int(end), 1)[0] for end in ends[start : start + CHUNK]])
+        open_ended += int((last != tokenizer.eos).sum())
+    if open_ended:
+        yield NOTE, "ends", f"{open_ended:,} documents do not end with the end-of-document token {tokenizer.eos}"
+    else:
+        yield OK, "ends", f"every document ends with the end-of-document token {tokenizer.eos}"
+
+
+def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
+    path = beside(dataset.prefix, ".json")
+    if not path.is_file():
+        yield (
+            NOTE,
+            "record",
+            f"there is no {path.name}: not made by `megaprec data build`, so nothing to hold it against",
+        )
+        return
+    try:
+        record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        expected = {suffix: record[f"{suffix}_sha256"] for suffix in ("bin", "idx")}
+    except (ValueError, KeyError, TypeError):
+        yield BAD, "record", f"{path.name} is damaged or of an older version: build the data set again"
+        return
+    for suffix, digest in expected.items():
+        name = beside(dataset.prefix, f".{suffix}")
+        if _sha256(name) == digest:
+            yield OK, "hash", f"{name.name} is as it was built"
+        else:
+            yield BAD, "hash", f"{name.name} is not what was built: copy it again or build it again"
+    if tokenizer and record.get("tokenizer_sha256") != _sha256(tokenizer.path):
+        yield BAD, "tokenizer", f"{tokenizer.path} is not the one that the data set was built with"
+    elif tokenizer:
+        yield OK, "tokenizer", f"{tokenizer.path} is the one that the data set was built with"
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

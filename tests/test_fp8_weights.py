@@ -24,6 +24,7 @@ from megaprec.optimistic import OptimisticOptimizer
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import LossScaling, plan
 from models.engine import Engine
+from parallel.recompute import Recompute
 from tests.layouts import Run, batches, make_engine, share_of, train_all
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, losses, rewind, steps, tensors, train, train_on, write_run
@@ -58,7 +59,7 @@ def pairs() -> Iterator[Run]:
     yield from (kept(kind, steps=2) for kind in KINDS)
     yield kept("current", steps=2, zero_size=1)
     yield kept("delayed", steps=2, options={"overlap": True, "bucket": 20_000})
-    yield kept("current", model=EXPERTS, steps=2)
+    yield kept("current", model=EXPERTS, steps=2, recompute=Recompute(fraction=1.0))
 
 
 def require_trains_as_weights_in_fp32(axes: dict[str, int], runs: Sequence[Run]) -> None:
@@ -70,7 +71,7 @@ def require_trains_as_weights_in_fp32(axes: dict[str, int], runs: Sequence[Run])
         assert any(not torch.equal(values, ours.before[name]) for name, values in ours.after.items())
 
 
-@pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_that_of_weights_kept_in_fp32(axes: dict[str, int]) -> None:
     require_trains_as_weights_in_fp32(axes, list(pairs()))
 
@@ -149,7 +150,7 @@ def require_codes_of_the_masters(one: Run, **axes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
-@pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_codes_are_the_masters_rounded_with_one_scale_for_a_logical_tensor(axes: dict[str, int], kind: Kind) -> None:
     require_codes_of_the_masters(kept(kind), **axes)
 

@@ -233,12 +233,13 @@ def test_a_run_logs_draws_and_alarms_and_ends_in_the_same_checkpoint(
 
 
 def test_ranks_of_all_axes_make_a_shadow_together(file: Path, tmp_path: Path) -> None:
-    for name, keys in (("before", KEYS), ("after", ("fp8.kind=current", *KEYS[1:], "optimizer.validation=after"))):
-        ours = train_on(
-            file, *keys, "fp8.shadow_every=3", f"train.folder={tmp_path / name}", tensor=2, pipeline=2, data=2
+    after = ("fp8.kind=current", *KEYS[1:], "optimizer.validation=after")
+    for name, keys, layout in (("before", KEYS, {"tensor": 2, "data": 2}), ("after", after, {"data": 1})):
+        folder, plain = f"train.folder={tmp_path / name}", f"train.folder={tmp_path / name}_plain"
+        ours = train_on(file, *keys, "fp8.shadow_every=3", folder, pipeline=2, **layout)
+        require_same(
+            tensors(checkpoint(ours, 6)), tensors(checkpoint(train_on(file, *keys, plain, pipeline=2, **layout), 6))
         )
-        plain = train_on(file, *keys, f"train.folder={tmp_path / name}_plain", tensor=2, pipeline=2, data=2)
-        require_same(tensors(checkpoint(ours, 6)), tensors(checkpoint(plain, 6)))
         assert [event["step"] for event in read_events(ours, SHADOW)] == [3, 6]
 
 

@@ -119,7 +119,7 @@ class FP8Gemm:
             scale = self.state.scale(self.reach.name, role)
         elif {"input": self.cut == 1, "gradient": self.cut == 0, "weight": self.cut is not None}[role]:
             agree = self._agree if self.state.tp.size > 1 else None
-        casts = quantize_both(x, recipe, role, scale, agree)
+        casts = quantize_both(x, recipe, role, scale=scale, agree=agree)
         self.state.note_lost(self.reach.name, role, x, casts[0])
         return casts
 

@@ -354,3 +354,13 @@ def test_a_run_goes_on_bit_for_bit_and_exchanges_checkpoints_with_runs_that_keep
 def test_a_run_says_what_its_weights_take(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(file, *KEYS, "fp8.parameters=true", "train.steps=1", f"train.folder={tmp_path / 'run'}") == 0
     assert "memory     5 + 12 = 17 bytes a parameter kept in FP8, 6 + 12 = 18 bytes" in capsys.readouterr().out
+
+
+def test_nemos_recipe_keeps_weights_in_fp8_as_it_says(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = "precision.nemo.recipe=bf16_with_fp8_current_scaling_mixed"
+    wide = "precision.nemo.first_last_layers_bf16=false"
+    assert train(file, recipe, wide, "train.steps=1", f"train.folder={tmp_path / 'run'}") == 0
+    said = capsys.readouterr().out
+    assert "products of 8 of 8 weights" in said and "17 bytes a parameter kept in FP8" in said

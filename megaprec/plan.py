@@ -42,6 +42,7 @@ class LossScaling:
 @dataclass(frozen=True)
 class PrecisionPlan:
     """compute: dtype of products and of activations between layers.
+    residual: dtype of the residual stream, to which each branch of a layer adds; the embedding begins it.
     pipeline: dtype of what pipeline stages send each other.
     parameters: dtype of the weights that the layers hold.
     keep_fp32: patterns (`fnmatch`) of logical names; a parameter that matches one is held, used and reduced in the
@@ -70,6 +71,7 @@ class PrecisionPlan:
     """
 
     compute: torch.dtype
+    residual: torch.dtype
     pipeline: torch.dtype
     parameters: torch.dtype
     keep_fp32: tuple[str, ...] = ()
@@ -114,6 +116,9 @@ class PrecisionPlan:
             ),
             f"gradients = {named['gradients']} must be fp32 or that of the parameters, {named['parameters']}": (
                 self.gradients in (torch.float32, self.parameters)
+            ),
+            f"residual = {dtype_name(self.residual)} is narrower than compute = {dtype_name(self.compute)}": (
+                self.residual.itemsize >= self.compute.itemsize
             ),
             f"split masters need bf16 parameters and FP32 masters, not {named['parameters']} and {named['masters']}": (
                 not self.remainders or (self.parameters, self.masters) == (torch.bfloat16, torch.float32)
@@ -180,7 +185,9 @@ def plan(
     if unknown := [f"precision.{key} = {name!r} is not known" for key, name in named.items() if name not in DTYPES]:
         raise UserError(*(f"{problem}: use one of {', '.join(DTYPES)}" for problem in unknown))
     fields: dict[str, Any] = {key: DTYPES[name] for key, name in named.items()}
-    fields |= dict.fromkeys(("sensitive", "buffers", "output"), DTYPES[wide]) | {"pipeline": DTYPES[compute]}
+    fields |= dict.fromkeys(("sensitive", "buffers", "output"), DTYPES[wide]) | dict.fromkeys(
+        ("residual", "pipeline"), DTYPES[compute]
+    )
     fields |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite} | others
     fields["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
     return PrecisionPlan(**fields, origin=dict.fromkeys(fields, "precision.compute"))

@@ -5,6 +5,8 @@ Shapes: s sequence, b micro-batch, h hidden, n heads of this rank, d head_dim. A
 key/value heads than ranks, neighbours hold the same one.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from parallel.norms import LayerNorm, RMSNorm
 
 
 def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
-    """The norm of the family, over the hidden features."""
+    """The norm of the family, over the hidden features"""
     kind = RMSNorm if config.norm == "rms" else LayerNorm
     return kind(context, config.hidden, name=name, eps=config.norm_eps)
 
@@ -61,15 +63,24 @@ class Attention(nn.Module):
         place: Place | None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        y, _ = self.qkv(x)
+        return self.context.recompute.run(
+            "attention",
+            partial(self._attend, rotary=rotary, place=place, documents=documents),
+            self.qkv(x)[0],
+            into=lambda mixed: self.output(mixed)[0],
+        )
+
+    def _attend(
+        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None, documents: Tensor | None
+    ) -> Tensor:
+        """From what the product with query, key and value makes, [s, b, own features], to what the output's takes."""
         query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
         query, key, value = (z.permute(1, 2, 0, 3) for z in (query, key, value))
-        mixed = self._mix(query, key, value, place, documents)
-        return self.output(mixed.permute(2, 0, 1, 3).flatten(2))[0]
+        return self._mix(query, key, value, place, documents).permute(2, 0, 1, 3).flatten(2)
 
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, documents: Tensor | None = None
@@ -109,7 +120,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout on both branches."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout on both branches.
+
+    x, the residual stream, and what comes of it, are in a dtype of their own; the branches compute in that of products.
+    """
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__()
@@ -126,11 +140,16 @@ class Block(nn.Module):
         place: Place | None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        mixed = self.attention(self.attention_norm(x), rotary, place, documents)
-        attended = x + self._drop(mixed, "attention", place)
-        normal = self.mlp_norm(x if self.config.parallel_residual else attended)
-        fed = self.mlp(normal, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normal)
-        return attended + self._drop(fed, "mlp", place)
+        normally = partial(self.context.recompute.run, "norm")
+        mixed = normally(self.attention_norm, x, into=lambda y: self.attention(y, rotary, place, documents))
+        attended = (x + self._drop(mixed, "attention", place)).to(x.dtype)
+        fed = normally(
+            self.mlp_norm, x if self.config.parallel_residual else attended, into=lambda y: self._feed(y, place)
+        )
+        return (attended + self._drop(fed, "mlp", place)).to(x.dtype)
+
+    def _feed(self, y: Tensor, place: Place | None) -> Tensor:
+        return self.mlp(y, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)
 
     def _drop(self, x: Tensor, branch: str, place: Place | None) -> Tensor:
         return dropout(x, self.config.dropout, self.context, f"{self.name}.{branch}", place)

@@ -130,6 +130,9 @@ class ModelConfig(BaseModel):
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on embeddings and residual branches")
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on attention weights")
+    embedding_grad_scale: float = Field(
+        default=1.0, gt=0, le=1, description="what the embedding's gradient is multiplied by, a tied head's part not"
+    )
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
 
     @model_validator(mode="before")
@@ -233,9 +236,12 @@ class ModelConfig(BaseModel):
 
     def layer_flops(self, seq_length: int) -> int:
         """Forward FLOPs of one block, per token. Attention counts the whole seq_length or window, as if not causal."""
-        seen = min(seq_length, self.window or seq_length)
         weights = self._attention_weights + self._mlp_weights(self.experts_per_token)
-        return 2 * weights + 4 * seen * self.heads * self.head_dim
+        return 2 * weights + self.attention_flops(seq_length)
+
+    def attention_flops(self, seq_length: int) -> int:
+        """Those of one block's attention that have no weight, likewise."""
+        return 4 * min(seq_length, self.window or seq_length) * self.heads * self.head_dim
 
     def embedding_flops(self) -> int:
         """Of the embedding, per token: it looks up, and its gradient adds one number per feature."""

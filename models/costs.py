@@ -2,7 +2,8 @@
 
 FLOPs of the matrix products: the backward pass of a product y = x W.T makes two products of the same size, one for x
 (the input gradient) and one for W (the weight gradient). Attention's own products have no weight, so both of theirs
-belong to the input gradient. Norms, softmax and activation functions are not counted.
+belong to the input gradient, and so does what is made again for it. Norms, softmax and activation functions are not
+counted.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from models.config import ModelConfig
 from models.stages import Cut
+from parallel.recompute import KEEP, Recompute
 from parallel.schedule import Instruction, Op
 
 
@@ -34,14 +36,16 @@ class StageCost:
         return costs.get(i.op, 0.0)
 
 
-def stage_costs(config: ModelConfig, cuts: Sequence[Cut], seq_length: int, micro_batch: int) -> list[StageCost]:
+def stage_costs(
+    config: ModelConfig, cuts: Sequence[Cut], seq_length: int, micro_batch: int, recompute: Recompute = KEEP
+) -> list[StageCost]:
     """The cost of each stage, over all of its tp ranks together. The vocabulary must be known."""
-    return [_stage_cost(config, cut, seq_length, seq_length * micro_batch) for cut in cuts]
+    return [_stage_cost(config, cut, seq_length, seq_length * micro_batch, recompute) for cut in cuts]
 
 
-def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int) -> StageCost:
+def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int, recompute: Recompute) -> StageCost:
     layers = len(cut.layers)
-    attention = layers * 4 * seq_length * config.heads * config.head_dim
+    attention = layers * config.attention_flops(seq_length)
     products = layers * config.layer_flops(seq_length) - attention + cut.last * config.head_flops()
     lookup = cut.first * config.embedding_flops()
     norm = config.hidden * (2 if config.norm == "layer" else 1)
@@ -54,7 +58,15 @@ def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int) -> 
     return StageCost(
         cut,
         forward=tokens * (products + attention),
-        input=tokens * (products + 2 * attention + lookup),
+        input=tokens * (products + 2 * attention + lookup + _again(config, recompute, layers, seq_length)),
         weight=tokens * products,
         parameters=parameters,
     )
+
+
+def _again(config: ModelConfig, recompute: Recompute, layers: int, seq_length: int) -> int:
+    """FLOPs of what a stage of so many layers makes again, per token. A layer ends with a product that nothing in its
+    backward pass needs the result of, unless it is dropped out or weighted."""
+    unneeded = 0 if config.experts or config.dropout else 2 * config.hidden * config.ffn
+    attention = config.attention_flops(seq_length) if "attention" in recompute.modules else 0
+    return recompute.whole(layers) * (config.layer_flops(seq_length) - unneeded) + layers * attention

@@ -31,6 +31,7 @@ from parallel.context import Context
 from parallel.dropout import Place
 from parallel.executor import Executor
 from parallel.links import Links
+from parallel.recompute import KEEP, Recompute
 from parallel.recording import Recording
 from parallel.schedule import Instruction, Message, Op, Schedule, forward_only
 from parallel.simulate import sends_under_way
@@ -69,6 +70,7 @@ class Engine:
 
     trace: whether a skipped step is run again to find the micro-batch and the samples that broke it.
     make_optimizer: builds the optimizer over this rank's stages. layers: how many each stage has; by cost if empty.
+    recompute: which activations are not kept for the backward pass.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Engine:
         trace: bool = True,
         make_optimizer: MakeOptimizer = ParallelAMPOptimizer,
         layers: Sequence[int] = (),
+        recompute: Recompute = KEEP,
     ) -> None:
         evaluation = forward_only(schedule)
         for every in (schedule, evaluation):
@@ -94,7 +97,7 @@ class Engine:
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.last, self._last_rank = len(schedule.rank_of_stage) - 1, schedule.rank_of_stage[-1]
         self._rows = schedule.microbatches * micro_batch  # samples in a share
-        context = Context(plan, self.tp, sequence, seed)
+        context = Context(plan, self.tp, sequence, seed, recompute=recompute)
         cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
@@ -229,7 +232,7 @@ class Engine:
             samples = torch.arange(rows.start, rows.stop, device=self.device) + run.share.first
             place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
         plan = self.optimizer.plan
-        x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.compute)
+        x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.residual)
         y = self.stages[stage](x, place, run.share.packing.rows(rows, self.device))
         return y.to(plan.pipeline) if stage < self.last else self._scaled_loss(stage, y, rows)
 

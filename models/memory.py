@@ -1,33 +1,49 @@
-"""How many bytes of activations a stage keeps of one micro-batch, found by running it on tensors without memory.
+"""How many bytes of activations a stage takes for one micro-batch, found by running it on tensors without memory.
 
-The stage is built and run for real, forward and loss, under torch's fake tensors, which have shapes and dtypes but
-no storage and cost no time. What autograd saves is what is kept until the backward pass.
+The stage is built and run for real, forward, loss and both halves of the backward pass, under torch's fake tensors,
+which have shapes and dtypes but no storage and cost no time. What is alive is counted as operators make it and as the
+last reference to it goes: what is kept from one instruction of a schedule to another, and what an instruction needs
+while it runs, activations that it makes again among it. Gradients of weights have a place of their own and do not
+count. What experts keep depends on the tokens that are sent to them, so of a model with experts nothing is known.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megaprec.comm import Axis
 from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.stages import Cut, Stage
 from parallel.context import Context
+from parallel.deferred import Work
+from parallel.dropout import Place
+from parallel.recompute import KEEP, Recompute
 from parallel.schedule import Instruction, Op
 
 
 @dataclass(frozen=True)
 class Kept:
     """Bytes of one micro-batch on one rank. activations: from the forward to the backward, or to its first half.
-    put_off: between the halves of a split backward, the input and the gradient of the output of each product.
+    put_off: between the halves of a split backward, inputs and gradients of the outputs of products.
+    forward, backward, input, weight: the most that each, a backward or its halves, adds to what was there before.
     """
 
     activations: int
     put_off: int
+    forward: int
+    backward: int
+    input: int
+    weight: int
 
     def growth(self, i: Instruction) -> int:
         """What an instruction of this stage adds to the memory in use."""
@@ -39,12 +55,33 @@ class Kept:
         }
         return changes.get(i.op, 0)
 
+    def within(self, i: Instruction) -> int:
+        """The most that it adds while it runs."""
+        most = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward,
+            Op.BACKWARD_INPUT: self.input,
+            Op.BACKWARD_WEIGHT: self.weight,
+        }
+        return most.get(i.op, 0)
+
 
 def kept_bytes(
-    config: ModelConfig, plan: PrecisionPlan, cuts: Sequence[Cut], seq_length: int, micro_batch: int, tp: int = 1
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    cuts: Sequence[Cut],
+    seq_length: int,
+    micro_batch: int,
+    tp: int = 1,
+    sequence: bool = False,
+    recompute: Recompute = KEEP,
 ) -> list[Kept]:
-    """What each stage keeps, without sequence parallelism, on each of `tp` ranks. The vocabulary must be known."""
-    context = Context(replace(plan, masters=plan.parameters), Axis("tp", 0, tp))
+    """What each stage keeps on each of `tp` ranks. The vocabulary must be known.
+
+    sequence: activations between blocks are cut along the sequence.
+    """
+    axis = _Alone("tp", 0, tp)
+    context = Context(replace(plan, masters=plan.parameters), axis, sequence, recompute=recompute)
     known: dict[tuple[int, bool, bool], Kept] = {}
     for cut in cuts:
         alike = len(cut.layers), cut.first, cut.last
@@ -54,29 +91,95 @@ def kept_bytes(
     return [known[len(cut.layers), cut.first, cut.last] for cut in cuts]
 
 
+class _Alone(Axis):
+    """An axis without its other ranks: what comes of its collectives has the right shape and no meaning."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+
+    def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        return lambda: part
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of what is made inside and still alive. most: since `begin`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place not in self._known:
+            self._known[place] = weakref.ref(storage, lambda _: self._forget(place, size))
+            self.now += size
+            self.most = max(self.most, self.now)
+
+    def _forget(self, place: int, size: int) -> None:
+        del self._known[place]
+        self.now -= size
+
+    def begin(self) -> int:
+        """What is alive now, from where `most` is to be counted anew."""
+        self.most = self.now
+        return self.now
+
+
 def _kept(stage: Stage, seq_length: int, micro_batch: int) -> Kept:
-    weights = {parameter.untyped_storage()._cdata for parameter in stage.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def save(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            saved[storage._cdata] = storage  # held, so that no other takes its place
-        return tensor
-
-    ids = torch.zeros(seq_length, micro_batch, dtype=torch.int64)
-    compute = stage.context.plan.compute
-    x = ids if stage.cut.first else torch.zeros(*ids.shape, stage.config.hidden, dtype=compute, requires_grad=True)
-    with saved_tensors_hooks(save, lambda tensor: tensor):
-        y = stage(x)
-        if stage.cut.last:
-            stage.losses(y, ids).sum()
-    return Kept(sum(storage.nbytes() for storage in saved.values()), _put_off(stage, ids.numel() * compute.itemsize))
+    for parameter in stage.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
+    with torch.no_grad():
+        stage(_input(stage, seq_length, micro_batch))  # makes what is kept once for all
+    whole, halves = (_passes(stage, seq_length, micro_batch, split) for split in (False, True))
+    return replace(halves, backward=whole.backward)
 
 
-def _put_off(stage: Stage, bytes_a_feature: int) -> int:
-    """Every matrix is a factor of a product but the tables of the embedding; the head is one, even if tied to them."""
-    tables = ("embedding.weight", "positions")
-    matrices = [p for name, p in stage.named_parameters() if p.dim() == 2 and name not in (*tables, "head")]
-    matrices += [stage.head] if stage.cut.last else []
-    return sum(sum(matrix.shape) for matrix in matrices) * bytes_a_feature
+def _passes(stage: Stage, seq_length: int, micro_batch: int, split: bool) -> Kept:
+    """Runs a micro-batch as the executor does. split: the backward pass in halves; `backward` is then 0."""
+    deferred = stage.context.deferred
+    with _Alive() as alive:
+        x = _input(stage, seq_length, micro_batch)
+        y = _output(stage, x, seq_length)
+        edge, shape, dtype = get_gradient_edge(y), y.shape, y.dtype
+        forward = alive.most
+        del y
+        activations = alive.begin()
+        with deferred.collect() if split else nullcontext(Work()) as work:
+            torch.autograd.backward((edge,), (torch.ones(shape, dtype=dtype),))
+        most = alive.most - activations
+        del x, edge
+        put_off = alive.begin()
+        while work:
+            work.popleft()()
+    weight = alive.most - put_off
+    return Kept(activations, put_off, forward, 0, most, weight) if split else Kept(activations, 0, forward, most, 0, 0)
+
+
+def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
+    """Token ids, or an activation as it comes from the stage before."""
+    if stage.cut.first:
+        return torch.zeros(seq_length, micro_batch, dtype=torch.int64)
+    context = stage.context
+    shape = seq_length // (context.tp.size if context.cut_sequence else 1), micro_batch, stage.config.hidden
+    return torch.zeros(shape, dtype=context.plan.pipeline, requires_grad=True)
+
+
+def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
+    """What is sent to the next stage, or the loss."""
+    plan = stage.context.plan
+    drops = stage.config.dropout or stage.config.attention_dropout
+    place = Place(0, torch.arange(x.shape[1])) if drops else None
+    y = stage(x if stage.cut.first else x.to(plan.residual), place)
+    if not stage.cut.last:
+        return y.to(plan.pipeline)
+    return stage.losses(y, torch.zeros(seq_length, x.shape[1], dtype=torch.int64)).sum()

@@ -13,7 +13,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
         super().__init__()
-        self.kind = config.mlp
+        self.kind, self.recompute = config.mlp, context.recompute
         stack = [Rows(f"{name}.{part}", config.ffn) for part in (("gate", "up") if self.kind == "swiglu" else ("up",))]
         self.inner = ColumnParallelLinear(context, config.hidden, stack, bias=config.mlp_bias, std=config.init_std)
         self.down = RowParallelLinear(
@@ -22,7 +22,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; the same for the result."""
-        return self.down(self.activate(self.inner(x)[0]))[0]
+        return self.recompute.run("activation", self.activate, self.inner(x)[0], into=lambda y: self.down(y)[0])
 
     def activate(self, y: Tensor) -> Tensor:
         """y [..., own features of `inner`] -> [..., own features of `down`]."""

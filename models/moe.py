@@ -29,7 +29,7 @@ from models.mlp import MLP
 from parallel import collectives
 from parallel.context import Context
 from parallel.dropout import Place
-from parallel.layers import parameter
+from parallel.layers import ColumnParallelLinear, RowParallelLinear, parameter
 from parallel.linear import Input, Linear, Widen
 
 
@@ -44,8 +44,11 @@ class Expert(MLP):
         self.tp, self.deferred = context.tp, context.deferred
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.activate(Linear.apply(x, self.inner.weight, None, Input.OWN, self.tp, self.deferred, self.inner.gemm))
-        return Linear.apply(y, self.down.weight, None, Input.OWN, self.tp, self.deferred, self.down.gemm)
+        y = self._product(x, self.inner)
+        return self.recompute.run("activation", self.activate, y, into=lambda y: self._product(y, self.down))
+
+    def _product(self, x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+        return Linear.apply(x, layer.weight, None, Input.OWN, self.tp, self.deferred, layer.gemm)
 
 
 class MixtureOfExperts(nn.Module):

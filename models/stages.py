@@ -17,8 +17,10 @@ Weights are [output features, input features]. Rows of query and key are in the 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ from parallel.dropout import Place, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, Input, Linear
 from parallel.loss import cross_entropy
+from parallel.recompute import recomputed
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Cut:
 class Stage(nn.Module):
     """One pipeline stage. forward: int64 ids [s, b] (first stage) or activation -> activation or logits (last stage).
 
-    Activations are [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; logits [s, b, own vocabulary].
+    Activations are [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
+    parallelism; logits [s, b, own vocabulary].
     """
 
     def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
@@ -61,11 +65,16 @@ class Stage(nn.Module):
             if config.positions == "learned":
                 whole = Part.cut("positions.weight", (config.max_positions, config.hidden), None, context.tp)
                 self.positions = parameter(context, [whole], config.init_std, partial=context.cut_sequence)
-        self.layers = nn.ModuleDict({str(n): Block(config, context, f"layers.{n}") for n in cut.layers})
+        self.again = {str(n) for n in cut.layers[: context.recompute.whole(len(cut.layers))]}
+        self.layers = nn.ModuleDict({str(n): self._make_block(str(n)) for n in cut.layers})
         if cut.last:
             self.final_norm = make_norm(config, context, "final_norm")
             self.head = self._make_head(tied)
         self._tables: tuple[Tensor, Tensor] | None = None
+
+    def _make_block(self, n: str) -> Block:
+        within = self.context.recompute.within(whole=n in self.again)
+        return Block(self.config, replace(self.context, recompute=within), f"layers.{n}")
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         if self.config.tied and self.cut.first:
@@ -79,12 +88,15 @@ class Stage(nn.Module):
         if self.cut.first:
             x = self._embed(x, place, packing.positions)
         rotary = self._rotary(length, x.device, packing.positions) if self.config.positions == "rope" else None
-        for block in self.layers.values():
-            x = block(x, rotary, place, packing.documents)
+        for n, block in self.layers.items():
+            run = partial(block, rotary=rotary, place=place, documents=packing.documents)
+            x = recomputed(run, x) if n in self.again else run(x)
         return self._hand_out(self._logits(x), place) if self.cut.last else x
 
     def _embed(self, ids: Tensor, place: Place | None, positions: Tensor | None) -> Tensor:
         x = self.embedding(ids)
+        if self.config.embedding_grad_scale != 1:
+            x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
         if self.config.positions == "learned":
             first = self.context.tp.rank * len(x) if self.context.cut_sequence else 0
             own = slice(first, first + len(x))
@@ -94,7 +106,12 @@ class Stage(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         gemm = c.gemm_of_head(layout_of(self.head).parts[0].name)
-        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, gemm)
+        return c.recompute.run(
+            "norm",
+            self.final_norm,
+            x,
+            into=lambda y: Linear.apply(y, self.head, None, lies, c.tp, c.deferred, gemm),
+        )
 
     def _hand_out(self, logits: Tensor, place: Place | None) -> Tensor:
         """Logits in the plan's `output`. Training does without widening them: it would change no number of the loss,
@@ -117,6 +134,19 @@ class Stage(nn.Module):
         """Last stage: the loss of each token, in the sensitive dtype, [s, b] like `targets`."""
         vocabulary = layout_of(self.head).parts[0]
         return cross_entropy(logits, targets, vocabulary, self.context.tp, self.context.plan.sensitive)
+
+
+class ScaleGradient(torch.autograd.Function):
+    """x, whose gradient is multiplied by `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.scale, None
 
 
 def cuts(

@@ -6,6 +6,7 @@ from megaprec.comm import Axis
 from megaprec.gemm import Gemm
 from megaprec.plan import PrecisionPlan
 from parallel.deferred import Deferred
+from parallel.recompute import KEEP, Recompute
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Context:
     """plan: dtypes of products, weights and sensitive operators.
     tp: the tensor-parallel axis. sequence: activations between blocks are cut along the sequence over tp.
     seed: of initial weights and dropout. deferred: where layers leave weight gradients that can wait; the executor
-    that runs a schedule with split backwards must be given the same.
+    that runs a schedule with split backwards must be given the same. recompute: which activations are made again.
     """
 
     plan: PrecisionPlan
@@ -21,6 +22,7 @@ class Context:
     sequence: bool = False
     seed: int = 0
     deferred: Deferred = field(default_factory=Deferred, compare=False)
+    recompute: Recompute = KEEP
 
     def gemm(self, name: str) -> Gemm:
         """How products with the weight of this logical name are made. What comes out is activations."""

@@ -133,7 +133,7 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Rows of a [vocab, hidden] table cut over tp; each rank looks up the ids it has and the results are summed.
 
-    ids: int64 [s, b]. Returns [s, b, hidden] in the compute dtype, or [s / tp, b, hidden] under sequence
+    ids: int64 [s, b]. Returns [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
     parallelism. The table is padded to a multiple of tp rows; padding rows are zero and never looked up.
     """
 
@@ -148,10 +148,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         tp = self.context.tp
         if tp.size == 1:
-            return Lookup.apply(ids, self.weight, None, self.context.plan.compute)
+            return Lookup.apply(ids, self.weight, None, self.context.plan.residual)
         local = ids - self.part.start
         foreign = (local < 0) | (local >= self.part.local[0])
-        x = Lookup.apply(local.masked_fill(foreign, 0), self.weight, foreign, self.context.plan.compute)
+        x = Lookup.apply(local.masked_fill(foreign, 0), self.weight, foreign, self.context.plan.residual)
         return collectives.scatter(x, tp) if self.context.cut_sequence else collectives.reduce(x, tp)
 
 

@@ -53,7 +53,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()  # for with it what is put off would hold the graph, down to the stage's input
         weight, tp, lies, gemm = ctx.weight, ctx.tp, ctx.lies, ctx.gemm
         rows = grad.reshape(-1, grad.shape[-1])
         finish = _start_input_gradient(ctx, rows, x.dtype, grad.shape) if ctx.needs_input_grad[0] else _none

@@ -17,18 +17,18 @@ from parallel.linear import Widen, add_gradient
 
 
 class RMSNorm(nn.Module):
-    """x [..., hidden] / root mean square * weight, in the dtype of x.
+    """x [..., hidden] / root mean square * weight, in the dtype of products.
 
     own: x is this rank's own though the sequence is not cut, as heads are.
     """
 
     def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5, own: bool = False) -> None:
         super().__init__()
-        self.eps, self.sensitive = eps, context.plan.sensitive
+        self.eps, self.sensitive, self.out = eps, context.plan.sensitive, context.plan.compute
         self.weight = vector(context, f"{name}.weight", hidden, 1.0, own)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Normalize.apply(x, self.weight, self.eps, self.sensitive)
+        return _Normalize.apply(x, self.weight, self.eps, self.sensitive, self.out)
 
 
 class _Normalize(torch.autograd.Function):
@@ -38,35 +38,37 @@ class _Normalize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, eps: float, sensitive: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, eps: float, sensitive: torch.dtype, out: torch.dtype
+    ) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
         inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.weight = weight
         ctx.save_for_backward(x, inverse)
-        return (x * inverse).mul_(weight).to(x.dtype)
+        return (x * inverse).mul_(weight).to(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, inverse = ctx.saved_tensors
         normal = x * inverse
         inner = grad * ctx.weight.to(inverse.dtype)
         along = (inner * normal).mean(-1, keepdim=True)
         grad_x = inner.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype)
-        return grad_x, add_gradient(ctx.weight, normal.mul_(grad).flatten(0, -2)), None, None
+        return grad_x, add_gradient(ctx.weight, normal.mul_(grad).flatten(0, -2)), None, None, None
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / standard deviation * weight + bias over the last dim, in the dtype of x."""
+    """(x - mean) / standard deviation * weight + bias over the last dim, in the dtype of products."""
 
     def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps, self.sensitive = eps, context.plan.sensitive
+        self.eps, self.sensitive, self.out = eps, context.plan.sensitive, context.plan.compute
         self.weight = vector(context, f"{name}.weight", hidden, 1.0)
         self.bias = vector(context, f"{name}.bias", hidden, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = Widen.apply(self.weight, self.sensitive), Widen.apply(self.bias, self.sensitive)
-        return F.layer_norm(x.to(self.sensitive), weight.shape, weight, bias, self.eps).to(x.dtype)
+        return F.layer_norm(x.to(self.sensitive), weight.shape, weight, bias, self.eps).to(self.out)
 
 
 def vector(context: Context, name: str, hidden: int, value: float, own: bool = False) -> nn.Parameter:

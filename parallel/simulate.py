@@ -9,7 +9,7 @@ cannot hang; that is the proof in `check.py`.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -119,9 +119,18 @@ def _by_rank(spans: Sequence[Span]) -> list[list[Span]]:
     return [found[rank] for rank in sorted(found)]
 
 
-def peak(schedule: Schedule, growth: Cost) -> list[float]:
-    """By rank: the most memory that its activations take, if running instruction i adds growth(i) to it."""
-    return [max(chain((0,), accumulate(map(growth, program)))) for program in schedule.programs]
+def peak(schedule: Schedule, growth: Cost, within: Cost = lambda i: 0) -> list[float]:
+    """By rank: the most memory that its activations take, if running instruction i adds growth(i) to it, and adds
+    within(i) while it runs."""
+    return [max(_in_use(program, growth, within), default=0) for program in schedule.programs]
+
+
+def _in_use(program: Sequence[Instruction], growth: Cost, within: Cost) -> Iterator[float]:
+    held = 0
+    for i in program:
+        yield held + within(i)
+        held += growth(i)
+        yield held
 
 
 def in_flight(schedule: Schedule) -> list[int]:

@@ -16,6 +16,7 @@ from models.config import ModelConfig
 from models.engine import Engine, Share
 from models.stages import Stage
 from parallel.kinds import schedule
+from parallel.recompute import KEEP, Recompute
 from parallel.schedule import Schedule
 from tests.ranks import run_ranks
 
@@ -43,6 +44,7 @@ class Run:
     chunks: int = 0
     own: str = ""  # the text of a schedule in place of kind and chunks
     micro_batch: int = 2
+    recompute: Recompute = KEEP
     plant: tuple[int, int, float] | None = None  # rank, step, value put into one of its gradient elements
     before: Callable[[], None] | None = None  # called on every rank before it trains; a function of a module
 
@@ -169,6 +171,7 @@ def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
         sequence=run.sequence,
         seed=3,
         make_optimizer=make_optimizer,
+        recompute=run.recompute,
     )
 
 

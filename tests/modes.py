@@ -16,7 +16,8 @@ KEPT = ("norm.weight", "embedding.weight", "layers.0.mlp.", "head.weight")
 class Mode:
     """What a dialect is told, and the dtypes that must come of it, each a key of plan.DTYPES.
 
-    weights to moments: of all parameters but those kept in FP32. sent: between stages. logits: in training.
+    weights to moments: of all parameters but those kept in FP32. sent: between stages. residual: what layers add to.
+    logits: in training.
     kept: what the names of those parameters contain that are FP32 throughout.
     """
 
@@ -29,6 +30,7 @@ class Mode:
     masters: str
     moments: str
     sent: str
+    residual: str = ""  # those of products if not given
     logits: str = ""  # those of products if not given
     tables: str = "fp32"
     kept: tuple[str, ...] = ()
@@ -80,10 +82,10 @@ MODES = {
     ),
     "FSDP2 bf16": Mode("smp", {"mp_policy": {"param_dtype": "bfloat16"}}, B, B, F, B, F, F, B),
     "FSDP2 fp32, output bf16": Mode("smp", {"mp_policy": {"output_dtype": "bfloat16"}}, F, F, F, F, F, F, F, logits=B),
-    "TORCH": Mode("colossalai", {"fp16": {"mode": "TORCH"}}, F, H, F, F, F, F, F),
+    "TORCH": Mode("colossalai", {"fp16": {"mode": "TORCH"}}, F, H, F, F, F, F, F, residual=F),
     "APEX O0": Mode("colossalai", apex("O0"), F, F, F, F, F, F, F),
     "APEX O0, output fp16": Mode("colossalai", apex("O0", cast_model_outputs="float16"), F, F, F, F, F, F, F, logits=H),
-    "APEX O1": Mode("colossalai", apex("O1"), F, H, F, F, F, F, F),
+    "APEX O1": Mode("colossalai", apex("O1"), F, H, F, F, F, F, F, residual=F),
     "APEX O2": Mode("colossalai", apex("O2"), H, H, F, H, F, F, H, kept=("norm",)),
     "APEX O3": Mode("colossalai", apex("O3"), H, H, H, H, H, F, H),
     "PARALLEL": Mode("colossalai", {"fp16": {"mode": "PARALLEL", "initial_scale": 2.0**13}}, H, H, H, H, F, F, H),
@@ -94,7 +96,7 @@ MODES = {
         "internevo", {"dtype": "torch.bfloat16", "use_fp32_norm": True, **START}, B, B, B, B, F, F, B, kept=("norm",)
     ),
     "InternEvo bf16, residual fp32": Mode(
-        "internevo", {"dtype": "torch.bfloat16", "residual_in_fp32": True, **START}, B, B, B, B, F, F, F
+        "internevo", {"dtype": "torch.bfloat16", "residual_in_fp32": True, **START}, B, B, B, B, F, F, F, residual=F
     ),
     "NeMo bf16-mixed": Mode("nemo", {"precision": "bf16-mixed"}, B, B, F, F, F, F, B),
     "NeMo 16-mixed": Mode(
@@ -108,7 +110,10 @@ MODES = {
         logits=F,
         kept=KEPT,
     ),
-    "NeMo autocast": Mode("nemo", {"precision": "bf16", "autocast_enabled": True}, F, B, F, F, F, F, B),
+    "NeMo autocast": Mode("nemo", {"precision": "bf16", "autocast_enabled": True}, F, B, F, F, F, F, B, residual=F),
+    "native, residual fp32": Mode(
+        "native", {"compute": B, "residual": DTYPES[F], "pipeline": DTYPES[F]}, B, B, F, F, F, F, F, residual=F
+    ),
 }
 
 

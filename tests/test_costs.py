@@ -15,6 +15,7 @@ from models.costs import stage_costs
 from models.memory import kept_bytes
 from models.stages import Stage, cuts
 from parallel.context import Context
+from parallel.recompute import KEEP, Recompute
 
 SIZES: dict[str, Any] = {"layers": 5, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 101, "max_positions": 24}
 MODELS = [
@@ -26,8 +27,8 @@ MODELS = [
 LENGTH, BATCH = 24, 2
 
 
-def stages(config: ModelConfig, count: int, precision: str = "fp32") -> list[Stage]:
-    context = Context(plan(precision))
+def stages(config: ModelConfig, count: int, precision: str = "fp32", recompute: Recompute = KEEP) -> list[Stage]:
+    context = Context(plan(precision), recompute=recompute)
     return [Stage(config, context, cut).to(context.plan.parameters) for cut in cuts(config, count, LENGTH)]
 
 
@@ -50,12 +51,21 @@ def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) 
         assert sum(held) == config.num_parameters + twice
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_flops_are_those_that_torch_counts(model: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        *((model, KEEP) for model in MODELS),
+        (MODELS[0], Recompute(("attention", "activation", "norm"))),
+        (MODELS[1], Recompute(fraction=1.0)),
+        (MODELS[3], Recompute(fraction=0.5)),
+        (MODELS[0], Recompute(layers=1)),
+    ],
+)
+def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Recompute) -> None:
     """With attention written out, for of the fused kernel torch counts nothing on a CPU."""
     config = ModelConfig(**model)
-    for stage in stages(config, 3):
-        (cost,) = stage_costs(config, [stage.cut], LENGTH, BATCH)
+    for stage in stages(config, 3, recompute=recompute):
+        (cost,) = stage_costs(config, [stage.cut], LENGTH, BATCH, recompute)
         x, ids = inputs(stage)
         with sdpa_kernel(SDPBackend.MATH):
             with FlopCounterMode(display=False) as forward:
@@ -75,7 +85,10 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict
     for stage, kept in zip(
         made, kept_bytes(config, plan(precision), [s.cut for s in made], LENGTH, BATCH), strict=True
     ):
-        own = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+        x, ids = inputs(stage)
+        with torch.no_grad():
+            stage(x)  # makes rotary tables, which all micro-batches share
+        own = {p.untyped_storage().data_ptr() for p in [*stage.parameters(), *(stage._tables or ())]}
         saved: dict[int, torch.UntypedStorage] = {}
 
         def save(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved, own: set[int] = own) -> Tensor:
@@ -84,9 +97,9 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict
                 saved[storage.data_ptr()] = storage
             return tensor
 
-        x, ids = inputs(stage)
         for p in stage.parameters():
             p.main_grad = torch.zeros(p.shape)  # type: ignore[attr-defined]
+        save(x)  # whether or not a layer needs it, the executor does, for its gradient
         with saved_tensors_hooks(save, lambda tensor: tensor):
             y = stage(x)
             loss = stage.losses(y, ids).sum() if stage.cut.last else y.sum()

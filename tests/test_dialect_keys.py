@@ -86,7 +86,7 @@ CASES: list[Case] = [
         smp.MixedPrecision,
         "mixed_precision",
         {"mixed_precision": {}},
-        ("param_dtype", "bfloat16", fields("compute pipeline parameters reduce output", BF16)),
+        ("param_dtype", "bfloat16", fields("compute residual pipeline parameters reduce output", BF16)),
         ("reduce_dtype", torch.bfloat16, {"reduce": BF16}),
         ("buffer_dtype", "torch.bfloat16", {"buffers": BF16}),
         ("cast_forward_inputs", True, {"cast_inputs": "all"}),
@@ -104,7 +104,7 @@ CASES: list[Case] = [
         smp.MixedPrecisionPolicy,
         "mp_policy",
         {"mp_policy": {}},
-        ("param_dtype", "half", fields("compute pipeline parameters reduce output", FP16) | {"notes": 1}),
+        ("param_dtype", "half", fields("compute residual pipeline parameters reduce output", FP16) | {"notes": 1}),
         ("reduce_dtype", "half", {"reduce": FP16}),
         ("output_dtype", "bfloat16", {"output": BF16}),
         ("cast_forward_inputs", False, {"cast_inputs": "none"}),
@@ -157,7 +157,7 @@ CASES: list[Case] = [
         colossalai.Apex,
         "fp16",
         O1,
-        ("opt_level", "O2", fields("pipeline parameters reduce", FP16) | {"output": FP32, "keep_fp32": NORMS}),
+        ("opt_level", "O2", fields("residual pipeline parameters reduce", FP16) | {"output": FP32, "keep_fp32": NORMS}),
         ("patch_torch_functions", False, fields("compute output", FP32)),
     ),
     *rows(
@@ -168,9 +168,9 @@ CASES: list[Case] = [
         (
             "enabled",
             False,
-            fields("compute pipeline parameters reduce", FP32) | {"keep_fp32": (), "scaling": LossScaling()},
+            fields("compute residual pipeline parameters reduce", FP32) | {"keep_fp32": (), "scaling": LossScaling()},
         ),
-        ("cast_model_type", "bfloat16", fields("compute pipeline parameters reduce", BF16)),
+        ("cast_model_type", "bfloat16", fields("compute residual pipeline parameters reduce", BF16)),
         ("keep_batchnorm_fp32", "False", {"keep_fp32": ()}),
         ("master_weights", False, fields("masters gradients", FP16)),
         ("loss_scale", 128.0, {"scaling": LossScaling("constant", 128.0)}),
@@ -205,9 +205,10 @@ CASES: list[Case] = [
         (
             "dtype",
             "torch.tf32",
-            fields("compute pipeline parameters gradients reduce", FP32) | {"tf32": True, "scaling": LossScaling()},
+            fields("compute residual pipeline parameters gradients reduce", FP32)
+            | {"tf32": True, "scaling": LossScaling()},
         ),
-        ("checkpoint", True, {"parallel.recompute": 1.0}),
+        ("checkpoint", True, {"parallel.recompute": "full", "parallel.recompute_fraction": 1.0}),
         ("num_attention_heads", 4, {"model.heads": 4}),
         ("embed_split_hidden", True, {"notes": 1}),
         ("vocab_size", 100, {"model.vocab": 100}),
@@ -221,7 +222,7 @@ CASES: list[Case] = [
         ("layer_norm_epsilon", 1e-6, {"model.norm_eps": 1e-6}),
         ("use_flash_attn", False, {"notes": 1}),
         ("num_chunks", 2, {"parallel.chunks": 2, "parallel.schedule": "interleaved"}),
-        ("residual_in_fp32", True, {"pipeline": FP32}),
+        ("residual_in_fp32", True, fields("residual pipeline", FP32)),
         ("use_fp32_norm", True, {"keep_fp32": NORMS}),
         ("drop_rate", 0.1, {"model.dropout": 0.1}),
         ("attn_drop_rate", 0.1, {"model.attention_dropout": 0.1}),
@@ -267,8 +268,12 @@ CASES: list[Case] = [
         nemo.MegatronMixedPrecision,
         "",
         BF16_MIXED,
-        ("precision", 16, fields("compute parameters", FP16) | {"pipeline": FP32, "scaling": LossScaling("dynamic")}),
-        ("autocast_enabled", True, {"parameters": FP32, "notes": 1}),
+        (
+            "precision",
+            16,
+            fields("compute residual parameters", FP16) | {"pipeline": FP32, "scaling": LossScaling("dynamic")},
+        ),
+        ("autocast_enabled", True, {"parameters": FP32, "residual": FP32, "notes": 1}),
         ("grad_reduce_in_fp32", False, fields("gradients reduce", BF16)),
     ),
     *rows(
@@ -279,7 +284,7 @@ CASES: list[Case] = [
         (
             "recipe",
             "fp16_mixed",
-            fields("compute parameters pipeline gradients reduce", FP16) | {"scaling": LossScaling("dynamic")},
+            fields("compute residual parameters pipeline gradients reduce", FP16) | {"scaling": LossScaling("dynamic")},
         ),
     ),
     *rows(
@@ -287,7 +292,7 @@ CASES: list[Case] = [
         nemo.MegatronMixedPrecision,
         "",
         AUTOCAST,
-        ("params_dtype", "bfloat16", {"parameters": BF16}),
+        ("params_dtype", "bfloat16", fields("parameters residual", BF16)),
         ("autocast_dtype", "float32", {"compute": FP32}),
     ),
     *rows(

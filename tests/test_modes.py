@@ -23,8 +23,10 @@ from megaprec.events import StepReport
 from megaprec.layout import layout_of
 from megaprec.plan import DTYPES, PrecisionPlan, dtype_name, plan
 from megaprec.tf32 import round_tf32
+from models.blocks import Attention, Block
 from models.config import ModelConfig
 from models.engine import Engine
+from models.mlp import MLP
 from models.stages import Stage
 from parallel.kinds import schedule
 from parallel.links import Links
@@ -142,10 +144,18 @@ def hook(engine: Engine, seen: Seen) -> None:
         seen.note("norms compute in", inverse.dtype)
         seen.note("norms make", made.dtype)
 
+    def note_layer(layer: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
+        seen.note("layers are given", given[0].dtype)
+        seen.note("layers make", made.dtype)
+
     for stage in engine.stages.values():
         for module in stage.modules():
             if isinstance(module, RMSNorm):
                 module.register_forward_hook(note_norm)
+            if isinstance(module, Block):
+                module.register_forward_hook(note_layer)
+            if isinstance(module, Attention | MLP):
+                module.register_forward_hook(lambda branch, given, made: seen.note("branches make", made.dtype))
     if engine.last in engine.stages:
         engine.stages[engine.last].register_forward_hook(lambda stage, given, made: seen.note("logits", made.dtype))
 
@@ -239,7 +249,9 @@ PARAMETERS = ("weights", "gradients", "masters", "moments")
 @pytest.mark.parametrize("name", MODES)
 def test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_them(name: str, layout: str) -> None:
     mode, ranks = MODES[name], results(layout)[name].seen
-    expected = {"norms compute in": F, "norms are given": mode.products, "norms make": mode.products}
+    residual = mode.residual or mode.products
+    expected = {"norms compute in": F, "norms are given": residual, "norms make": mode.products}
+    expected |= {"layers are given": residual, "layers make": residual, "branches make": mode.products}
     expected |= {"logits": mode.logits or mode.products, "tables": mode.tables}
     if "pp" in LAYOUTS[layout]:
         expected["sent"] = mode.sent

@@ -176,10 +176,6 @@ def test_a_model_in_internevos_words_is_the_model() -> None:
             [r"optimizer.clip = 2.0 \(command line\) contradicts precision.nxd.*max_grad_norm .*, which says 3.0: .*"],
         ),
         (
-            ["precision.internevo.dtype=torch.half", "precision.internevo.embed_grad_scale=0.1"],
-            [r"precision.internevo.embed_grad_scale \(command line\) = 0.1: not supported yet"],
-        ),
-        (
             ["precision.nemo.precision=bf17", "precision.nemo.fp8=e5m2", "train.stps=4"],
             ['precision.nemo.precision = "bf17" .*', 'precision.nemo.fp8 = "e5m2" .*', "train.stps .*"],
         ),
@@ -190,6 +186,7 @@ def test_a_model_in_internevos_words_is_the_model() -> None:
         ),
         (["precision.masters=split"], [r"precision.split masters need bf16 parameters and FP32 masters, .*"]),
         (["precision.rounding=stochastic"], [r"precision.stochastic rounding makes bf16 weights, but .*"]),
+        (["precision.residual=bf16"], [r"precision.residual = bf16 is narrower than compute = fp32"]),
         (["precision.compute=bf16", "precision.gradients=fp16"], [r"precision.gradients = fp16 must be fp32 or .*"]),
         (["precision.compute=bf17"], [r'precision.compute = "bf17" .*; did you mean bf16\?']),
         (["precision.keep_fp32=head"], [r'precision.keep_fp32 = "head" \(command line\): must be a valid tuple']),

@@ -19,6 +19,7 @@ from megaprec.scaler import make_scaler
 from models.config import ModelConfig
 from parallel.check import check
 from parallel.kinds import chunk_problems, equal, schedule
+from parallel.recompute import MODULES
 from parallel.schedule import Cost, Schedule
 from tools.precision_native import loss_scaling, plan_of
 from tools.settings import FP8, LR, Data, Optimizer, Parallel, Precision, Train
@@ -130,6 +131,28 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
         yield (
             f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor {parallel.tensor}, "
             f"as parallel.sequence needs: {would} would be"
+        )
+
+
+def _recompute(parallel: Parallel) -> Iterator[str]:
+    """What is made again is said once, in the words of its kind."""
+    p, kind = parallel, f'parallel.recompute "{parallel.recompute}"'
+    if p.recompute_modules and p.recompute != "selective":
+        yield (
+            f'parallel.recompute_modules {[*p.recompute_modules]} is for parallel.recompute "selective", '
+            f"but {kind}: leave one of them out"
+        )
+    for key, value in (("layers", p.recompute_layers), ("fraction", p.recompute_fraction)):
+        if value and p.recompute != "full":
+            yield (
+                f'parallel.recompute_{key} {value} is for parallel.recompute "full", but {kind}: leave one of them out'
+            )
+    if p.recompute == "selective" and not p.recompute_modules:
+        yield f"{kind} needs a module in parallel.recompute_modules: {', '.join(MODULES)}"
+    if p.recompute_layers and p.recompute_fraction:
+        yield (
+            f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction {p.recompute_fraction:g} "
+            "say the same in two ways: leave one of them out"
         )
 
 
@@ -273,6 +296,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _scale,
     _rule,
     _zero,
+    _recompute,
     _validation,
     _native,
 )

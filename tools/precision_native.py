@@ -37,7 +37,13 @@ _DEVIANT: Mapping[str, tuple[str, ...]] = {
 }
 KEYS: Mapping[str, tuple[str, ...]] = {name: _DEVIANT.get(name, (f"precision.{name}",)) for name in FIELDS}
 """The native keys that decide each field of a plan."""
-FOLLOWS = {"parameters": "compute", "pipeline": "compute", "reduce": "gradients", "scaling": "compute"}
+FOLLOWS = {
+    "parameters": "compute",
+    "residual": "compute",
+    "pipeline": "residual",
+    "reduce": "gradients",
+    "scaling": "compute",
+}
 """Fields that follow another where none of their keys is given."""
 
 
@@ -62,6 +68,7 @@ def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
         reduce=wide if p.reduce == "fp32" else p.reduce,
         masters=p.masters,
         moments=p.moments,
+        residual=DTYPES[p.residual],
         pipeline=DTYPES[p.pipeline],
         **held,
         keep_fp32=p.keep_fp32,
@@ -76,9 +83,11 @@ def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
 def with_origins(plan: PrecisionPlan, places: Mapping[str, str]) -> PrecisionPlan:
     """`plan` with what decided each field. places: where the native keys that were given came from."""
     origin = {}
-    for name, keys in KEYS.items():
-        keys = keys if any(key in places for key in keys) else KEYS.get(FOLLOWS.get(name, ""), ())
-        said = [_origin(key, places[key]) for key in dict.fromkeys(keys) if key in places]
+    for name in KEYS:
+        decider = name
+        while decider in FOLLOWS and not any(key in places for key in KEYS[decider]):
+            decider = FOLLOWS[decider]
+        said = [_origin(key, places[key]) for key in dict.fromkeys(KEYS[decider]) if key in places]
         origin[name] = ", ".join(dict.fromkeys(said)) or "default"
     return replace(plan, origin=origin)
 
@@ -96,7 +105,7 @@ def native(plan: PrecisionPlan) -> dict[str, Any]:
         return "fp32" if dtype == wide else dtype_name(dtype)
 
     keys: dict[str, Any] = {key: getattr(plan, key) for key in _PLAIN}
-    keys |= {key: dtype_name(getattr(plan, key)) for key in ("compute", "parameters", "pipeline")}
+    keys |= {key: dtype_name(getattr(plan, key)) for key in ("compute", "parameters", "residual", "pipeline")}
     keys |= {key: name(getattr(plan, key)) for key in ("gradients", "reduce", "moments", "buffers", "output")}
     keys["masters"] = "split" if plan.remainders else "fp32" if plan.masters == wide else "none"
     keys |= {key: getattr(plan.scaling, field) for key, field in SCALING.items()}

@@ -28,6 +28,7 @@ from models.config import ModelConfig
 from models.costs import stage_costs
 from models.presets import PRESETS
 from models.stages import cuts
+from parallel.recompute import Recompute
 from parallel.schedule import Schedule
 from tools.checks import cross_problems, lr_schedule, pipeline_schedule
 from tools.convert.initial import initial_model
@@ -38,7 +39,7 @@ from tools.toml import Given, toml
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
 # keys of [model] that do not make it another model
-FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss"}
+FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss", "embedding_grad_scale"}
 PLAINER = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
@@ -90,8 +91,14 @@ class RunConfig(BaseModel):
         train, placed = self.train, pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
         model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
         cut = cuts(model, len(placed), train.seq_length, self.parallel.cuts, placed)
-        costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
+        costs = stage_costs(model, cut, train.seq_length, train.micro_batch, self.recompute)
         return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
+
+    @property
+    def recompute(self) -> Recompute:
+        """Which activations are made again."""
+        p = self.parallel
+        return Recompute(p.recompute_modules, p.recompute_fraction, p.recompute_layers)
 
     @property
     def tokens_per_step(self) -> int:

@@ -7,7 +7,7 @@ file it times equal stages. A schedule that would hang or leave something out is
 
 import argparse
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from models.memory import Kept, kept_bytes
 from models.stages import cuts
 from parallel.check import check
 from parallel.kinds import KINDS, schedule
-from parallel.schedule import SENDS, Cost, Instruction, Op, Schedule
+from parallel.schedule import SENDS, Cost, Op, Schedule
 from parallel.simulate import Refused, Span, bubble, idle, in_flight, peak, simulate
 from parallel.textbook import TEXTBOOK, Sizes
 from tools.checks import read_schedule
@@ -31,7 +31,7 @@ FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (th
 
 @dataclass(frozen=True)
 class _Case:
-    """What is to be shown. cost: in `unit`. growth: of an instruction, in bytes. measured: in seconds."""
+    """What is to be shown. cost: in `unit`. growth, within: of an instruction, in bytes. measured: in seconds."""
 
     name: str
     kind: str  # "" for a schedule of the user's own
@@ -40,7 +40,8 @@ class _Case:
     sizes: Sizes
     unit: str = "forwards"
     table: Sequence[str] = ()
-    growth: Callable[[Instruction], float] | None = None
+    growth: Cost | None = None
+    within: Cost = lambda i: 0
     measured: Sequence[Span] = ()
 
 
@@ -128,10 +129,11 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     made, train, parallel = config.schedule, config.train, config.parallel
     model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
     cut = cuts(model, len(made.rank_of_stage), train.seq_length, parallel.cuts, made.rank_of_stage)
-    costs = stage_costs(model, cut, train.seq_length, train.micro_batch)
+    costs = stage_costs(model, cut, train.seq_length, train.micro_batch, config.recompute)
     kept: Sequence[Kept] = ()  # what experts keep depends on the tokens that are sent to them
     if not model.experts:
-        kept = kept_bytes(model, config.plan, cut, train.seq_length, train.micro_batch, parallel.tensor)
+        batch, layout = (train.seq_length, train.micro_batch), (parallel.tensor, parallel.sequence)
+        kept = kept_bytes(model, config.plan, cut, *batch, *layout, config.recompute)
     mean = sum(c.forward for c in costs) / len(costs)
     totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
     ranks = len(made.programs)
@@ -144,6 +146,7 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
         "mean forwards",
         _stage_table(made, costs, kept),
         (lambda i: kept[i.stage].growth(i)) if kept else None,
+        (lambda i: kept[i.stage].within(i)) if kept else (lambda i: 0),
         _measured(made, args.measured, Path(train.folder) / TIMELINE),
     )
 
@@ -213,10 +216,18 @@ def _facts(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
 def _rank_table(case: _Case, predicted: Sequence[Span]) -> list[tuple[str, ...]]:
     rows = [("rank", "stages", "waits", "holds", *(["peak"] if case.growth else []))]
     waits, holds = idle(predicted), in_flight(case.schedule)
-    peaks = [f"{p / 2**20:.1f} MiB" for p in peak(case.schedule, case.growth)] if case.growth else []
+    peaks = peak(case.schedule, case.growth, case.within) if case.growth else []
     for rank in range(len(case.schedule.programs)):
         stages = " ".join(str(s) for s, home in enumerate(case.schedule.rank_of_stage) if home == rank)
-        rows.append((str(rank), stages, f"{waits[rank]:.1%}", str(holds[rank]), *peaks[rank : rank + 1]))
+        rows.append(
+            (
+                str(rank),
+                stages,
+                f"{waits[rank]:.1%}",
+                str(holds[rank]),
+                *(f"{p / 2**20:.1f} MiB" for p in peaks[rank : rank + 1]),
+            )
+        )
     return rows
 
 

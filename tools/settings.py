@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from parallel.recompute import Module
+
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
 
 
@@ -84,6 +86,25 @@ class Parallel(Table):
     cuts: tuple[Annotated[int, Field(gt=0)], ...] = Field(
         default=(), strict=False, description="layers of each stage, like [3, 4, 4, 3]; empty: by cost"
     )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="activations made again in the backward pass, not kept: none, those of some modules of every "
+        "layer, or whole layers",
+    )
+    recompute_modules: tuple[Module, ...] = Field(
+        default_factory=lambda known: ("attention",) if known["recompute"] == "selective" else (),
+        strict=False,
+        description='of every layer, some of ["attention", "activation", "norm"]; default: selective attention',
+    )
+    recompute_layers: int = Field(
+        default=0, ge=0, description="whole layers of each stage, the first so many; 0: see recompute_fraction"
+    )
+    recompute_fraction: float = Field(
+        default_factory=lambda known: float(known["recompute"] == "full" and not known["recompute_layers"]),
+        ge=0,
+        le=1,
+        description="share of each stage's layers, the first; default: full 1.0, if recompute_layers is 0",
+    )
     zero: bool = Field(default=True, description="cut optimizer state over the replicas (ZeRO-1)")
     overlap: bool = Field(
         default=False, description="sum gradients and collect weights while the model computes; for GPUs"
@@ -123,9 +144,13 @@ class Precision(Table):
     rounding: Literal["nearest", "stochastic"] = Field(
         default="nearest", description="of updated weights to the dtype in which layers hold them"
     )
-    pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+    residual: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
         default_factory=lambda known: known["compute"],
-        description="dtype of what pipeline stages send each other; default: compute",
+        description="dtype of the residual stream, to which each branch of a layer adds; default: compute",
+    )
+    pipeline: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default_factory=lambda known: known["residual"],
+        description="dtype of what pipeline stages send each other; default: residual",
     )
     buffers: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of tables, as of rotary angles")
     output: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of logits that are handed out")

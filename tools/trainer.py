@@ -53,6 +53,7 @@ class Trainer:
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             sequence=parallel.sequence,
+            recompute=config.recompute,
             seed=train.seed,
             trace=config.precision.trace_overflows,
             make_optimizer=self._optimizer,

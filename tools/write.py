@@ -26,6 +26,7 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
     modes = [
         p.schedule_file or p.schedule,
         *(["sequence parallel"] if p.sequence else []),
+        *([f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []),
         *(["ZeRO-1"] if p.zero and p.data > 1 else []),
     ]
     print(
@@ -82,7 +83,7 @@ def _stages(config: RunConfig, corpus: Corpus) -> str:
     schedule, train = config.schedule, config.train
     placed = schedule.rank_of_stage
     cut = cuts(corpus.model, len(placed), train.seq_length, config.parallel.cuts, placed)
-    costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch)
+    costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch, config.recompute)
     total = sum(cost.forward for cost in costs)
     said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
     return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"

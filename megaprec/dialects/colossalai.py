@@ -160,7 +160,7 @@ def _torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
 def _autocast(reading: Reading) -> dict[str, Decision]:
     """FP32 parameters whose products are made in FP16; what flows between layers is as wide as the parameters."""
     wide = reading.by(torch.float32, "fp16.mode")
-    held = all_of(("parameters", "pipeline", "masters", "moments", "gradients", "reduce"), wide)
+    held = all_of(("parameters", "residual", "pipeline", "masters", "moments", "gradients", "reduce"), wide)
     return held | all_of(("compute", "output"), reading.by(torch.float16, "fp16.mode"))
 
 

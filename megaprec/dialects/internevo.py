@@ -135,7 +135,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     decisions = {
         **all_of(("compute", "parameters", "gradients", "reduce"), dtype),
         **all_of(("masters", "moments", "output", "sensitive"), wide),
-        "pipeline": residual,
+        **all_of(("residual", "pipeline"), residual),
         "tf32": reading.by(model.dtype == "tf32", "dtype"),
         "keep_fp32": reading.by(NORMS if model.use_fp32_norm else (), "use_fp32_norm"),
         "scaling": scaling,
@@ -176,24 +176,20 @@ def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
         else:
             width = -(-int(model.hidden_size * model.mlp_ratio) // FFN_MULTIPLE) * FFN_MULTIPLE
             settings["model.ffn"] = reading.by(width, "mlp_ratio", "hidden_size")
-    for name, (key, neutral) in _OTHER.items():
-        if (value := getattr(model, key)) != neutral:
-            settings[name] = reading.by(value, key)
+    if model.embed_grad_scale != 1:
+        settings["model.embedding_grad_scale"] = reading.by(float(model.embed_grad_scale), "embed_grad_scale")
+    if model.checkpoint:
+        settings["parallel.recompute"] = reading.by("full", "checkpoint")
+        settings["parallel.recompute_fraction"] = reading.by(model.checkpoint, "checkpoint")
     if model.num_chunks > 1:
         settings["parallel.schedule"] = reading.by("interleaved", "num_chunks")
+        settings["parallel.chunks"] = reading.by(model.num_chunks, "num_chunks")
     if model.hybrid_zero_optimizer is not None:
         optimizer = reading.read(HybridZeroOptimizer, model.hybrid_zero_optimizer, "hybrid_zero_optimizer")
         settings["optimizer.clip"] = reading.by(optimizer.clip_grad_norm, "hybrid_zero_optimizer.clip_grad_norm")
     if model.parallel is not None:
         settings |= _parallel(reading, reading.read(Parallel, model.parallel, "parallel"))
     return settings
-
-
-_OTHER = {
-    "parallel.chunks": ("num_chunks", 1),
-    "parallel.recompute": ("checkpoint", 0.0),
-    "model.embedding_grad_scale": ("embed_grad_scale", 1),
-}
 
 
 def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
@@ -243,12 +239,19 @@ def _notes(reading: Reading, model: Model) -> list[str]:
     return notes
 
 
+_SAME = {
+    "num_chunks": "parallel.chunks",
+    "checkpoint": "parallel.recompute_fraction",
+    "embed_grad_scale": "model.embedding_grad_scale",
+}  # InternEvo's key -> ours, of the same value
+
+
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The one configuration that comes nearest to a plan and to the run-file keys in `settings`."""
     scaling, wide = plan.scaling, plan.compute == torch.float32
     names = {torch.float16: "torch.float16", torch.bfloat16: "torch.bfloat16"}
     config: dict[str, Any] = {"dtype": names.get(plan.compute, "torch.tf32" if plan.tf32 else "torch.float32")}
-    if plan.pipeline == torch.float32 and not wide:
+    if plan.residual == torch.float32 and not wide:
         config["residual_in_fp32"] = True
     if plan.keep_fp32:
         config["use_fp32_norm"] = True
@@ -267,7 +270,7 @@ def _expressed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for key, (name, _) in MODEL_KEYS.items():
         if name in settings and settings[name] != 0:
             config[key] = back.get(name, {}).get(settings[name], settings[name])
-    for name, (key, _) in _OTHER.items():
+    for key, name in _SAME.items():
         if settings.get(name):
             config[key] = settings[name]
     if "model.ffn" in settings and "model.hidden" in settings:

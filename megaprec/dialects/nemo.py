@@ -141,10 +141,12 @@ def resolve(
         held = reading.by(asked.params_dtype or torch.float32, "params_dtype", "autocast_enabled")
     else:
         compute = held
+    wide = torch.promote_types(held.value, compute.value) == held.value  # autocast leaves sums as wide as parameters
     summed = torch.float32 if asked.grad_reduce_in_fp32 else held.value
     decisions = {
         "compute": compute,
         "parameters": held,
+        "residual": held if wide else compute,
         "pipeline": reading.by(asked.pipeline_dtype or automatic, "pipeline_dtype", "recipe"),
         **all_of(("gradients", "reduce"), reading.by(summed, "grad_reduce_in_fp32", "recipe")),
         **all_of(("masters", "moments"), reading.always(torch.float32)),

@@ -173,7 +173,11 @@ class Reading:
     def resolved(
         self, decisions: Mapping[str, Decision], settings: Mapping[str, Decision], notes: tuple[str, ...] = ()
     ) -> Resolved:
-        """The plan made of `decisions`, fields of PrecisionPlan; what they leave out is megaprec's own default."""
+        """The plan made of `decisions`, fields of PrecisionPlan; what they leave out is megaprec's own default.
+
+        The residual stream is in the dtype of products unless they say otherwise.
+        """
+        decisions = {"residual": decisions["compute"], **decisions}
         own = {f.name: f"megaprec's own: {self.system} has no key for it" for f in fields(PrecisionPlan)}
         origin = own | {name: decision.origin for name, decision in decisions.items()}
         origin.pop("origin")

@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PACKAGES = ("megaprec", "parallel", "models", "tools")
+CHECKS = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", "spmd_types>=0.3"]
 DATA = ["pyarrow>=17"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
@@ -35,7 +36,7 @@ setup(
         "hf": HF,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
-        "test": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", *DATA, *HF, *PLOTS, *TENSORBOARD],
+        "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD],
     },
     entry_points={"console_scripts": ["megaprec = tools.cli:main"]},
     classifiers=[

@@ -134,6 +134,11 @@ class ModelConfig(BaseModel):
         default=1.0, gt=0, le=1, description="what the embedding's gradient is multiplied by, a tied head's part not"
     )
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
+    factory: str = Field(
+        default="",
+        description='a model of one\'s own, as "file.py:function" or "package.module:function" (docs/parity.md); '
+        "empty: the families above",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -25,7 +25,7 @@ from megaprec.plan import PrecisionPlan
 from megaprec.trace import Trace
 from models.config import ModelConfig
 from models.packing import WHOLE, Packing
-from models.stages import Stage, build, cuts
+from models.stages import MakeStage, Stage, build, cuts
 from parallel.check import check
 from parallel.context import Context
 from parallel.dropout import Place
@@ -70,7 +70,7 @@ class Engine:
 
     trace: whether a skipped step is run again to find the micro-batch and the samples that broke it.
     make_optimizer: builds the optimizer over this rank's stages. layers: how many each stage has; by cost if empty.
-    recompute: which activations are not kept for the backward pass.
+    recompute: which activations are not kept for the backward pass. make_stage: builds each of this rank's stages.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Engine:
         make_optimizer: MakeOptimizer = ParallelAMPOptimizer,
         layers: Sequence[int] = (),
         recompute: Recompute = KEEP,
+        make_stage: MakeStage = Stage,
     ) -> None:
         evaluation = forward_only(schedule)
         for every in (schedule, evaluation):
@@ -99,7 +100,7 @@ class Engine:
         self._rows = schedule.microbatches * micro_batch  # samples in a share
         context = Context(plan, self.tp, sequence, seed, recompute=recompute)
         cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage)
-        self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank)
+        self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank, make_stage)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)

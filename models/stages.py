@@ -16,7 +16,7 @@ Logical names, the same for every layout:
 Weights are [output features, input features]. Rows of query and key are in the order in which `models.rope` turns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -194,13 +194,23 @@ def best_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: floa
     return counts
 
 
+MakeStage = Callable[[ModelConfig, Context, Cut, tuple[int, ...]], Stage]
+"""Builds one stage, or any module with a Stage's `forward` and `losses`. The last argument: pipeline ranks among which
+the embedding is tied; empty if it is not, or if both ends of the model lie on one rank."""
+
+
 def build(
-    config: ModelConfig, context: Context, all_cuts: Sequence[Cut], rank_of_stage: Sequence[int], pp_rank: int
+    config: ModelConfig,
+    context: Context,
+    all_cuts: Sequence[Cut],
+    rank_of_stage: Sequence[int],
+    pp_rank: int,
+    make: MakeStage = Stage,
 ) -> Mapping[int, Stage]:
     """The stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank is a tied copy."""
     ends = (rank_of_stage[0], rank_of_stage[-1])
     tied = ends if config.tied and ends[0] != ends[1] else ()
-    stages = {cut.stage: Stage(config, context, cut, tied) for cut in all_cuts if rank_of_stage[cut.stage] == pp_rank}
+    stages = {cut.stage: make(config, context, cut, tied) for cut in all_cuts if rank_of_stage[cut.stage] == pp_rank}
     if config.tied and not tied and len(all_cuts) > 1 and pp_rank == ends[0]:
         stages[len(all_cuts) - 1].head = stages[0].embedding.weight
     return stages

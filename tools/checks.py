@@ -22,7 +22,7 @@ from parallel.kinds import chunk_problems, equal, schedule
 from parallel.recompute import MODULES
 from parallel.schedule import Cost, Schedule
 from tools.precision_native import loss_scaling, plan_of
-from tools.settings import FP8, LR, Data, Optimizer, Parallel, Precision, Train
+from tools.settings import FP8, LR, Data, Log, Optimizer, Parallel, Precision, Train
 
 T = TypeVar("T")
 
@@ -246,6 +246,11 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
         yield f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: 0.02 would do"
 
 
+def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
+    if model.factory and log.sample:
+        yield f'log.sample needs a built-in family, not model.factory "{model.factory}": leave one of them out'
+
+
 def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
     try:
         plan_of(precision, fp8)
@@ -290,6 +295,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _vocabulary,
     _blend,
     _evaluation,
+    _sample,
     _schedule,
     _plan,
     _kind_of_scale,

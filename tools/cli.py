@@ -1,7 +1,7 @@
 """The `megaprec` command.
 
 Exit codes: 0 done; 2 the user has something to mend (one line a problem); 3 training stopped itself, its state saved,
-because of skipped steps; 1 a fault of ours; 130 interrupted.
+because of skipped steps; 1 a fault of ours, or of `megaprec parity`: layouts differ; 130 interrupted.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from megaprec.errors import UserError
 from tools import compare, data, difference, generate, inspection, overflow, precision, schedule, train
 from tools.convert import command as convert
 from tools.launch import must_tell, note_failure, slurm_environment
+from tools.parity import command as parity
 from tools.run import describe
 from tools.skips import Hopeless
 
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_parser(commands)
     schedule.add_parser(commands)
     precision.add_parser(commands)
+    parity.add_parser(commands)
     keys = commands.add_parser("keys", help="list all keys of a run file")
     keys.set_defaults(run=_print_keys)
     return parser

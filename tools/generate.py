@@ -20,6 +20,7 @@ from megaprec.plan import plan
 from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
+from tools.own_model import require_builtin
 from tools.saved import kept
 
 
@@ -74,6 +75,7 @@ def load_model(path: Path) -> tuple[Stage, Tokenizer]:
     """The whole model in FP32 on the CPU, whatever layout and precision it was trained in, and its tokenizer."""
     store = Store(path)
     config = ModelConfig(**kept(store, "model"))
+    require_builtin(config, "megaprec generate")
     if not (name := kept(store, "tokenizer")):
         raise UserError(f"{path} was trained on token ids without a tokenizer, so it cannot read a prompt")
     stage = Stage(config, Context(plan("fp32")), cuts(config, 1, config.max_positions)[0])

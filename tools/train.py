@@ -24,6 +24,7 @@ from tools.convert.formats import open_source
 from tools.convert.initial import open_initial
 from tools.corpus import Corpus, check_sources, open_corpus, open_made
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
+from tools.own_model import require_builtin
 from tools.plots import plot_run
 from tools.resume import check_resumable
 from tools.run import RunConfig, check_world, load_run
@@ -47,6 +48,8 @@ def main(args: argparse.Namespace) -> int:
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     if joined_world():
         return _run_rank(config, export)
+    if export:
+        require_builtin(config.model, "--export-hf")
     if export and export.exists():
         raise UserError(f"--export-hf {export}: it is there already; give another folder")
     _open_checked(config)

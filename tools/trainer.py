@@ -32,11 +32,29 @@ from tools.checks import make_rule
 from tools.convert.initial import start_from
 from tools.corpus import Corpus
 from tools.journal import Journal
+from tools.own_model import stage_maker
 from tools.run import RunConfig
 from tools.saved import Progress
 from tools.skips import Hopeless, overflow_event
 from tools.trace import TIMELINE, write_trace
 from tools.write import print_memory, print_start
+
+
+def optimizer_options(config: RunConfig) -> dict[str, Any]:
+    """What the run asks of its optimizer, as arguments of ParallelAMPOptimizer. Raises UserError."""
+    o, parallel = config.optimizer, config.parallel
+    return {
+        "rule": make_rule(o),
+        "weight_decay": o.weight_decay,
+        "groups": [Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
+        "clip": o.clip,
+        "norm": o.norm,
+        "overlap": parallel.overlap,
+        "bucket": parallel.bucket,
+        "zero_size": parallel.zero_size if parallel.zero else 1,
+        "seed": config.train.seed,
+        "native": o.native,
+    }
 
 
 class Trainer:
@@ -58,6 +76,7 @@ class Trainer:
             trace=config.precision.trace_overflows,
             make_optimizer=self._optimizer,
             layers=parallel.cuts,
+            make_stage=stage_maker(config.model.factory),
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = Progress()  # of the steps whose outcome is known; one more may have been taken
@@ -71,23 +90,8 @@ class Trainer:
         self._seconds: deque[float] = deque()  # of the steps taken whose outcome is not known
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
-        o = self.config.optimizer
-        kind = OptimisticOptimizer if o.validation == "after" else ParallelAMPOptimizer
-        return kind(
-            parts,
-            plan,
-            mesh,
-            rule=make_rule(o),
-            weight_decay=o.weight_decay,
-            groups=[Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
-            clip=o.clip,
-            norm=o.norm,
-            overlap=self.config.parallel.overlap,
-            bucket=self.config.parallel.bucket,
-            zero_size=self.config.parallel.zero_size if self.config.parallel.zero else 1,
-            seed=self.config.train.seed,
-            native=o.native,
-        )
+        kind = OptimisticOptimizer if self.config.optimizer.validation == "after" else ParallelAMPOptimizer
+        return kind(parts, plan, mesh, **optimizer_options(self.config))
 
     def _resume(self, checkpoint: Path) -> None:
         with warnings.catch_warnings(record=True, action="always") as said:

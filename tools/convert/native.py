@@ -23,6 +23,7 @@ from tools.convert.source import Facts, Origin, Source
 from tools.convert.target import Place, Target, Write
 from tools.convert.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.transforms import SAME
+from tools.own_model import require_builtin
 from tools.saved import Progress, kept
 
 MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safetensors"
@@ -45,6 +46,7 @@ def open_native(path: Path) -> Source:
     """Opens a checkpoint. UserError if it is damaged or does not hold the model it describes."""
     store = Store(path)
     model = make_model(kept(store, "model"), f"{path / INDEX}")
+    require_builtin(model, "conversion")
     index = store.index
     _check(path, model, store)
     files = {name: safetensors_in(store.file(name)) for name in index["files"] if name.endswith(".safetensors")}

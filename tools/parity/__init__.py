@@ -1,0 +1,1 @@
+"""Whether a layout trains the same model as one process: `megaprec parity`."""

@@ -1,0 +1,91 @@
+"""The ranks' files of one layout put together again: whole logical tensors, and where ranks disagree."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]  # float64, by logical name
+
+
+@dataclass(frozen=True)
+class Record:
+    """steps: a report a step. samples: the ids of each step's batch, replica after replica.
+
+    names: logical tensors in the model's order. tensors: by kind, then by name; an element that no rank holds is NaN.
+    apart: (kind, name) of tensors of which two ranks hold the same element with different bits.
+    cut: tensors of which tp ranks hold different slices. torn: (step from 1, what) that ranks say differently.
+    """
+
+    steps: list[dict[str, Any]]
+    samples: list[list[int]]
+    names: list[str]
+    tensors: dict[str, Tensors]
+    apart: list[tuple[str, str]] = field(default_factory=list)
+    cut: frozenset[str] = frozenset()
+    torn: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def applied(self) -> list[int]:
+        """Numbers of the steps, from 0, that changed the weights."""
+        return [n for n, step in enumerate(self.steps) if step["outcome"] != "skipped_overflow"]
+
+
+def gather(folder: Path) -> Record:
+    """What `record` left in `folder`."""
+    files = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
+    ranks = [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    values = [load_file(path.with_suffix(".safetensors")) for path in files]
+    tensors, apart = _assembled(zip(ranks, values, strict=True))
+    return Record(
+        steps=ranks[0]["steps"],
+        samples=_batches(ranks),
+        names=list(dict.fromkeys(name for rank in ranks for name in rank["names"])),
+        tensors=tensors,
+        apart=apart,
+        cut=frozenset(f["name"] for rank in ranks for f in rank["fragments"] if f["cut"]),
+        torn=_torn(ranks),
+    )
+
+
+def _assembled(ranks: Iterable[tuple[dict[str, Any], Tensors]]) -> tuple[dict[str, Tensors], list[tuple[str, str]]]:
+    slices: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
+    whole: dict[str, Tensors] = {}
+    apart: dict[tuple[str, str], None] = {}
+    for said, values in ranks:
+        for number, f in enumerate(said["fragments"]):
+            kind, name, offset = f["kind"], f["name"], tuple(f["offset"])
+            new = values[str(number)].double()
+            whole.setdefault(kind, {}).setdefault(name, torch.full(f["shape"], torch.nan, dtype=torch.float64))
+            local = slices.setdefault((kind, name, offset), torch.full(f["local"], torch.nan, dtype=torch.float64))
+            place = local.view(-1)[f["first"] : f["first"] + len(new)]
+            known = ~place.isnan()
+            if not torch.equal(place[known], new[known]):
+                apart[kind, name] = None
+            place[~known] = new[~known]  # the first rank's, which is the one that counts
+    for (kind, name, offset), local in slices.items():
+        whole[kind][name][tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))] = local
+    return whole, list(apart)
+
+
+def _batches(ranks: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The ids of each step, as the replicas asked for them."""
+    replicas = {rank["place"][1]: rank["samples"] for rank in ranks}
+    return [[i for _, step in sorted(replicas.items()) for i in step[n]] for n in range(len(ranks[0]["samples"]))]
+
+
+def _torn(ranks: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Steps and samples of which ranks say different things, though all must say the same."""
+    found = []
+    for number, steps in enumerate(zip(*(rank["steps"] for rank in ranks), strict=True), 1):
+        keys = [key for key in steps[0] if any(str(step[key]) != str(steps[0][key]) for step in steps)]
+        found += [(number, key) for key in keys]
+    for rank in ranks:
+        if any(r["samples"] != rank["samples"] for r in ranks if r["place"][1] == rank["place"][1]):
+            return [(1, "samples of one replica"), *found]
+    return found

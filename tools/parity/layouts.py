@@ -1,0 +1,109 @@
+"""Which layouts a run is compared in: those asked for, as "tp=2,pp=2,schedule=zb-v", or all that fit.
+
+A layout is a run like the one given, but for its [parallel] table. What that table says stays as it is wherever it
+can; what cannot be (a schedule file for another number of ranks, cuts into another number of stages) is left out.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from pydantic import ValidationError
+
+from megaprec.errors import UserError, did_you_mean
+from tools.checks import cross_problems
+from tools.run import RunConfig
+from tools.settings import Parallel
+
+SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+ALONE = Parallel()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """name: as a user would write it. parallel: the whole table. left_out: keys of the run's own that do not fit."""
+
+    name: str
+    parallel: Parallel
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        p = self.parallel
+        return p.tensor * p.pipeline * p.data
+
+
+def asked(texts: Sequence[str], own: Parallel) -> list[dict[str, Any]]:
+    """What each text says, by key of [parallel]. Raises UserError with all that is wrong."""
+    found, problems = [], list[str]()
+    for text in texts:
+        said: dict[str, Any] = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            short, _, value = (x.strip() for x in part.partition("="))
+            key = SHORT.get(short, short)
+            if key not in Parallel.model_fields:
+                hint = did_you_mean(short, [*SHORT, *Parallel.model_fields])
+                problems.append(f'--layouts "{text}": no such key "{short}"{hint}')
+            else:
+                said[key] = _value(value)
+        found.append(said)
+        problems += _unreadable(text, {**own.model_dump(), **said})
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _unreadable(text: str, table: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        Parallel.model_validate(table)
+    except ValidationError as error:
+        for found in error.errors(include_url=False):
+            if found["type"] != "extra_forbidden":
+                yield f'--layouts "{text}": {found["loc"][0]}: {found["msg"].replace("Input should", "must")}'
+
+
+def every(most: int) -> list[dict[str, Any]]:
+    """All layouts of 2, 4, 8, ... ranks, up to `most`, the smallest first."""
+    powers = [1 << n for n in range(most.bit_length())]
+    sizes = [s for s in product(powers, repeat=3) if 1 < s[0] * s[1] * s[2] <= most]
+    sizes.sort(key=lambda s: (s[0] * s[1] * s[2], s))
+    return [{"tensor": tp, "pipeline": pp, "data": dp} for tp, pp, dp in sizes]
+
+
+def largest(said: Sequence[Mapping[str, Any]], key: str) -> int:
+    """Of one axis, over all of these layouts."""
+    return max((int(one.get(key, 1)) for one in said), default=1)
+
+
+def fitted(config: RunConfig, said: Mapping[str, Any]) -> Layout:
+    """The layout of the run that is meant: axes that were not named are 1, all other keys are the run's own."""
+    axes = {"tensor": 1, "pipeline": 1, "data": 1}
+    own = config.parallel.model_dump()
+    wanted = {**own, **axes, **said}
+    left_out = [key for key in ("cuts", "schedule_file", "zero_size") if own[key] and key not in said]
+    for number in range(len(left_out) + 1):  # as little as possible
+        without = left_out[:number]
+        parallel = Parallel.model_validate({**wanted, **{key: getattr(ALONE, key) for key in without}})
+        if not problems(config, parallel):
+            return Layout(_name(said), parallel, tuple(without))
+    return Layout(_name(said), Parallel.model_validate(wanted))
+
+
+def problems(config: RunConfig, parallel: Parallel) -> list[str]:
+    """Why the run cannot be laid out so; empty if it can."""
+    return cross_problems({**dict(config), "parallel": parallel})
+
+
+def _name(said: Mapping[str, Any]) -> str:
+    axes = [f"{short}={said[key]}" for short, key in SHORT.items() if said.get(key, 1) != 1]
+    others = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in said.items() if k not in SHORT.values()]
+    return ",".join([*axes, *others]) or "one process"

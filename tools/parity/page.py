@@ -1,0 +1,182 @@
+"""A certificate to look at: tables for a terminal, and one HTML page that needs nothing else."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape as plain
+from rich.table import Table
+
+from tools.parity.certificate import Certificate
+
+NUMBERS = {
+    "loss": "loss",
+    "gradient": "gradients",
+    "gradient norm": "norm",
+    "weights": "weights",
+    "moments": "moments",
+}  # shown as errors; all other quantities must be exact, and share a column
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #24292f; max-width: 1100px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .8rem .3rem 0 }
+th { border-bottom: 2px solid #d0d7de } td { border-bottom: 1px solid #eaeef2; vertical-align: top }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+code { font: 13px ui-monospace, monospace } .same { color: #1a7f37 } .different { color: #cf222e }
+.verdict { font-size: 1.25rem; font-weight: 600 } .scroll { overflow-x: auto }
+"""
+
+
+def show(made: Certificate, console: Console) -> None:
+    """The layouts in a table, and below it what is wrong with those that differ."""
+    if made["changes"]:
+        console.print(_changes(made))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("layout", "precision", *NUMBERS.values(), "exact", "verdict"):
+        table.add_column(column, no_wrap=column != "exact")
+    for one in made["layouts"]:
+        color = "green" if one["verdict"] == "same" else "red"
+        cells = [f"[red]{cell}[/]" if bad else cell for cell, bad in _cells(one)]
+        table.add_row(plain(one["layout"]), one["precision"], *cells, f"[{color}]{one['verdict']}[/]")
+    console.print(table)
+    for one in made["layouts"]:
+        if one["verdict"] != "same":
+            console.print(f"[bold]{plain(one['layout'])}, {one['precision']}[/]")
+            for word, text in _trouble(one):
+                console.print(f"  {word:13}{plain(text)}", highlight=False, soft_wrap=True)
+    console.print(conclusion(made), highlight=False, soft_wrap=True)
+
+
+def conclusion(made: Certificate) -> str:
+    """What was proven, in a sentence."""
+    layouts = made["layouts"]
+    good = sum(one["verdict"] == "same" for one in layouts)
+    how = f"{made['tensors']} tensors, {made['steps']} steps, of which {made['applied']} applied"
+    if good == len(layouts):
+        return f"all {good} comparisons agree with one process: {how} and {made['clipped']} clipped"
+    return f"{len(layouts) - good} of {len(layouts)} comparisons do NOT agree with one process ({how})"
+
+
+def _changes(made: Certificate) -> Table:
+    table = Table("made small", "from", "to", box=box.SIMPLE_HEAD)
+    for key, (one, other) in made["changes"].items():
+        table.add_row(plain(key), plain(_short(one)), plain(_short(other)))
+    return table
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _cells(one: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is bad) of each column between precision and verdict."""
+    quantities = one["quantities"]
+    for quantity in NUMBERS:
+        found = quantities.get(quantity)
+        yield (_number(found["error"]), found["failed"] > 0) if found else ("", False)
+    exact = {q: found for q, found in quantities.items() if q not in NUMBERS}
+    bad = [q for q, found in exact.items() if found["failed"]]
+    yield (", ".join(bad) or ("yes" if exact else "")), bool(bad)
+
+
+def _number(error: float | str) -> str:
+    return error if isinstance(error, str) else "0" if error == 0 else f"{error:.0e}"
+
+
+def _trouble(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for word in ("first", "worst"):
+        if word in one:
+            yield f"{word}", told(one[word])
+    yield "likely cause", one["likely_cause"]
+
+
+def told(d: Mapping[str, Any]) -> str:
+    """A difference in words."""
+    what = " ".join(filter(None, (d["quantity"], d["name"])))
+    when = f"step {d['step']}" if d["step"] else "before the first step"
+    ratio = f", ratio {d['ratio_looks_like']}" if d.get("ratio_looks_like") else ""
+    size = "" if d["error"] == "inf" else f": error {_number(d['error'])}, bound {_number(d['bound'])}"
+    note = f"; {_short(d['note'])}" if d.get("note") else ""
+    return f"{what}, {when}{size}{ratio}{note}"
+
+
+def page(made: Certificate) -> str:
+    """The certificate as HTML."""
+    good = made["verdict"] == "same"
+    versions = ", ".join(f"{name} {value}" for name, value in made["versions"].items())
+    configuration = made["configuration"]
+    parts = [
+        f"<h1>megaprec parity: {escape(configuration['file'])}</h1>",
+        f'<p class="verdict {"same" if good else "different"}">{escape(conclusion(made))}</p>',
+        f"<p>{escape(configuration['model'])}. Run <code>sha256 {configuration['sha256']}</code>, as compared "
+        f"<code>{configuration['sha256_as_compared']}</code>. {escape(versions)}.</p>",
+        "<h2>Layouts</h2>",
+        _layouts(made["layouts"]),
+        *(_trouble_html(one) for one in made["layouts"] if one["verdict"] != "same"),
+        "<h2>Quantities</h2>",
+        *(_quantities(one) for one in made["layouts"] if one["quantities"]),
+    ]
+    if made["changes"]:
+        rows = [(key, one, other) for key, (one, other) in made["changes"].items()]
+        parts += ["<h2>Made small</h2>", _table(("key", "from", "to"), rows)]
+    if made["not_compared"]:
+        names = ", ".join(f"{name} ({count})" for name, count in made["not_compared"].items())
+        parts.append(
+            "<p>Elements whose gradient is nothing but rounding, so that what an update makes of them is chance; their "
+            f"weights and moments were not compared: {escape(names)}.</p>"
+        )
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>megaprec parity</title>'
+        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _layouts(layouts: Sequence[Mapping[str, Any]]) -> str:
+    rows = [(one["layout"], one["precision"], *(cell for cell, _ in _cells(one)), one["verdict"]) for one in layouts]
+    return _table(("layout", "precision", *NUMBERS.values(), "exact", "verdict"), rows)
+
+
+def _trouble_html(one: Mapping[str, Any]) -> str:
+    lines = "".join(f"<tr><td>{escape(word)}</td><td>{escape(text)}</td></tr>" for word, text in _trouble(one))
+    heading = f"<h2 class='different'>{escape(one['layout'])}, {escape(one['precision'])}</h2>"
+    rows = [(told(d),) for d in one.get("differing", [])]
+    more = f"<p>{one['num_differing']} in all.</p>" if one.get("num_differing", 0) > len(rows) else ""
+    return f"{heading}<table>{lines}</table>{_table(('what differs',), rows) if rows else ''}{more}"
+
+
+def _quantities(one: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            name,
+            str(q["compared"]),
+            str(q["failed"]),
+            _number(q["error"]),
+            _number(q["bound"]),
+            q["name"],
+            str(q["step"]),
+        )
+        for name, q in one["quantities"].items()
+    ]
+    head = ("quantity", "compared", "failed", "worst error", "bound", "at", "step")
+    summary = f"{escape(one['layout'])}, {escape(one['precision'])}: {one['verdict']}"
+    return f"<details><summary>{summary}</summary>{_table(head, rows)}</details>"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    numeric = {n for n in range(len(head)) if rows and all(_is_number(row[n]) for row in rows)}
+    marks = [' class="n"' if n in numeric else "" for n in range(len(head))]
+    top = "".join(f"<th{mark}>{escape(name)}</th>" for mark, name in zip(marks, head, strict=True))
+    lines = ["".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True)) for row in rows]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><tr>{top}</tr>\n{body}</table></div>'
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,176 @@
+"""What a run does in one layout, written down by every rank: losses, gradients, weights, by logical name.
+
+The trainer itself takes the steps, with the engine, the optimizer and the data order that training has; the optimizer
+only notes what each update is made from. In one step an infinity is planted in one gradient element, the same logical
+one in every layout, so that a skipped step is part of what is compared.
+
+A rank writes what its own slices hold, copies included, to files of its own; nothing here communicates. `gather.py`
+puts the slices together.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.buffer import Buffer
+from megaprec.data.blend import Blend
+from megaprec.data.samples import Batch, Samples
+from megaprec.events import report_fields
+from megaprec.layout import layout_of, parameters_of
+from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.plan import PrecisionPlan
+from models.stages import Stage
+from tools.corpus import Corpus
+from tools.run import RunConfig
+from tools.trainer import Trainer, optimizer_options
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done besides training. steps: how many are taken. masked: whether some targets are left out.
+
+    planted: the step (from 0) whose gradient of the tensor `into` gets an infinity; -1 for none.
+    """
+
+    steps: int
+    masked: bool = True
+    planted: int = -1
+    into: str = ""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [first, first + count) of the flattened slice `local` at `offset` of a logical tensor.
+
+    kind: "before/weight", "gradient/STEP" or "after/STEP/KIND". cut: whether tp ranks hold different slices.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    local: tuple[int, ...]
+    first: int
+    cut: bool
+
+
+class Recorder(ParallelAMPOptimizer):
+    """Notes the gradients of each update, and plants what is to be planted."""
+
+    def __init__(self, *args: Any, what: Plan, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.what, self.taken = what, 0
+        self.seen: list[tuple[Fragment, Tensor]] = []
+
+    def _agree(self, loss: Tensor | None) -> Tensor:
+        if self.taken == self.what.planted:
+            for buffer in self.all_buffers():
+                _plant(buffer, self.what.into)
+        return super()._agree(loss)
+
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> bool:
+        if not found:
+            kind = f"gradient/{self.taken}"
+            self.seen += fragments(self, kind, lambda buffer: buffer.own(buffer.grads).double() / self.scale.double())
+        self.taken += 1
+        return super()._update(lr, divisor, found)
+
+
+def _plant(buffer: Buffer, into: str) -> None:
+    """Makes the last element of a logical tensor infinite, if it lies in this rank's slice."""
+    for piece in buffer.pieces:
+        last = piece.stop - 1
+        if piece.part.name == into and piece.part.shard == piece.part.shards - 1 and buffer.first <= last < buffer.last:
+            buffer.grads[last] = torch.inf
+
+
+class Listening(Samples):
+    """Notes which samples are asked for; leaves some targets out of the loss, if asked to, by sample and place."""
+
+    def __init__(self, inner: Samples | Blend, masked: bool) -> None:
+        self.inner, self.masked = inner, masked
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def batch(self, position: int, count: int) -> Batch:
+        batch = self.inner.batch(position, count)
+        self.asked.append(batch.ids.tolist())
+        if not self.masked:
+            return batch
+        places = batch.ids[:, None] * 5 + torch.arange(batch.tokens.shape[1])
+        drawn = (places * 2654435761 % 4294967296) % (3 + batch.ids[:, None] % 5)  # more in some samples than in others
+        counted = (drawn > 0).float()
+        return replace(batch, mask=counted if batch.mask is None else counted * batch.mask)
+
+
+class Watched(Trainer):
+    """The trainer, listened to."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan) -> None:
+        self.what, self.samples = what, Listening(corpus.train, what.masked)
+        super().__init__(config, replace(corpus, train=self.samples), mesh)
+
+    def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
+        return Recorder(parts, plan, mesh, what=self.what, **optimizer_options(self.config))
+
+
+def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, folder: Path) -> None:
+    """Takes the steps and leaves this rank's files in `folder`, which is there."""
+    trainer = Watched(config, corpus, mesh, what)
+    optimizer = trainer.engine.optimizer
+    assert isinstance(optimizer, Recorder)
+    found = list(fragments(optimizer, "before/weight", lambda buffer: buffer.saved()["weight"]))
+    steps = []
+    for number in range(what.steps):
+        ((report, _),) = trainer.step()
+        offenders = sorted({o.name for o in report.offenders})
+        steps.append({**report_fields(report), "offenders": offenders, "scaler": optimizer.numbers()["scaler"]})
+        if number in (0, what.steps - 1):
+            found += _state(optimizer, number)
+    found += optimizer.seen
+    said = {
+        "place": [optimizer.pp.rank, optimizer.dp.rank, optimizer.tp.rank],
+        "steps": steps,
+        "samples": trainer.samples.asked,
+        "names": list(_names(list(trainer.engine.stages.values()))),
+        "fragments": [asdict(fragment) for fragment, _ in found],
+    }
+    rank = optimizer.world.rank
+    save_file({str(n): values.contiguous() for n, (_, values) in enumerate(found)}, folder / f"{rank}.safetensors")
+    (folder / f"{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+
+
+def _state(optimizer: ParallelAMPOptimizer, step: int) -> Iterator[tuple[Fragment, Tensor]]:
+    """Masters and averages after a step."""
+    for kind in dict.fromkeys(kind for buffer in optimizer.all_buffers() for kind in buffer.saved_names):
+        yield from fragments(optimizer, f"after/{step}/{kind}", lambda buffer, kind=kind: buffer.saved()[kind])
+
+
+def _names(stages: Sequence[Stage]) -> Iterator[str]:
+    """Logical tensors of this rank in the model's order."""
+    for parameter in parameters_of(stages):
+        yield from (part.name for part in layout_of(parameter).parts)
+
+
+def fragments(
+    optimizer: ParallelAMPOptimizer, kind: str, values: Callable[[Buffer], Tensor]
+) -> Iterator[tuple[Fragment, Tensor]]:
+    """What this rank's own slices hold of each logical tensor, copied."""
+    for buffer in optimizer.all_buffers():
+        own = values(buffer)
+        for piece in buffer.pieces:
+            first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+            if first < last:
+                part = piece.part
+                offset = tuple(part.start if d == part.dim else 0 for d in range(len(part.shape)))
+                place = Fragment(kind, part.name, part.shape, offset, part.local, first - piece.start, part.shards > 1)
+                yield place, own[first - buffer.first : last - buffer.first].clone()

@@ -1,0 +1,105 @@
+"""The runs that are compared: the user's, made ready for a few steps on one process, in float64 and as it is."""
+
+from math import inf
+from pathlib import Path
+
+import torch
+
+from megaprec.data.indexed import IndexedWriter
+from megaprec.plan import dtype_name
+from tools.parity.gather import Record
+from tools.parity.layouts import ALONE
+from tools.parity.record import Plan
+from tools.parity.shrink import Most, shrunk
+from tools.run import RunConfig
+from tools.settings import FP8, Data, Precision
+from tools.toml import toml
+
+NUMBERS = ("compute", "parameters", "gradients", "reduce", "masters", "moments", "rounding", "pipeline", "buffers")
+NUMBERS += ("residual", "output", "tf32")  # keys of [precision] that are dtypes, or only make sense with some
+RESETS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")  # what documents change, of [data]
+EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 2.0**-3}
+
+
+def made_ready(config: RunConfig, most: Most, full: bool, steps: int, folder: Path) -> RunConfig:
+    """The run as it is compared, small unless `full`, with its own layout. folder: where its files may lie."""
+    ready = config if full else shrunk(config, most)
+    train = {"steps": max(steps, config.train.steps) if full else steps, "eval_every": 0, "threads": 1, "device": "cpu"}
+    precision: dict[str, object] = {"trace_overflows": False, "masters_in_checkpoint": True}
+    if config.precision.on_nonfinite == "raise":
+        precision["on_nonfinite"] = "skip"
+    return ready.model_copy(
+        update={
+            "train": ready.train.model_copy(update={**train, "folder": str(folder)}),
+            "precision": ready.precision.model_copy(update=precision),
+            "optimizer": ready.optimizer.model_copy(update={"validation": "before"}),
+            "log": ready.log.model_copy(update={"sample": "", "timeline": 0}),
+        }
+    )
+
+
+def with_random_tokens(config: RunConfig, steps: int, folder: Path) -> RunConfig:
+    """The run on random tokens of its vocabulary, of which a quarter never occurs, in documents that end within samples.
+    Writes them into `folder`."""
+    vocab, train = config.model.vocab, config.train
+    count = (steps + 1) * train.global_batch * train.seq_length + 1
+    drawn = torch.randint(0, max(1, vocab * 3 // 4), (count,), generator=torch.Generator().manual_seed(train.seed))
+    prefix = folder / "tokens"
+    with IndexedWriter(prefix, vocab) as writer:
+        for document in drawn.split(train.seq_length * 2 // 3 + 1):
+            writer.add_document(document.tolist())
+    kept = {key: getattr(config.data, key) for key in ("shuffle", *RESETS)}
+    data = Data(source=str(prefix), vocab_size=vocab, held_out=0.0, **kept)
+    return config.model_copy(update={"data": data})
+
+
+def in_float64(config: RunConfig) -> RunConfig:
+    """The run with every number in float64; the loss is scaled as before."""
+    kept = {key: value for key, value in config.precision if key not in NUMBERS}
+    precision = Precision(**{**kept, "compute": "fp64"})
+    return config.model_copy(update={"precision": precision, "fp8": FP8()})
+
+
+def alone(config: RunConfig) -> RunConfig:
+    """The run on one process."""
+    return config.model_copy(update={"parallel": ALONE})
+
+
+def epsilon(config: RunConfig) -> float:
+    """One unit in the last place of the coarsest numbers that products, or sums of gradients, are made of."""
+    plan = config.plan
+    used = [dtype_name(d) for d in (plan.compute, plan.gradients, plan.reduce, plan.pipeline)]
+    return max(EPSILON[name] for name in [*used, *(["fp8"] if plan.fp8 else []), *(["tf32"] if plan.tf32 else [])])
+
+
+def tokens_per_expert(config: RunConfig) -> float:
+    """In one step, on average; infinite if there are no experts."""
+    model = config.model
+    return config.tokens_per_step * model.experts_per_token / model.experts if model.experts else inf
+
+
+def clipped(config: RunConfig, probe: Record) -> RunConfig:
+    """The run with a clip that is sure to bite, if it clips at all. probe: one step of it."""
+    clip, norm = config.optimizer.clip, probe.steps[0]["grad_norm"]
+    if not 0 < norm <= clip:
+        return config
+    return config.model_copy(
+        update={"optimizer": config.optimizer.model_copy(update={"clip": float(f"{norm / 2:.2g}")})}
+    )
+
+
+def planned(config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
+    """`steps` steps that are applied, and after the first of them one with an infinity in the largest tensor.
+
+    None is planted where non-finite steps are applied all the same.
+    """
+    if config.precision.on_nonfinite == "ignore":
+        return Plan(steps, masked=not full)
+    weights = probe.tensors["before/weight"]
+    into = max(probe.names, key=lambda name: (weights[name].dim(), weights[name].numel()))
+    return Plan(steps + 1, not full, planted=1, into=into)
+
+
+def shown(value: object) -> str:
+    """A value of a key, as a run file has it."""
+    return toml(value)

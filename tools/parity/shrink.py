@@ -1,0 +1,130 @@
+"""A run made small without changing what kind of run it is.
+
+What a layout can get wrong hangs on structure, not on size: how heads, vocabulary and batch divide by the ranks, how
+many heads share a key, whether there are experts, windows, dropout, several chunks a rank. So each size becomes the
+smallest one that the numbers of ranks divide, or do not divide, as they did the original.
+
+The learning rate is constant, for in the first steps of a warm-up weights hardly move; text is replaced by random
+tokens of the small vocabulary, some of which never occur; and some targets are left out of the loss, so that the
+replicas' shares differ in tokens.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.config import ModelConfig
+from parallel.kinds import default_chunks
+from tools.run import RunConfig
+from tools.settings import Table
+
+LENGTH, HEAD_DIM, VOCAB, MICROBATCHES = 16, 8, 61, 4
+SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow
+
+
+@dataclass(frozen=True)
+class Most:
+    """The largest sizes of the axes among the layouts."""
+
+    tensor: int
+    pipeline: int
+    data: int
+
+
+def shrunk(config: RunConfig, most: Most) -> RunConfig:
+    """The small run, on one process. The vocabulary is known."""
+    model = _model(config, most)
+    tables: dict[str, Table | ModelConfig] = {
+        "model": model,
+        "train": config.train.model_copy(update={**_train(config, most), "init_from": ""}),
+        "lr": config.lr.model_copy(update={"schedule": "constant", "warmup": 0, "decay": 0, "final": 0.0}),
+    }
+    if config.precision.scaling == "dynamic":
+        initial = max(config.precision.min_scale, min(config.precision.initial_scale, SCALE))
+        interval = min(config.precision.growth_interval, 2)
+        tables["precision"] = config.precision.model_copy(
+            update={"initial_scale": initial, "growth_interval": interval}
+        )
+    return config.model_copy(update=tables)
+
+
+def changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """What differs between two runs, by dotted key."""
+    one, other = dict(_keys(before)), dict(_keys(after))
+    return {key: (one[key], value) for key, value in other.items() if one[key] != value}
+
+
+def _keys(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    for table, values in config:
+        for name, value in values:
+            yield f"{table}.{name}", value
+
+
+def like(value: int, least: int, most: int) -> int:
+    """The smallest number from `least` on that 2 to `most` divide exactly where they divide `value`; not above it."""
+    divisors = range(2, most + 1)
+    fits = (n for n in range(max(1, least), value) if all((n % d == 0) == (value % d == 0) for d in divisors))
+    return next(fits, value)
+
+
+def _model(config: RunConfig, most: Most) -> ModelConfig:
+    model = config.model
+    group = model.heads // model.kv_heads
+    kv_heads = like(model.kv_heads, min(2, model.kv_heads), most.tensor)
+    while not _alike(model, group * kv_heads, most.tensor):
+        kv_heads = like(model.kv_heads, kv_heads + 1, most.tensor)
+    head_dim = next((d for d in range(HEAD_DIM, model.head_dim, 2) if _turns(model, d)), model.head_dim)
+    heads = group * kv_heads
+    hidden = max(8, heads * head_dim * model.hidden // (model.heads * model.head_dim))
+    length = _length(config, most)
+    vocab = like(model.vocab or config.data.vocab_size, VOCAB, most.tensor)
+    sizes: dict[str, Any] = {
+        "layers": min(model.layers, max(4, most.pipeline * _chunks(config))),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden": min(hidden, model.hidden),
+        "ffn": like(model.ffn, min(hidden, model.ffn), most.tensor),
+        "vocab": vocab,
+        "experts": min(model.experts, max(4, 2 * model.experts_per_token)),
+        "max_positions": min(model.max_positions, 2 * length),
+        "window": _window(model.window, config.train.seq_length, length),
+    }
+    return ModelConfig(**{**model.model_dump(), **sizes})
+
+
+def _alike(model: ModelConfig, heads: int, most: int) -> bool:
+    return all((heads % d == 0) == (model.heads % d == 0) for d in range(2, most + 1))
+
+
+def _turns(model: ModelConfig, head_dim: int) -> bool:
+    """Whether rotary positions suit heads of this width."""
+    turning = int(head_dim * model.rotary_fraction)
+    return model.positions != "rope" or (turning > 2 and turning % 2 == 0)
+
+
+def _chunks(config: RunConfig) -> int:
+    return config.parallel.chunks or default_chunks(config.parallel.schedule)
+
+
+def _window(window: int, before: int, after: int) -> int:
+    """As large a share of the sequence as it was."""
+    return min(window, max(2, window * after // before)) if window else 0
+
+
+def _length(config: RunConfig, most: Most) -> int:
+    return like(config.train.seq_length, LENGTH, most.tensor)
+
+
+def _train(config: RunConfig, most: Most) -> Mapping[str, int]:
+    """Batches of few micro-batches, of few samples; a schedule file keeps the number that it is made for."""
+    train = config.train
+    micro_batch = min(train.micro_batch, 2)
+    microbatches = train.global_batch // train.micro_batch
+    if not config.parallel.schedule_file:
+        microbatches = like(microbatches, MICROBATCHES, most.data)
+    return {
+        "micro_batch": micro_batch,
+        "global_batch": micro_batch * microbatches,
+        "seq_length": _length(config, most),
+    }

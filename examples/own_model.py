@@ -66,7 +66,8 @@ class Stage(nn.Module):
         if not self.cut.last:
             return x
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
-        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, c.gemm_of_head("head.weight"))
+        products = c.products_of_head("head.weight")
+        return Linear.apply(self.final_norm(x), self.head, None, lies, c.tp, c.deferred, products)
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The loss of each token, [s, b] like `targets`."""

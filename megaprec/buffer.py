@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from megaprec.block import Block, Draw
 from megaprec.comm import Axis
@@ -204,7 +205,12 @@ class Buffer:
         self.start_collect()()
 
     def start_collect(self) -> Callable[[], object]:
-        """Under ZeRO-1, starts to all-gather the weights over `shards`; the returned function waits for them."""
+        """Under ZeRO-1, starts to all-gather the weights over `shards`; the returned function waits for them.
+
+        Whatever changed the weights ends here, so here is their version counted up, which no write to the flat memory
+        does: casts of weights that layers keep are then known to be old.
+        """
+        increment_version(self.parameters)
         return self.shards.start_gather_(self.weights)
 
     def clear(self, own: bool = True) -> None:

@@ -50,6 +50,20 @@ class Axis:
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
     @staticmethod
+    def stage(mesh: DeviceMesh | None) -> "Axis":
+        """All ranks of one pipeline stage, dp and tp together. Collective over the world."""
+        dp, tp = Axis.of(mesh, "dp"), Axis.of(mesh, "tp")
+        if dp.size == 1 or tp.size == 1:
+            return tp if dp.size == 1 else dp
+        assert mesh is not None
+        group = None
+        for ranks in mesh.mesh.movedim((mesh.mesh_dim_names or ()).index("pp"), 0).flatten(1).tolist():
+            made = dist.new_group(ranks)
+            if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
+                group = made
+        return Axis("stage", dp.rank * tp.size + tp.rank, dp.size * tp.size, group)
+
+    @staticmethod
     def cut(mesh: DeviceMesh | None, name: str, size: int, new_name: str) -> "Axis":
         """Runs of `size` neighbours along the axis `name`, which `size` must divide. Collective over the world."""
         whole = Axis.of(mesh, name)

@@ -7,16 +7,52 @@ either: there FP32 factors are rounded to it first, so that what a GPU would mak
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megaprec.tf32 import product_tf32
 
+Factor = tuple[Tensor, ...]
+"""A factor of a product as whoever makes the product prepared it, and as autograd keeps it."""
+
+
+class Products(Protocol):
+    """Makes the three products of a linear layer y = x @ W.T, whatever its tensors are held in."""
+
+    def now(self) -> "Products":
+        """Who makes those of the forward pass that begins, and of its backward pass."""
+        ...
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
+        """x [m, k], weight [n, k] -> y [m, n], and x as the gradient of the weight will need it."""
+        ...
+
+    def keep(self, x: Tensor) -> Factor:
+        """The latter again, from the same x."""
+        ...
+
+    def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
+        """grad [m, n], of y, as the gradient of x and as that of the weight needs it."""
+        ...
+
+    def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """weight [n, k] -> gradient of x [m, k], of `dtype`."""
+        ...
+
+    def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
+        """-> [n, k]."""
+        ...
+
+    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor) -> None:
+        """total [n, k] += gradient of the weight, where `total` may be wider than the factors."""
+        ...
+
 
 @dataclass(frozen=True)
 class Gemm:
-    """How the three products of a linear layer y = x @ W.T are made, whatever its tensors are held in.
+    """`Products` in a dtype of two bytes or more. Factors are kept as they come, and cast for each product.
 
     dtype: of the factors: activations, weights and gradients are cast to it. out: of y. tf32: FP32 products see no more
     of their factors than TF32 has, on a CPU; elsewhere that is for the switches of `megaprec.tf32` to say.
@@ -26,21 +62,33 @@ class Gemm:
     out: torch.dtype
     tf32: bool = False
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [m, k], weight [n, k] -> y [m, n]."""
-        return product(x.to(self.dtype), weight.to(self.dtype).t(), self.tf32).to(self.out)
+    def now(self) -> "Gemm":
+        """This one."""
+        return self
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """grad [m, n], weight [n, k] -> gradient of x [m, k], of `dtype`."""
-        return product(grad.to(self.dtype), weight.to(self.dtype), self.tf32).to(dtype)
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
+        """x [m, k], weight [n, k] -> y [m, n], and x."""
+        return product(x.to(self.dtype), weight.to(self.dtype).t(), self.tf32).to(self.out), (x,)
 
-    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        """grad [m, n], x [m, k] -> [n, k]."""
-        return product(grad.to(self.dtype).t(), x.to(self.dtype), self.tf32)
+    def keep(self, x: Tensor) -> Factor:
+        """x."""
+        return (x,)
 
-    def add_weight_gradient_(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
+    def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
+        """grad, twice."""
+        return (grad,), (grad,)
+
+    def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """weight [n, k] -> gradient of x [m, k], of `dtype`."""
+        return product(grad[0].to(self.dtype), weight.to(self.dtype), self.tf32).to(dtype)
+
+    def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
+        """-> [n, k]."""
+        return product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
+
+    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor) -> None:
         """total [n, k] += grad.T @ x, where `total` may be wider than the factors."""
-        add_product_(total, grad.to(self.dtype).t(), x.to(self.dtype), self.tf32)
+        add_product_(total, grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
 
 
 def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:

@@ -62,6 +62,11 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
                 'optimizer.validation = "after" learns of a bad step when the next one has begun, so it cannot go with '
                 'precision.on_nonfinite = "raise": use "skip", or optimizer.validation = "before"'
             )
+        if self.plan.fp8 is not None and self.plan.fp8.kind == "delayed":
+            raise UserError(
+                'optimizer.validation = "after" finds a bad step when the next one has begun, and delayed FP8 scales '
+                'have moved on: use optimizer.validation = "before", or fp8.kind = "current"'
+            )
         if self.kernels is not None:
             raise UserError(
                 'optimizer.validation = "after" needs the gradients until a step is settled, and native kernels clear '

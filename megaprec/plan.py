@@ -126,6 +126,9 @@ class PrecisionPlan:
             f"stochastic rounding makes bf16 weights, but parameters = {named['parameters']}": (
                 self.rounding == "nearest" or self.parameters == torch.bfloat16
             ),
+            "compute = fp64: products in FP8 are summed in FP32, so compute in fp32, bf16 or fp16": (
+                self.fp8 is None or self.compute != torch.float64
+            ),
             "stochastic rounding cannot be undone, so masters cannot be split into weight and remainder": (
                 self.rounding == "nearest" or not self.remainders
             ),
@@ -133,11 +136,11 @@ class PrecisionPlan:
 
     def holds(self, name: str) -> torch.dtype:
         """The dtype in which the parameter of this logical name is held."""
-        return self.sensitive if self._kept(name) else self.parameters
+        return self.sensitive if self.keeps(name) else self.parameters
 
     def computes(self, name: str) -> torch.dtype:
         """The dtype of products with the parameter of this logical name."""
-        return self.sensitive if self._kept(name) else self.compute
+        return self.sensitive if self.keeps(name) else self.compute
 
     def bytes_per_parameter(self, averages: int) -> tuple[int, int]:
         """(on every rank, cut over the ranks that share optimizer state) for a rule that keeps so many averages."""
@@ -145,7 +148,8 @@ class PrecisionPlan:
         masters = 2 if self.remainders else own
         return self.parameters.itemsize + self.gradients.itemsize, masters + averages * self.moments.itemsize
 
-    def _kept(self, name: str) -> bool:
+    def keeps(self, name: str) -> bool:
+        """Whether the parameter of this logical name is one that is kept in FP32."""
         return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)
 
 

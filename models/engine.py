@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec import gradients
 from megaprec.comm import Axis, device_of
 from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
+from megaprec.fp8.state import FP8State
 from megaprec.locate import Onset
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
@@ -98,7 +99,8 @@ class Engine:
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.last, self._last_rank = len(schedule.rank_of_stage) - 1, schedule.rank_of_stage[-1]
         self._rows = schedule.microbatches * micro_batch  # samples in a share
-        context = Context(plan, self.tp, sequence, seed, recompute=recompute)
+        self.fp8 = FP8State.over(mesh, plan.fp8, config.layers)
+        context = Context(plan, self.tp, sequence, seed, recompute=recompute, fp8=self.fp8)
         cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank, make_stage)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
@@ -132,7 +134,8 @@ class Engine:
         """The first half of `step`: all passes. Returns the report of the step before, if that was still unknown."""
         self._running = self._begin(share, number, self.optimizer.scale)
         self._train.spans = recording.spans if recording else None
-        self._train.run()
+        with self.fp8.autocast():
+            self._train.run()
 
     def update(self, lr: float) -> StepReport | None:
         """The second half of `step`: applies or skips it. None if its report is not known yet."""
@@ -153,7 +156,8 @@ class Engine:
         if self.last:
             raise ValueError(f"a micro-batch is examined on one stage, not on {self.last + 1}")
         self._running = self._begin(share, number, torch.tensor(scale, device=self.device))
-        with Trace(self.stages[0]) as trace:
+        self.fp8.roll()  # the step that this is of has done so
+        with self.fp8.replayed(), Trace(self.stages[0]) as trace:
             scaled = self._forward(0, microbatch, None)
             trace.look("the loss", self._running.loss)
             trace.look("the loss times its scale", scaled)
@@ -165,7 +169,8 @@ class Engine:
     def evaluate(self, share: Share) -> float:
         """Mean loss over the tokens of all shares. Collective over the whole mesh."""
         self._running = self._begin(share, None, self.optimizer.scale)
-        self._evaluate.run()
+        with self.fp8.autocast():
+            self._evaluate.run()
         return self.optimizer.world.sum_(self._running.loss).item()
 
     def _explained(self, report: StepReport, run: _Running) -> StepReport:
@@ -196,7 +201,8 @@ class Engine:
                 onset.look(i.microbatch * self.dp.size + self.dp.rank)
 
         program = [i for i in self._train.program if i.op is not Op.REDUCE]
-        Executor(program, self._links, self._forward, deferred=self._deferred, after=after).run()
+        with self.fp8.replayed():
+            Executor(program, self._links, self._forward, deferred=self._deferred, after=after).run()
         self._clear()
         firsts = self.dp.gather(torch.tensor([run.share.first], device=self.device)).tolist()
         moments = onset.agreed(self.optimizer.world)

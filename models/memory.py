@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaprec.comm import Axis
+from megaprec.fp8.state import FP8State
 from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.stages import Cut, Stage
@@ -80,13 +81,14 @@ def kept_bytes(
 
     sequence: activations between blocks are cut along the sequence.
     """
-    axis = _Alone("tp", 0, tp)
-    context = Context(replace(plan, masters=plan.parameters), axis, sequence, recompute=recompute)
+    axis, held = _Alone("tp", 0, tp), replace(plan, masters=plan.parameters)
     known: dict[tuple[int, bool, bool], Kept] = {}
     for cut in cuts:
         alike = len(cut.layers), cut.first, cut.last
         if alike not in known:
-            with FakeTensorMode():
+            fp8 = FP8State(plan.fp8, config.layers, axis)
+            context = Context(held, axis, sequence, recompute=recompute, fp8=fp8)
+            with FakeTensorMode(), fp8.autocast():
                 known[alike] = _kept(Stage(config, context, cut), seq_length, micro_batch)
     return [known[len(cut.layers), cut.first, cut.last] for cut in cuts]
 

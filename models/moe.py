@@ -48,7 +48,7 @@ class Expert(MLP):
         return self.recompute.run("activation", self.activate, y, into=lambda y: self._product(y, self.down))
 
     def _product(self, x: Tensor, layer: ColumnParallelLinear | RowParallelLinear) -> Tensor:
-        return Linear.apply(x, layer.weight, None, Input.OWN, self.tp, self.deferred, layer.gemm)
+        return Linear.apply(x, layer.weight, None, Input.OWN, self.tp, self.deferred, layer.products)
 
 
 class MixtureOfExperts(nn.Module):

@@ -44,6 +44,11 @@ class OptimisticEngine(Engine):
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> StepReport | None:
         """As before. Returns the report of the step before, unless `update` or `settle` has given it."""
         self._running = self._begin(share, number, self.optimizer.scale)
+        with self.fp8.autocast():
+            return self._carry_out(share, number, recording)
+
+    def _carry_out(self, share: Share, number: int, recording: Recording | None) -> StepReport | None:
+        """All passes, the warm-up perhaps twice."""
         self._train.spans = spans = recording.spans if recording else None
         self._train.carry_out(0, self._warmup)
         report = None

@@ -105,12 +105,12 @@ class Stage(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
-        gemm = c.gemm_of_head(layout_of(self.head).parts[0].name)
+        products = c.products_of_head(layout_of(self.head).parts[0].name)
         return c.recompute.run(
             "norm",
             self.final_norm,
             x,
-            into=lambda y: Linear.apply(y, self.head, None, lies, c.tp, c.deferred, gemm),
+            into=lambda y: Linear.apply(y, self.head, None, lies, c.tp, c.deferred, products),
         )
 
     def _hand_out(self, logits: Tensor, place: Place | None) -> Tensor:

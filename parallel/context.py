@@ -1,9 +1,13 @@
 """What every parallel layer is told about where it runs, as one frozen value."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaprec.comm import Axis
-from megaprec.gemm import Gemm
+from megaprec.fp8.gemm import FP8Gemm
+from megaprec.fp8.state import FP8State
+from megaprec.gemm import Gemm, Products
+from megaprec.layout import Part
 from megaprec.plan import PrecisionPlan
 from parallel.deferred import Deferred
 from parallel.recompute import KEEP, Recompute
@@ -15,6 +19,7 @@ class Context:
     tp: the tensor-parallel axis. sequence: activations between blocks are cut along the sequence over tp.
     seed: of initial weights and dropout. deferred: where layers leave weight gradients that can wait; the executor
     that runs a schedule with split backwards must be given the same. recompute: which activations are made again.
+    fp8: what the layers' products in FP8 share; to be given if the plan has any.
     """
 
     plan: PrecisionPlan
@@ -23,13 +28,23 @@ class Context:
     seed: int = 0
     deferred: Deferred = field(default_factory=Deferred, compare=False)
     recompute: Recompute = KEEP
+    fp8: FP8State = field(default_factory=FP8State, compare=False)
 
-    def gemm(self, name: str) -> Gemm:
-        """How products with the weight of this logical name are made. What comes out is activations."""
-        return Gemm(self.plan.computes(name), self.plan.compute, self.plan.tf32)
+    def __post_init__(self) -> None:
+        if self.plan.fp8 != self.fp8.recipe:
+            raise ValueError("products of the plan are in FP8: give the context the FP8State of the same recipe")
 
-    def gemm_of_head(self, name: str) -> Gemm:
-        """The same for what comes out as logits, which stay in the dtype of the products."""
+    def products(self, parts: Sequence[Part]) -> Products:
+        """Who makes the products with the weight [n, k] that `parts` are stacked in. What comes out is activations."""
+        name = parts[0].name
+        wide = Gemm(self.plan.computes(name), self.plan.compute, self.plan.tf32)
+        if self.fp8.recipe is None or self.plan.keeps(name):
+            return wide
+        reach = self.fp8.register(parts)
+        return wide if reach.wide else FP8Gemm(self.fp8, reach, parts[0].dim, wide)
+
+    def products_of_head(self, name: str) -> Gemm:
+        """The same for what comes out as logits, which stay in the dtype of the products; never FP8."""
         dtype = self.plan.computes(name)
         return Gemm(dtype, dtype, self.plan.tf32)
 

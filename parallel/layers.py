@@ -62,16 +62,14 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError(f"{name}: gather_output would undo sequence parallelism")
         self.context, self.gather_output, self.skip_bias_add = context, gather_output, skip_bias_add
         stack = [Rows(name, output)] if isinstance(output, int) else list(output)
-        self.gemm = context.gemm(f"{stack[0].name}.weight")
         for rows in stack:
             if rows.rows % (rows.shards or context.tp.size):
                 raise ValueError(
                     f"{rows.name}: {rows.rows} output features do not divide by tensor = {context.tp.size}"
                 )
         tp = context.tp
-        self.weight = parameter(
-            context, [Part.cut(f"{r.name}.weight", (r.rows, input_size), 0, tp, r.shards) for r in stack], std, True
-        )
+        parts = [Part.cut(f"{r.name}.weight", (r.rows, input_size), 0, tp, r.shards) for r in stack]
+        self.weight, self.products = parameter(context, parts, std, True), context.products(parts)
         self.bias = None
         if bias:
             self.bias = parameter(
@@ -81,7 +79,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         added = None if self.skip_bias_add else self.bias
-        y = Linear.apply(x, self.weight, added, lies, self.context.tp, self.context.deferred, self.gemm)
+        y = Linear.apply(x, self.weight, added, lies, self.context.tp, self.context.deferred, self.products)
         if self.gather_output:
             y = collectives.join(y, self.context.tp, y.dim() - 1)
         return y, self.bias if self.skip_bias_add else None
@@ -112,8 +110,8 @@ class RowParallelLinear(nn.Module):
         if context.cut_sequence and not input_is_parallel:
             raise ValueError(f"{name}: sequence parallelism needs input_is_parallel")
         self.context, self.input_is_parallel, self.skip_bias_add = context, input_is_parallel, skip_bias_add
-        self.gemm = context.gemm(f"{name}.weight")
-        self.weight = parameter(context, [Part.cut(f"{name}.weight", (output_size, input_size), 1, context.tp)], std)
+        parts = [Part.cut(f"{name}.weight", (output_size, input_size), 1, context.tp)]
+        self.weight, self.products = parameter(context, parts, std), context.products(parts)
         self.bias = None
         if bias:
             whole = Part.cut(f"{name}.bias", (output_size,), None, context.tp)
@@ -123,7 +121,7 @@ class RowParallelLinear(nn.Module):
         tp = self.context.tp
         if not self.input_is_parallel:
             x = collectives.split(x, tp, x.dim() - 1)
-        y = Linear.apply(x, self.weight, None, Input.OWN, tp, self.context.deferred, self.gemm)
+        y = Linear.apply(x, self.weight, None, Input.OWN, tp, self.context.deferred, self.products)
         y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias

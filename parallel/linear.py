@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megaprec.buffer import main_gradient
 from megaprec.comm import Axis
-from megaprec.gemm import Gemm
+from megaprec.gemm import Factor, Gemm, Products
 from parallel.deferred import Deferred
 
 
@@ -30,7 +30,8 @@ class Linear(torch.autograd.Function):
     """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s for SEQUENCE.
 
     deferred: where the gradient of a weight that has a main gradient is put off; a bias's never is.
-    gemm: how the products are made; in the dtype of x unless given.
+    products: who makes them; in the dtype of x unless given. What they keep of x is saved, but not under SEQUENCE:
+        then x itself is, of which the backward pass gathers the whole again.
     """
 
     @staticmethod
@@ -42,25 +43,29 @@ class Linear(torch.autograd.Function):
         lies: Input,
         tp: Axis,
         deferred: Deferred | None = None,
-        gemm: Gemm | None = None,
+        products: Products | None = None,
     ) -> Tensor:
         ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
-        ctx.deferred, ctx.gemm = deferred or Deferred(), gemm or Gemm(x.dtype, x.dtype)
-        ctx.save_for_backward(x)
+        ctx.deferred, ctx.dtype = deferred or Deferred(), x.dtype
+        ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
-        y = ctx.gemm.forward(whole.reshape(-1, whole.shape[-1]), weight).view(*whole.shape[:-1], weight.shape[0])
+        y, kept = ctx.products.forward(_rows(whole), weight)
+        ctx.save_for_backward(*((x,) if lies is Input.SEQUENCE else kept))
+        y = y.view(*whole.shape[:-1], weight.shape[0])
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x = ctx.saved_tensors[0].detach()  # for with it what is put off would hold the graph, down to the stage's input
-        weight, tp, lies, gemm = ctx.weight, ctx.tp, ctx.lies, ctx.gemm
-        rows = grad.reshape(-1, grad.shape[-1])
-        finish = _start_input_gradient(ctx, rows, x.dtype, grad.shape) if ctx.needs_input_grad[0] else _none
+        # Detached, for with their graph what is put off would hold all of it, down to the stage's input.
+        saved: Factor = tuple(tensor.detach() for tensor in ctx.saved_tensors)
+        weight, tp, lies, products = ctx.weight, ctx.tp, ctx.lies, ctx.products
+        rows = _rows(grad)
+        for_input, for_weight = products.gradient(rows)
+        finish = _start_input_gradient(ctx, for_input, grad.shape) if ctx.needs_input_grad[0] else _none
 
         def make_weight_gradient() -> Tensor | None:
-            whole = tp.gather(x) if lies is Input.SEQUENCE else x
-            return weight_gradient(gemm, weight, rows, whole.reshape(-1, whole.shape[-1]))
+            kept = products.keep(_rows(tp.gather(saved[0]))) if lies is Input.SEQUENCE else saved
+            return weight_gradient(products, weight, for_weight, kept)
 
         grad_weight = None
         if getattr(weight, "main_grad", None) is None:
@@ -71,24 +76,29 @@ class Linear(torch.autograd.Function):
         return finish(), grad_weight, grad_bias, None, None, None, None
 
 
+def _rows(x: Tensor) -> Tensor:
+    """[..., k] -> [m, k]."""
+    return x.reshape(-1, x.shape[-1])
+
+
 def _none() -> None: ...
 
 
-def _start_input_gradient(ctx: Any, rows: Tensor, dtype: torch.dtype, shape: torch.Size) -> Callable[[], Tensor]:
+def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable[[], Tensor]:
     """Computes the input's gradient and starts its sum over tp; the returned function waits for it."""
-    grad_x = ctx.gemm.input_gradient(rows, ctx.weight, dtype).view(*shape[:-1], ctx.weight.shape[1])
+    grad_x = ctx.products.input_gradient(grad, ctx.weight, ctx.dtype).view(*shape[:-1], ctx.weight.shape[1])
     if ctx.lies is Input.SEQUENCE:
         return ctx.tp.start_scatter_sum(grad_x)
     wait = ctx.tp.start_sum_(grad_x) if ctx.lies is Input.COPIED else _none
     return lambda: (wait(), grad_x)[1]
 
 
-def weight_gradient(gemm: Gemm, weight: nn.Parameter, rows: Tensor, x: Tensor) -> Tensor | None:
-    """rows.T @ x, added into the main gradient if there is one (then None is returned)."""
+def weight_gradient(products: Products, weight: nn.Parameter, grad: Factor, x: Factor) -> Tensor | None:
+    """The weight's gradient, added into the main gradient if there is one (then None is returned)."""
     main = main_gradient(weight)
     if main is None:
-        return gemm.weight_gradient(rows, x).to(weight.dtype)
-    gemm.add_weight_gradient_(main, rows, x)
+        return products.weight_gradient(grad, x).to(weight.dtype)
+    products.add_weight_gradient_(main, grad, x)
     return None
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +33,6 @@ from parallel.norms import RMSNorm
 from tests.layouts import LENGTH, SAMPLES, Fragment, Recording, Run, assemble, batches, fragments, share_of
 from tests.modes import KEPT, MODES, B, F, Mode, resolved
 from tests.ranks import run_ranks
-from tests.runs import train, write_run
 
 STEPS = 3
 MODEL: dict[str, Any] = {
@@ -48,12 +46,6 @@ MODEL: dict[str, Any] = {
     "max_positions": 16,
 }
 LAYOUTS = {"tp2 pp2": {"tp": 2, "pp": 2}, "dp2 tp2": {"dp": 2, "tp": 2}}
-
-FP8 = [
-    ["precision.nemo.recipe=bf16_with_fp8_mixed"],
-    ["precision.nemo.recipe=fp16_with_mxfp8_mixed"],
-    ["precision.smp.fp8_autocast.enabled=true", 'precision.smp.mixed_precision.param_dtype="bfloat16"'],
-]
 
 
 @dataclass
@@ -311,18 +303,6 @@ def test_a_gradient_is_as_exact_as_the_dtypes_it_is_made_in(name: str) -> None:
     whole = exact(*resolved(MODES[name])[1:]).grads
     assert error(name, "grads") <= 4 * MODES[name].unit * size(whole)
     assert error(name, "grads") > 0.05 * MODES[name].unit * size(whole), "it is more exact than it can be"
-
-
-@pytest.mark.parametrize("keys", FP8, ids=str)
-def test_a_mode_in_fp8_is_refused_before_anything_is_written(
-    keys: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_run(tmp_path)
-    capsys.readouterr()
-    assert train(file, *keys) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert keys[0].partition("=")[0] in line and "FP8 is read and translated, but not computed yet" in line
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_scale_that_is_too_high_falls_in_a_mode_until_it_trains() -> None:

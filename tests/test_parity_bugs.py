@@ -17,7 +17,7 @@ from megaprec.buffer import Buffer
 from megaprec.comm import Axis
 from megaprec.data.blend import Blend
 from megaprec.data.samples import Samples
-from megaprec.gemm import Gemm
+from megaprec.gemm import Factor, Products
 from megaprec.layout import Layout, layout_of
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.partial import sum_partial
@@ -126,8 +126,8 @@ def a_sequence_parallel_norm_is_not_summed_over_tp() -> None:
 def replace_weight_gradient(change: Callable[[nn.Parameter, Callable[[], Tensor | None]], Tensor | None]) -> None:
     inner = linear.weight_gradient
 
-    def made(gemm: Gemm, weight: nn.Parameter, rows: Tensor, x: Tensor) -> Tensor | None:
-        return change(weight, lambda: inner(gemm, weight, rows, x))
+    def made(products: Products, weight: nn.Parameter, grad: Factor, x: Factor) -> Tensor | None:
+        return change(weight, lambda: inner(products, weight, grad, x))
 
     linear.weight_gradient = made
 

@@ -12,7 +12,7 @@ from megaprec.errors import UserError
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.plan import LossScaling, plan
 from tests.ranks import run_ranks
-from tests.runs import steps, train, train_on, write_run
+from tests.runs import steps, train_on, write_run
 from tools.checks import CHECKS
 from tools.corpus import open_corpus
 from tools.precision_native import KEYS
@@ -218,14 +218,6 @@ def test_a_run_in_a_dialect_trains_as_the_same_run_in_native_keys(tmp_path: Path
     ]
     assert records[0] == records[1]
     assert records[0][0]["loss_scale"] == 1024
-
-
-def test_a_run_that_asks_for_fp8_is_refused_rather_than_trained_without(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert train(write_run(tmp_path), "precision.nemo.recipe=bf16_with_fp8_mixed") == 2
-    assert 'fp8.kind = "delayed" (precision.nemo.recipe' in (said := capfd.readouterr().err)
-    assert "FP8 is read and translated, but not computed yet" in said
 
 
 MODES = {

@@ -75,7 +75,12 @@ def _rule(optimizer: Optimizer) -> Iterator[str]:
         yield from error.problems
 
 
-def _validation(optimizer: Optimizer, precision: Precision) -> Iterator[str]:
+def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterator[str]:
+    if optimizer.validation == "after" and fp8.kind == "delayed":
+        yield (
+            'optimizer.validation "after" finds a bad step when the next one has begun and fp8.kind "delayed" has '
+            'moved its scales on: "before" would do, or fp8.kind "current"'
+        )
     if optimizer.validation == "after" and precision.on_nonfinite == "raise":
         yield (
             'optimizer.validation "after" learns of a bad step when the next one has begun, so precision.on_nonfinite '
@@ -255,7 +260,8 @@ def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
     try:
         plan_of(precision, fp8)
     except UserError as error:
-        yield from (f"precision.{problem}" for problem in error.problems)
+        for problem in error.problems:
+            yield problem.replace("FP8 ", "fp8.", 1) if problem.startswith("FP8 ") else f"precision.{problem}"
 
 
 def _kind_of_scale(precision: Precision) -> Iterator[str]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megaprec.errors import UserError
-from tools import compare, data, difference, generate, inspection, overflow, precision, schedule, train
+from tools import compare, data, difference, fp8_advice, generate, inspection, overflow, precision, schedule, train
 from tools.convert import command as convert
 from tools.launch import must_tell, note_failure, slurm_environment
 from tools.parity import command as parity
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_parser(commands)
     precision.add_parser(commands)
     parity.add_parser(commands)
+    fp8_advice.add_parser(commands)
     keys = commands.add_parser("keys", help="list all keys of a run file")
     keys.set_defaults(run=_print_keys)
     return parser

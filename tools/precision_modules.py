@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 
+from megaprec.fp8.reach import asked_for
 from megaprec.layout import layout_of
 from megaprec.plan import PrecisionPlan, dtype_name, plan
 from models.config import ModelConfig
@@ -53,7 +54,7 @@ def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
     return [
         _row(plan, module.replace("*", span), count, dict(zip(ROLES, dtypes, strict=True)))
         for (module, dtypes), counts in tensors.items()
-        for span, count in _spans(counts)
+        for span, count in spans(counts)
     ]
 
 
@@ -63,7 +64,7 @@ def _module(name: str) -> tuple[str, int]:
     return (f"{first}.*.{rest[1]}", int(rest[0])) if first == "layers" else (first, -1)
 
 
-def _spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
+def spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
     """Runs of consecutive layers as "0-5", with their elements together."""
     numbered = enumerate(sorted(counts))
     for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
@@ -97,7 +98,7 @@ def _in_fp8(plan: PrecisionPlan, name: str, layer: int, layers: int) -> bool:
     """Whether this is the weight of a linear layer of a block that the recipe reaches."""
     assert plan.fp8 is not None
     linear = name.endswith(".weight") and not any(other in name for other in ("norm", "router"))
-    return linear and plan.fp8.first_layers <= layer < layers - plan.fp8.last_layers and not plan.fp8.calibrating
+    return linear and layer >= 0 and not asked_for(plan.fp8, name, layers) and not plan.fp8.calibrating
 
 
 def _row(plan: PrecisionPlan, name: str, elements: int, dtypes: dict[str, str]) -> Row:

@@ -45,6 +45,7 @@ class Feature:
 
 
 KEY = "test_dialect_keys::test_a_key_changes_what_it_decides_and_nothing_else"
+FP8_MODE = "test_fp8_modes::test_a_mode_trains_on_four_ranks_in_the_formats_that_it_names"
 FEATURES: tuple[Feature, ...] = (
     Feature(
         "FP16 parameters with FP32 masters",
@@ -168,12 +169,12 @@ FEATURES: tuple[Feature, ...] = (
         "read",
         ("test_precision_run::test_a_model_in_internevos_words_is_the_model",),
     ),
-    Feature("FP8 with delayed scaling", ("no", "yes", "no", "no", "yes"), "read", (KEY,)),
+    Feature("FP8 with delayed scaling", ("no", "yes", "no", "no", "yes"), "runs", (FP8_MODE,)),
     Feature(
         "FP8 with current, block and MX scaling",
         ("no", "part", "no", "no", "yes"),
-        "read",
-        ("test_dialects::test_nemos_other_fp8_recipes", KEY),
+        "runs",
+        ("test_fp8_training::test_a_layout_trains_as_one_process_does", FP8_MODE),
     ),
     Feature("weights kept in FP8 (`fp8_params`)", ("no", "no", "no", "no", "yes"), "read", (KEY,)),
     Feature(

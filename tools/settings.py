@@ -211,6 +211,11 @@ class FP8(Table):
     multi_head_attention: bool = Field(default=False, description="so is what flows between them and the projections")
     first_layers: int = Field(default=0, ge=0, description="first layers that stay in precision.compute")
     last_layers: int = Field(default=0, ge=0, description="last layers that do")
+    wide: tuple[str, ...] = Field(
+        default=(), strict=False, description='weights whose products do, by pattern: ["layers.*.mlp.down.weight"]'
+    )
+    pad: bool = Field(default=False, description="weights of unfitting size are filled up with zeros; false: they do")
+    calibrate: int = Field(default=0, ge=0, description="first steps that only record magnitudes, for delayed scales")
     calibrating: bool = Field(default=False, description="only record magnitudes, compute in precision.compute")
 
 

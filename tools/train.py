@@ -23,6 +23,7 @@ from tools.convert.command import write_model
 from tools.convert.formats import open_source
 from tools.convert.initial import open_initial
 from tools.corpus import Corpus, check_sources, open_corpus, open_made
+from tools.fp8 import check_fp8
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.own_model import require_builtin
 from tools.plots import plot_run
@@ -61,19 +62,10 @@ def main(args: argparse.Namespace) -> int:
 
 def _open_checked(config: RunConfig) -> Corpus:
     """Looks for all that can be wrong before anything is written, then opens or builds the data, and looks again."""
-    check_all(config, _device, _check_fp8, _check_folders, check_sources, check_resumable, _check_initial)
+    check_all(config, _device, check_fp8, _check_folders, check_sources, check_resumable, _check_initial)
     corpus = open_corpus(config)
     check_resumable(config, corpus)
     return corpus
-
-
-def _check_fp8(config: RunConfig) -> None:
-    """Raises UserError if the run asks for products that cannot be made yet."""
-    if config.plan.fp8 is not None:
-        raise UserError(
-            f'fp8.kind = "{config.plan.fp8.kind}" ({config.plan.origin["fp8"]}): FP8 is read and translated, but not '
-            'computed yet; set fp8.kind = "none" to train in precision.compute'
-        )
 
 
 def _check_folders(config: RunConfig) -> None:

@@ -95,7 +95,7 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> None:
         with warnings.catch_warnings(record=True, action="always") as said:
-            saved = load(checkpoint, self.engine.optimizer)
+            saved = load(checkpoint, self.engine.optimizer, self.engine.fp8)
         for warning in said:
             print(f"warning    {warning.message}")
         self.progress = Progress(**saved["progress"])
@@ -257,4 +257,4 @@ class Trainer:
         beside = [tokenizer.path, tokenizer.path.with_name("tokenizer_config.json")] if tokenizer else []
         files = [file for file in beside if file.is_file()]  # the second says which token ends a document
         folder, keep = self.config.checkpoint_folder, self.config.checkpoint.keep
-        save(folder, self.progress.step, self.engine.optimizer, extra, keep, files)
+        save(folder, self.progress.step, self.engine.optimizer, extra, keep, files, self.engine.fp8)

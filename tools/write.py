@@ -9,6 +9,7 @@ from models.costs import stage_costs
 from models.stages import cuts
 from parallel.simulate import bubble, simulate
 from tools.corpus import Corpus
+from tools.fp8 import fp8_lines
 from tools.generate import find_checkpoint, generate, harmless, load_model
 from tools.run import RunConfig
 
@@ -39,6 +40,8 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         f"{t.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
         f"precision  {config.precision.compute}"
     )
+    for line in fp8_lines(config, model, device):
+        print(line)
     if p.pipeline > 1:
         print(f"stages     {_stages(config, corpus)}")
     if config.train.init_from and not resumed:

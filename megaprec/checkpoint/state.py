@@ -20,8 +20,10 @@ from torch import Tensor
 
 from megaprec.buffer import Buffer, Piece
 from megaprec.checkpoint.folder import begin, commit, partial_path, sync
+from megaprec.checkpoint.fp8 import Scales, read_fp8, take_up, write_fp8
 from megaprec.checkpoint.store import FORMAT, INDEX, Store
 from megaprec.errors import UserError
+from megaprec.fp8.state import FP8State
 from megaprec.layout import Part
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import DTYPES, PrecisionPlan, dtype_name
@@ -34,10 +36,12 @@ def save(
     extra: dict[str, Any],
     keep: int = 2,
     files: Sequence[Path] = (),
+    fp8: FP8State | None = None,
 ) -> Path:
     """Writes a checkpoint of `step` into `folder` and removes all but the newest `keep`. Collective over the world.
 
     extra: JSON values kept in checkpoint.json beside ours; the same on every rank. files: copied into the checkpoint.
+    fp8: what is to be kept of it, if there is any.
     """
     world = optimizer.world
     if world.rank == 0:
@@ -47,28 +51,36 @@ def save(
     world.barrier()
     partial = partial_path(folder, step)
     chunks = _write_tensors(partial, world.rank, optimizer)
+    if fp8 is not None:
+        writes = optimizer.dp.rank == optimizer.tp.rank == 0
+        chunks |= write_fp8(partial, f"fp8-{world.rank:05d}.safetensors", fp8, writes)
     (partial / f"index-{world.rank:05d}.json").write_text(json.dumps(chunks))
     world.barrier()
     if world.rank == 0:
-        _write_index(partial, world.size, {**extra, "step": step, "optimizer": optimizer.numbers()})
+        numbers = {"optimizer": optimizer.numbers(), "fp8": {"rolls": fp8.rolls if fp8 else 0}}
+        _write_index(partial, world.size, {**extra, "step": step, **numbers})
         commit(folder, step, keep)
     world.barrier()
     return folder / partial.name.removeprefix(".").removesuffix(".partial")
 
 
-def load(path: Path, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
+def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> dict[str, Any]:
     """Loads weights, moments, step count and scaler into an optimizer of any layout; returns checkpoint.json.
+
+    fp8: takes up scales and amax histories, as far as the checkpoint has them.
 
     Collective over the world: if the checkpoint is damaged or of another model for one rank, every rank raises
     UserError, before anything is changed. Rank 0 warns if the checkpoint holds weights narrower than the masters.
     """
-    store = _open_on_all_ranks(path, optimizer)
+    store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
     if optimizer.world.rank == 0 and (lost := _lost(store, optimizer.plan)):
         warnings.warn(lost, stacklevel=2)
     for buffer in optimizer.all_buffers():
         for kind in buffer.saved_names:
             _read_into(store, kind, buffer)
     optimizer.load_numbers(store.index["optimizer"])
+    if fp8 is not None:
+        take_up(scales, store.index.get("fp8", {"rolls": 0})["rolls"], fp8)
     return store.index
 
 
@@ -101,18 +113,19 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
     optimizer.load_numbers(optimizer.numbers())  # makes the layers' weights from the masters
 
 
-def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer) -> Store:
+def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State) -> tuple[Store, Scales]:
     problem: UserError | None = None
-    store: Store | None = None
+    opened: tuple[Store, Scales] | None = None
     try:
         store = Store(path)
         check_same_model(store, optimizer)
+        opened = store, read_fp8(store, fp8)
     except UserError as error:
         problem = error
     failed = optimizer.world.max_(torch.tensor(float(problem is not None), device=optimizer.device))
-    if store is None or failed:
+    if opened is None or failed:
         raise problem or UserError(f"{path} cannot be loaded by another rank, which says why")
-    return store
+    return opened
 
 
 def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:

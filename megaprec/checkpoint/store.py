@@ -35,6 +35,10 @@ class _Optimizer(BaseModel):
     scaler: dict[str, float]
 
 
+class _FP8(BaseModel):
+    rolls: int
+
+
 class _Index(BaseModel):
     """What every checkpoint.json holds, whatever the caller keeps there besides."""
 
@@ -42,6 +46,7 @@ class _Index(BaseModel):
     optimizer: _Optimizer
     files: dict[str, int]
     tensors: dict[str, _Tensor]
+    fp8: _FP8 = _FP8(rolls=0)  # earlier versions kept none
 
 
 class Store:

@@ -11,8 +11,11 @@ and in when the largest magnitude (amax) that decides it is taken:
     mx         one power of two per 32 elements
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import Tensor
 
 from megaprec.errors import UserError
 
@@ -23,21 +26,26 @@ Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx"]
 class FP8Recipe:
     """format: "hybrid" is E4M3 forward and E5M2 for gradients, "e4m3" is E4M3 for all.
     margin: scales are 2**margin lower than what the amax asks for, which leaves room for it to grow.
-    history_length: amaxes that a delayed scale looks back on; amax_algo: which of them decides it.
-    reduce_amax: delayed amaxes are agreed on, over all ranks ("world") or over those of one pipeline stage.
+    history_length: amaxes that a delayed scale looks back on; amax_algo: which of them decides it, or what makes one
+    [n] of the histories of n tensors [length, n], the newest last.
+    reduce_amax: delayed amaxes are agreed on by all ranks of a pipeline stage; if not, by its tensor-parallel ranks
+    alone. reduce_over: "world" comes to the same as "stage", for no two stages share a tensor.
     power_2_scales: scales are rounded down to powers of two.
     parameters: weights are kept in FP8 alone; the optimizer's masters are their only wide copy.
     weight_gradients: their products are in FP8 too.
     dot_product_attention, multi_head_attention: attention's products, or all between its linear layers, are in FP8.
     first_layers, last_layers: how many stay in the plan's compute dtype.
+    wide: so do the products with weights whose logical name matches one of these patterns (`fnmatch`).
+    pad: weights whose sizes do not suit FP8 are multiplied in it all the same, filled up with zeros.
     calibrating: amaxes are recorded, but products are made in the plan's compute dtype.
+    calibrate: so it is in so many first steps.
     """
 
     kind: Kind = "delayed"
     format: Literal["hybrid", "e4m3"] = "hybrid"
     margin: int = 0
     history_length: int = 1024
-    amax_algo: Literal["max", "most_recent"] = "max"
+    amax_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
     reduce_amax: bool = True
     reduce_over: Literal["world", "stage"] = "world"
     power_2_scales: bool = False
@@ -47,10 +55,17 @@ class FP8Recipe:
     multi_head_attention: bool = False
     first_layers: int = 0
     last_layers: int = 0
+    wide: tuple[str, ...] = ()
+    pad: bool = False
     calibrating: bool = False
+    calibrate: int = 0
 
     def __post_init__(self) -> None:
         if self.history_length < 1:
             raise UserError(f"FP8 history_length = {self.history_length}: at least 1, for a scale needs an amax")
+        if self.calibrate and self.kind != "delayed":
+            raise UserError(
+                f"FP8 calibrate = {self.calibrate}: only delayed scales come of earlier amaxes, not {self.kind} ones"
+            )
         if min(self.first_layers, self.last_layers) < 0:
             raise UserError(f"FP8 first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0")

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from tools.bench import optimizer, train
+from tools.bench import fp8, optimizer, train
 
 
 def main() -> int:
@@ -12,6 +12,7 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, metavar="WHAT")
     train.add_parser(commands)
     optimizer.add_parser(commands)
+    fp8.add_parser(commands)
     args = parser.parse_args()
     return args.run(args)
 

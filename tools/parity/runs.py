@@ -39,8 +39,10 @@ def made_ready(config: RunConfig, most: Most, full: bool, steps: int, folder: Pa
 
 
 def with_random_tokens(config: RunConfig, steps: int, folder: Path) -> RunConfig:
-    """The run on random tokens of its vocabulary, of which a quarter never occurs, in documents that end within samples.
-    Writes them into `folder`."""
+    """The run on random tokens, in documents that end within samples; a quarter of the vocabulary never occurs.
+
+    Writes them into `folder`.
+    """
     vocab, train = config.model.vocab, config.train
     count = (steps + 1) * train.global_batch * train.seq_length + 1
     drawn = torch.randint(0, max(1, vocab * 3 // 4), (count,), generator=torch.Generator().manual_seed(train.seed))

@@ -1,0 +1,120 @@
+"""The three products of a linear layer in FP8, behind the same protocol as wide ones (`megaprec.gemm`).
+
+    product                      factors                           sums over
+    y          = x @ W.T         input E4M3, weight E4M3           k, inputs
+    grad of x  = grad @ W        gradient E5M2 *, weight E4M3      n, outputs
+    grad of W  = grad.T @ x      gradient E5M2 *, input E4M3       m, tokens          * or E4M3
+
+Codes are always summed over their last dim, so of every factor there are two sets, of the matrix and of its transpose,
+which are one and the same where a tensor has one scale. What is kept of x until the backward pass is the second set:
+a byte an element.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megaprec.fp8.formats import Role
+from megaprec.fp8.product import add_product_, multiply
+from megaprec.fp8.quantize import Codes, amax_of, block_of, quantize_both
+from megaprec.fp8.reach import Reach
+from megaprec.fp8.recipe import FP8Recipe
+from megaprec.fp8.state import OFF, Casts, FP8State, Scope
+from megaprec.gemm import Factor, Gemm
+
+
+@dataclass(frozen=True)
+class FP8Gemm:
+    """`Products` with one weight: in FP8 where the autocast of their forward pass says so, else as `wide` makes them.
+
+    cut: the dim of the weight that is cut over tp. Output and gradient of the input are in the wide dtypes.
+    """
+
+    state: FP8State
+    reach: Reach
+    cut: int | None
+    wide: Gemm
+    scope: Scope = OFF
+
+    def now(self) -> "FP8Gemm":
+        """Those of the present autocast; their backward pass may come after it."""
+        return replace(self, scope=self.state.scope)
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
+        """x [m, k], weight [n, k] -> y [m, n], and what `keep` keeps of x."""
+        if not self.scope.computes:
+            self._record(x, "input")
+            self._record(weight, "weight")
+            return self.wide.forward(x, weight)
+        codes, turned = self._codes(x, "input")
+        y = multiply(codes, self._weight(weight)[0], self.wide.out, fast=True)
+        return y, self._kept(x, turned)
+
+    def keep(self, x: Tensor) -> Factor:
+        """x.T in codes; x itself where the gradient of the weight is not made in FP8."""
+        if not self.scope.computes or not self._recipe.weight_gradients:
+            return (x,)
+        return self._kept(x, self._codes(x, "input")[1])
+
+    def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
+        """grad [m, n], as the input's gradient and as the weight's needs it."""
+        if not self.scope.computes:
+            self._record(grad, "gradient")
+            return self.wide.gradient(grad)
+        codes, turned = self._codes(grad, "gradient")
+        return _tensors(codes), self._kept(grad, turned)
+
+    def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """weight [n, k] -> gradient of x [m, k], of `dtype`."""
+        if not self.scope.computes:
+            return self.wide.input_gradient(grad, weight, dtype)
+        return multiply(self._restored(grad, "gradient"), self._weight(weight)[1], dtype)
+
+    def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
+        """-> [n, k]."""
+        if not self.scope.computes or not self._recipe.weight_gradients:
+            return self.wide.weight_gradient(grad, x)
+        return multiply(self._restored(grad, "gradient"), self._restored(x, "input"), self.wide.dtype)
+
+    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor) -> None:
+        """total [n, k] += gradient of the weight, unrounded if `total` is float32."""
+        if not self.scope.computes or not self._recipe.weight_gradients:
+            self.wide.add_weight_gradient_(total, grad, x)
+        else:
+            add_product_(total, self._restored(grad, "gradient"), self._restored(x, "input"))
+
+    @property
+    def _recipe(self) -> FP8Recipe:
+        assert self.state.recipe is not None
+        return self.state.recipe
+
+    def _weight(self, weight: Tensor) -> Casts:
+        return self.state.cast_of(self.reach.name, weight, lambda: self._codes(weight.detach(), "weight"))
+
+    def _codes(self, x: Tensor, role: Role) -> Casts:
+        """x and its transpose in codes; the amax is recorded, or agreed on, as the recipe says."""
+        recipe = self._recipe
+        if recipe.kind == "delayed":
+            self._record(x, role)
+            return quantize_both(x, recipe, role, scale=self.state.scale(self.reach.name, role))
+        cut = {"input": self.cut == 1, "gradient": self.cut == 0, "weight": self.cut is not None}[role]
+        return quantize_both(x, recipe, role, agree=self._agree if cut else None)
+
+    def _record(self, x: Tensor, role: Role) -> None:
+        if self.scope.records:
+            self.state.record(self.reach.name, role, amax_of(x))
+
+    def _agree(self, amax: Tensor) -> None:
+        self.state.tp.max_(amax)
+
+    def _kept(self, x: Tensor, turned: Codes) -> Factor:
+        return _tensors(turned) if self._recipe.weight_gradients else (x,)
+
+    def _restored(self, factor: Factor, role: Role) -> Codes:
+        values, inverse = factor
+        return Codes(values, inverse, block_of(self._recipe, role, values.shape))
+
+
+def _tensors(codes: Codes) -> Factor:
+    return codes.values, codes.inverse

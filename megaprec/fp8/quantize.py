@@ -1,0 +1,142 @@
+"""From wide numbers to eight-bit codes, and back.
+
+A product sums over one dim of each factor. Where numbers share a scale along that dim only in blocks, a matrix that is
+summed over its last dim in one product and over its first in another is rounded twice, each time from the wide numbers:
+
+    kind         numbers that share a scale                      both dims from one set of codes
+    delayed      all                                             yes
+    current      all                                             yes
+    rowwise      a row                                           no
+    blockwise    128 in a row; of weights 128 x 128              weights only
+    mx           32 in a row                                     no
+
+`Codes` are always summed over their last dim: for the other, they are those of the transposed matrix.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megaprec.fp8.formats import Role, cast, format_of, limit
+from megaprec.fp8.recipe import FP8Recipe
+from megaprec.fp8.scale import mx_inverse, scale_of
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A matrix [m, k] in FP8, to be summed over k.
+
+    values: float8_e4m3fn or float8_e5m2 [m, k]. inverse: what undoes the scale, [m / block[0], k / block[1]] rounded
+    up; float32, of MX float8_e8m0fnu. block: how many rows and columns share one.
+    """
+
+    values: Tensor
+    inverse: Tensor
+    block: tuple[int, int]
+
+    def t(self) -> "Codes":
+        """The transposed matrix [k, m], with the same numbers; copied on a GPU, whose kernels read along rows."""
+        values = self.values.t().contiguous() if self.values.is_cuda else self.values.t()
+        return Codes(values, self.inverse.t(), (self.block[1], self.block[0]))
+
+    def wide(self) -> Tensor:
+        """The numbers that the codes stand for, float32 [m, k]."""
+        return self.values.float() * spread(self.inverse.float(), self.block, self.values.shape)
+
+
+def quantize(
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    scale: Tensor | None = None,
+    agree: Callable[[Tensor], None] | None = None,
+) -> Codes:
+    """x [m, k], fp32, bf16 or fp16, in codes to be summed over k.
+
+    scale: float32 of one element, for delayed scaling alone. agree: takes, in place, the largest of an amax [1, 1] over
+    the ranks that hold parts of x, for current scaling; the other kinds share no scale between ranks.
+    """
+    dtype, block = format_of(recipe, role), block_of(recipe, role, x.shape)
+    if recipe.kind == "delayed":
+        assert scale is not None, "delayed scaling needs the scale that its history has"
+        return Codes(cast(x, dtype, scale), scale.reshape(1, 1).reciprocal(), block)
+    amax = amax_of(x, block)
+    if recipe.kind == "current" and agree is not None:
+        agree(amax)
+    if recipe.kind == "mx":
+        inverse = mx_inverse(amax, limit(dtype))
+        factors = inverse.float().reciprocal()
+    else:
+        factors = scale_of(amax, limit(dtype), power_2=recipe.power_2_scales)
+        inverse = factors.reciprocal()
+    return Codes(cast(x, dtype, spread(factors, block, x.shape)), inverse, block)
+
+
+def quantize_both(
+    x: Tensor,
+    recipe: FP8Recipe,
+    role: Role,
+    scale: Tensor | None = None,
+    agree: Callable[[Tensor], None] | None = None,
+) -> tuple[Codes, Codes]:
+    """`quantize` of x [m, k] and of its transpose [k, m], the second from the first where one set of codes serves."""
+    codes = quantize(x, recipe, role, scale, agree)
+    return codes, codes.t() if serves_both(recipe, role) else quantize(x.t(), recipe, role)
+
+
+def serves_both(recipe: FP8Recipe, role: Role) -> bool:
+    """Whether the codes of a matrix, transposed, are those of the transposed matrix."""
+    return recipe.kind in ("delayed", "current") or (recipe.kind, role) == ("blockwise", "weight")
+
+
+def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int]:
+    """How many rows and columns of a matrix of this shape share a scale."""
+    m, k = max(1, shape[0]), max(1, shape[1])
+    blocks = {"rowwise": (1, k), "blockwise": (128 if role == "weight" else 1, 128), "mx": (1, 32)}
+    return blocks.get(recipe.kind, (m, k))
+
+
+def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
+    """The largest magnitudes of x [m, k] in blocks (None: of all), float32 [m / block[0], k / block[1]] rounded up.
+
+    NaN where there is one. An empty matrix as a whole has 0.
+    """
+    m, k = x.shape
+    if block is None or (block[0] >= m and block[1] >= k):
+        return _amax(x).float().view(1, 1)
+    rows, columns = -(-m // block[0]), -(-k // block[1])
+    whole = F.pad(x, (0, columns * block[1] - k, 0, rows * block[0] - m))
+    return whole.abs().reshape(rows, block[0], columns, block[1]).amax((1, 3)).float()
+
+
+def _amax(x: Tensor) -> Tensor:
+    if not x.numel():
+        return x.new_zeros(())
+    low, high = x.aminmax()
+    return torch.maximum(-low, high)
+
+
+def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """One factor a block -> factors that broadcast over a matrix [m, k]."""
+    for dim in (0, 1):
+        if 1 < block[dim] < shape[dim]:
+            factors = factors.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
+    return factors
+
+
+def lost(x: Tensor, codes: Codes) -> Tensor:
+    """How much of x [m, k] its codes do not show: float32 [2].
+
+    First the part that was more than half a step larger than the largest number; then, of what is not zero, the part
+    that became zero.
+    """
+    dtype = codes.values.dtype
+    largest = limit(dtype) * (1 + torch.finfo(dtype).eps / 3.5)  # 1.75 is the largest mantissa
+    saturated = (x.float().abs() > largest * spread(codes.inverse.float(), codes.block, x.shape)) & x.isfinite()
+    vanished = (x != 0) & (codes.values.float() == 0)
+    counts = torch.stack([saturated.sum(), vanished.sum()])
+    totals = torch.stack([x.new_tensor(x.numel(), dtype=torch.int64), (x != 0).sum()])
+    return counts.float() / totals.clamp(min=1)

@@ -1,0 +1,197 @@
+"""What the FP8 products of a rank share: scales, the amaxes that make them, casts of weights, and when each is renewed.
+
+A *pass* is what lies between entering and leaving the outermost `autocast`: a whole training step with all of its
+micro-batches, or whatever a program of one's own puts inside. All of a pass sees the same scales, so no layout and no
+schedule can tell in which order its micro-batches came, and whatever is computed again gives the same bits. Training
+passes record amaxes; evaluations and replays of a step do not. The next training pass begins by rolling the history
+over, and so does saving; a step that is then skipped has rolled too, for its amaxes are true of the weights that
+stay, and those that overflowed move no scale.
+
+Delayed amaxes are agreed on when the history rolls, in one collective over the tp and dp ranks of the stage, never over
+pp: no other stage has these tensors. Current ones are agreed on over tp, as the tensor is cast, where it is cut over
+tp. Thus each logical tensor has one scale, whatever the layout.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm import Axis, device_of
+from megaprec.errors import UserError
+from megaprec.fp8.formats import Role, format_of
+from megaprec.fp8.history import AmaxHistory
+from megaprec.fp8.quantize import Codes
+from megaprec.fp8.reach import Reach, not_computed, reach
+from megaprec.fp8.recipe import FP8Recipe
+from megaprec.layout import Part
+
+ROLES: tuple[Role, ...] = get_args(Role)
+Casts = tuple[Codes, Codes]
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What an autocast says. computes: products are in FP8; else amaxes are at most recorded. records: they are."""
+
+    computes: bool = False
+    records: bool = False
+
+
+OFF = Scope()
+
+
+class FP8State:
+    """One for all layers of a rank; they register as they are built, which is in the same order on all ranks of a
+    stage.
+
+    recipe: None for a model without FP8; nothing here then has an effect. layers: of the whole model.
+    tp: the tensor-parallel axis. stage: the ranks that agree on delayed amaxes. dp: where they do not, the ranks whose
+    amaxes differ.
+    """
+
+    def __init__(
+        self,
+        recipe: FP8Recipe | None = None,
+        layers: int = 0,
+        tp: Axis | None = None,
+        stage: Axis | None = None,
+        dp: Axis | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.recipe, self.layers, self.device = recipe, layers, device
+        self.tp, self.dp = tp or Axis("tp"), dp or Axis("dp")
+        self.stage = stage or self.tp
+        self.reached: list[Reach] = []
+        self.scope = OFF
+        self.rolls = 0  # how often the history has advanced
+        self._pending = False  # whether amaxes may have been recorded since
+        self._inside = False
+        self._casts: dict[str, tuple[int, Casts]] = {}
+
+    @staticmethod
+    def over(mesh: DeviceMesh | None, recipe: FP8Recipe | None, layers: int) -> "FP8State":
+        """The one of a rank of a (pp, dp, tp) mesh. Collective over the world.
+
+        Raises UserError for a recipe that asks for what is not computed.
+        """
+        if recipe is not None and (lacking := not_computed(recipe)):
+            raise UserError(*(f"FP8 {key} = true: {why}; use false" for key, why in lacking.items()))
+        tp, dp = Axis.of(mesh, "tp"), Axis.of(mesh, "dp")
+        if recipe is None or recipe.kind != "delayed" or not recipe.reduce_amax:
+            return FP8State(recipe, layers, tp, tp, dp, device_of(mesh))
+        return FP8State(recipe, layers, tp, Axis.stage(mesh), device=device_of(mesh))
+
+    def register(self, parts: Sequence[Part]) -> Reach:
+        """Notes the weight that `parts` are stacked in, and says whether its products are to be in FP8."""
+        if "bank" in self.__dict__:
+            raise RuntimeError(f"{parts[0].name} came after the first pass: build all layers before")
+        assert self.recipe is not None
+        self.reached.append(reach(self.recipe, parts, self.layers))
+        return self.reached[-1]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that have a delayed scale: "<logical name of the weight>.<role>"."""
+        delayed = self.recipe is not None and self.recipe.kind == "delayed"
+        return tuple(f"{one.name}.{role}" for one in self.reached if delayed and not one.wide for role in ROLES)
+
+    @cached_property
+    def bank(self) -> AmaxHistory:
+        """Their scales and amaxes."""
+        assert self.recipe is not None
+        return AmaxHistory(self.recipe, [format_of(self.recipe, role) for role in ROLES] * self.products, self.device)
+
+    @property
+    def products(self) -> int:
+        """How many weights have a delayed scale."""
+        return len(self.names) // len(ROLES)
+
+    @cached_property
+    def _place(self) -> Mapping[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
+
+    def scale(self, name: str, role: Role) -> Tensor:
+        """The delayed scale of a tensor in this pass: float32 of one element."""
+        return self.bank.scale[self._place[f"{name}.{role}"]]
+
+    def record(self, name: str, role: Role, amax: Tensor) -> None:
+        """Notes the largest magnitude, of one element, that a tensor has in this pass."""
+        self.bank.record(self._place[f"{name}.{role}"], amax)
+
+    def cast_of(self, name: str, weight: Tensor, make: Callable[[], Casts]) -> Casts:
+        """The weight's casts of this pass, made once for every change of the weight: all that changes one counts up
+        its version (`Buffer.start_collect` does it for the parameters of this project's optimizers)."""
+        version, casts = self._casts.get(name, (-1, None))
+        if casts is None or version != weight._version:
+            version, casts = weight._version, make()
+            self._casts[name] = version, casts
+        return casts
+
+    @contextmanager
+    def autocast(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        fp8_recipe: FP8Recipe | None = None,
+        fp8_group: Axis | None = None,
+    ) -> Iterator[None]:
+        """Products of the layers that share this state are in FP8 inside, as in Transformer Engine's `fp8_autocast`.
+
+        enabled: they are. calibrating: if not, amaxes are recorded all the same. Inner autocasts are heeded inside,
+        the outermost one is the pass; where gradients are enabled it is a training pass. Backward passes follow their
+        forward passes, wherever they are made. fp8_recipe, fp8_group: those that the state was made with, if given.
+        Raises ValueError for others.
+        """
+        if fp8_recipe not in (None, self.recipe) or fp8_group not in (None, self.stage):
+            raise ValueError("recipe and group are decided where the layers are built: give FP8State others there")
+        with self._entered(enabled, torch.is_grad_enabled() and (enabled or calibrating)):
+            yield
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """The last training pass once more, with its scales; nothing is recorded."""
+        with self._entered(True, False):
+            yield
+
+    @contextmanager
+    def _entered(self, enabled: bool, records: bool) -> Iterator[None]:
+        outer, inside = self.scope, self._inside
+        if not inside:
+            self._begin(records)
+        self._inside, self.scope = True, self._scope(enabled, records)
+        try:
+            yield
+        finally:
+            self._inside, self.scope = inside, outer
+
+    def _begin(self, records: bool) -> None:
+        self._casts.clear()
+        if records:
+            self.roll()
+            self._pending = True
+
+    def _scope(self, enabled: bool, records: bool) -> Scope:
+        if self.recipe is None:
+            return OFF
+        calibrated = not self.recipe.calibrating and self.rolls >= self.recipe.calibrate
+        return Scope(enabled and calibrated, records and self.recipe.kind == "delayed")
+
+    @torch.no_grad()
+    def roll(self) -> None:
+        """Makes the scales of the next training pass, if there was one since the last time. Collective over `stage`."""
+        if not self._pending:
+            return
+        self._pending = False
+        self.rolls += 1
+        self._casts.clear()
+        if self.names:
+            self.bank.roll(self._agree)
+
+    def _agree(self, amaxes: Tensor) -> None:
+        self.stage.max_(amaxes)

@@ -42,7 +42,12 @@ def test_training_is_hopeless_after_as_many_skips_in_a_row_at_the_floor_as_are_b
         (DYNAMIC, "." * 50 + "x." * 20, 4.0, "20 in the last 90 steps: more than a searching scale explains"),
         (DYNAMIC, "." + "x" * 12, 1.0, "12 in a row at the minimum scale: this will not recover"),
         (LossScaling("none"), ".x", 1.0, "1 in the last 2 steps: without a loss scale"),
-        (LossScaling("constant", 2.0**22), ".x", 2.0**22, "1 in the last 2 steps: the gradients do not fit; lower prec"),
+        (
+            LossScaling("constant", 2.0**22),
+            ".x",
+            2.0**22,
+            "1 in the last 2 steps: the gradients do not fit; lower prec",
+        ),
         (LossScaling("constant", 2.0**22), "xx", 2.0**22, "2 in a row at a constant scale: this will not recover"),
         (LossScaling("none"), ".xx", 1.0, "2 in a row and there is no scale to lower: this will not recover"),
     ],

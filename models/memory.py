@@ -93,6 +93,13 @@ def kept_bytes(
     return [known[len(cut.layers), cut.first, cut.last] for cut in cuts]
 
 
+def message_bytes(
+    config: ModelConfig, plan: PrecisionPlan, seq_length: int, micro_batch: int, tp: int = 1, sequence: bool = False
+) -> int:
+    """What one stage sends another of a micro-batch."""
+    return seq_length // (tp if sequence else 1) * micro_batch * config.hidden * plan.pipeline.itemsize
+
+
 class _Alone(Axis):
     """An axis without its other ranks: what comes of its collectives has the right shape and no meaning."""
 

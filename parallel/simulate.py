@@ -8,19 +8,22 @@ communicators that `links.py` really uses, and its limit on sends under way, a s
 cannot hang; that is the proof in `check.py`.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
 from megaprec.errors import UserError
 from parallel.schedule import (
+    INPUT_GRADIENTS,
+    RECEIVES,
     SENDS,
     SENDS_UNDER_WAY,
     WEIGHT_GRADIENTS,
     Channel,
     Cost,
     Instruction,
+    Kind,
     Message,
     Op,
     Schedule,
@@ -119,18 +122,44 @@ def _by_rank(spans: Sequence[Span]) -> list[list[Span]]:
     return [found[rank] for rank in sorted(found)]
 
 
-def peak(schedule: Schedule, growth: Cost, within: Cost = lambda i: 0) -> list[float]:
+def peak(schedule: Schedule, growth: Cost, within: Cost = lambda i: 0, message: float = 0) -> list[float]:
     """By rank: the most memory that its activations take, if running instruction i adds growth(i) to it, and adds
-    within(i) while it runs."""
-    return [max(_in_use(program, growth, within), default=0) for program in schedule.programs]
+    within(i) while it runs.
+
+    message: size of what one stage sends another. Besides what was received and is not used yet, a rank holds one for
+    the receive that is begun and, on each channel, those of the sends that may be under way.
+    """
+    sends = sends_under_way(schedule)
+    return [
+        max(_in_use(program, growth, within, _travelling(schedule, program, message, sends)), default=0)
+        for program in schedule.programs
+    ]
 
 
-def _in_use(program: Sequence[Instruction], growth: Cost, within: Cost) -> Iterator[float]:
+def _in_use(program: Sequence[Instruction], growth: Cost, within: Cost, travelling: Iterable[float]) -> Iterator[float]:
     held = 0
-    for i in program:
-        yield held + within(i)
+    for i, on_its_way in zip(program, travelling, strict=True):
+        yield held + on_its_way + within(i)
         held += growth(i)
-        yield held
+        yield held + on_its_way
+
+
+def _travelling(schedule: Schedule, program: Sequence[Instruction], message: float, sends: int) -> Iterator[float]:
+    """What a rank holds of messages while it runs each instruction."""
+    sent: Counter[Channel] = Counter()
+    unused: set[Message] = set()
+    to_come = sum(i.op in RECEIVES for i in program)
+    for i in program:
+        used = Message(Kind.ACTIVATION, i.stage - 1, i.microbatch) if i.op is Op.FORWARD else None
+        used = Message(Kind.GRADIENT, i.stage, i.microbatch) if i.op in INPUT_GRADIENTS else used
+        unused.discard(used)  # type: ignore[arg-type]
+        yield message * (len(unused) + bool(to_come) + sum(min(count, sends) for count in sent.values()))
+        moved = Message.of(i)
+        if moved and i.op in RECEIVES:
+            unused.add(moved)
+            to_come -= 1
+        elif moved:
+            sent[Channel.of(moved, schedule.rank_of_stage)] += 1
 
 
 def in_flight(schedule: Schedule) -> list[int]:

@@ -17,7 +17,7 @@ from megaprec.comm import Axis
 from megaprec.plan import plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
-from models.memory import Kept, kept_bytes
+from models.memory import Kept, kept_bytes, message_bytes
 from models.stages import Stage, cuts
 from parallel.context import Context
 from parallel.kinds import schedule
@@ -26,8 +26,8 @@ from parallel.schedule import Instruction
 from parallel.simulate import peak
 from tests.ranks import run_ranks
 
-SIZES: dict[str, Any] = {"layers": 8, "hidden": 64, "heads": 4, "ffn": 160, "vocab": 301, "max_positions": 64}
-LENGTH, BATCH, MICRO_BATCHES = 64, 2, 4
+SIZES: dict[str, Any] = {"layers": 8, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 301, "max_positions": 128}
+LENGTH, BATCH, MICRO_BATCHES = 128, 4, 4
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2, **SIZES},
     "gpt2": {"family": "gpt2", **SIZES},
@@ -120,15 +120,18 @@ def _peak(mesh: DeviceMesh, case: Case) -> int:
     return max(accumulate(sizes))
 
 
-@pytest.mark.parametrize("axes", [{"pp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_a_step_takes_what_is_foretold(axes: dict[str, int]) -> None:
-    ways = [KEEP, Recompute(MODULES)]  # beside whole layers made again, what is sent and not yet received would show
-    cases = [Case(FAMILIES["llama"], way, "tp" in axes) for way in ways]
+    """With tp the sequence is cut: buffers of gloo's sums come on top, and show where whole layers are made again."""
+    ways = [KEEP, Recompute(MODULES), *([] if "tp" in axes else [Recompute(fraction=1.0)])]
+    kinds = ("1f1b", "zb-h1", "zb-v")
+    cases = [Case(FAMILIES["llama"], way, "tp" in axes, kind) for way in ways for kind in kinds]
     expected = []
     for case in cases:
         planned = schedule(case.kind, 2, MICRO_BATCHES)
         kept = foretold(case, len(planned.rank_of_stage), axes.get("tp", 1))
-        expected.append(peak(planned, partial(_growth, kept), partial(_within, kept)))
+        message = message_bytes(ModelConfig(**case.model), case.plan, LENGTH, BATCH, axes.get("tp", 1), case.sequence)
+        expected.append(peak(planned, partial(_growth, kept), partial(_within, kept), message))
     for rank, found in enumerate(run_ranks(peaks, axes, cases=cases)):
         for case, real, said in zip(cases, found, expected, strict=True):
             assert real == pytest.approx(said[rank // axes.get("tp", 1)], rel=0.05), case

@@ -14,7 +14,7 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.costs import StageCost, stage_costs
-from models.memory import Kept, kept_bytes
+from models.memory import Kept, kept_bytes, message_bytes
 from models.stages import cuts
 from parallel.check import check
 from parallel.kinds import KINDS, schedule
@@ -31,7 +31,8 @@ FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (th
 
 @dataclass(frozen=True)
 class _Case:
-    """What is to be shown. cost: in `unit`. growth, within: of an instruction, in bytes. measured: in seconds."""
+    """What is to be shown. cost: in `unit`. growth, within: of an instruction, in bytes. message: what stages send each
+    other, in bytes. measured: in seconds."""
 
     name: str
     kind: str  # "" for a schedule of the user's own
@@ -42,6 +43,7 @@ class _Case:
     table: Sequence[str] = ()
     growth: Cost | None = None
     within: Cost = lambda i: 0
+    message: int = 0
     measured: Sequence[Span] = ()
 
 
@@ -131,8 +133,8 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     cut = cuts(model, len(made.rank_of_stage), train.seq_length, parallel.cuts, made.rank_of_stage)
     costs = stage_costs(model, cut, train.seq_length, train.micro_batch, config.recompute)
     kept: Sequence[Kept] = ()  # what experts keep depends on the tokens that are sent to them
+    batch, layout = (train.seq_length, train.micro_batch), (parallel.tensor, parallel.sequence)
     if not model.experts:
-        batch, layout = (train.seq_length, train.micro_batch), (parallel.tensor, parallel.sequence)
         kept = kept_bytes(model, config.plan, cut, *batch, *layout, config.recompute)
     mean = sum(c.forward for c in costs) / len(costs)
     totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
@@ -147,6 +149,7 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
         _stage_table(made, costs, kept),
         (lambda i: kept[i.stage].growth(i)) if kept else None,
         (lambda i: kept[i.stage].within(i)) if kept else (lambda i: 0),
+        message_bytes(model, config.plan, *batch, *layout),
         _measured(made, args.measured, Path(train.folder) / TIMELINE),
     )
 
@@ -216,7 +219,7 @@ def _facts(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
 def _rank_table(case: _Case, predicted: Sequence[Span]) -> list[tuple[str, ...]]:
     rows = [("rank", "stages", "waits", "holds", *(["peak"] if case.growth else []))]
     waits, holds = idle(predicted), in_flight(case.schedule)
-    peaks = peak(case.schedule, case.growth, case.within) if case.growth else []
+    peaks = peak(case.schedule, case.growth, case.within, case.message) if case.growth else []
     for rank in range(len(case.schedule.programs)):
         stages = " ".join(str(s) for s, home in enumerate(case.schedule.rank_of_stage) if home == rank)
         rows.append(

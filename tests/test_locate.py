@@ -95,12 +95,12 @@ def test_a_bad_sample_is_found_by_its_micro_batch_and_dp_rank_in_every_layout(ax
 def poison_backward(stage: Stage, layer: str, sample: int) -> None:
     """Makes the gradient that flows into `layer` infinite in the micro-batch that has the sample."""
 
-    def hook(block: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-        if arguments[2] is not None and sample in arguments[2].samples.tolist():
+    def hook(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> None:
+        if named["place"] is not None and sample in named["place"].samples.tolist():
             output.register_hook(lambda grad: torch.full_like(grad, torch.inf))
 
     if layer in stage.layers:
-        stage.layers[layer].register_forward_hook(hook)
+        stage.layers[layer].register_forward_hook(hook, with_kwargs=True)
 
 
 def step_with_bad_gradients(mesh: DeviceMesh, on_nonfinite: str = "skip") -> StepReport:

@@ -2,9 +2,10 @@
 
 A dynamic loss scale finds its place by overflowing now and then, so a skipped step is normal; what is not normal is to
 skip while the scale is already at its floor, for then the next step will fare no better. A constant scale, or none, is
-always at its floor.
+always at its floor. A loss that is not finite is no matter of the scale at all: the forward pass does not see it.
 """
 
+import math
 from collections import deque
 from typing import Any
 
@@ -22,11 +23,13 @@ class OverflowWatch:
         self.in_a_row = 0  # skipped steps since the last applied one
         self.at_floor = 0  # those of them that were made at the floor
         self.ever_applied = False
+        self._loss_finite = True  # in the last step
         self._recent: deque[bool] = deque(maxlen=WINDOW)
 
     def note(self, report: StepReport) -> None:
         """Takes in the next step."""
         skipped = not report.changed
+        self._loss_finite = math.isfinite(report.loss)
         self._recent.append(skipped)
         self.ever_applied |= not skipped
         self.in_a_row = self.in_a_row + 1 if skipped else 0
@@ -60,17 +63,27 @@ class OverflowWatch:
     def advice(self) -> str:
         """One line for the user, after a skipped step."""
         if self.at_floor > 1:
-            where = "at the minimum scale" if self.scaling.kind == "dynamic" else "and there is no scale to lower"
-            cure = "lower the learning rate, look at the samples, or train in bf16"
-            return f"{self.at_floor} in a row {where}: this will not recover by itself; {cure}"
+            where = {"dynamic": "at the minimum scale", "constant": "at a constant scale"}.get(
+                self.scaling.kind, "and there is no scale to lower"
+            )
+            return f"{self.at_floor} in a row {where}: this will not recover by itself; {self._cure()}"
+        count = sum(self._recent)
+        if not self._loss_finite:
+            return f"{count} in the last {len(self._recent)} steps: the loss itself is not finite; {self._cure()}"
         if not self.ever_applied and self.scaling.kind == "dynamic":
             return f"{self.in_a_row} in a row at the start: normal, the scale is searching its place from above"
-        count = sum(self._recent)
         return f"{count} in the last {len(self._recent)} steps: {self._judge(count)}"
 
+    def _cure(self) -> str:
+        if self._loss_finite and self.scaling.kind == "constant":
+            return f"lower precision.loss_scale = {self.scaling.initial:g}, or leave it out to have one searched"
+        return "lower the learning rate, look at the samples, or train in bf16"
+
     def _judge(self, count: int) -> str:
-        if self.scaling.kind != "dynamic":
+        if self.scaling.kind == "none":
             return "without a loss scale each one is a sign of instability"
+        if self.scaling.kind == "constant":
+            return f"the gradients do not fit; {self._cure()}"
         expected = 2 + 4 * len(self._recent) // self.scaling.growth_interval
         if count <= max(expected, 8):
             return "normal while the scale searches"

@@ -59,7 +59,7 @@ def test_each_skipped_step_is_an_event_that_names_offenders_and_says_whether_to_
     assert "step 1 " not in said
     assert "step 3 skipped at loss scale 1e+30, samples 16 to 23" in said
     assert events[-1]["offenders"][0]["name"] in said
-    assert "3 in a row and there is no scale to lower: this will not recover" in said
+    assert "3 in a row at a constant scale: this will not recover" in said
 
 
 def test_skips_in_a_row_are_counted_on_after_a_resume_but_one_who_starts_a_hopeless_run_again_has_new_patience(

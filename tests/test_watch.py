@@ -42,8 +42,25 @@ def test_training_is_hopeless_after_as_many_skips_in_a_row_at_the_floor_as_are_b
         (DYNAMIC, "." * 50 + "x." * 20, 4.0, "20 in the last 90 steps: more than a searching scale explains"),
         (DYNAMIC, "." + "x" * 12, 1.0, "12 in a row at the minimum scale: this will not recover"),
         (LossScaling("none"), ".x", 1.0, "1 in the last 2 steps: without a loss scale"),
+        (
+            LossScaling("constant", 2.0**22),
+            ".x",
+            2.0**22,
+            "1 in the last 2 steps: the gradients do not fit; lower prec",
+        ),
+        (LossScaling("constant", 2.0**22), "xx", 2.0**22, "2 in a row at a constant scale: this will not recover"),
         (LossScaling("none"), ".xx", 1.0, "2 in a row and there is no scale to lower: this will not recover"),
     ],
 )
 def test_the_advice_says_whether_to_care(scaling: LossScaling, steps: str, scale: float, said: str) -> None:
     assert said in watched(scaling, steps, scale).advice()
+
+
+@pytest.mark.parametrize("scaling", [DYNAMIC, LossScaling("constant", 4.0), LossScaling("none")])
+def test_no_scale_is_blamed_or_trusted_where_the_loss_itself_is_not_finite(scaling: LossScaling) -> None:
+    watch = watched(scaling, ".", 4.0)
+    for _ in range(2):
+        watch.note(StepReport("skipped_overflow", float("nan"), float("nan"), 0, 0.0, (0,), 4.0, 0.1))
+        assert "lower the learning rate" in watch.advice()
+        assert "normal" not in watch.advice()
+        assert "loss_scale" not in watch.advice()

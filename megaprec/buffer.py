@@ -11,6 +11,8 @@ and the optimizer read memory once, in order.
                                                  agree, and absent if the plan keeps remainders
     remainder  [own]   int16                     only then: the bits that `weights` lacks to make FP32 masters
     state      [own]   plan.moments, by name     the optimizer's averages
+
+Where `weights` are FP8 codes (`megaprec.fp8.weights`), an update changes masters only; codes are made of them later.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +25,7 @@ from torch.autograd.graph import increment_version
 from megaprec.block import Block, Draw
 from megaprec.comm import Axis
 from megaprec.errors import UserError
+from megaprec.fp8.weights import Owned, held_of
 from megaprec.layout import Part, layout_of
 from megaprec.plan import PrecisionPlan, dtype_name
 from megaprec.rounding import split
@@ -82,29 +85,45 @@ class Buffer:
     def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
         plan, held, own = self.plan, held_as(self.parameters[0], self.plan), self.last - self.first
         wide = plan.masters if plan.masters.itemsize > held.itemsize else held
+        as_planned = held == plan.parameters or self.in_codes
         self.weights = torch.zeros(self.size, dtype=held, device=device)
-        gradients = plan.gradients if held == plan.parameters else held
-        self.grads = torch.zeros(self.size, dtype=gradients, device=device)
-        self.travels = plan.reduce if held == plan.parameters else held
+        self.grads = torch.zeros(self.size, dtype=plan.gradients if as_planned else held, device=device)
+        self.travels = plan.reduce if as_planned else held
         self.remainder: Tensor | None = None
         self.masters: Tensor | None = None
         if wide == held:
             self.masters = self.own(self.weights)
-        elif plan.remainders:
+        elif plan.remainders and not self.in_codes:
             self.remainder = torch.zeros(own, dtype=torch.int16, device=device)
         else:
             self.masters = torch.zeros(own, dtype=wide, device=device)
-        moments = plan.moments if held == plan.parameters or plan.moments.itemsize > 2 else wide
+        moments = plan.moments if as_planned or plan.moments.itemsize > 2 else wide
         self.state = {name: torch.zeros(own, dtype=moments, device=device) for name in state}
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
+        self.owned = tuple(self._owned()) if self.in_codes else ()
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether the weights are FP8 codes, of which `owned` says what this rank makes."""
+        return held_of(self.parameters[0]) is not None
+
+    def _owned(self) -> Iterator[Owned]:
+        assert self.masters is not None
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            held = held_of(parameter)
+            assert held is not None
+            held.inverse = held.inverse.to(self.weights.device)
+            first, last = max(start, self.first), max(start, self.first, min(start + parameter.numel(), self.last))
+            masters = self.masters[first - self.first : last - self.first]
+            yield Owned(held, parameter.data.view(-1), masters, first - start)
 
     def _move_in(self, parameter: nn.Parameter, start: int) -> None:
         values = parameter.data.reshape(-1)
         view = self.weights[start : start + values.numel()].view_as(parameter)
-        if self.remainder is None:
+        if self.remainder is None and not self.in_codes:
             view.copy_(parameter.data)
-        else:  # other ranks' slices too must be rounded as their owners round them
+        elif self.remainder is not None:  # other ranks' slices too must be rounded as their owners round them
             split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
         parameter.data = view
         parameter.main_grad = self.grads[start : start + values.numel()].view_as(parameter)  # type: ignore[attr-defined]
@@ -127,8 +146,10 @@ class Buffer:
         low, high = first + self.first, last + self.first
         overlaps = [(p, max(p.start, low), min(p.stop, high)) for p in self.pieces]
         spans = [(p.part, a - p.start, a - low, b - low) for p, a, b in overlaps if a < b]
+        weights = self.masters if self.in_codes else self.own(self.weights)
+        assert weights is not None
         return Block(
-            weights=self.own(self.weights)[first:last],
+            weights=weights[first:last],
             grads=self.own(self.grads)[first:last],
             masters=None if self.masters is None else self.masters[first:last],
             remainder=None if self.remainder is None else self.remainder[first:last],
@@ -140,7 +161,7 @@ class Buffer:
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, by name: own slices of the masters, as "weight", and of the averages."""
         kept = self.own(self.weights)
-        if self.plan.masters_in_checkpoint:
+        if self.plan.masters_in_checkpoint:  # as it is where weights are codes
             kept = self.masters if self.masters is not None else self._block(0, len(kept)).wide_weights()
         return {"weight": kept, **self.state}
 
@@ -198,7 +219,10 @@ class Buffer:
         return finish
 
     def publish(self, steps: Tensor) -> None:
-        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects them."""
+        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects them. Codes
+        are not made here."""
+        if self.in_codes:
+            return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
             for block in self.blocks(0, self.last - self.first):
                 block.keep_weights(block.wide_weights(), steps)
@@ -211,7 +235,7 @@ class Buffer:
         does: casts of weights that layers keep are then known to be old.
         """
         increment_version(self.parameters)
-        return self.shards.start_gather_(self.weights)
+        return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
 
     def clear(self, own: bool = True) -> None:
         """Zeroes the gradients; with own=False those outside of the own slice only."""
@@ -220,7 +244,7 @@ class Buffer:
 
     def num_bytes(self) -> int:
         """Memory of all that this buffer keeps, in bytes."""
-        kept = [self.weights, self.grads, *self.state.values()]
+        kept = [self.weights, self.grads, *self.state.values(), *(one.held.inverse for one in self.owned)]
         if self.remainder is not None:
             kept.append(self.remainder)
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
@@ -230,6 +254,8 @@ class Buffer:
 
 def held_as(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
     """The dtype in which a parameter is held. Raises UserError if the plan wants its parts in different ones."""
+    if (held := held_of(parameter)) is not None:
+        return held.dtype
     parts = layout_of(parameter).parts
     wanted = {plan.holds(part.name) for part in parts}
     if len(wanted) > 1:

@@ -106,7 +106,15 @@ def _accuse(o: Offender) -> str:
 
 def to_json(record: dict[str, object]) -> str:
     """One line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf", "-inf" and "nan"."""
-    return json.dumps({k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()})
+    return json.dumps(_strict(record), allow_nan=False)
+
+
+def _strict(value: object) -> object:
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def report_fields(report: StepReport) -> dict[str, object]:

@@ -67,6 +67,11 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
                 'optimizer.validation = "after" finds a bad step when the next one has begun, and delayed FP8 scales '
                 'have moved on: use optimizer.validation = "before", or fp8.kind = "current"'
             )
+        if self._in_codes:
+            raise UserError(
+                'optimizer.validation = "after" takes back the weights of a bad step, and those that are kept in FP8 '
+                'are made again: use optimizer.validation = "before", or fp8.parameters = false'
+            )
         if self.kernels is not None:
             raise UserError(
                 'optimizer.validation = "after" needs the gradients until a step is settled, and native kernels clear '

@@ -28,6 +28,7 @@ from megaprec.buffer import Buffer, held_as
 from megaprec.comm import Axis, device_of
 from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, Outcome, StepReport
+from megaprec.fp8.weights import agreed_amaxes
 from megaprec.gathered import gather_tensors, load_tensors
 from megaprec.groups import Group, Slice, by_factors, require_used, slices
 from megaprec.layout import has_layout, layout_of, parameters_of
@@ -102,6 +103,9 @@ class ParallelAMPOptimizer:
             for frozen in (p for p in part.parameters() if not p.requires_grad):
                 held = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
                 frozen.data = frozen.data.to(self.device, held)
+        self._in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
+        for one in (one for buffer in self._in_codes for one in buffer.owned):
+            one.held.state.renew = self._renew
         require_used(groups, self.all_buffers(), self.world, self.device)
         self._slices = [
             (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
@@ -179,6 +183,7 @@ class ParallelAMPOptimizer:
         self.rule.load_scalars(numbers.get("rule", {}))
         for buffer in self.all_buffers():
             buffer.publish(self.steps)
+        self._outdate()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -232,11 +237,29 @@ class ParallelAMPOptimizer:
         found = self._forbidden(agreed)
         cleared = self._update(lr, scale.double() / self._clip_factor(norm), found)
         report = self._report(agreed, norm, scale, lr)
+        if report.changed:
+            self._outdate()
         self.scaler.update(agreed.finite.logical_not())
         self._clear(own=not cleared)
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
             raise NonFiniteStep(report)
         return report
+
+    def _outdate(self) -> None:
+        """Says that codes of weights are not of the present masters."""
+        for one in (one for buffer in self._in_codes for one in buffer.owned):
+            one.held.state.outdated = True
+
+    @torch.no_grad()
+    def _renew(self, records: bool) -> None:
+        """Makes codes of the masters of weights that are kept in FP8 alone, and collects them. records: as
+        `FP8State.renew` says. Collective over shards and tp."""
+        amaxes = iter(agreed_amaxes([one for buffer in self._in_codes for one in buffer.owned], self.shards, self.tp))
+        for buffer in self._in_codes:
+            for one in buffer.owned:
+                one.encode(next(amaxes), records)
+            self._weights.begin(buffer)
+        self._weights.settle()
 
     def _clear(self, own: bool) -> None:
         """Begins a new step. own: whether the own slices' gradients are still to be cleared."""
@@ -311,7 +334,8 @@ class ParallelAMPOptimizer:
                     block.keep(weights, state, self.steps)
                     if clears:
                         block.grads.zero_()
-            self._weights.begin(buffer)  # while the next buffer is updated
+            if not buffer.in_codes:
+                self._weights.begin(buffer)  # while the next buffer is updated
         self._weights.settle()
         self.rule.advance(found)
 

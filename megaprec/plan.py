@@ -129,6 +129,11 @@ class PrecisionPlan:
             "compute = fp64: products in FP8 are summed in FP32, so compute in fp32, bf16 or fp16": (
                 self.fp8 is None or self.compute != torch.float64
             ),
+            "FP8 parameters = true: masters must be fp32 and in checkpoints, for they are the only wide weights": (
+                self.fp8 is None
+                or not self.fp8.parameters
+                or (self.masters == torch.float32 and self.masters_in_checkpoint)
+            ),
             "stochastic rounding cannot be undone, so masters cannot be split into weight and remainder": (
                 self.rounding == "nearest" or not self.remainders
             ),
@@ -142,11 +147,15 @@ class PrecisionPlan:
         """The dtype of products with the parameter of this logical name."""
         return self.sensitive if self.keeps(name) else self.compute
 
-    def bytes_per_parameter(self, averages: int) -> tuple[int, int]:
-        """(on every rank, cut over the ranks that share optimizer state) for a rule that keeps so many averages."""
-        own = self.masters.itemsize if self.masters.itemsize > self.parameters.itemsize else 0
-        masters = 2 if self.remainders else own
-        return self.parameters.itemsize + self.gradients.itemsize, masters + averages * self.moments.itemsize
+    def bytes_per_parameter(self, averages: int, in_fp8: bool = False) -> tuple[int, int]:
+        """(on every rank, cut over the ranks that share optimizer state) for a rule that keeps so many averages.
+
+        in_fp8: of a weight that is kept in FP8 alone, without its scales.
+        """
+        held = 1 if in_fp8 else self.parameters.itemsize
+        own = self.masters.itemsize if self.masters.itemsize > held else 0
+        masters = 2 if self.remainders and not in_fp8 else own
+        return held + self.gradients.itemsize, masters + averages * self.moments.itemsize
 
     def keeps(self, name: str) -> bool:
         """Whether the parameter of this logical name is one that is kept in FP32."""

@@ -20,12 +20,15 @@ from megaprec import gradients
 from megaprec.comm import Axis, device_of
 from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.fp8.state import FP8State
+from megaprec.gathered import everyones
 from megaprec.locate import Onset
 from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
 from megaprec.trace import Trace
 from models.config import ModelConfig
 from models.packing import WHOLE, Packing
+from models.shadow import Shadow, compared, lost_by_tensor, weight_gradients
 from models.stages import MakeStage, Stage, build, cuts
 from parallel.check import check
 from parallel.context import Context
@@ -164,6 +167,38 @@ class Engine:
             scaled.backward()
         self._clear()
         return trace
+
+    def shadow(self, share: Share, number: int) -> Shadow:
+        """What FP8 does to the first micro-batch, on each dp rank, of the `number`-th step, which must be the next one.
+
+        The micro-batch is run twice more, without FP8 and with it: same weights, same scales, same dropout. Nothing
+        that the step comes to is changed. Takes as much memory as the gradients of weights in FP8. Collective over the
+        whole mesh.
+        """
+        self.fp8.roll()  # or the step would begin so
+        optimizer, names = self.optimizer, self.fp8.narrow
+        with self.fp8.autocast(enabled=False):
+            wide_loss = self._first_alone(share, number)
+        wide = {name: values.clone() for name, values in weight_gradients(optimizer.all_buffers(), names).items()}
+        self._clear()
+        with self.fp8.replayed(), self.fp8.watching() as lost:
+            loss = self._first_alone(share, number)
+        narrow = weight_gradients(optimizer.all_buffers(), names)
+        counts = lost_by_tensor(lost, names, optimizer.all_buffers())
+        found = compared(wide, narrow, counts, (self.tp, self.dp))
+        self._clear()
+        loss, wide_loss = optimizer.world.sum_(torch.stack([loss, wide_loss])).unbind()
+        return Shadow.of(loss.item(), wide_loss.item(), everyones(found, optimizer.world, self.device))
+
+    def _first_alone(self, share: Share, number: int) -> Tensor:
+        """Runs the first micro-batch, forward and backward, through all stages; returns this rank's part of its loss.
+        Gradients are left, summed over tp but not over dp."""
+        self._running = self._begin(share, number, self.optimizer.scale)
+        program = [i for i in self._train.program if i.microbatch == 0 and i.op is not Op.REDUCE]
+        Executor(program, self._links, self._forward, deferred=self._deferred).run()
+        for buffer in self.optimizer.all_buffers():
+            sum_partial(buffer.parameters, self.tp)
+        return self._running.loss
 
     @torch.no_grad()
     def evaluate(self, share: Share) -> float:

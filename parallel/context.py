@@ -1,13 +1,15 @@
 """What every parallel layer is told about where it runs, as one frozen value."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torch import nn
 
 from megaprec.comm import Axis
 from megaprec.fp8.gemm import FP8Gemm
 from megaprec.fp8.state import FP8State
+from megaprec.fp8.weights import Held, hold
 from megaprec.gemm import Gemm, Products
-from megaprec.layout import Part
+from megaprec.layout import layout_of
 from megaprec.plan import PrecisionPlan
 from parallel.deferred import Deferred
 from parallel.recompute import KEEP, Recompute
@@ -34,14 +36,20 @@ class Context:
         if self.plan.fp8 != self.fp8.recipe:
             raise ValueError("products of the plan are in FP8: give the context the FP8State of the same recipe")
 
-    def products(self, parts: Sequence[Part]) -> Products:
-        """Who makes the products with the weight [n, k] that `parts` are stacked in. What comes out is activations."""
+    def products(self, weight: nn.Parameter) -> Products:
+        """Who makes the products with a layer's weight [n, k]. What comes out is activations."""
+        parts = layout_of(weight).parts
         name = parts[0].name
         wide = Gemm(self.plan.computes(name), self.plan.compute, self.plan.tf32)
         if self.fp8.recipe is None or self.plan.keeps(name):
             return wide
         reach = self.fp8.register(parts)
-        return wide if reach.wide else FP8Gemm(self.fp8, reach, parts[0].dim, wide)
+        if reach.wide:
+            return wide
+        held = Held(self.fp8, reach) if self.fp8.recipe.parameters else None
+        if held is not None:
+            hold(weight, held)
+        return FP8Gemm(self.fp8, reach, parts[0].dim, wide, held)
 
     def products_of_head(self, name: str) -> Gemm:
         """The same for what comes out as logits, which stay in the dtype of the products; never FP8."""

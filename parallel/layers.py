@@ -69,7 +69,8 @@ class ColumnParallelLinear(nn.Module):
                 )
         tp = context.tp
         parts = [Part.cut(f"{r.name}.weight", (r.rows, input_size), 0, tp, r.shards) for r in stack]
-        self.weight, self.products = parameter(context, parts, std, True), context.products(parts)
+        self.weight = parameter(context, parts, std, True)
+        self.products = context.products(self.weight)
         self.bias = None
         if bias:
             self.bias = parameter(
@@ -111,7 +112,8 @@ class RowParallelLinear(nn.Module):
             raise ValueError(f"{name}: sequence parallelism needs input_is_parallel")
         self.context, self.input_is_parallel, self.skip_bias_add = context, input_is_parallel, skip_bias_add
         parts = [Part.cut(f"{name}.weight", (output_size, input_size), 1, context.tp)]
-        self.weight, self.products = parameter(context, parts, std), context.products(parts)
+        self.weight = parameter(context, parts, std)
+        self.products = context.products(self.weight)
         self.bias = None
         if bias:
             whole = Part.cut(f"{name}.bias", (output_size,), None, context.tp)

@@ -12,6 +12,7 @@ from tests.runs import checkpoint, losses, rewind, steps, tensors, train, train_
 
 KEYS = ("fp8.kind=delayed", "fp8.pad=true", "fp8.history_length=8", "precision.compute=bf16", "log.progress=false")
 FP32 = (*KEYS[:3], "precision.compute=fp32")
+BF16 = ("precision.compute=bf16", "fp8.kind=current")
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +113,16 @@ def test_damaged_scales_are_refused(
             ["fp8.kind=delayed", "precision.compute=fp64"],
             "precision.compute = fp64: products in FP8 are summed in FP32",
         ),
+        (["fp8.kind=mx", 'fp8.wide=["layers.9.*"]'], 'fp8.wide has "layers.9.*", but no weight is called so: names'),
+        (["fp8.kind=mx", 'fp8.wide=["*.key.weight"]'], "are one weight, of which patterns match a part: match all or"),
         (["fp8.kind=mx", "fp8.calibrate=2"], "fp8.calibrate = 2: only delayed scales"),
-        (["fp8.kind=delayed", "fp8.parameters=true"], "fp8.parameters = true (command line): weights are cast"),
+        (["fp8.kind=mx", "fp8.parameters=true"], "fp8.parameters = true (command line): with fp8.kind = mx a weight"),
+        (["fp8.kind=delayed", "fp8.parameters=true", "fp8.calibrate=1"], "fp8.parameters = true: steps that only"),
+        ([*BF16, "fp8.parameters=true", "precision.masters=none"], "fp8.parameters = true: masters must"),
+        (["fp8.kind=current", "fp8.parameters=true", "optimizer.validation=after"], "makes them again"),
         (["fp8.kind=mx", "fp8.dot_product_attention=true"], "fp8.dot_product_attention = true (command line): the"),
         (["fp8.kind=delayed", "optimizer.validation=after"], 'optimizer.validation "after" finds a bad step when'),
-        (["precision.nemo.recipe=bf16_with_fp8_mixed"], "set precision.nemo.fp8_param_gather = false"),
+        (["precision.nemo.recipe=bf16_with_mxfp8_mixed"], "set precision.nemo.fp8_param_gather = false"),
     ],
     ids=str,
 )

@@ -267,7 +267,6 @@ UNWISE = {
     "_idle_tf32": Scene(plan("bf16", tf32=True)),
     "_ignored_overflow": Scene(plan("bf16", on_nonfinite="ignore")),
     "_short_history": Scene(plan("bf16", fp8=FP8Recipe(amax_algo="most_recent"))),
-    "_fp8_weights_alone": Scene(plan("bf16", masters="none", fp8=FP8Recipe(parameters=True))),
     "_uncast_inputs": Scene(plan("bf16", cast_inputs="none")),
 }
 

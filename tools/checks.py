@@ -81,6 +81,11 @@ def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterato
             'optimizer.validation "after" finds a bad step when the next one has begun and fp8.kind "delayed" has '
             'moved its scales on: "before" would do, or fp8.kind "current"'
         )
+    elif optimizer.validation == "after" and fp8.kind != "none" and fp8.parameters:
+        yield (
+            'optimizer.validation "after" takes back the weights of a bad step and fp8.parameters = true makes them '
+            'again: "before" would do, or fp8.parameters = false'
+        )
     if optimizer.validation == "after" and precision.on_nonfinite == "raise":
         yield (
             'optimizer.validation "after" learns of a bad step when the next one has begun, so precision.on_nonfinite '
@@ -264,6 +269,11 @@ def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
             yield problem.replace("FP8 ", "fp8.", 1) if problem.startswith("FP8 ") else f"precision.{problem}"
 
 
+def _shadow(fp8: FP8) -> Iterator[str]:
+    if fp8.shadow_every and fp8.kind == "none":
+        yield f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to look after; 0 would do'
+
+
 def _kind_of_scale(precision: Precision) -> Iterator[str]:
     if (precision.scaling == "constant") != (precision.loss_scale > 0):
         yield (
@@ -304,6 +314,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _sample,
     _schedule,
     _plan,
+    _shadow,
     _kind_of_scale,
     _scale,
     _rule,

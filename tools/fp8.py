@@ -2,8 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -13,6 +14,7 @@ from megaprec.fp8.product import ways
 from megaprec.fp8.reach import Reach, not_computed
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.fp8.state import FP8State
+from megaprec.layout import layout_of
 from megaprec.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.stages import Stage, cuts
@@ -44,8 +46,19 @@ def check_fp8(config: RunConfig) -> None:
         dialect = next((name for name in INSTEAD if origin.startswith(f"precision.{name}.")), "")
         instead = f"precision.{dialect}.{INSTEAD[dialect][key]}" if dialect else f"fp8.{key}"
         problems.append(f"fp8.{key} = true ({origin}): {why}; set {instead} = false")
+    if recipe.wide:
+        model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
+        problems += _unused(recipe.wide, _stage(config, model, recipe))
     if problems:
         raise UserError(*problems)
+
+
+def _unused(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
+    names = [part.name for parameter in stage.parameters() for part in layout_of(parameter).parts]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            likely = next(name for name in names if "layers." in name)
+            yield f'fp8.wide has "{pattern}", but no weight is called so: names are like {likely}'
 
 
 def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[str]:
@@ -67,12 +80,16 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
 
 def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Reach]:
     """What becomes of the products with each weight of the layers, as the tensor ranks of the run hold it."""
+    return _stage(config, model, recipe).context.fp8.reached
+
+
+def _stage(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
+    """The whole model as a tensor rank of the run holds it, without memory."""
     plan, tp = replace(config.plan, fp8=recipe), Axis("tp", 0, config.parallel.tensor)
-    state = FP8State(recipe, model.layers, tp)
     bare = model.model_copy(update={"init_std": 0.0})  # without initial weights, which would take long to draw
+    context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp))
     with torch.device("meta"):
-        Stage(bare, Context(plan, tp, fp8=state), cuts(model, 1, config.train.seq_length)[0])
-    return state.reached
+        return Stage(bare, context, cuts(model, 1, config.train.seq_length)[0])
 
 
 def _recipe(recipe: FP8Recipe) -> str:

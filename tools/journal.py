@@ -78,9 +78,9 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return list(_records(folder / METRICS))
 
 
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """All whole events of a run, oldest first."""
-    return list(_records(folder / EVENTS))
+def read_events(folder: Path, kind: str = "overflow") -> list[dict[str, Any]]:
+    """All whole events of one kind of a run, oldest first."""
+    return [event for event in _records(folder / EVENTS) if event["event"] == kind]
 
 
 def _put_aside(*paths: Path) -> None:
@@ -127,6 +127,11 @@ def _numbers(record: dict[str, Any]) -> str:
 def _events(record: dict[str, Any]) -> list[str]:
     """What is not said of every step."""
     events = [f"held-out loss {record['eval_loss']:.4f}"] if "eval_loss" in record else []
+    if "shadow_loss_gap" in record:
+        cosine = f"cosine {record['shadow_cosine']:.3f}"
+        events.append(f"FP8 shadow: loss gap {record['shadow_loss_gap']:+.3%}, lowest {cosine}")
+    if "shadow_alarm" in record:
+        events.append(f"FP8 ALARM: {record['shadow_alarm']}")
     if record["outcome"] != "applied":
         where = f" in {record['overflow_in']}" if "overflow_in" in record else ""
         events.append(f"{record['outcome']}{where} ({record['skipped_total']} so far)")

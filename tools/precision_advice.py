@@ -143,13 +143,6 @@ def _short_history(scene: Scene) -> str:
     return "FP8 scales follow the last pass alone: one quiet micro-batch lets the next saturate; look back further"
 
 
-def _fp8_weights_alone(scene: Scene) -> str:
-    plan = scene.plan
-    if plan.fp8 is None or not plan.fp8.parameters or plan.masters == torch.float32:
-        return ""
-    return "weights in FP8 without fp32 masters: updates are lost"
-
-
 def _uncast_inputs(scene: Scene) -> str:
     plan = scene.plan
     if plan.cast_inputs != "none" or plan.compute == torch.float32:
@@ -173,6 +166,5 @@ RULES: tuple[Callable[[Scene], str], ...] = (
     _idle_tf32,
     _ignored_overflow,
     _short_history,
-    _fp8_weights_alone,
     _uncast_inputs,
 )

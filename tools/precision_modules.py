@@ -89,7 +89,7 @@ def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str
     if plan.fp8 is not None and not kept and _in_fp8(plan, name, layer, layers):
         named["compute"] = "fp8"
         named["parameter"] = "fp8" if plan.fp8.parameters else named["parameter"]
-    if plan.remainders and not kept:
+    if plan.remainders and not kept and named["parameter"] != "fp8":
         named["master"] = "16 bits"
     return named
 

@@ -57,7 +57,7 @@ def loss_scaling(precision: Precision) -> LossScaling:
 def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
     """The plan that the two tables describe; its origins are for `with_origins`. Raises UserError."""
     p, wide = precision, "fp64" if precision.compute == "fp64" else "fp32"
-    recipe = None if fp8.kind == "none" else FP8Recipe(**fp8.model_dump())
+    recipe = None if fp8.kind == "none" else FP8Recipe(**{f.name: getattr(fp8, f.name) for f in fields(FP8Recipe)})
     held = {name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in ("buffers", "output")}
     return plan(
         p.compute,

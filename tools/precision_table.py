@@ -176,7 +176,18 @@ FEATURES: tuple[Feature, ...] = (
         "runs",
         ("test_fp8_training::test_a_layout_trains_as_one_process_does", FP8_MODE),
     ),
-    Feature("weights kept in FP8 (`fp8_params`)", ("no", "no", "no", "no", "yes"), "read", (KEY,)),
+    Feature(
+        "weights kept in FP8 (`fp8_params`)",
+        ("no", "no", "no", "no", "yes"),
+        "runs",
+        ("test_fp8_weights::test_training_is_bit_for_bit_that_of_weights_kept_in_fp32",),
+    ),
+    Feature(
+        "FP8 compared with no FP8 during a run",
+        ("no", "no", "no", "no", "no"),
+        "runs",
+        ("test_fp8_shadow::test_training_is_bit_for_bit_the_same_with_and_without_a_shadow",),
+    ),
     Feature(
         "every contradiction refused, with key, value and remedy",
         ("part", "?", "part", "part", "part"),

@@ -217,6 +217,13 @@ class FP8(Table):
     pad: bool = Field(default=False, description="weights of unfitting size are filled up with zeros; false: they do")
     calibrate: int = Field(default=0, ge=0, description="first steps that only record magnitudes, for delayed scales")
     calibrating: bool = Field(default=False, description="only record magnitudes, compute in precision.compute")
+    shadow_every: int = Field(
+        default=0, ge=0, description="steps between micro-batches made again without FP8, to compare; 0: never"
+    )
+    shadow_loss_gap: float = Field(default=0.01, gt=0, description="relative gap between their losses that alarms")
+    shadow_cosine: float = Field(
+        default=0.9, gt=-1, lt=1, description="cosine of a weight's two gradients below which there is alarm"
+    )
 
 
 class Group(Table):

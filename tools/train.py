@@ -29,6 +29,7 @@ from tools.own_model import require_builtin
 from tools.plots import plot_run
 from tools.resume import check_resumable
 from tools.run import RunConfig, check_world, load_run
+from tools.shadow import plot_shadow
 from tools.trainer import Trainer
 from tools.write import print_outcome
 
@@ -98,10 +99,14 @@ def _run_rank(config: RunConfig, export: Path | None) -> int:
         Trainer(config, corpus, mesh, checkpoint).run()
         first = dist.get_rank() == 0
     if first:
-        print_outcome(config, plot_run(Path(config.train.folder)) if config.log.plot else None)
+        print_outcome(config, _plots(Path(config.train.folder)) if config.log.plot else [])
         if export:
             write_model(open_source(Path(config.train.folder)), "hf", export)
     return 0
+
+
+def _plots(folder: Path) -> list[Path]:
+    return [plot for plot in (plot_run(folder), plot_shadow(folder)) if plot is not None]
 
 
 def _device(config: RunConfig) -> str:

@@ -26,6 +26,7 @@ from megaprec.watch import OverflowWatch
 from models.engine import Engine, Share
 from models.optimistic import OptimisticEngine
 from models.packing import Packing
+from models.shadow import Shadow
 from models.stages import Stage
 from parallel.recording import Recording
 from tools.checks import make_rule
@@ -35,6 +36,7 @@ from tools.journal import Journal
 from tools.own_model import stage_maker
 from tools.run import RunConfig
 from tools.saved import Progress
+from tools.shadow import shadow_event, shadow_fields
 from tools.skips import Hopeless, overflow_event
 from tools.trace import TIMELINE, write_trace
 from tools.write import print_memory, print_start
@@ -87,6 +89,7 @@ class Trainer:
         elif train.init_from:
             start_from(Path(train.init_from), self.engine.optimizer)
         self._taken = self.progress.step
+        self._shadows: dict[int, Shadow] = {}  # by step, of those whose outcome is not known
         self._seconds: deque[float] = deque()  # of the steps taken whose outcome is not known
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
@@ -111,19 +114,19 @@ class Trainer:
         with tf32(self.config.plan.tf32), self._journal() as journal:
             while self.progress.step < steps:
                 stop = ""
-                for record, overflow in self._records():
+                for record, events in self._records():
                     if journal is not None:
                         journal.write(record)
-                        if overflow:
-                            journal.write_event(overflow)
-                    stop = stop or self._reason_to_stop(overflow)
+                        for event in events:
+                            journal.write_event(event)
+                    stop = stop or self._reason_to_stop()
                 done = self.progress.step
                 if done == self._taken and (stop or self._saves_after(done)):
                     self._save()
                 if stop:
                     raise Hopeless(f"stopped after step {self.progress.step}, state saved: {stop}")
 
-    def _reason_to_stop(self, overflow: dict[str, Any] | None) -> str:
+    def _reason_to_stop(self) -> str:
         """Why no further step is taken; empty if there is no reason."""
         if self._raised is not None:
             return f'precision.on_nonfinite = "raise", and {self._raised}'
@@ -136,7 +139,7 @@ class Trainer:
             return nullcontext()
         return Journal(Path(train.folder), self.progress.step, train.steps, log.every, log.progress, log.tensorboard)
 
-    def _records(self) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    def _records(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """Takes one step, and the evaluation that is due after it.
 
         Returns, of each step whose outcome is now known, what metrics.jsonl and events.jsonl keep of it.
@@ -145,7 +148,13 @@ class Trainer:
         known = self.step()
         self._seconds.append(time.perf_counter() - start)
         for report, progress in known:
-            yield self._record(report, progress, self._seconds.popleft()), self._overflow(report, progress)
+            shadow = self._shadows.pop(progress.step, None)
+            record = self._record(report, progress, self._seconds.popleft())
+            events = [event] if (event := self._overflow(report, progress)) else []
+            if shadow is not None:
+                record |= shadow_fields(shadow, self.config.fp8)
+                events.append(shadow_event(shadow, progress.step, self.config.fp8))
+            yield record, events
 
     def _record(self, report: StepReport, progress: Progress, seconds: float) -> dict[str, Any]:
         fields = {
@@ -164,6 +173,10 @@ class Trainer:
 
     def _evaluates_after(self, step: int) -> bool:
         every = self.config.train.eval_every
+        return bool(every) and step % every == 0
+
+    def _shadowed(self, step: int) -> bool:
+        every = self.config.fp8.shadow_every
         return bool(every) and step % every == 0
 
     def _saves_after(self, step: int) -> bool:
@@ -189,14 +202,17 @@ class Trainer:
         """
         position = self.progress.samples + (self._taken - self.progress.step) * self.config.train.global_batch
         recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
-        before = self.engine.accumulate(self.share(self.corpus.train, position), self._taken, recording)
+        share = self.share(self.corpus.train, position)
+        if self._shadowed(self._taken + 1):
+            self._shadows[self._taken + 1] = self.engine.shadow(share, self._taken)
+        before = self.engine.accumulate(share, self._taken, recording)
         known = [(before, self._count(before))] if before else []
         self._taken += 1
         if recording:
             self._write_timeline(recording)
         try:
             report = self.engine.update(self._lr())
-            if self._evaluates_after(self._taken) or self._saves_after(self._taken):
+            if self._evaluates_after(self._taken) or self._saves_after(self._taken) or self._shadowed(self._taken + 1):
                 report = report or self.engine.settle()
         except NonFiniteStep as error:
             report, self._raised = error.report, error

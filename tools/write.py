@@ -1,5 +1,6 @@
 """What `megaprec train` says before the first step and after the last."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megaprec.data.blend import Blend
@@ -70,15 +71,21 @@ def _samples(config: RunConfig, corpus: Corpus) -> str:
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     """What weights, gradients and optimizer state take, by formula and on this rank."""
-    whole, cut = optimizer.plan.bytes_per_parameter(len(optimizer.rule.names))
-    ranks = optimizer.shards.size
-    formula = f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
+    formula = _formula(optimizer, in_fp8=False)
+    if any(buffer.in_codes for buffer in optimizer.all_buffers()):
+        formula = f"{_formula(optimizer, in_fp8=True)} bytes a parameter kept in FP8, {formula}"
     held = sum(buffer.num_bytes() for buffer in optimizer.all_buffers())
     print(
         f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
     )
     if isinstance(optimizer, OptimisticOptimizer):
         print(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
+
+
+def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool) -> str:
+    whole, cut = optimizer.plan.bytes_per_parameter(len(optimizer.rule.names), in_fp8)
+    ranks = optimizer.shards.size
+    return f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
 
 
 def _stages(config: RunConfig, corpus: Corpus) -> str:
@@ -96,7 +103,7 @@ def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{number:,} {what}{'' if number == 1 else plural}"
 
 
-def print_outcome(config: RunConfig, plot: Path | None) -> None:
+def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
     """A generated sample, and where everything is."""
     folder = Path(config.train.folder)
     if config.log.sample:
@@ -105,4 +112,4 @@ def print_outcome(config: RunConfig, plot: Path | None) -> None:
         print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
     print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
-        print(f"plots      {plot or NO_PLOT}")
+        print(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")

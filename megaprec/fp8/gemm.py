@@ -21,6 +21,7 @@ from megaprec.fp8.quantize import Codes, amax_of, block_of, quantize_both
 from megaprec.fp8.reach import Reach
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.fp8.state import OFF, Casts, FP8State, Scope
+from megaprec.fp8.weights import Held
 from megaprec.gemm import Factor, Gemm
 
 
@@ -28,13 +29,15 @@ from megaprec.gemm import Factor, Gemm
 class FP8Gemm:
     """`Products` with one weight: in FP8 where the autocast of their forward pass says so, else as `wide` makes them.
 
-    cut: the dim of the weight that is cut over tp. Output and gradient of the input are in the wide dtypes.
+    cut: the dim of the weight that is cut over tp. held: of a weight that is kept in FP8 alone. Output and gradient of
+    the input are in the wide dtypes.
     """
 
     state: FP8State
     reach: Reach
     cut: int | None
     wide: Gemm
+    held: Held | None = None
     scope: Scope = OFF
 
     def now(self) -> "FP8Gemm":
@@ -45,8 +48,9 @@ class FP8Gemm:
         """x [m, k], weight [n, k] -> y [m, n], and what `keep` keeps of x."""
         if not self.scope.computes:
             self._record(x, "input")
-            self._record(weight, "weight")
-            return self.wide.forward(x, weight)
+            if not self._kept_in_codes(weight):
+                self._record(weight, "weight")
+            return self.wide.forward(x, self._widened(weight))
         codes, turned = self._codes(x, "input")
         y = multiply(codes, self._weight(weight)[0], self.wide.out, fast=True)
         return y, self._kept(x, turned)
@@ -68,7 +72,7 @@ class FP8Gemm:
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """weight [n, k] -> gradient of x [m, k], of `dtype`."""
         if not self.scope.computes:
-            return self.wide.input_gradient(grad, weight, dtype)
+            return self.wide.input_gradient(grad, self._widened(weight), dtype)
         return multiply(self._restored(grad, "gradient"), self._weight(weight)[1], dtype)
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
@@ -90,16 +94,34 @@ class FP8Gemm:
         return self.state.recipe
 
     def _weight(self, weight: Tensor) -> Casts:
-        return self.state.cast_of(self.reach.name, weight, lambda: self._codes(weight.detach(), "weight"))
+        return self.state.cast_of(self.reach.name, weight, lambda: self._casts(weight.detach()))
+
+    def _casts(self, weight: Tensor) -> Casts:
+        if self.held is None or not self._kept_in_codes(weight):
+            return self._codes(weight, "weight")
+        codes = self.held.codes(weight)
+        return codes, codes.t()
+
+    def _widened(self, weight: Tensor) -> Tensor:
+        """A weight for a product in a wider dtype."""
+        if self.held is None or not self._kept_in_codes(weight):
+            return weight
+        return self.held.codes(weight.detach()).wide()
+
+    def _kept_in_codes(self, weight: Tensor) -> bool:
+        return self.held is not None and weight.dtype == self.held.dtype
 
     def _codes(self, x: Tensor, role: Role) -> Casts:
         """x and its transpose in codes; the amax is recorded, or agreed on, as the recipe says."""
-        recipe = self._recipe
+        recipe, scale, agree = self._recipe, None, None
         if recipe.kind == "delayed":
             self._record(x, role)
-            return quantize_both(x, recipe, role, scale=self.state.scale(self.reach.name, role))
-        cut = {"input": self.cut == 1, "gradient": self.cut == 0, "weight": self.cut is not None}[role]
-        return quantize_both(x, recipe, role, agree=self._agree if cut else None)
+            scale = self.state.scale(self.reach.name, role)
+        elif {"input": self.cut == 1, "gradient": self.cut == 0, "weight": self.cut is not None}[role]:
+            agree = self._agree if self.state.tp.size > 1 else None
+        casts = quantize_both(x, recipe, role, scale=scale, agree=agree)
+        self.state.note_lost(self.reach.name, role, x, casts[0])
+        return casts
 
     def _record(self, x: Tensor, role: Role) -> None:
         if self.scope.records:

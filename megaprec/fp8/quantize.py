@@ -133,10 +133,15 @@ def lost(x: Tensor, codes: Codes) -> Tensor:
     First the part that was more than half a step larger than the largest number; then, of what is not zero, the part
     that became zero.
     """
+    saturated, elements, vanished, others = counts_lost(x, codes).unbind()
+    return torch.stack([saturated / elements.clamp(min=1), vanished / others.clamp(min=1)]).float()
+
+
+def counts_lost(x: Tensor, codes: Codes) -> Tensor:
+    """What `lost` divides, float64 [4]: saturated ones and all elements, vanished ones and those that are not zero."""
     dtype = codes.values.dtype
     largest = limit(dtype) * (1 + torch.finfo(dtype).eps / 3.5)  # 1.75 is the largest mantissa
     saturated = (x.float().abs() > largest * spread(codes.inverse.float(), codes.block, x.shape)) & x.isfinite()
-    vanished = (x != 0) & (codes.values.float() == 0)
-    counts = torch.stack([saturated.sum(), vanished.sum()])
-    totals = torch.stack([x.new_tensor(x.numel(), dtype=torch.int64), (x != 0).sum()])
-    return counts.float() / totals.clamp(min=1)
+    there = x != 0
+    vanished = there & (codes.values.float() == 0)
+    return torch.stack([part.sum() for part in (saturated, torch.ones_like(there), vanished, there)]).double()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
+from megaprec.errors import UserError
 from megaprec.fp8.align import misfit
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.layout import Part
@@ -27,11 +28,18 @@ class Reach:
 
 
 def reach(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Reach:
-    """What `recipe` does with the products of a weight that is made of `parts`, in a model of so many layers."""
+    """What `recipe` does with the products of a weight that is made of `parts`, in a model of so many layers.
+
+    Raises UserError for patterns that match some of the parts.
+    """
     name = parts[0].name
     shape = sum(part.padded[0] for part in parts), prod(parts[0].padded[1:])
-    if asked := asked_for(recipe, name, layers):
-        return Reach(name, shape, asked)
+    asked = {asked_for(recipe, part.name, layers) for part in parts}
+    if "" in asked and len(asked) > 1:
+        names = " and ".join(part.name for part in parts)
+        raise UserError(f"fp8.wide: {names} are one weight, of which patterns match a part: match all or none")
+    if why := next(iter(sorted(asked))):
+        return Reach(name, shape, why)
     unfit = misfit(recipe.kind, *shape)
     if unfit and not recipe.pad:
         return Reach(name, shape, f"{unfit}, and fp8.pad = false")
@@ -53,8 +61,12 @@ def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
 def not_computed(recipe: FP8Recipe) -> dict[str, str]:
     """What `recipe` asks for that is read and translated, but not computed: its field -> what is done instead."""
     reasons = {
-        "parameters": "weights are cast to FP8 for their products, and not kept in it between steps",
         "dot_product_attention": "the products inside attention are made in the compute dtype",
         "multi_head_attention": "what flows through attention is in the compute dtype",
     }
+    if recipe.kind in ("rowwise", "mx"):
+        reasons["parameters"] = (
+            f"with fp8.kind = {recipe.kind} a weight has other codes along its rows than along its columns, and both "
+            "take as much memory as bf16"
+        )
     return {key: why for key, why in reasons.items() if getattr(recipe, key)}

@@ -67,5 +67,9 @@ class FP8Recipe:
             raise UserError(
                 f"FP8 calibrate = {self.calibrate}: only delayed scales come of earlier amaxes, not {self.kind} ones"
             )
+        if self.parameters and (self.calibrate or self.calibrating):
+            raise UserError(
+                "FP8 parameters = true: steps that only record need wide weights: leave calibrate and calibrating out"
+            )
         if min(self.first_layers, self.last_layers) < 0:
             raise UserError(f"FP8 first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0")

@@ -19,7 +19,7 @@ def scale_of(amax: Tensor, limit: float | Tensor, before: float | Tensor = 1.0, 
 
     before: kept where amax is 0, inf or NaN. power_2: rounded down to a power of two.
     """
-    scale = (limit / amax).clamp(max=_LARGEST)
+    scale = (_as_tensor(limit, amax) / amax).clamp(max=_LARGEST)
     if power_2:
         scale = _down_to_power_2(scale)
     return torch.where((amax > 0) & amax.isfinite(), scale, before)
@@ -32,11 +32,16 @@ def mx_inverse(amax: Tensor, limit: float) -> Tensor:
     (v1.0, 6.3) takes floor(log2(amax)) less the format's largest exponent, which may. 0 gives the smallest power, inf
     the largest, NaN gives NaN.
     """
-    bits = (amax / limit).view(torch.int32)
+    bits = (amax / _as_tensor(limit, amax)).view(torch.int32)
     exponent, mantissa = (bits & _EXPONENT) >> 23, bits & _MANTISSA
     halfway = torch.where(exponent == 0, 0x40_0000, 0)  # E8M0's smallest, 2**-127, is a subnormal of float32
     code = (exponent + (mantissa > halfway)).clamp(max=254)
     return torch.where(amax.isnan(), 255, code).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _as_tensor(limit: float | Tensor, like: Tensor) -> Tensor:
+    """Of a quotient with a number torch makes a product with a reciprocal, which is rounded twice."""
+    return limit if isinstance(limit, Tensor) else like.new_full((), limit)
 
 
 def _down_to_power_2(scale: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from megaprec.comm import Axis, device_of
 from megaprec.errors import UserError
 from megaprec.fp8.formats import Role, format_of
 from megaprec.fp8.history import AmaxHistory
-from megaprec.fp8.quantize import Codes
+from megaprec.fp8.quantize import Codes, counts_lost
 from megaprec.fp8.reach import Reach, not_computed, reach
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.layout import Part
@@ -50,6 +50,8 @@ class FP8State:
     """One for all layers of a rank; they register as they are built, which is in the same order on all ranks of a
     stage.
 
+    renew: of whoever owns weights that are kept in FP8 alone. It makes their codes, of the present scales, and records
+    their amaxes if it is told to. Called when a pass begins.
     recipe: None for a model without FP8; nothing here then has an effect. layers: of the whole model.
     tp: the tensor-parallel axis. stage: the ranks that agree on delayed amaxes. dp: where they do not, the ranks whose
     amaxes differ.
@@ -70,9 +72,12 @@ class FP8State:
         self.reached: list[Reach] = []
         self.scope = OFF
         self.rolls = 0  # how often the history has advanced
+        self.renew: Callable[[bool], None] | None = None
+        self.outdated = True  # whether masters have changed since `renew` was called
         self._pending = False  # whether amaxes may have been recorded since
         self._inside = False
         self._casts: dict[str, tuple[int, Casts]] = {}
+        self._lost: dict[str, Tensor] | None = None
 
     @staticmethod
     def over(mesh: DeviceMesh | None, recipe: FP8Recipe | None, layers: int) -> "FP8State":
@@ -106,6 +111,11 @@ class FP8State:
         """Their scales and amaxes."""
         assert self.recipe is not None
         return AmaxHistory(self.recipe, [format_of(self.recipe, role) for role in ROLES] * self.products, self.device)
+
+    @property
+    def narrow(self) -> set[str]:
+        """The weights whose products are in FP8, each by its first logical name."""
+        return {one.name for one in self.reached if not one.wide}
 
     @property
     def products(self) -> int:
@@ -160,6 +170,21 @@ class FP8State:
             yield
 
     @contextmanager
+    def watching(self) -> Iterator[dict[str, Tensor]]:
+        """What casts inside lose: `counts_lost` by tensor ("<logical name of the weight>.<role>"), summed."""
+        self._lost = {}
+        try:
+            yield self._lost
+        finally:
+            self._lost = None
+
+    def note_lost(self, name: str, role: Role, x: Tensor, codes: Codes) -> None:
+        """Counts what a cast loses, if that is watched."""
+        if self._lost is not None:
+            counts = counts_lost(x, codes)
+            self._lost[f"{name}.{role}"] = counts + self._lost.get(f"{name}.{role}", torch.zeros_like(counts))
+
+    @contextmanager
     def _entered(self, enabled: bool, records: bool) -> Iterator[None]:
         outer, inside = self.scope, self._inside
         if not inside:
@@ -175,6 +200,9 @@ class FP8State:
         if records:
             self.roll()
             self._pending = True
+        if self.renew is not None and (records or self.outdated):
+            self.renew(records and self.recipe is not None and self.recipe.kind == "delayed")
+            self.outdated = False
 
     def _scope(self, enabled: bool, records: bool) -> Scope:
         if self.recipe is None:

@@ -18,18 +18,26 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 def explained(section: str) -> list[str]:
     """The words in the first column of the table under a heading."""
     text = re.split(rf"^##+ {re.escape(section)}$", GLOSSARY, flags=re.MULTILINE)[1]
-    return re.findall(r"^\| `([^`]+)`", re.split(r"^##+ ", text, flags=re.MULTILINE)[0], re.MULTILINE)
+    cells = re.findall(r"^\| (`[^|]+) \|", re.split(r"^##+ ", text, flags=re.MULTILINE)[0], re.MULTILINE)
+    return [word for cell in cells for word in re.findall(r"`([^`]+)`", cell)]
 
 
 @pytest.fixture(scope="module")
 def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with steps that were applied, skipped and evaluated after."""
+    """The folder of a run with steps that were applied, shadowed, skipped and evaluated after."""
     file = write_run(tmp_path_factory.mktemp("glossary"))
     folder = file.parent / "run"
     scaled = ("precision.compute=fp16", "precision.loss_scale=1e30")
-    assert train(file, "train.steps=1", "train.eval_every=1") == 0
+    fp8 = ("fp8.kind=current", "fp8.pad=true", "fp8.shadow_every=1", "fp8.shadow_cosine=0.99999")
+    assert train(file, "train.steps=1", "train.eval_every=1", "precision.compute=bf16", *fp8) == 0
     assert train(file, "train.steps=2", "train.eval_every=1", *scaled) == 0
     return folder
+
+
+def test_every_field_of_a_shadow_is_explained_and_none_is_stale(overflowing: Path) -> None:
+    shadows = read_events(overflowing, "fp8_shadow")
+    assert sorted(explained("fp8_shadow")) == sorted(keys(shadows))
+    assert any("shadow_alarm" in record for record in read_metrics(overflowing))
 
 
 def keys(records: list[dict[str, Any]]) -> set[str]:

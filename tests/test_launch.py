@@ -106,15 +106,16 @@ def test_ranks_never_get_more_threads_than_there_are_cores_while_there_are_enoug
     assert share_of_cores(cores + 1) == 1
 
 
+@pytest.mark.parametrize(
+    ("code", "more"), [(2, ["data.vocab_size: too large"]), (3, ["data.vocab_size: too large"]), (1, [])]
+)
 def test_the_first_failure_ends_the_run_with_its_code_and_its_reason_last(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    code: int, more: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert start_ranks(python(FAIL, tmp_path / "pid"), ranks=2) == 2
+    failing = FAIL.replace("sys.exit(2)", f"sys.exit({code})")
+    assert start_ranks(python(failing, tmp_path / "pid"), ranks=2) == code
     lines = capfd.readouterr().err.splitlines()
-    assert lines == [
-        "rank 1 failed with exit code 2: UserError: data.source: empty",
-        "data.vocab_size: too large",
-    ]
+    assert lines == [f"rank 1 failed with exit code {code}: UserError: data.source: empty", *more]
     assert not alive(int((tmp_path / "pid").read_text()))
 
 

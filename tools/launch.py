@@ -171,12 +171,12 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def _said(rank: int, failure: ProcessFailure) -> str:
-    """One line for a crash; all lines of a user's mistake (exit code 2), each of which is a problem."""
+    """One line for a crash; all lines of a user's mistake (exit code 2) and of a run that stopped itself (3)."""
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {failure.signal_name()}"
     note: Any = failure.message  # torch says str, but it is what record_exception wrote: {"message": ...}
     lines = note["message"].splitlines() if isinstance(note, dict) else ["no reason given"]
-    reason = "\n".join(lines if failure.exitcode == 2 else lines[:1])
+    reason = "\n".join(lines if failure.exitcode in (2, 3) else lines[:1])
     return f"rank {rank} failed with exit code {failure.exitcode}: {reason}"
 
 

@@ -18,7 +18,7 @@ run fp32 precision.compute=fp32
 run bf16 precision.compute=bf16
 run fp16 precision.compute=fp16 precision.initial_scale=65536.0
 run nxd 'precision.nxd={optimizer_config={zero_one_enabled=true}}'
-run nxd-legacy 'precision.nxd={}'
+run nxd-legacy 'precision.nxd={}' parallel.zero=false
 run smp-fsdp 'precision.smp={mixed_precision={param_dtype="bfloat16"}}'
 run smp-fp8 'precision.smp={mixed_precision={param_dtype="bfloat16"}, fp8_autocast={enabled=true}}'
 run colossalai-torch 'precision.colossalai={fp16={mode="TORCH"}}'

@@ -79,7 +79,14 @@ def words_of_pod() -> list[str]:
     return shlex.split(container["args"][0])
 
 
-@pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch"])
+def test_every_mode_of_the_comparison_is_one_that_a_run_file_can_have() -> None:
+    lines = [line for line in (EXAMPLES / "modes.sh").read_text().splitlines() if line.startswith("run ")]
+    plans = {name: load_run(EXAMPLES / "modes.toml", keys).plan for _, name, *keys in map(shlex.split, lines)}
+    assert len(plans) == len(lines) == 17
+    assert {name for name, made in plans.items() if made.fp8} == {"smp-fp8", "nemo-bf16-fp8", "nemo-fp16-fp8"}
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch", "modes.sh"])
 def test_scripts_are_whole(script: str) -> None:
     subprocess.run(["bash", "-n", EXAMPLES / script], check=True)
 

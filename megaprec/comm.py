@@ -96,14 +96,7 @@ class Axis:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All-gather over this axis: [n, ...] on each rank to [size * n, ...] in rank order."""
-        if self.group is None:
-            return tensor
-        tensor = tensor.contiguous()
-        if _on_cpu(tensor):
-            return exchange.start_gather(tensor, self.rank, self.group)()
-        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        _all_gather(whole, tensor, group=self.group)
-        return whole
+        return self.start_gather(tensor)()
 
     def scatter_sum(self, tensor: Tensor) -> Tensor:
         """Reduce-scatter SUM over this axis: [size * n, ...] to this rank's [n, ...]."""
@@ -118,6 +111,17 @@ class Axis:
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         return work.wait
+
+    def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts `gather`; the returned function waits for the result and returns it."""
+        if self.group is None:
+            return lambda: tensor
+        tensor = tensor.contiguous()
+        if _on_cpu(tensor):
+            return exchange.start_gather(tensor, self.rank, self.group)
+        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        work = _all_gather(whole, tensor, group=self.group, async_op=True)
+        return lambda: (work.wait(), whole)[1]
 
     def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Starts `scatter_sum`; the returned function waits for the result and returns it."""

@@ -103,8 +103,9 @@ def message_bytes(
 class _Alone(Axis):
     """An axis without its other ranks: what comes of its collectives has the right shape and no meaning."""
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+    def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        return lambda: whole
 
     def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))

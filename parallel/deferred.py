@@ -24,6 +24,11 @@ class Deferred:
         else:
             self._collected.append(work)
 
+    @property
+    def puts_off(self) -> bool:
+        """Whether `run` leaves work to someone."""
+        return self._collected is not None
+
     @contextmanager
     def collect(self) -> Iterator[Work]:
         """Inside, `run` puts off; the work gathers, in order, in the deque that is given."""

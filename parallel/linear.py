@@ -1,12 +1,14 @@
 """y = x @ W.T as one differentiable step that knows its collectives and adds straight into the main gradient.
 
 The weight's gradient is added into `weight.main_grad`, the FP32 view of the gradient buffer, as soon as it is made;
-autograd never holds one. The input's gradient is summed over tp while the weight's gradient is
-still being computed. Nothing waits for the weight's gradient, so a pipeline schedule may put it off (`deferred.py`).
+autograd never holds one. The input's gradient is summed over tp while the weight's gradient is still being computed,
+and an input that is cut along the sequence is gathered while the input's gradient is. Nothing waits for the weight's
+gradient, so a pipeline schedule may put it off (`deferred.py`).
 """
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,14 +60,14 @@ class Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # Detached, for with their graph what is put off would hold all of it, down to the stage's input.
         saved: Factor = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        weight, tp, lies, products = ctx.weight, ctx.tp, ctx.lies, ctx.products
+        weight, products = ctx.weight, ctx.products
+        kept = _start_keeping(ctx, saved)
         rows = _rows(grad)
         for_input, for_weight = products.gradient(rows)
         finish = _start_input_gradient(ctx, for_input, grad.shape) if ctx.needs_input_grad[0] else _none
 
         def make_weight_gradient() -> Tensor | None:
-            kept = products.keep(_rows(tp.gather(saved[0]))) if lies is Input.SEQUENCE else saved
-            return weight_gradient(products, weight, for_weight, kept)
+            return weight_gradient(products, weight, for_weight, kept())
 
         grad_weight = None
         if getattr(weight, "main_grad", None) is None:
@@ -82,6 +84,16 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _none() -> None: ...
+
+
+def _start_keeping(ctx: Any, saved: Factor) -> Callable[[], Factor]:
+    """Starts to gather what the weight's gradient needs of the input, where it is cut along the sequence; the returned
+    function waits for it. What is put off gathers later: else the whole of it would be kept."""
+    if ctx.lies is not Input.SEQUENCE:
+        return lambda: saved
+    products, tp = ctx.products, ctx.tp
+    wait = partial(tp.gather, saved[0]) if ctx.deferred.puts_off else tp.start_gather(saved[0])
+    return lambda: products.keep(_rows(wait()))
 
 
 def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable[[], Tensor]:

@@ -1,19 +1,24 @@
 """Products of real layers in the precision of their plan: weights kept in FP32 among BF16 ones, and TF32 on a CPU."""
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megaprec.comm import Axis
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan, plan
 from megaprec.tf32 import round_tf32
 from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
+from parallel.deferred import Deferred, Work
 from parallel.dropout import Place
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from parallel.linear import Input, Linear
 from tests.test_modes import MODEL
 
 IN, OUT = 48, 32
@@ -104,3 +109,35 @@ def test_logits_are_handed_out_in_the_plans_output(
     ids = torch.arange(8).unsqueeze(1)
     assert stage(ids, Place(0, torch.arange(1))).dtype == training
     assert stage(ids).dtype == evaluation
+
+
+class Telling(Axis):
+    """An axis of one rank that says when it is asked for what."""
+
+    seen: ClassVar[list[str]] = []
+
+    def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self.seen.append("gather begun")
+        return lambda: (self.seen.append("gather waited for"), tensor)[1]
+
+    def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        self.seen.append("input's gradient made")
+        return lambda: tensor
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_cut_input_is_gathered_beside_the_input_s_gradient_unless_the_weight_s_is_put_off(split: bool) -> None:
+    weight, deferred, seen = nn.Parameter(torch.ones(3, 2)), Deferred(), Telling.seen
+    weight.main_grad = torch.zeros(3, 2)  # type: ignore[attr-defined]
+    x = torch.ones(4, 1, 2, requires_grad=True)
+    y = Linear.apply(x, weight, None, Input.SEQUENCE, Telling("tp"), deferred)
+    seen.clear()
+    with deferred.collect() if split else nullcontext(Work()) as work:
+        y.sum().backward()
+        seen.append("first half done")
+    while work:
+        work.popleft()()
+    put_off = ["input's gradient made", "first half done", "gather begun", "gather waited for"]
+    at_once = ["gather begun", "input's gradient made", "gather waited for", "first half done"]
+    assert seen == (put_off if split else at_once)
+    assert torch.equal(weight.main_grad, torch.full((3, 2), 4.0))  # type: ignore[attr-defined]

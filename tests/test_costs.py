@@ -1,5 +1,7 @@
 """What stages cost and keep, known beforehand, is what they really have, do and keep."""
 
+from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -78,6 +80,15 @@ def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Rec
         assert backward.get_total_flops() == cost.input + cost.weight - lookup
 
 
+def held_by(work: Any) -> Iterator[Tensor]:
+    """The factors that a piece of work, and what it is going to call, has been left."""
+    for content in (cell.cell_contents for cell in work.__closure__ or ()):
+        if isinstance(content, tuple):
+            yield from content
+        elif isinstance(content, FunctionType):
+            yield from held_by(content)
+
+
 @pytest.mark.parametrize(("model", "precision"), [*zip(MODELS, ["fp32", "bf16", "fp16", "bf16"], strict=True)])
 def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict[str, Any], precision: str) -> None:
     config = ModelConfig(**model)
@@ -106,7 +117,6 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict
         assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(kept.activations, rel=0.01)
         with stage.context.deferred.collect() as work:
             loss.backward()
-        held = [cell.cell_contents for job in work for cell in job.__closure__]  # type: ignore[attr-defined]
-        tensors = [t for factor in held if isinstance(factor, tuple) for t in factor]
+        tensors = [t for job in work for t in held_by(job)]
         assert len(work) == 4 * len(stage.cut.layers) + stage.cut.last
         assert sum(t.nbytes for t in tensors) == kept.put_off

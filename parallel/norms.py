@@ -39,13 +39,13 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, eps: float, sensitive: torch.dtype, out: torch.dtype
+        ctx: Any, x: Tensor, weight: nn.Parameter, eps: float, sensitive: torch.dtype, made: torch.dtype
     ) -> Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
         inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.weight = weight
         ctx.save_for_backward(x, inverse)
-        return (x * inverse).mul_(weight).to(out)
+        return (x * inverse).mul_(weight).to(made)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:

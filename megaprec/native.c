@@ -20,7 +20,12 @@ long megaprec_span(void) { return SPAN; }
 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64)));
-enum { LANES = 16, AT_ONCE = 4 };
+enum { LANES = 16, AT_ONCE = 4, AHEAD = 2048 };
+
+/* Asks for the block that comes AHEAD elements later: one stream alone is read faster so. Four at once are not. */
+static void fetch(const float *x) {
+    for (long i = 0; i < BLOCK; i += LANES) __builtin_prefetch(x + AHEAD + i);
+}
 
 /* Sum of squares and number of zeros of `n` <= BLOCK elements. An FP32 sum that overflowed, or that may have lost
 squares that underflowed, is made again in FP64: it is finite exactly if all elements are. */
@@ -54,7 +59,10 @@ void megaprec_statistics(const float *x, long n, double *sums, int64_t *zeros, i
         long end = min_((s + 1) * SPAN, n);
         double sum = 0;
         zeros[s] = 0;
-        for (long i = s * SPAN; i < end; i += BLOCK) sum += block(x + i, min_(BLOCK, end - i), zeros + s);
+        for (long i = s * SPAN; i < end; i += BLOCK) {
+            fetch(x + i);
+            sum += block(x + i, min_(BLOCK, end - i), zeros + s);
+        }
         sums[s] = sum;
     }
 }

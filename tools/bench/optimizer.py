@@ -130,10 +130,15 @@ def ours(matrices: int, native: bool = False) -> Timed:
         nn.init.normal_(parameter, std=0.02)
     attach_whole(model)
     optimizer = ParallelAMPOptimizer([model], plan("bf16", LossScaling("constant", SCALE)), native=native)
-    (buffer,) = optimizer.all_buffers()
-    grads = _values(buffer.size, 1e-3 * SCALE)
+    buffers = optimizer.all_buffers()
+    grads = [_values(buffer.size, 1e-3 * SCALE) for buffer in buffers]
     loss = torch.tensor(1.0)
-    return lambda: buffer.grads.copy_(grads), lambda: optimizer.step(LR, loss)
+
+    def prepare() -> None:
+        for buffer, values in zip(buffers, grads, strict=True):
+            buffer.grads.copy_(values)
+
+    return prepare, lambda: optimizer.step(LR, loss)
 
 
 def naive(matrices: int, foreach: bool) -> Timed:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from megaprec.tf32 import product_tf32
 
+_WIDENED = 1 << 16  # elements that a CPU widens at a time
+
 Factor = tuple[Tensor, ...]
 """A factor of a product as whoever makes the product prepared it, and as autograd keeps it."""
 
@@ -113,4 +115,14 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, tf32: bool = False) -> Non
     if total.dtype == a.dtype and not slow_half(a) and not (tf32 and lacks_tf32(a)):
         total.addmm_(a, b)
     else:
-        total.add_(product(a, b, tf32))
+        _add_(total, product(a, b, tf32))
+
+
+def _add_(total: Tensor, product: Tensor) -> None:
+    """total += product. A CPU widens into memory of its own before it adds: few enough rows that this is in a cache."""
+    if total.dtype == product.dtype or total.device.type != "cpu":
+        total.add_(product)
+        return
+    rows = max(1, _WIDENED // max(1, product.shape[1]))
+    for some, more in zip(total.split(rows), product.split(rows), strict=True):
+        some.add_(more)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaprec.gemm import slow_half
+from models import bf16_attention
 from models.config import ModelConfig
 from models.mlp import MLP
 from models.moe import MixtureOfExperts
@@ -93,7 +94,10 @@ class Attention(nn.Module):
             return self._mix_with_dropout(query, key, value, place, documents)
         if slow_half(query):
             query, key, value = query.float(), key.float(), value.float()
-        seen = None if self._sees_all(query) and documents is None else ~self._hidden(query, documents)
+        hidden = None if self._sees_all(query) and documents is None else self._hidden(query, documents)
+        if bf16_attention.worthwhile(query):
+            return bf16_attention.attend(query, key, value, hidden).to(self.context.plan.compute)
+        seen = None if hidden is None else ~hidden
         mixed = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None)
         return mixed.to(self.context.plan.compute)
 

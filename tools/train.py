@@ -18,6 +18,7 @@ from megaprec.checkpoint.store import INDEX
 from megaprec.data.files import beside
 from megaprec.errors import UserError
 from parallel.mesh import make_mesh, told_by_first, world
+from tools.allocator import keep_freed_memory
 from tools.checks import check_all
 from tools.convert.command import write_model
 from tools.convert.formats import open_source
@@ -92,6 +93,7 @@ def _run_rank(config: RunConfig, export: Path | None) -> int:
     check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
+    keep_freed_memory()
     with world(device) as store:
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
         named = told_by_first(store, lambda: prepare(config))

@@ -23,6 +23,7 @@ from models.config import ModelConfig
 from models.engine import Engine, Share
 from parallel.kinds import KINDS, schedule
 from parallel.mesh import make_mesh, world
+from tools.allocator import keep_freed_memory
 from tools.launch import start_ranks
 
 MICRO_BATCH, MICROBATCHES, LENGTH = 2, 8, 512
@@ -59,6 +60,7 @@ def main(args: argparse.Namespace) -> int:
     if ranks > 1 and "RANK" not in os.environ:
         return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], ranks, args.threads)
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     with world():
         mesh = make_mesh(args.pipeline, args.data, args.tensor)
         bench = _Bench(args, mesh)

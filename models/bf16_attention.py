@@ -1,0 +1,84 @@
+"""Attention in bf16 on a CPU: matrix products, head by head.
+
+torch's fused kernel for the CPU takes as long in bf16 as in FP32, but its matrix product has the bf16 instructions of
+recent processors. So each head's scores are multiplied out, for as many query rows at a time as stay in a core's cache
+with them, and made once more in the backward pass: between the two only query, key and value are kept. Scores and
+weights are rounded to bf16, as the unfused attention of Megatron-LM does; softmax and the sums inside of products are
+FP32.
+
+Each head is computed alone, so its numbers do not depend on how many a rank has.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_ROWS = 512  # of queries at a time: their scores for as many keys take half a megabyte
+_SHORT = 128  # tokens: with fewer, the many small products take longer than the fused kernel
+
+
+def worthwhile(query: Tensor) -> bool:
+    """Whether `attend` is the faster way: bf16 [b, n, s, d] on a processor with instructions for products of it."""
+    if query.dtype != torch.bfloat16 or query.device.type != "cpu" or query.shape[2] < _SHORT:
+        return False
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None = None, rows: int = _ROWS) -> Tensor:
+    """softmax(query @ key.T / sqrt(d)) @ value over the tokens up to each one's own: bf16 [b, n, s, d] each.
+
+    hidden: bool [s, s] or [b, 1, s, s], True where a token (row) does not attend to another besides.
+    rows: of queries taken at a time.
+    """
+    return _Attend.apply(query, key, value, hidden, rows)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, rows: int) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.hidden, ctx.rows = hidden, rows
+        q, k, v = (x.contiguous() for x in (query, key, value))
+        mixed = torch.empty_like(query)  # strided as the query, so that the next layer needs no copy
+        for b, n, first, last, bias in _runs(query, hidden, rows):
+            weights = _weights(q[b, n, first:last], k[b, n, :last], bias)
+            torch.mm(weights, v[b, n, :last], out=mixed[b, n, first:last])
+        return mixed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, grad = (x.contiguous() for x in (*ctx.saved_tensors, grad))
+        grad_q, grad_k, grad_v = torch.empty_like(q), *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+        scale = _scale(q)
+        for b, n, first, last, bias in _runs(q, ctx.hidden, ctx.rows):
+            rows, wanted = q[b, n, first:last], grad[b, n, first:last]
+            weights = _weights(rows, k[b, n, :last], bias)
+            grad_v[b, n, :last] += weights.t() @ wanted
+            grad_scores = torch._softmax_backward_data(wanted @ v[b, n, :last].t(), weights, -1, weights.dtype)
+            grad_q[b, n, first:last].addmm_(grad_scores, k[b, n, :last], beta=0, alpha=scale)
+            grad_k[b, n, :last].add_(grad_scores.t() @ rows, alpha=scale)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+
+
+def _runs(query: Tensor, hidden: Tensor | None, rows: int) -> Iterator[tuple[int, int, int, int, Tensor]]:
+    """Sample, head, rows [first, last) of queries, and what is added to their scores for keys [0, last)."""
+    samples, heads, length, _ = query.shape
+    for first in range(0, length, rows):
+        last = min(first + rows, length)
+        later = torch.ones(1, last - first, last, dtype=torch.bool).triu(first + 1)
+        unseen = later if hidden is None else later | hidden.view(-1, length, length)[:, first:last, :last]
+        bias = torch.zeros(unseen.shape, dtype=query.dtype).masked_fill_(unseen, -math.inf).expand(samples, -1, -1)
+        yield from ((b, n, first, last, bias[b]) for b in range(samples) for n in range(heads))
+
+
+def _weights(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+    return torch.softmax(torch.addmm(bias, query, key.t(), alpha=_scale(query)), -1)
+
+
+def _scale(query: Tensor) -> float:
+    return query.shape[-1] ** -0.5

@@ -1,0 +1,23 @@
+"""Memory that the C library keeps for the next request, instead of handing it back to the system.
+
+A training step asks for the same large pieces of memory again and again. glibc returns them when they are freed, and
+then the system has to find, clear and map each page anew: a tenth of a step's time on a CPU.
+"""
+
+import ctypes
+import os
+import sys
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt's, from malloc.h
+_KEPT, _LARGEST = 1 << 30, 1 << 25  # bytes: free at the end of the heap; of one piece, the most that glibc allows
+
+
+def keep_freed_memory() -> None:
+    """For this process, where glibc is its allocator and the environment says nothing about it."""
+    spoken_for = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if sys.platform != "linux" or spoken_for:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _KEPT)
+        mallopt(_MMAP_THRESHOLD, _LARGEST)

@@ -2,19 +2,29 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 
+from megaprec.errors import UserError
 from tools.bench import fp8, optimizer, train
 
 
-def main() -> int:
-    """Runs the measurement that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="WHAT")
-    train.add_parser(commands)
-    optimizer.add_parser(commands)
-    fp8.add_parser(commands)
-    args = parser.parse_args()
-    return args.run(args)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the measurement that the command line `argv` (default: the process's own) names; returns the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except UserError as error:
+        print(*error.problems, sep="\n", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """All measurements and their options."""
+    made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    commands = made.add_subparsers(required=True, metavar="WHAT")
+    for measurement in (train, optimizer, fp8):
+        measurement.add_parser(commands)
+    return made
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,21 @@ from torch import Tensor, nn
 from megaprec.layout import attach_whole
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import LossScaling, plan
+from tools.settings import Parallel
 
-WIDTH, SCALE, LR = 2048, 1024.0, 1e-4
+SCALE, LR = 1024.0, 1e-4
+BUCKET = Parallel().bucket
+Timed = tuple[Callable[[], object], Callable[[], object]]  # what is done before each step, and the step
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds `optimizer`."""
     parser = subparsers.add_parser("optimizer", help="time of the optimizer step", description=__doc__)
-    parser.add_argument("--matrices", type=int, default=12, metavar="N", help=f"of {WIDTH} x {WIDTH} (default: 12)")
+    parser.add_argument("--matrices", type=int, default=12, metavar="N", help="of width x width (default: 12)")
+    parser.add_argument("--width", type=int, default=2048, metavar="N", help="(default: 2048)")
+    parser.add_argument(
+        "--bucket", type=int, default=BUCKET, metavar="N", help=f"parallel.bucket of a run (default: {BUCKET:_})"
+    )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="(default: 1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="timed rounds (default: 9)")
@@ -43,36 +50,44 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs `python -m tools.bench optimizer`."""
     torch.set_num_threads(args.threads)
-    torch.set_default_device(args.device)
-    steps = {"bare": bare(args.matrices), "ours": ours(args.matrices)}
-    steps |= {"native": ours(args.matrices, native=True)} if args.native else {}
-    steps |= {name: naive(args.matrices, name == "foreach") for name in ("naive", "foreach")}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(args.rounds + 1):
-        for name, (prepare, step) in steps.items():
-            prepare()
-            took = _seconds(step)
-            seconds[name] += [took] if number else []  # the first is a warm-up
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    record: dict[str, Any] = {"parameters": args.matrices * WIDTH**2, "device": args.device, "threads": args.threads}
-    record |= {"torch": torch.__version__, "extra_memory": _extra_memory(*steps["ours"], args.matrices)}
-    record |= {f"{name}_ms": round(median * 1e3, 1) for name, median in medians.items()}
-    record |= {
-        "ours_over_bare": round(medians["ours"] / medians["bare"], 2),
-        "naive_over_ours": round(medians["naive"] / medians["ours"], 2),
-        "foreach_over_ours": round(medians["foreach"] / medians["ours"], 2),
-    }
-    if args.native:
-        record["native_over_bare"] = round(medians["native"] / medians["bare"], 2)
-        record["naive_over_native"] = round(medians["naive"] / medians["native"], 2)
-    print(json.dumps(record), flush=True)
-    if args.profile:
-        prepare, step = steps["ours"]
-        prepare()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            step()
-        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
+    with torch.device(args.device):
+        steps = _steps(args)
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(args.rounds + 1):
+            for name, (prepare, step) in steps.items():
+                prepare()
+                took = _seconds(step)
+                seconds[name] += [took] if number else []  # the first is a warm-up
+        parameters = args.matrices * args.width**2
+        record: dict[str, Any] = {"parameters": parameters, "bucket": args.bucket, "device": args.device}
+        record |= {"threads": args.threads, "torch": torch.__version__}
+        record |= {"extra_memory": _extra_memory(*steps["ours"], parameters), **_compared(seconds)}
+        print(json.dumps(record), flush=True)
+        if args.profile:
+            _profile(*steps["ours"])
     return 0
+
+
+def _steps(args: argparse.Namespace) -> dict[str, Timed]:
+    sizes = args.matrices, args.width
+    steps = {"bare": bare(*sizes), "ours": ours(*sizes, args.bucket)}
+    steps |= {"native": ours(*sizes, args.bucket, native=True)} if args.native else {}
+    return steps | {name: naive(*sizes, name == "foreach") for name in ("naive", "foreach")}
+
+
+def _compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Medians in ms, and how many times as long one takes as another."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    pairs = [("ours", "bare"), ("naive", "ours"), ("foreach", "ours"), ("native", "bare"), ("naive", "native")]
+    ratios = {f"{a}_over_{b}": round(medians[a] / medians[b], 2) for a, b in pairs if {a, b} <= medians.keys()}
+    return {f"{name}_ms": round(median * 1e3, 3) for name, median in medians.items()} | ratios
+
+
+def _profile(prepare: Callable[[], object], step: Callable[[], object]) -> None:
+    prepare()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
 
 
 def _seconds(step: Callable[[], object]) -> float:
@@ -85,7 +100,7 @@ def _seconds(step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _extra_memory(prepare: Callable[[], object], step: Callable[[], object], matrices: int) -> float | None:
+def _extra_memory(prepare: Callable[[], object], step: Callable[[], object], parameters: int) -> float | None:
     """Memory that a step of ours takes for a while, over the 18 bytes a parameter that it keeps; None if unknown."""
     prepare()
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -94,23 +109,20 @@ def _extra_memory(prepare: Callable[[], object], step: Callable[[], object], mat
     reset.write_text("5")  # Linux: forget the highest memory use so far
     before = _kilobytes(status, "VmRSS")
     step()
-    return round((_kilobytes(status, "VmHWM") - before) * 1024 / (18 * matrices * WIDTH**2), 5)
+    return round((_kilobytes(status, "VmHWM") - before) * 1024 / (18 * parameters), 5)
 
 
 def _kilobytes(status: Path, name: str) -> int:
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
 
 
-Timed = tuple[Callable[[], object], Callable[[], object]]  # what is done before each step, and the step
-
-
 def _values(length: int, scale: float) -> Tensor:
     return torch.randn(length) * scale
 
 
-def bare(matrices: int) -> Timed:
+def bare(matrices: int, width: int) -> Timed:
     """Torch's fused AdamW alone, on flat FP32 tensors."""
-    weights, grads = _values(matrices * WIDTH**2, 0.02), _values(matrices * WIDTH**2, 1e-3)
+    weights, grads = _values(matrices * width**2, 0.02), _values(matrices * width**2, 1e-3)
     state = [torch.zeros_like(weights) for _ in range(2)]
     steps = torch.zeros(())
 
@@ -123,13 +135,14 @@ def bare(matrices: int) -> Timed:
     return lambda: steps.add_(1), step
 
 
-def ours(matrices: int, native: bool = False) -> Timed:
+def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) -> Timed:
     """A whole step of `ParallelAMPOptimizer`."""
-    model = nn.ParameterList(nn.Parameter(torch.empty(WIDTH, WIDTH)) for _ in range(matrices))
+    model = nn.ParameterList(nn.Parameter(torch.empty(width, width)) for _ in range(matrices))
     for parameter in model:
         nn.init.normal_(parameter, std=0.02)
     attach_whole(model)
-    optimizer = ParallelAMPOptimizer([model], plan("bf16", LossScaling("constant", SCALE)), native=native)
+    numbers = plan("bf16", LossScaling("constant", SCALE))
+    optimizer = ParallelAMPOptimizer([model], numbers, bucket=bucket, native=native)
     buffers = optimizer.all_buffers()
     grads = [_values(buffer.size, 1e-3 * SCALE) for buffer in buffers]
     loss = torch.tensor(1.0)
@@ -141,11 +154,11 @@ def ours(matrices: int, native: bool = False) -> Timed:
     return prepare, lambda: optimizer.step(LR, loss)
 
 
-def naive(matrices: int, foreach: bool) -> Timed:
+def naive(matrices: int, width: int, foreach: bool) -> Timed:
     """The same work, a pass for each part of it."""
-    masters = [nn.Parameter(_values(WIDTH**2, 0.02).view(WIDTH, WIDTH)) for _ in range(matrices)]
+    masters = [nn.Parameter(_values(width**2, 0.02).view(width, width)) for _ in range(matrices)]
     weights = [p.detach().bfloat16() for p in masters]
-    grads = [_values(WIDTH**2, 1e-3 * SCALE).view(WIDTH, WIDTH) for _ in range(matrices)]
+    grads = [_values(width**2, 1e-3 * SCALE).view(width, width) for _ in range(matrices)]
     optimizer = torch.optim.AdamW(
         masters, LR, (0.9, 0.95), weight_decay=0.1, **({"foreach": True} if foreach else {"fused": True})
     )

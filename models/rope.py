@@ -146,7 +146,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 class Rotate(torch.autograd.Function):
-    """Turns the first features of x by the angles of their position, in the dtype of the tables, by promotion.
+    """Turns the first features of x by the angles of their position, in the dtype of the tables.
 
     x [s, b, n, d]; cosine, sine [s, 1, 1, r / 2], where r <= d features turn. The backward pass turns the other way.
     """
@@ -164,9 +164,10 @@ class Rotate(torch.autograd.Function):
 
 def _turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     half = cosine.shape[-1]
-    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    turning, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
+    first, second = turning.to(cosine.dtype).chunk(2, -1)  # at once: promotion would widen each factor anew
     turned = torch.empty_like(x)
-    turned[..., :half] = first * cosine - second * sine
-    turned[..., half : 2 * half] = second * cosine + first * sine
+    turned[..., :half] = (first * cosine).addcmul_(second, sine, value=-1)
+    turned[..., half : 2 * half] = (second * cosine).addcmul_(first, sine)
     turned[..., 2 * half :] = rest
     return turned

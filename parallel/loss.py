@@ -39,7 +39,7 @@ class CrossEntropy(torch.autograd.Function):
         largest = tp.max_(own.amax(-1).to(sensitive)) if own.shape[1] else tp.max_(_lowest(rows, sensitive))
         sums = torch.zeros(2, len(rows), dtype=sensitive, device=rows.device)
         for some in _blocks(rows):
-            wide = own[some] - largest[some, None]  # a new tensor, wide by promotion: the logits stay as they are
+            wide = own[some].to(sensitive, copy=True).sub_(largest[some, None])  # the logits stay as they are
             if own.shape[1]:
                 sums[1, some] = torch.where(here[some], wide.gather(1, local[some, None]).squeeze(1), 0)
             sums[0, some] = wide.exp_().sum(-1)
@@ -57,7 +57,7 @@ class CrossEntropy(torch.autograd.Function):
         result = torch.empty_like(rows)
         result[:, ctx.columns :] = 0
         for some in _blocks(rows) if ctx.columns else ():
-            softmax = (rows[some, : ctx.columns] - log_sum[some, None]).exp_()
+            softmax = rows[some, : ctx.columns].to(log_sum.dtype, copy=True).sub_(log_sum[some, None]).exp_()
             softmax.scatter_add_(1, local[some, None], -here[some, None].to(softmax.dtype))
             result[some, : ctx.columns] = softmax.mul_(grad[some])
         return result.view(ctx.shape), None, None, None, None

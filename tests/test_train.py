@@ -427,6 +427,14 @@ def test_a_run_killed_in_mid_save_leaves_no_rank_and_goes_on_from_the_last_whole
     assert not unfinished.exists()
 
 
+def test_a_run_without_a_step_left_leaves_the_record_of_what_was_trained(run_file: Path, tmp_path: Path) -> None:
+    run = [*EXACT, "train.steps=1", f"train.folder={tmp_path}"]
+    assert train(run_file, *run) == 0
+    record = (tmp_path / "run.toml").read_bytes()
+    assert train(run_file, *run, "model.dropout=0.3") == 0
+    assert (tmp_path / "run.toml").read_bytes() == record
+
+
 # --- skipping, and the learning rate
 
 

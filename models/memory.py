@@ -187,8 +187,7 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
 def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
     """What is sent to the next stage, or the loss."""
     plan = stage.context.plan
-    drops = stage.config.dropout or stage.config.attention_dropout
-    place = Place(0, torch.arange(x.shape[1])) if drops else None
+    place = Place(0, torch.arange(x.shape[1]))  # as in training
     y = stage(x if stage.cut.first else x.to(plan.residual), place)
     if not stage.cut.last:
         return y.to(plan.pipeline)

@@ -1,5 +1,8 @@
 """The feed-forward of a decoder layer: a column-parallel and a row-parallel layer with an activation between."""
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,6 +30,29 @@ class MLP(nn.Module):
     def activate(self, y: Tensor) -> Tensor:
         """y [..., own features of `inner`] -> [..., own features of `down`]."""
         if self.kind == "swiglu":
-            gate, up = y.chunk(2, -1)
-            return F.silu(gate) * up
+            return Swiglu.apply(y)
         return F.gelu(y, approximate="tanh" if self.kind == "gelu" else "none")
+
+
+class Swiglu(torch.autograd.Function):
+    """y [..., 2 n] -> silu(first half) * second half, [..., n].
+
+    Autograd would keep silu(gate) too, a seventh of what a Llama layer keeps; it is made again, for the price of the
+    copy that would join the halves' gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        gate, up = y.chunk(2, -1)
+        grad_y = torch.empty_like(y)
+        grad_gate, grad_up = grad_y.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_y

@@ -106,10 +106,11 @@ class _Call:
 
     def hand(self, result: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
         """into(result), which asks for the result again where it would save it."""
-        storage, size = result.untyped_storage()._cdata, result.numel()
+        storage, size, in_order = result.untyped_storage()._cdata, result.numel(), result.is_contiguous()
 
         def pack(tensor: Tensor) -> Tensor | torch.Size:
-            same = tensor.untyped_storage()._cdata == storage and tensor.numel() == size and tensor.is_contiguous()
+            views = tensor.untyped_storage()._cdata == storage and tensor.numel() == size
+            same = views and in_order and tensor.is_contiguous()  # else the shape alone does not say which elements
             self.wants_result |= same
             return tensor.shape if same else tensor
 

@@ -124,6 +124,7 @@ def test_a_wrong_run_file_is_refused_with_all_its_problems(
         ),
         (["data.source=ids"], ["model.vocab = 0 asks the tokenizer, but .*: give model.vocab or data.tokenizer"]),
         (["data.source=ids.bin"], [r'data.source = "ids.bin": .* give the common prefix, "ids"']),
+        (["data.tokenizer=data"], [r'data.tokenizer = "data": data is a folder; give a SentencePiece .model or .*']),
         (["data.tokenizer=my.toml"], [r'data.tokenizer = "my.toml": my.toml is neither a SentencePiece .*']),
         (
             ["data.source=ids", "model.vocab=900", "log.sample=x"],

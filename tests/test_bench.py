@@ -3,6 +3,7 @@ test_fp8_advice.py."""
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,3 +153,13 @@ def test_the_optimizers_step_is_timed_with_several_buckets(capsys: pytest.Captur
         over, under = name.split("_over_")
         quotient = record[f"{over}_ms"] / record[f"{under}_ms"]
         assert record[name] == pytest.approx(quotient, rel=0.05, abs=0.01)  # of rounded numbers
+
+
+@pytest.mark.parametrize("page", ["performance.md", "fp8.md"])
+def test_every_measurement_that_a_page_names_can_be_asked_for(page: str) -> None:
+    commands = re.findall(r"^ *python -m tools\.bench ([^#>\n]*)", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    assert commands
+    for command in commands:
+        args = bench.parser().parse_args(command.replace("$way", "full").split())
+        if command.startswith("train"):
+            run_of(args)

@@ -1,6 +1,7 @@
 """What is made again in the backward pass has the bits that it had, so nothing but memory and time changes."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -213,3 +214,13 @@ def test_keys_of_a_run_file_say_what_is_made_again(run_file: Path, overrides: li
 )
 def test_the_first_layers_of_a_stage_are_made_again(way: Recompute, whole: int) -> None:
     assert way.whole(5) == whole
+
+
+def test_the_transpose_of_a_result_is_not_taken_for_the_result() -> None:
+    def gradient(how: Callable[..., Tensor]) -> Tensor:
+        x = torch.arange(9.0, dtype=torch.float64).view(3, 3).requires_grad_()
+        how(lambda x: (x / 9).exp().t(), x, into=lambda made: made.t().sin().sum()).backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(recomputed), gradient(lambda function, x, into: into(function(x))))

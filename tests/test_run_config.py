@@ -98,6 +98,7 @@ def test_override_values_are_toml_and_text_needs_no_quotes(override: str, value:
         ("train.stpes=3", "train.stpes = 3 (command line): no such key; did you mean train.steps?"),
         ("train.tensor=2", "did you mean parallel.tensor?"),
         ("tensor=2", "did you mean parallel.tensor?"),
+        ("lr=3", "lr = 3 (command line): a table, not a key; give keys of it, as lr.peak"),
         ("modle.layers=2", "[modle] (command line): no such table; did you mean [model]?"),
         ("model.preset=llama-dem", "did you mean llama-demo?"),
         ("parallel.schedule=1fb1", "'zb-h2' or 'zb-v'; did you mean 1f1b?"),

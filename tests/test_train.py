@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint import folder as checkpoint_folder
 from megaprec.checkpoint import state as checkpoint_state
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
 from parallel.mesh import told_by_first
 from tests.ranks import run_ranks
@@ -115,13 +116,35 @@ def test_what_rank_0_makes_or_cannot_make_is_told_to_all_however_long_it_takes(t
     assert run_ranks(told, {"dp": 2}, file=str(tmp_path / "b"), wrong=True) == [({}, "no text")] * 2
 
 
+def test_of_two_processes_that_need_the_same_data_one_builds_it_and_the_other_waits(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_run(run_file, [f"data.cache={tmp_path}"])
+    waits, built, threads = threading.Event(), [], []
+
+    def learn(*arguments: Any) -> Path:
+        built.append(threading.get_ident())
+        if not threads:
+            threads.append(threading.Thread(target=lambda: open_corpus(config)))
+            threads[0].start()
+            assert waits.wait(20)
+        return train_sentencepiece(*arguments)
+
+    monkeypatch.setattr("tools.corpus.train_sentencepiece", learn)
+    monkeypatch.setattr("tools.corpus._say_busy", lambda _: waits.set())
+    open_corpus(config)
+    threads[0].join(20)
+    assert len(built) == 1
+
+
 def test_ranks_open_what_rank_0_named_and_name_what_they_miss(
     run_file: Path, exact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_run(run_file, [f"train.folder={exact}"])
     prefix, last = run_file.parent / "data" / "text", checkpoint(exact, 6)
     named = {"prefixes": [str(prefix)], "tokenizer": f"{prefix}.model", "checkpoint": str(checkpoint(exact, 3))}
-    assert prepare(config) == {**named, "checkpoint": str(last)}
+    with ExitStack() as held:
+        assert prepare(config, held) == {**named, "checkpoint": str(last)}
     monkeypatch.setattr("tools.corpus.reusable", lambda *_: pytest.fail("a rank decided for itself"))
     corpus, start = open_named(config, named)
     assert (corpus.datasets[0].prefix, start) == (prefix, checkpoint(exact, 3))
@@ -361,6 +384,31 @@ def test_a_signal_ends_all_ranks_in_one_line(number: signal.Signals, code: int, 
     assert launched.end() == (code, [f"stopped by {number.name}"])
 
 
+def test_a_second_run_in_the_folder_of_one_that_trains_is_refused_and_changes_nothing(
+    launched: Launched, run_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(run_file, *EXACT, f"train.folder={launched.folder}", "train.steps=1000000") == 2
+    said = f'train.folder = "{launched.folder}": another process trains there now; wait for it, stop it, or give'
+    assert capfd.readouterr().err == f"{said} another folder\n"
+    taken = len(losses(launched.folder))
+    until(lambda: len(losses(launched.folder)) > taken + 2)  # it goes on undisturbed
+    with pytest.raises(UserError, match="another process trains there now"), ExitStack() as held:
+        prepare(load_run(run_file, [*EXACT, f"train.folder={launched.folder}"]), held)
+
+
+def test_of_two_runs_that_start_at_once_the_later_is_refused(
+    run_file: Path, exact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_run(run_file, [*EXACT, f"train.folder={exact}"])
+    monkeypatch.setattr("tools.train._open_checked", lambda _: open_corpus(config))  # both have looked by now
+    with ExitStack() as first, ExitStack() as second:
+        prepare(config, first)
+        with pytest.raises(UserError, match="another process trains there now"):
+            prepare(config, second)
+    with ExitStack() as later:
+        prepare(config, later)
+
+
 def test_a_run_killed_in_mid_save_leaves_no_rank_and_goes_on_from_the_last_whole_checkpoint(
     launched: Launched, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,6 +425,14 @@ def test_a_run_killed_in_mid_save_leaves_no_rank_and_goes_on_from_the_last_whole
     assert f"resumed    from {last}, steps {step + 1} to {step + 2}" in capfd.readouterr().out
     assert [record["step"] for record in steps(launched.folder)] == list(range(1, step + 3))
     assert not unfinished.exists()
+
+
+def test_a_run_without_a_step_left_leaves_the_record_of_what_was_trained(run_file: Path, tmp_path: Path) -> None:
+    run = [*EXACT, "train.steps=1", f"train.folder={tmp_path}"]
+    assert train(run_file, *run) == 0
+    record = (tmp_path / "run.toml").read_bytes()
+    assert train(run_file, *run, "model.dropout=0.3") == 0
+    assert (tmp_path / "run.toml").read_bytes() == record
 
 
 # --- skipping, and the learning rate

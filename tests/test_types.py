@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm import Axis
 from megaprec.layout import layout_of
 from megaprec.plan import plan
-from models import moe, rope
+from models import mlp, moe, rope
 from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel import collectives, layers, linear, loss, norms
@@ -103,6 +103,7 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         linear.Widen: lambda out, *, parameter: stamp(out, tp, kind(parameter, tp)),
         layers.Lookup: lookup,
         norms._Normalize: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
+        mlp.Swiglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         rope.Rotate: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         loss.CrossEntropy: cross_entropy,
         moe.WithLoss: lambda out, *, x, loss: stamp(out, tp, met(tp, x, loss)),

@@ -4,16 +4,18 @@ A run has one text or data set (data.source) or a blend of several (data.blend).
 the one that was left beside the data sets, or one that is learned from all texts of the run.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from megaprec.checkpoint.folder import latest
 from megaprec.data.blend import Blend
 from megaprec.data.build import check_vocabulary, prepare, reusable
-from megaprec.data.files import beside
+from megaprec.data.files import alone, beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Resets, Samples, count_samples, split
 from megaprec.data.text import Source, open_source
@@ -197,15 +199,29 @@ def _learned(config: RunConfig) -> Path:
 
 
 def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None) -> Path:
-    """Makes data sets of texts; returns the tokenizer file they were made with.
+    """Makes data sets of texts, one process at a time; returns the tokenizer file they were made with.
 
     A data set in the run's own folder may be replaced while nothing was trained on it; any other may not.
     """
-    data, cache = config.data, _cache(config)
     sources = {part: _source(config, part) for part in texts}
-    tokenizer, vocab_size = given or _learned(config), None if given else data.vocab_size
-    if all(reusable(part.prefix, sources[part], tokenizer, vocab_size) for part in texts):
+    tokenizer, vocab_size = given or _learned(config), None if given else config.data.vocab_size
+
+    def there() -> bool:
+        return all(reusable(part.prefix, sources[part], tokenizer, vocab_size) for part in texts)
+
+    if there():
         return tokenizer
+    with alone(_cache(config) / ".lock", partial(_say_busy, _cache(config))):
+        return tokenizer if there() else _build_alone(config, sources, given)
+
+
+def _say_busy(cache: Path) -> None:
+    print(f"waiting for another process, which builds data in {cache}", file=sys.stderr, flush=True)
+
+
+def _build_alone(config: RunConfig, sources: dict[_Part, Source], given: Path | None) -> Path:
+    data, cache, texts = config.data, _cache(config), list(sources)
+    tokenizer, vocab_size = given or _learned(config), None if given else data.vocab_size
     used = bool(data.cache) or latest(config.checkpoint_folder) is not None
     for part in texts:
         made = reusable(part.prefix, sources[part], tokenizer, vocab_size)

@@ -337,12 +337,19 @@ def _unknown(given: Mapping[str, Given]) -> Iterator[str]:
     tables, reported = _tables(), set[str]()
     for key, entry in given.items():
         table, dot, name = key.partition(".")
-        if dot and table not in tables:
+        if not dot and table in tables:
+            hint = f"a table, not a key; give keys of it, as {_first_key(key)}"
+            yield f"{key} = {toml(entry.value)} ({entry.origin}): {hint}"
+        elif dot and table not in tables:
             if table not in reported:
                 yield f"[{table}] ({entry.origin}): no such table{did_you_mean(table, tables, '[{}]')}"
             reported.add(table)
         elif key not in known:
             yield f"{key} = {toml(entry.value)} ({entry.origin}): no such key{_nearest_key(table, name or key, known)}"
+
+
+def _first_key(table: str) -> str:
+    return next(key for key in _fields() if key.startswith(f"{table}."))
 
 
 def _nearest_key(table: str, name: str, known: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ started by torchrun, Slurm or itself it is one rank of the world it finds. One f
 import argparse
 import os
 import socket
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from megaprec.checkpoint.folder import latest
 from megaprec.checkpoint.store import INDEX
-from megaprec.data.files import beside
+from megaprec.data.files import alone, beside
 from megaprec.errors import UserError
 from parallel.mesh import make_mesh, told_by_first, world
 from tools.allocator import keep_freed_memory
@@ -81,6 +82,25 @@ def _check_folders(config: RunConfig) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
             raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
+    if _lock(config).exists():
+        with _training(config):
+            pass
+
+
+def _training(config: RunConfig) -> AbstractContextManager[None]:
+    """Keeps other processes from training in the run's folder. Raises UserError if one does."""
+
+    def refuse() -> None:
+        raise UserError(
+            f'train.folder = "{config.train.folder}": another process trains there now; wait for it, stop it, or give '
+            "another folder"
+        )
+
+    return alone(_lock(config), refuse)
+
+
+def _lock(config: RunConfig) -> Path:
+    return Path(config.train.folder) / ".lock"
 
 
 def _check_initial(config: RunConfig) -> None:
@@ -94,9 +114,9 @@ def _run_rank(config: RunConfig, export: Path | None) -> int:
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
     keep_freed_memory()
-    with world(device) as store:
+    with world(device) as store, ExitStack() as held:
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
-        named = told_by_first(store, lambda: prepare(config))
+        named = told_by_first(store, lambda: prepare(config, held))
         corpus, checkpoint = open_named(config, named)
         Trainer(config, corpus, mesh, checkpoint).run()
         first = dist.get_rank() == 0
@@ -129,9 +149,19 @@ def _local_ranks(config: RunConfig) -> int:
     return config.world_size
 
 
-def prepare(config: RunConfig) -> dict[str, Any]:
-    """Looks at everything, builds what is missing, and names the paths that the run needs; "" where it needs none."""
-    corpus, checkpoint = _open_checked(config), latest(config.checkpoint_folder)
+def prepare(config: RunConfig, held: ExitStack) -> dict[str, Any]:
+    """Looks at everything, builds what is missing, and names the paths that the run needs; "" where it needs none.
+
+    The run's folder is this process's alone until `held` lets go of it.
+    """
+    corpus = _open_checked(config)
+    try:
+        held.enter_context(_training(config))
+    except OSError as error:
+        raise UserError(
+            f'train.folder = "{config.train.folder}": cannot be written to ({error.strerror}); give another'
+        ) from error
+    checkpoint = latest(config.checkpoint_folder)
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
         "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",

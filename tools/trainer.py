@@ -110,7 +110,8 @@ class Trainer:
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
             print_memory(self.engine.optimizer)
-            self.config.save_resolved(Path(self.config.train.folder))
+            if self.progress.step < steps:  # else run.toml would be untrue of those taken
+                self.config.save_resolved(Path(self.config.train.folder))
         with tf32(self.config.plan.tf32), self._journal() as journal:
             while self.progress.step < steps:
                 stop = ""

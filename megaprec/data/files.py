@@ -3,10 +3,14 @@
 A data set is a handful of files beside one prefix: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.model`, `PREFIX.json`.
 Each is written under a temporary name (`….part`), flushed to the disk and only then renamed, so that whoever
 finds the final name finds a finished file, also after a kill or a power cut.
+
+The temporary name is the same for everyone, so of several processes one at a time may write (`alone`).
 """
 
+import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,3 +56,22 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         discard(part)
         raise
+
+
+@contextmanager
+def alone(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Within, no other process on any machine holds the file `lock`, which is made if it is not there, and its folder.
+
+    busy: called if another does. It may raise; else the other is waited for. However a process ends, the system lets go
+    of what it held. A filesystem without locks lets everyone in.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield

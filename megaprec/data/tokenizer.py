@@ -87,7 +87,8 @@ class HuggingFaceTokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in this file: JSON is Hugging Face's, anything else SentencePiece's. `UserError` if neither."""
     if not path.is_file():
-        raise UserError(f"{path}: no such file; give a SentencePiece .model or a Hugging Face tokenizer.json")
+        what = " is a folder" if path.is_dir() else ": no such file"
+        raise UserError(f"{path}{what}; give a SentencePiece .model or a Hugging Face tokenizer.json")
     with open(path, "rb") as file:
         kind = HuggingFaceTokenizer if is_json(file.read(64)) else SentencePieceTokenizer
     try:

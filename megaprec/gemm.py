@@ -120,7 +120,8 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, tf32: bool = False) -> Non
 
 def _add_(total: Tensor, product: Tensor) -> None:
     """total += product. A CPU widens into memory of its own before it adds: few enough rows that this is in a cache."""
-    if total.dtype == product.dtype or total.device.type != "cpu":
+    real = type(total) is Tensor  # and not one that has a shape only
+    if total.dtype == product.dtype or total.device.type != "cpu" or not real:
         total.add_(product)
         return
     rows = max(1, _WIDENED // max(1, product.shape[1]))

@@ -40,9 +40,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None = No
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, rows: int) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.hidden, ctx.rows = hidden, rows
         q, k, v = (x.contiguous() for x in (query, key, value))
+        ctx.save_for_backward(q, k, v)
+        ctx.hidden, ctx.rows = hidden, rows
         mixed = torch.empty_like(query)  # strided as the query, so that the next layer needs no copy
         for b, n, first, last, bias in _runs(query, hidden, rows):
             weights = _weights(q[b, n, first:last], k[b, n, :last], bias)
@@ -52,7 +52,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, grad = (x.contiguous() for x in (*ctx.saved_tensors, grad))
+        (q, k, v), grad = ctx.saved_tensors, grad.contiguous()
         grad_q, grad_k, grad_v = torch.empty_like(q), *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
         scale = _scale(q)
         for b, n, first, last, bias in _runs(q, ctx.hidden, ctx.rows):

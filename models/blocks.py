@@ -81,6 +81,8 @@ class Attention(nn.Module):
         if rotary is not None:
             query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
         query, key, value = (z.permute(1, 2, 0, 3) for z in (query, key, value))
+        if rotary is not None or self.config.qk_norm:
+            value = value.contiguous()  # a view would keep all of the product that it is a part of
         return self._mix(query, key, value, place, documents).permute(2, 0, 1, 3).flatten(2)
 
     def _mix(

@@ -82,6 +82,7 @@ def kept_bytes(
     sequence: activations between blocks are cut along the sequence.
     """
     axis, held = _Alone("tp", 0, tp), replace(plan, masters=plan.parameters)
+    config = config.model_copy(update={"init_std": 0.0})  # else weights that nobody sees are drawn
     known: dict[tuple[int, bool, bool], Kept] = {}
     for cut in cuts:
         alike = len(cut.layers), cut.first, cut.last

@@ -37,7 +37,7 @@ def exact(kind: str) -> list[Tensor]:
     return [mixed, *torch.autograd.grad(mixed, (query, key, value), grad)]
 
 
-@pytest.mark.parametrize("rows", [512, 48, 1])
+@pytest.mark.parametrize("rows", [512, 48, 129])
 @pytest.mark.parametrize("kind", ["later", "window", "documents"])
 def test_result_and_gradients_are_those_of_float64_as_near_as_bf16_allows(kind: str, rows: int) -> None:
     query, key, value, grad = (x.requires_grad_() for x in tensors())

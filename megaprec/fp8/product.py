@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megaprec.errors import UserError
 from megaprec.fp8 import kernels
@@ -100,7 +100,7 @@ def chosen(
     a_format: of the first factor; the second is E4M3. square: its blocks, if there are any, are of 128 x 128.
     Raises UserError if Transformer Engine's casts or products are not what they should be.
     """
-    with unset_fake_temporarily():  # whoever only wants to know sizes must not decide for all that follow
+    with _disable_current_modes():  # whoever only wants to know sizes must not decide for all that follow
         recipe, role = FP8Recipe(kind, backend=backend), "gradient" if a_format == E5M2 else "input"
         if backend == "torch":
             return _tried(KERNELS[kind], recipe, role, square, out, device)

@@ -29,6 +29,8 @@ from tests.runs import train, write_run
 from tests.test_fp8_products import SHAPES, bound, matrix
 from tests.test_fp8_state import grads, pair
 from tests.test_fp8_training import EXPERTS, MODEL, alone, fp8, run, states
+from tests.test_precision_run import MINIMAL
+from tools.run import load_run
 
 CPU = torch.device("cpu")
 INSTALL = r"pip install --no-build-isolation 'transformer_engine\[pytorch\]>=2.11,<2.21', or use backend \"torch\""
@@ -250,7 +252,7 @@ def test_one_that_errs_is_not_used(name: str, bug: Any, why: str) -> None:
     [
         (
             stand_in.missing,
-            'fp8.backend = "transformer_engine": it is not installed (no module transformer_engine): pip',
+            '"transformer_engine": it is not installed (no module transformer_engine): pip install',
         ),
         (
             stand_in.installed,
@@ -269,3 +271,13 @@ def test_a_run_that_asks_for_it_in_vain_ends_in_one_line_before_launch(
     (said,) = capsys.readouterr().err.splitlines()
     assert f"fp8.backend = {line}" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("table", ['[precision.nemo]\nrecipe = "bf16_with_fp8_mixed"', "[precision.smp.fp8_autocast]"])
+def test_a_recipe_in_another_systems_words_can_be_left_to_it(table: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(f"{table}\n")
+    told = load_run(file, MINIMAL).plan.fp8
+    assert told is not None and told.backend == "torch"
+    made = load_run(file, [*MINIMAL, "fp8.backend=transformer_engine"]).plan.fp8
+    assert made == replace(told, backend="transformer_engine")

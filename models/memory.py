@@ -81,13 +81,14 @@ def kept_bytes(
 
     sequence: activations between blocks are cut along the sequence.
     """
-    axis, held = _Alone("tp", 0, tp), replace(plan, masters=plan.parameters)
+    recipe = plan.fp8 and replace(plan.fp8, backend="torch")  # which keeps as much, and can be asked without numbers
+    axis, held = _Alone("tp", 0, tp), replace(plan, masters=plan.parameters, fp8=recipe)
     config = config.model_copy(update={"init_std": 0.0})  # else weights that nobody sees are drawn
     known: dict[tuple[int, bool, bool], Kept] = {}
     for cut in cuts:
         alike = len(cut.layers), cut.first, cut.last
         if alike not in known:
-            fp8 = FP8State(plan.fp8, config.layers, axis)
+            fp8 = FP8State(recipe, config.layers, axis)
             context = Context(held, axis, sequence, recompute=recompute, fp8=fp8)
             with FakeTensorMode(), fp8.autocast():
                 known[alike] = _kept(Stage(config, context, cut), seq_length, micro_batch)

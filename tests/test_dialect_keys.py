@@ -148,8 +148,13 @@ CASES: list[Case] = [
         ("use_f32_scales", True, {"power_2_scales": False}),
         *ATTENTION,
     ),
-    *recipe(
-        "MXFP8BlockScaling", ("margin", 1, {"margin": 1}), ("fp8_format", "HYBRID", {"format": "hybrid"}), *ATTENTION
+    *recipe("MXFP8BlockScaling", ("fp8_format", "HYBRID", {"format": "hybrid"}), *ATTENTION),
+    *rows(
+        "smp",
+        smp.MXFP8BlockScaling,
+        "fp8_autocast.fp8_recipe",
+        {"fp8_autocast": {"fp8_recipe": {"recipe": "MXFP8BlockScaling"}}},
+        ("margin", 1, {"notes": 1}),
     ),
     *rows("colossalai", colossalai.Torch, "fp16", TORCH, *TORCH_SCALER),
     *rows(
@@ -324,7 +329,14 @@ CASES: list[Case] = [
         ("fp8_param_gather", True, {"fp8.parameters": True}),
         ("reuse_grad_buf_for_mxfp8_param_ag", True, {"notes": 1}),
     ),
-    *rows("nemo", nemo.MegatronMixedPrecision, "", MX, ("first_last_layers_bf16", True, {"fp8.first_layers": 2})),
+    *rows(
+        "nemo",
+        nemo.MegatronMixedPrecision,
+        "",
+        MX,
+        ("first_last_layers_bf16", True, {"fp8.first_layers": 2}),
+        ("fp8_margin", 2, {"notes": 1}),
+    ),
     *rows(
         "nemo",
         nemo.MegatronMixedPrecision,

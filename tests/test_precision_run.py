@@ -72,9 +72,9 @@ def test_a_native_key_decides_its_field(keys: list[str], field: str, value: Any)
 
 def test_the_fp8_table_is_the_recipe() -> None:
     assert load("precision.compute=bf16").plan.fp8 is None
-    made = load("precision.compute=bf16", "fp8.kind=current", "fp8.margin=2", "fp8.last_layers=1").plan
-    assert made.fp8 == FP8Recipe("current", margin=2, last_layers=1)
-    assert made.origin["fp8"].startswith("fp8.kind (command line), fp8.margin")
+    made = load("precision.compute=bf16", "fp8.kind=current", "fp8.format=e4m3", "fp8.last_layers=1").plan
+    assert made.fp8 == FP8Recipe("current", "e4m3", last_layers=1)
+    assert made.origin["fp8"].startswith("fp8.kind (command line), fp8.format")
 
 
 def test_every_field_of_a_plan_has_native_keys_that_exist() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from megaprec.comm import Axis
 from megaprec.errors import UserError
+from megaprec.fp8 import transformer_engine
 from megaprec.fp8.product import ways
 from megaprec.fp8.reach import Reach, not_computed
 from megaprec.fp8.recipe import FP8Recipe
@@ -46,11 +47,24 @@ def check_fp8(config: RunConfig) -> None:
         dialect = next((name for name in INSTEAD if origin.startswith(f"precision.{name}.")), "")
         instead = f"precision.{dialect}.{INSTEAD[dialect][key]}" if dialect else f"fp8.{key}"
         problems.append(f"fp8.{key} = true ({origin}): {why}; set {instead} = false")
+    if recipe.backend == "transformer_engine":
+        problems += _backend(config.train.device)
     if recipe.wide:
         model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
         problems += _unused(recipe.wide, _stage(config, model, recipe))
     if problems:
         raise UserError(*problems)
+
+
+def _backend(device: str) -> Iterator[str]:
+    try:
+        transformer_engine.require()
+    except UserError as error:
+        yield from (problem.replace("FP8 ", "fp8.", 1) for problem in error.problems)
+        return
+    if device == "cpu" or not torch.cuda.is_available():
+        there = f'train.device is "{device}"' if device == "cpu" else "torch sees none"
+        yield f'fp8.backend = "transformer_engine": it computes on CUDA devices, and {there}; use "torch"'
 
 
 def _unused(patterns: Sequence[str], stage: Stage) -> Iterator[str]:

@@ -110,7 +110,7 @@ def judge(product: Product, config: RunConfig, recipe: FP8Recipe, device: str) -
     if not device:
         gain = estimate(product.shape)
     else:
-        compiled = device == "cuda"
+        compiled = device == "cuda" and recipe.backend == "torch"
         times = linear_times(product.shape, recipe, config.plan.compute, torch.device(device), compiled)
         gain = times.gain(config.num_microbatches)
     return Product(product.name, product.shape, product.count, product.wide, gain)

@@ -81,9 +81,9 @@ def linear_times(
         gemm.add_product_(total, grad.t(), x)
 
     def products() -> None:
-        multiply(x_row, w_row, dtype, fast=True)
-        multiply(g_row, w_column, dtype)
-        add_product_(total, g_column, x_column)
+        multiply(x_row, w_row, dtype, True, recipe.backend)
+        multiply(g_row, w_column, dtype, backend=recipe.backend)
+        add_product_(total, g_column, x_column, recipe.backend)
 
     return Times(
         seconds(wide, device),

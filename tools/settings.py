@@ -199,7 +199,7 @@ class FP8(Table):
     format: Literal["hybrid", "e4m3"] = Field(
         default="hybrid", description="hybrid: gradients in E5M2, the rest in E4M3; e4m3: all in E4M3"
     )
-    margin: int = Field(default=0, description="scales are 2^margin lower than the largest magnitude asks for")
+    margin: int = Field(default=0, description="delayed scales are 2^margin lower than the largest magnitude asks for")
     history_length: int = Field(default=1024, gt=0, description="passes that a delayed scale looks back on")
     amax_algo: Literal["max", "most_recent"] = Field(default="max", description="which of them decides it")
     reduce_amax: bool = Field(default=True, description="ranks agree on delayed scales")
@@ -217,6 +217,9 @@ class FP8(Table):
     pad: bool = Field(default=False, description="weights of unfitting size are filled up with zeros; false: they do")
     calibrate: int = Field(default=0, ge=0, description="first steps that only record magnitudes, for delayed scales")
     calibrating: bool = Field(default=False, description="only record magnitudes, compute in precision.compute")
+    backend: Literal["torch", "transformer_engine"] = Field(
+        default="torch", description="who casts and multiplies; Transformer Engine: for delayed and current, on a GPU"
+    )
     shadow_every: int = Field(
         default=0, ge=0, description="steps between micro-batches made again without FP8, to compare; 0: never"
     )

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
+from megaprec.dialects.reading import NO_MARGIN, Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR
 from megaprec.errors import did_you_mean
 from megaprec.fp8.recipe import FP8Recipe, Kind
@@ -213,7 +213,7 @@ def _fp8(asked: MegatronMixedPrecision) -> FP8Recipe | None:
     return FP8Recipe(
         kind=KINDS[asked.fp8_recipe],
         format=asked.fp8,
-        margin=asked.fp8_margin,
+        margin=asked.fp8_margin if asked.fp8_recipe == "delayed" else 0,
         history_length=asked.fp8_amax_history_len,
         amax_algo=asked.fp8_amax_compute_algo,
         reduce_over="stage",
@@ -230,6 +230,8 @@ def _fp8(asked: MegatronMixedPrecision) -> FP8Recipe | None:
 def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
     idle = [key for key in FP8_KEYS if asked.fp8 is None and f"{PREFIX}.{key}" in reading.given]
     notes = [f"{', '.join(idle)} without fp8: they change nothing"] if idle else []
+    if asked.fp8 and asked.fp8_margin and asked.fp8_recipe != "delayed":
+        notes.append(f'fp8_margin = {asked.fp8_margin} with fp8_recipe = "{asked.fp8_recipe}": {NO_MARGIN}')
     if asked.autocast_enabled:
         notes.append("autocast_enabled: NeMo accepts it and never hands it on; here it takes effect")
     if asked.reuse_grad_buf_for_mxfp8_param_ag:

@@ -105,6 +105,9 @@ class Resolved:
     notes: tuple[str, ...] = ()
 
 
+NO_MARGIN = "only delayed scales have a margin; in Transformer Engine too it changes nothing, so it is left out"
+
+
 class Reading:
     """One reading of a configuration of `system`, whose tables stand under the dotted key `prefix`.
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of, member, name_of
+from megaprec.dialects.reading import NO_MARGIN, Decision, Dtype, Keys, Reading, Resolved, all_of, member, name_of
 from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, torch_words
 from megaprec.errors import did_you_mean
 from megaprec.fp8.recipe import FP8Recipe, Kind
@@ -169,7 +169,8 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         scaler = reading.read(GradScaler, tables.grad_scaler, "grad_scaler")
         decisions["scaling"] = reading.by(torch_scaling(scaler), *(f"grad_scaler.{key}" for key in SCALER_KEYS))
     if tables.fp8_autocast is not None:
-        decisions["fp8"] = _fp8(reading, tables.fp8_autocast)
+        decisions["fp8"], more = _fp8(reading, tables.fp8_autocast)
+        notes += more
     reading.done()
     return reading.resolved(decisions, {}, notes)
 
@@ -218,8 +219,8 @@ def _common(reading: Reading, table: str, param: torch.dtype | None, reduce: tor
     }
 
 
-def _fp8(reading: Reading, values: Any) -> Decision:
-    """The FP8 recipe of `fp8_autocast`; None where it neither computes in FP8 nor calibrates."""
+def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
+    """The FP8 recipe of `fp8_autocast`, None where it neither computes in FP8 nor calibrates; and notes."""
     asked = reading.read(Fp8Autocast, values, "fp8_autocast")
     table, recipe = "fp8_autocast.fp8_recipe", asked.fp8_recipe or {}
     values = {"recipe": recipe} if isinstance(recipe, str) else recipe
@@ -227,20 +228,21 @@ def _fp8(reading: Reading, values: Any) -> Decision:
     if name not in RECIPES:
         would = f"no such recipe; there are {', '.join(RECIPES)}{did_you_mean(str(name), RECIPES)}"
         reading.refuse(f"{table}.recipe", name, would)
-        return reading.always(None)
+        return reading.always(None), ()
     made = reading.read(RECIPES[name], values, table)
     on = asked.enabled or asked.calibrating
     keys = ["enabled", "calibrating", "fp8_recipe", *(f"fp8_recipe.{key}" for key in RECIPES[name].model_fields)]
-    return reading.by(
-        _recipe(name, dict(made), not asked.enabled) if on else None, *(f"fp8_autocast.{key}" for key in keys)
-    )
+    recipe = _recipe(name, dict(made), not asked.enabled) if on else None
+    margin = made.margin if isinstance(made, MXFP8BlockScaling) else 0
+    notes = (f"{table}.margin = {margin} of {name}: {NO_MARGIN}",) if margin else ()
+    return reading.by(recipe, *(f"fp8_autocast.{key}" for key in keys)), notes
 
 
 def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
     return FP8Recipe(
         kind=KINDS[name],
         format=made["fp8_format"].value,
-        margin=made.get("margin", 0),
+        margin=made["margin"] if name == "DelayedScaling" else 0,
         history_length=made.get("amax_history_len", 1024),
         amax_algo=made.get("amax_compute_algo", "max"),
         reduce_amax=made.get("reduce_amax", True),

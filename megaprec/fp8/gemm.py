@@ -52,7 +52,7 @@ class FP8Gemm:
                 self._record(weight, "weight")
             return self.wide.forward(x, self._widened(weight))
         codes, turned = self._codes(x, "input")
-        y = multiply(codes, self._weight(weight)[0], self.wide.out, fast=True)
+        y = multiply(codes, self._weight(weight)[0], self.wide.out, fast=True, backend=self._recipe.backend)
         return y, self._kept(x, turned)
 
     def keep(self, x: Tensor) -> Factor:
@@ -73,20 +73,22 @@ class FP8Gemm:
         """weight [n, k] -> gradient of x [m, k], of `dtype`."""
         if not self.scope.computes:
             return self.wide.input_gradient(grad, self._widened(weight), dtype)
-        return multiply(self._restored(grad, "gradient"), self._weight(weight)[1], dtype)
+        return multiply(self._restored(grad, "gradient"), self._weight(weight)[1], dtype, backend=self._recipe.backend)
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
         """-> [n, k]."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             return self.wide.weight_gradient(grad, x)
-        return multiply(self._restored(grad, "gradient"), self._restored(x, "input"), self.wide.dtype)
+        gradient, kept = self._restored(grad, "gradient"), self._restored(x, "input")
+        return multiply(gradient, kept, self.wide.dtype, backend=self._recipe.backend)
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor) -> None:
         """total [n, k] += gradient of the weight, unrounded if `total` is float32."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             self.wide.add_weight_gradient_(total, grad, x)
         else:
-            add_product_(total, self._restored(grad, "gradient"), self._restored(x, "input"))
+            gradient, kept = self._restored(grad, "gradient"), self._restored(x, "input")
+            add_product_(total, gradient, kept, self._recipe.backend)
 
     @property
     def _recipe(self) -> FP8Recipe:

@@ -1,4 +1,5 @@
-"""The FP8 products of torch's own kernels, one function for each way in which numbers share scales.
+"""The FP8 products of torch's own kernels, one function for each way in which numbers share scales; and of Transformer
+Engine's.
 
 All take a [m, k] and b [n, k] and return a @ b.T [m, n], summed in FP32 and rounded once. Which device has which of
 them changes with hardware and release, and so do their demands on layout: `megaprec.fp8.product` tries before it
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from megaprec.fp8 import transformer_engine
 from megaprec.fp8.quantize import Codes, spread
 
 
@@ -49,6 +51,13 @@ def mx(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
     scales = [tiled(c.inverse).view(-1) for c in (a, b)]
     product = F.scaled_mm(a.values, b.values.t(), scales[0], kind, scales[1], kind, order, order, output_dtype=out)
     return product[:m, :n]
+
+
+def transformer_engine_gemm(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
+    """One scale a matrix, by Transformer Engine."""
+    m, n = len(a.values), len(b.values)
+    values = [_whole(codes.values, 16, 16) for codes in (a, b)]
+    return transformer_engine.product(values[0], a.inverse, values[1], b.inverse, out, fast)[:m, :n]
 
 
 def filled(codes: Codes, rows: int, columns: int) -> Codes:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from megaprec.fp8.formats import Role, cast, format_of, limit
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.fp8.scale import mx_inverse, scale_of
+from megaprec.fp8.transformer_engine import encode
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,25 @@ def quantize_both(
     agree: Callable[[Tensor], None] | None = None,
 ) -> tuple[Codes, Codes]:
     """`quantize` of x [m, k] and of its transpose [k, m], the second from the first where one set of codes serves."""
+    if recipe.backend == "transformer_engine" and x.numel():
+        scale = _current_scale(x, recipe, role, agree) if scale is None else scale
+        return _by_transformer_engine(x, recipe, role, scale)
     codes = quantize(x, recipe, role, scale, agree)
     return codes, codes.t() if serves_both(recipe, role) else quantize(x.t(), recipe, role)
+
+
+def _by_transformer_engine(x: Tensor, recipe: FP8Recipe, role: Role, scale: Tensor) -> tuple[Codes, Codes]:
+    m, k = x.shape
+    values, turned, inverse = encode(x, format_of(recipe, role), scale)
+    return Codes(values, inverse, (m, k)), Codes(turned, inverse, (k, m))
+
+
+def _current_scale(x: Tensor, recipe: FP8Recipe, role: Role, agree: Callable[[Tensor], None] | None) -> Tensor:
+    """Of all of x: float32 [1, 1]."""
+    amax = amax_of(x)
+    if agree is not None:
+        agree(amax)
+    return scale_of(amax, limit(format_of(recipe, role)), power_2=recipe.power_2_scales)
 
 
 def serves_both(recipe: FP8Recipe, role: Role) -> bool:

@@ -20,12 +20,13 @@ from torch import Tensor
 from megaprec.errors import UserError
 
 Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx"]
+Backend = Literal["torch", "transformer_engine"]
 
 
 @dataclass(frozen=True)
 class FP8Recipe:
     """format: "hybrid" is E4M3 forward and E5M2 for gradients, "e4m3" is E4M3 for all.
-    margin: scales are 2**margin lower than what the amax asks for, which leaves room for it to grow.
+    margin: delayed scales are 2**margin lower than what the amax asks for, which leaves room for it to grow.
     history_length: amaxes that a delayed scale looks back on; amax_algo: which of them decides it, or what makes one
     [n] of the histories of n tensors [length, n], the newest last.
     reduce_amax: delayed amaxes are agreed on by all ranks of a pipeline stage; if not, by its tensor-parallel ranks
@@ -39,6 +40,8 @@ class FP8Recipe:
     pad: weights whose sizes do not suit FP8 are multiplied in it all the same, filled up with zeros.
     calibrating: amaxes are recorded, but products are made in the plan's compute dtype.
     calibrate: so it is in so many first steps.
+    backend: who casts and multiplies where one scale serves a tensor: torch, or Transformer Engine, which has to be
+    installed (`megaprec.fp8.transformer_engine`). Scales and histories are made here in either case.
     """
 
     kind: Kind = "delayed"
@@ -59,17 +62,28 @@ class FP8Recipe:
     pad: bool = False
     calibrating: bool = False
     calibrate: int = 0
+    backend: Backend = "torch"
 
     def __post_init__(self) -> None:
-        if self.history_length < 1:
-            raise UserError(f"FP8 history_length = {self.history_length}: at least 1, for a scale needs an amax")
-        if self.calibrate and self.kind != "delayed":
-            raise UserError(
-                f"FP8 calibrate = {self.calibrate}: only delayed scales come of earlier amaxes, not {self.kind} ones"
-            )
-        if self.parameters and (self.calibrate or self.calibrating):
-            raise UserError(
-                "FP8 parameters = true: steps that only record need wide weights: leave calibrate and calibrating out"
-            )
-        if min(self.first_layers, self.last_layers) < 0:
-            raise UserError(f"FP8 first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0")
+        if broken := [rule for rule, holds in self._rules().items() if not holds]:
+            raise UserError(*(f"FP8 {rule}" for rule in broken))
+
+    def _rules(self) -> dict[str, bool]:
+        """What any recipe must keep."""
+        delayed = self.kind == "delayed"
+        return {
+            f"history_length = {self.history_length}: at least 1, for a scale needs an amax": self.history_length >= 1,
+            f"margin = {self.margin}: only delayed scales leave room for an amax to grow, {self.kind} ones come of the "
+            "numbers that they scale; use 0": delayed or not self.margin,
+            f"calibrate = {self.calibrate}: only delayed scales come of earlier amaxes, not {self.kind} ones": (
+                delayed or not self.calibrate
+            ),
+            "parameters = true: steps that only record need wide weights: leave calibrate and calibrating out": (
+                not self.parameters or not (self.calibrate or self.calibrating)
+            ),
+            f"first_layers = {self.first_layers}, last_layers = {self.last_layers}: at least 0": (
+                min(self.first_layers, self.last_layers) >= 0
+            ),
+            f'backend = "{self.backend}": only of tensors with one scale, kind "delayed" or "current", not '
+            f'"{self.kind}"; use backend "torch"': self.backend == "torch" or self.kind in ("delayed", "current"),
+        }

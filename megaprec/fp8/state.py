@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import Axis, device_of
 from megaprec.errors import UserError
+from megaprec.fp8 import transformer_engine
 from megaprec.fp8.formats import Role, format_of
 from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.quantize import Codes, counts_lost
@@ -83,10 +84,12 @@ class FP8State:
     def over(mesh: DeviceMesh | None, recipe: FP8Recipe | None, layers: int) -> "FP8State":
         """The one of a rank of a (pp, dp, tp) mesh. Collective over the world.
 
-        Raises UserError for a recipe that asks for what is not computed.
+        Raises UserError for a recipe that asks for what is not computed, or for a backend that is not there.
         """
         if recipe is not None and (lacking := not_computed(recipe)):
             raise UserError(*(f"FP8 {key} = true: {why}; use false" for key, why in lacking.items()))
+        if recipe is not None and recipe.backend == "transformer_engine":
+            transformer_engine.require()
         tp, dp = Axis.of(mesh, "tp"), Axis.of(mesh, "dp")
         if recipe is None or recipe.kind != "delayed" or not recipe.reduce_amax:
             return FP8State(recipe, layers, tp, tp, dp, device_of(mesh))

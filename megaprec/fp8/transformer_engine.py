@@ -1,0 +1,88 @@
+"""Casts and products by Transformer Engine, where a recipe asks for it: on a GPU, of tensors that have one scale.
+
+Nothing but arithmetic is left to it. Scales and histories are made, agreed on and saved here, so all that is said of
+them holds whoever casts. Of its Python surface three names are used, which releases 2.11 to 2.20 have alike:
+
+    Float8Quantizer   x and a scale into codes, their transpose and the amax, in one kernel; public, documented
+    Float8Tensor      codes and the inverse of their scale, for a product; public, documented
+    general_gemm      the product of two of them; what all of its own layers call, but not documented
+
+Its casts make the largest number of an infinity. So that an overflow reaches the gradients all the same, the inverse
+scale of a tensor with one is NaN here, and with it the whole product.
+"""
+
+import importlib
+import re
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+
+RELEASES = (2, 11), (2, 20)  # the first and the last whose sources were read
+INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]>={}.{},<{}.{}'".format(
+    *RELEASES[0], RELEASES[1][0], RELEASES[1][1] + 1
+)
+
+
+def require() -> None:
+    """Raises UserError unless Transformer Engine can be imported in a release that is known."""
+    try:
+        version = importlib.import_module("transformer_engine").__version__
+        _pytorch()
+    except ModuleNotFoundError as error:
+        raise UserError(_problem(f"it is not installed (no module {error.name})")) from error
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise UserError(_problem(f"it cannot be imported ({str(error).splitlines()[0]})")) from error
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if not found or not RELEASES[0] <= (int(found[1]), int(found[2])) <= RELEASES[1]:
+        raise UserError(_problem(f"its release is {version}"))
+
+
+def encode(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [m, k], fp32, bf16 or fp16, times scale, float32 of one element, in codes [m, k] of `dtype`, and transposed.
+
+    The third is the inverse of the scale, float32 [1, 1]; NaN if something in x is infinite.
+    """
+    amax = torch.zeros(1, device=x.device)
+    quantizer = _pytorch().Float8Quantizer(scale.reshape(1), amax, _named(dtype))
+    with torch.no_grad():
+        made = quantizer.quantize(x).get_metadata()
+    values, turned = made["data"].view(dtype), made["data_transpose"]
+    # GPUs whose kernels read along columns too are given no transpose.
+    turned = values.t().contiguous() if turned is None else turned.view(dtype)
+    return values, turned, scale.reciprocal().where(amax.isfinite(), torch.nan).view(1, 1)
+
+
+def product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, out: torch.dtype, fast: bool) -> Tensor:
+    """Codes a [m, k], b [n, k] and the inverses of their scales, float32 of one element -> a @ b.T [m, n] of `out`.
+
+    m, n and k: multiples of 16. fast: tensor cores may sum with fewer bits.
+    """
+    extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+    first, second = _wrapped(b, b_inverse, out), _wrapped(a, a_inverse, out)  # it counts columns first
+    return extensions.general_gemm(first, second, out_dtype=out, layout="TN", use_split_accumulator=not fast)[0]
+
+
+def _wrapped(values: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    return _pytorch().Float8Tensor(
+        shape=values.shape,
+        dtype=dtype,
+        data=values.contiguous().view(torch.uint8),
+        fp8_scale_inv=inverse.reshape(1),
+        fp8_dtype=_named(values.dtype),
+    )
+
+
+def _named(dtype: torch.dtype) -> object:
+    """A format by Transformer Engine's name."""
+    return importlib.import_module("transformer_engine.pytorch.constants").TE_DType[dtype]
+
+
+def _pytorch() -> ModuleType:
+    return importlib.import_module("transformer_engine.pytorch")
+
+
+def _problem(why: str) -> str:
+    return f'FP8 backend = "transformer_engine": {why}: {INSTALL}, or use backend "torch"'

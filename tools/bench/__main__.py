@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from tools.bench import fp8, optimizer, train
+from tools.bench import fp8, memory, optimizer, train
 
 
 def main() -> int:
@@ -13,6 +13,7 @@ def main() -> int:
     train.add_parser(commands)
     optimizer.add_parser(commands)
     fp8.add_parser(commands)
+    memory.add_parser(commands)
     args = parser.parse_args()
     return args.run(args)
 

@@ -95,8 +95,8 @@ def _master(path: Path, name: str, master: Held, weight: Held) -> Whole:
 
 def _found(names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig) -> list[Match]:
     """The tensors that the model has in Megatron, by the names that these tensors have."""
-    fused = any(".linear_qkv.layer_norm_" in name for name in names)
-    return matches(megatron(fused, bool(args.get("rotary_interleaved")), model), model)
+    fused, before_mlp = (any(f".{layer}.layer_norm_" in n for n in names) for layer in ("linear_qkv", "mlp.linear_fc1"))
+    return matches(megatron(fused, bool(args.get("rotary_interleaved")), model, before_mlp), model)
 
 
 def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, int, int]) -> Facts:

@@ -119,9 +119,10 @@ def megatron(
 ) -> list[Rule]:
     """Megatron-core's GPTModel, in the order of its parameters.
 
-    fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else they stand alone. So
-    does the norm before experts, unless fused_before_experts: distributed checkpoints without Transformer Engine give it
-    the name that it would have before a feed-forward. interleaved: rotary partners are neighbours (args.rotary_interleaved).
+    fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else they stand alone, as
+    the norm before experts always does but in distributed checkpoints without Transformer Engine, which name it as if
+    it came before a feed-forward (fused_before_experts). interleaved: rotary partners are neighbours
+    (args.rotary_interleaved).
     """
     layer, gated = "decoder.layers.N", model.mlp == "swiglu"
     qkv, inner = f"{layer}.self_attention.linear_qkv", f"{layer}.mlp.linear_fc1"

@@ -104,6 +104,16 @@ def test_masters_moments_and_steps_stand_beside_the_weights(source: Source, tmp_
             assert torch.equal(read.read(key.replace("weight/", f"{kind}/", 1)), source.read(key) * (number + 1))
 
 
+def test_state_in_flat_buffers_is_left_aside_and_said_to_be(
+    source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flat = "chained_0.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg"
+    state = state_of(source, STACKINGS["experts"]) | {flat: torch.ones(4)}
+    assert main(["convert", str(write(tmp_path / "dist", source, state)), str(tmp_path / "ours")]) == 0
+    assert "not read: the optimizer's state, in flat buffers" in capsys.readouterr().out
+    assert {key.split("/")[0] for key in tensors(tmp_path / "ours")} == {"weight"}
+
+
 def test_of_stacked_experts_only_the_one_asked_for_is_read(source: Source, tmp_path: Path) -> None:
     """One file of a stack, of which the bytes of all other experts are gone."""
     folder = write(tmp_path / "dist", source, state_of(source, STACKINGS["layers and experts"]))
@@ -153,3 +163,16 @@ def test_what_does_not_fit_the_model_is_refused(
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
+
+
+def test_files_by_rank_of_experts_that_are_cut_over_more_ranks_are_refused(
+    source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron names files by tensor-parallel rank, so ranks with other parts of experts overwrite each other's."""
+    assert main(["convert", str(source.path), str(tmp_path / "megatron"), "--to", "megatron", "--tp", "2"]) == 0
+    file = next((tmp_path / "megatron").rglob("mp_rank_00/model_optim_rng.pt"))
+    content = torch.load(file, weights_only=False)
+    content["args"].expert_tensor_parallel_size = 4
+    torch.save(content, file)
+    assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "ours")]) == 2
+    assert "expert_tensor_parallel_size = 4 does not divide the 2 tensor-parallel ranks" in capsys.readouterr().err

@@ -5,6 +5,7 @@ No pickle is opened in this process (`tools.convert.untrusted`).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,11 @@ def _open_distributed(path: Path, vocab: int | None) -> Source:
     common = read_common(path)
     args = common["args"]
     model = model_of(args, vocab)
-    held = read_chunked(path)
+    held, unread = read_chunked(path)
     found = _found(held["weight"], args, model)
     kinds = {kind: whole_tensors(path, found, tensors, model) for kind, tensors in held.items()}
     tp, pp, ep = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert"))
-    return _source(path, model, found, kinds, _facts(common, args, (tp, pp, ep)))
+    return _source(path, model, found, kinds, replace(_facts(common, args, (tp, pp, ep)), unread=unread))
 
 
 def _source(

@@ -58,11 +58,14 @@ def read_common(path: Path) -> dict[str, Any]:
     return common
 
 
-def read_chunked(path: Path) -> dict[str, dict[str, Chunked]]:
-    """kind -> name -> tensor: weight, and master, exp_avg, exp_avg_sq where they were saved by name."""
+def read_chunked(path: Path) -> tuple[dict[str, dict[str, Chunked]], str]:
+    """kind -> name -> tensor: weight, and master, exp_avg, exp_avg_sq where they were saved by name; what is unread."""
     found: dict[str, dict[str, Chunked]] = {"weight": {}}
+    unread = ""
     for key, entry in distributed_contents(path).items():
         state = _STATE.fullmatch(key)
+        if _OPTIMIZER.match(key) and not state:
+            unread = "the optimizer's state, in flat buffers (--dist-ckpt-optim-fully-reshardable saves it by name)"
         if "_extra_state" in key or (_OPTIMIZER.match(key) and not state):
             continue
         kind, name = ("weight", key) if not state else ("master" if state[1] in _MASTERS else state[1], state[2])
@@ -71,7 +74,7 @@ def read_chunked(path: Path) -> dict[str, dict[str, Chunked]]:
             raise UserError(f"{path}: two optimizers have the {kind} of {name}")
         of_kind[name] = Chunked(key, tuple(entry["shape"]), entry["chunks"])
         _check_inside(path, of_kind[name])
-    return found
+    return found, unread
 
 
 def _check_inside(path: Path, held: Chunked) -> None:

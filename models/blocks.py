@@ -7,7 +7,6 @@ key/value heads than ranks, neighbours hold the same one.
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,7 +15,7 @@ from models import bf16_attention
 from models.config import ModelConfig
 from models.mlp import MLP
 from models.moe import MixtureOfExperts
-from models.packing import other_documents
+from models.packing import hidden_pairs
 from models.rope import Rotate
 from parallel.context import Context
 from parallel.dropout import Place, attention_dropout, dropout
@@ -33,7 +32,8 @@ def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads, of all tokens before or the last `window` ones.
 
-    documents: int64 [b, s] where tokens see only those of their own document.
+    hidden: bool [b, 1, s, s], True where a token (row) does not attend to another, if that is not the same in all
+    samples.
     """
 
     def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
@@ -62,17 +62,17 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         place: Place | None,
-        documents: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         return self.context.recompute.run(
             "attention",
-            partial(self._attend, rotary=rotary, place=place, documents=documents),
+            partial(self._attend, rotary=rotary, place=place, hidden=hidden),
             self.qkv(x)[0],
             into=lambda mixed: self.output(mixed)[0],
         )
 
     def _attend(
-        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None, documents: Tensor | None
+        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None, hidden: Tensor | None
     ) -> Tensor:
         """From what the product with query, key and value makes, [s, b, own features], to what the output's takes."""
         query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
@@ -83,20 +83,20 @@ class Attention(nn.Module):
         query, key, value = (z.permute(1, 2, 0, 3) for z in (query, key, value))
         if rotary is not None or self.config.qk_norm:
             value = value.contiguous()  # a view would keep all of the product that it is a part of
-        return self._mix(query, key, value, place, documents).permute(2, 0, 1, 3).flatten(2)
+        return self._mix(query, key, value, place, hidden).permute(2, 0, 1, 3).flatten(2)
 
     def _mix(
-        self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, documents: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, hidden: Tensor | None = None
     ) -> Tensor:
         """[b, n, s, d] each, with fewer key/value heads; softmax in the sensitive dtype. Returns [b, n, s, d]."""
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if place is not None and self.config.attention_dropout > 0:
-            return self._mix_with_dropout(query, key, value, place, documents)
+            return self._mix_with_dropout(query, key, value, place, hidden)
         if slow_half(query):
             query, key, value = query.float(), key.float(), value.float()
-        hidden = None if self._sees_all(query) and documents is None else self._hidden(query, documents)
+        hidden = None if self._sees_all(query) and hidden is None else self._hidden(query, hidden)
         if bf16_attention.worthwhile(query):
             return bf16_attention.attend(query, key, value, hidden).to(self.context.plan.compute)
         seen = None if hidden is None else ~hidden
@@ -104,12 +104,12 @@ class Attention(nn.Module):
         return mixed.to(self.context.plan.compute)
 
     def _mix_with_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, place: Place, documents: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, place: Place, hidden: Tensor | None
     ) -> Tensor:
         """Written out, because the fused kernel draws its mask from a generator that knows nothing of layouts."""
         wide = self.context.plan.sensitive
         scores = query.to(wide) @ key.to(wide).transpose(2, 3) / self.config.head_dim**0.5
-        weights = scores.masked_fill(self._hidden(query, documents), float("-inf")).softmax(-1)
+        weights = scores.masked_fill(self._hidden(query, hidden), float("-inf")).softmax(-1)
         weights = attention_dropout(weights, self.config.attention_dropout, self.context, f"{self.name}.weights", place)
         return (weights @ value.to(wide)).to(query.dtype)
 
@@ -117,12 +117,11 @@ class Attention(nn.Module):
         """Whether every token attends to all before it: there is no window, or it is as long as the sequence."""
         return not 0 < self.config.window < query.shape[2]
 
-    def _hidden(self, query: Tensor, documents: Tensor | None) -> Tensor:
-        """bool [s, s], or [b, 1, s, s] with documents: True where a token (row) does not attend, to those after it,
-        those before its window and those of other documents."""
-        pairs = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device)
-        hidden = pairs.triu(1) if self._sees_all(query) else pairs.triu(1) | pairs.tril(-self.config.window)
-        return hidden if documents is None else hidden | other_documents(documents)
+    def _hidden(self, query: Tensor, hidden: Tensor | None) -> Tensor:
+        """`hidden`, or what is the same in all samples: bool [s, s]."""
+        if hidden is not None:
+            return hidden
+        return hidden_pairs(query.shape[2], self.config.window, None, query.device)
 
 
 class Block(nn.Module):
@@ -144,10 +143,10 @@ class Block(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         place: Place | None,
-        documents: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         normally = partial(self.context.recompute.run, "norm")
-        mixed = normally(self.attention_norm, x, into=lambda y: self.attention(y, rotary, place, documents))
+        mixed = normally(self.attention_norm, x, into=lambda y: self.attention(y, rotary, place, hidden))
         attended = (x + self._drop(mixed, "attention", place)).to(x.dtype)
         fed = normally(
             self.mlp_norm, x if self.config.parallel_residual else attended, into=lambda y: self._feed(y, place)

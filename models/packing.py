@@ -31,6 +31,13 @@ WHOLE = Packing()
 """Every sample is one document, or taken for one."""
 
 
-def other_documents(documents: Tensor) -> Tensor:
-    """bool [b, 1, s, s]: True where two tokens are of different documents."""
-    return (documents[:, :, None] != documents[:, None, :]).unsqueeze(1)
+def hidden_pairs(length: int, window: int, documents: Tensor | None, device: torch.device) -> Tensor:
+    """bool [s, s], or [b, 1, s, s] with documents: True where a token (row) does not attend to another.
+
+    Those are the tokens after it, those before its window (0: it has none) and those of other documents.
+    """
+    pairs = torch.ones(length, length, dtype=torch.bool, device=device)
+    hidden = pairs.triu(1) | pairs.tril(-window) if 0 < window < length else pairs.triu(1)
+    if documents is None:
+        return hidden
+    return hidden | (documents[:, :, None] != documents[:, None, :]).unsqueeze(1)

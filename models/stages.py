@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from megaprec.layout import Part, layout_of
 from models.blocks import Block, make_norm
 from models.config import ModelConfig
-from models.packing import WHOLE, Packing
+from models.packing import WHOLE, Packing, hidden_pairs
 from models.rope import rotary_tables
 from parallel.context import Context
 from parallel.dropout import Place, dropout
@@ -88,8 +88,10 @@ class Stage(nn.Module):
         if self.cut.first:
             x = self._embed(x, place, packing.positions)
         rotary = self._rotary(length, x.device, packing.positions) if self.config.positions == "rope" else None
+        documents, window = packing.documents, self.config.window
+        hidden = None if documents is None else hidden_pairs(length, window, documents, x.device)
         for n, block in self.layers.items():
-            run = partial(block, rotary=rotary, place=place, documents=packing.documents)
+            run = partial(block, rotary=rotary, place=place, hidden=hidden)
             x = recomputed(run, x) if n in self.again else run(x)
         return self._hand_out(self._logits(x), place) if self.cut.last else x
 

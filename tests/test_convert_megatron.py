@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,31 @@ def core(module: str) -> Any:
     return importlib.import_module(f"megatron.core.{module}")
 
 
-def build(kind: str, tp: int, pp: int, dtype: torch.dtype = torch.float32, ep: int = 1) -> Any:
-    """Megatron-core's GPTModel of a configuration, on this rank of a tp x pp x ep world, on the CPU."""
+def build(
+    kind: str,
+    tp: int,
+    pp: int,
+    dtype: torch.dtype = torch.float32,
+    ep: int = 1,
+    expert_tp: int | None = None,
+    respecify: Callable[[Any], None] = lambda spec: None,
+    **changes: Any,
+) -> Any:
+    """Megatron-core's GPTModel of a configuration, on this rank of a tp x pp x ep world, on the CPU.
+
+    expert_tp: over how many ranks an expert is cut, if not tp. respecify: changes Megatron's specification of a layer.
+    changes: of the configuration.
+    """
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     core("tensor_parallel.random").CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
-    core("parallel_state").initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
-    a = argparse.Namespace(**args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, dtype))
+    core("parallel_state").initialize_model_parallel(
+        tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp
+    )
+    model = from_hugging_face({**CONFIGS[kind], **changes})
+    a = argparse.Namespace(**args_of(model, PADDED[tp], tp, pp, False, dtype))
     config = core("transformer.transformer_config").TransformerConfig(
         num_layers=a.num_layers,
         hidden_size=a.hidden_size,
@@ -80,12 +97,15 @@ def build(kind: str, tp: int, pp: int, dtype: torch.dtype = torch.float32, ep: i
         moe_token_dispatcher_type="allgather",
         moe_router_pre_softmax=False,
         expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=expert_tp,
     )
+    layer = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(
+        normalization=a.normalization, qk_layernorm=a.qk_layernorm, num_experts=a.num_experts
+    )
+    respecify(layer)
     return core("models.gpt").GPTModel(
         config,
-        core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(
-            normalization=a.normalization, qk_layernorm=a.qk_layernorm, num_experts=a.num_experts
-        ),
+        layer,
         vocab_size=PADDED[tp],
         max_sequence_length=a.max_position_embeddings,
         pre_process=core("parallel_state").is_pipeline_first_stage(),
@@ -233,17 +253,22 @@ def _equal(name: str, one: Tensor, other: Tensor, rank: int) -> bool:
     return torch.equal(one, other)
 
 
+def save_in_chunks(state: dict[str, Any], folder: Path) -> None:
+    """By Megatron's own code; this rank's part of a distributed checkpoint."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it writes in children
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    core("dist_checkpointing").save(state, str(folder))
+
+
 def save_distributed(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> dict[str, Tensor]:
     """What Megatron saves by default now (torch_dist); returns this rank's tensors."""
 
     model = build(kind, tp, pp)
     args = args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, torch.float32)
     state = {**model.sharded_state_dict(), "args": argparse.Namespace(**args), "iteration": 5}
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it writes in children
-    if dist.get_rank() == 0:
-        folder.mkdir()
-    dist.barrier()
-    core("dist_checkpointing").save(state, str(folder))
+    save_in_chunks(state, folder)
     return {n: v for n, v in model.state_dict().items() if v is not None}
 
 

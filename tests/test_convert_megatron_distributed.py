@@ -31,31 +31,8 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, ep: int, b
     pretend_there_is_a_gpu()
     dtype = torch.bfloat16
     model = build(kind, tp, pp, dtype, ep)
-    half = core("transformer.module").Float16Module(model.config, model)
-    settings = core("distributed").DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=bool(bucket),
-        bucket_size=bucket or None,
-    )
-    wrapped = core("distributed").DistributedDataParallel(model.config, settings, half)
-    optimizer = core("optimizer").get_megatron_optimizer(
-        core("optimizer").OptimizerConfig(
-            optimizer="adam",
-            lr=LR,
-            weight_decay=DECAY,
-            bf16=True,
-            params_dtype=dtype,
-            clip_grad=0.0,
-            use_distributed_optimizer=True,
-        ),
-        [wrapped],
-    )
-    expected = plain(model)
-    for n in range(STEPS):
-        for name, p in model.named_parameters():
-            p.main_grad.copy_(gradient(name, p, n))
-        assert optimizer.step()[0]
+    optimizer = optimizer_of(model, zero=True, bucket=bucket)
+    expected = stepped(model, optimizer)
     ranks = core("parallel_state")
     t, p, e = (getattr(ranks, f"get_{axis}_model_parallel_rank")() for axis in ("tensor", "pipeline", "expert"))
     place = folder / f"iter_{STEPS:07d}" / rank_folder(t, p, pp, e, ep)
@@ -77,10 +54,45 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, ep: int, b
     return {f"{place.name}/{name}": values for name, values in expected.items()}
 
 
+def optimizer_of(model: Any, zero: bool, bucket: int = 0) -> Any:
+    """Megatron's optimizer of bf16 weights. zero: the distributed one."""
+    half = core("transformer.module").Float16Module(model.config, model)
+    settings = core("distributed").DistributedDataParallelConfig(
+        use_distributed_optimizer=zero,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=bool(bucket),
+        bucket_size=bucket or None,
+    )
+    wrapped = core("distributed").DistributedDataParallel(model.config, settings, half)
+    return core("optimizer").get_megatron_optimizer(
+        core("optimizer").OptimizerConfig(
+            optimizer="adam",
+            lr=LR,
+            weight_decay=DECAY,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            clip_grad=0.0,
+            use_distributed_optimizer=zero,
+        ),
+        [wrapped],
+    )
+
+
+def stepped(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Takes the steps; returns what plain AdamW makes of the same gradients."""
+    expected = plain(model)
+    for n in range(STEPS):
+        for name, p in model.named_parameters():
+            p.main_grad.copy_(gradient(name, p, n))
+        assert optimizer.step()[0]
+    return expected
+
+
 def gradient(name: str, p: Any, step: int) -> Tensor:
     """Alike on ranks that hold the parameter alike, the tied copies too."""
     ranks = core("parallel_state")
     cut = ranks.get_tensor_model_parallel_rank() if getattr(p, "tensor_model_parallel", False) else 0
+    cut = ranks.get_expert_tensor_parallel_rank() if ".experts." in name else cut
     apart = ranks.get_expert_model_parallel_rank() if not getattr(p, "allreduce", True) else 0
     canonical = "word_embeddings" if "word_embeddings" in name or "output_layer" in name else name
     stage = ranks.get_pipeline_model_parallel_rank() if "layers" in name else 0

@@ -14,9 +14,10 @@ from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.samples import Resets, Samples
 from megaprec.layout import layout_of
 from megaprec.plan import PrecisionPlan, plan
+from models import blocks, stages
 from models.config import ModelConfig
 from models.engine import Engine, Share
-from models.packing import WHOLE, Packing
+from models.packing import WHOLE, Packing, hidden_pairs
 from models.stages import Stage, cuts
 from parallel.context import Context
 from parallel.kinds import schedule
@@ -146,6 +147,23 @@ def test_a_sample_that_is_taken_for_one_document_trains_otherwise(share: Share, 
     plain = Share(share.tokens, share.targets, share.mask, packing=WHOLE)
     ((loss, _),) = run_all([name], plain)
     assert abs(loss - one_by_one(CONFIGS[name], share)[0]) > 1e-3
+
+
+def test_all_layers_of_a_stage_share_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+
+    def noted(*given: Any) -> Tensor:
+        made.append(hidden_pairs(*given))
+        return made[-1]
+
+    for module in (stages, blocks):
+        monkeypatch.setattr(module, "hidden_pairs", noted)
+    config = CONFIGS["mistral with a window"]
+    stage = Stage(config, Context(plan("fp64")), cuts(config, 1, LENGTH)[0])
+    documents = torch.arange(LENGTH).expand(2, -1) // 5
+    stage(torch.zeros(LENGTH, 2, dtype=torch.int64), None, Packing(documents))
+    assert len(stage.layers) == 2
+    assert [mask.shape for mask in made] == [(2, 1, LENGTH, LENGTH)]
 
 
 def test_each_reset_is_one_of_its_own(share: Share) -> None:

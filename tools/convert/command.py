@@ -78,6 +78,7 @@ def write_model(
     print(
         f"{destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written once and read back"
         + (f"; left out: {', '.join(left)}" if left else "")
+        + (f"; not read: {source.facts.unread}" if source.facts.unread else "")
     )
 
 

@@ -5,8 +5,8 @@ No pickle is opened in this process (`tools.convert.untrusted`).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.hf import check_tensors, origin_of
+from tools.convert.megatron_distributed import read_chunked, read_common, whole_tensors
 from tools.convert.megatron_layout import TRACKER, model_of
-from tools.convert.megatron_ranks import LAYER, RANK, Held, Whole, named_over_all, read_ranks, wholes_of
-from tools.convert.megatron_state import MOMENTS, optimizer_state
+from tools.convert.megatron_ranks import RANK, Held, Whole, named_over_all, read_ranks, wholes_of
+from tools.convert.megatron_state import MOMENTS, optimizer_state, scaler_of, steps_of
 from tools.convert.names import megatron
 from tools.convert.rules import Match, matches
 from tools.convert.source import Facts, Source
-from tools.convert.torch_files import contents, distributed_contents
 
 HEAD = "output_layer.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -50,16 +50,35 @@ def _open_legacy(path: Path, vocab: int | None) -> Source:
     by_name = named_over_all(ranks, lambda rank: rank.chunks)
     _check_tied(path, model, by_name)
     found = _found(by_name, ranks.args, model)
-    wholes = wholes_of(path, found, by_name, model.vocab)
-    check_tensors(path, found, wholes)
+    weights = wholes_of(path, found, by_name, model.vocab)
+    check_tensors(path, found, weights)
     state = optimizer_state(ranks, found, model)
-    kinds = {"weight": wholes, **state.tensors}
-    if masters := state.tensors.get("weight"):
-        kinds["weight"] = {name: _master(path, name, masters[name], wholes[name]) for name in wholes}
+    facts = _facts(ranks.first.content, ranks.args, ranks.sizes)
+    return _source(path, model, found, {"weight": weights, **state}, facts)
+
+
+def _open_distributed(path: Path, vocab: int | None) -> Source:
+    common = read_common(path)
+    args = common["args"]
+    model = model_of(args, vocab)
+    held, unread = read_chunked(path)
+    found = _found(held["weight"], args, model)
+    kinds = {kind: whole_tensors(path, found, tensors, model) for kind, tensors in held.items()}
+    tp, pp, ep = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert"))
+    return _source(path, model, found, kinds, replace(_facts(common, args, (tp, pp, ep)), unread=unread))
+
+
+def _source(
+    path: Path, model: ModelConfig, found: list[Match], kinds: Mapping[str, Mapping[str, Held]], facts: Facts
+) -> Source:
+    """kinds: weight and what there is of master, exp_avg and exp_avg_sq; each by the names of `found`."""
+    weights, masters = kinds["weight"], kinds.get("master")
+    if masters:
+        weights = {name: _master(path, name, masters[name], weights[name]) for name in weights}
+    taken = {"weight": weights, **{kind: kinds[kind] for kind in MOMENTS if kind in kinds}}
     origins = [
-        origin_of(m, kinds[k][m.foreign].read, kinds[k][m.foreign].dtype, model, k) for k in kinds for m in found
+        origin_of(m, taken[k][m.foreign].read, taken[k][m.foreign].dtype, model, k) for k in taken for m in found
     ]
-    facts = _facts(ranks.first.content, ranks.args, ranks.sizes, state.steps, state.scaler)
     return Source(path, "megatron", model, origins, facts, ())
 
 
@@ -77,17 +96,13 @@ def _master(path: Path, name: str, master: Held, weight: Held) -> Whole:
 
 def _found(names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig) -> list[Match]:
     """The tensors that the model has in Megatron, by the names that these tensors have."""
-    fused = any(".linear_qkv.layer_norm_" in name for name in names)
-    return matches(megatron(fused, bool(args.get("rotary_interleaved")), model), model)
+    fused, before_mlp = (any(f".{layer}.layer_norm_" in n for n in names) for layer in ("linear_qkv", "mlp.linear_fc1"))
+    return matches(megatron(fused, bool(args.get("rotary_interleaved")), model, before_mlp), model)
 
 
-def _facts(
-    first: Mapping[str, Any],
-    args: Mapping[str, Any],
-    sizes: tuple[int, int, int],
-    steps: int = 0,
-    scaler: Mapping[str, float] = MappingProxyType({}),
-) -> Facts:
+def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, int, int]) -> Facts:
+    """first: a rank's file, or what all ranks have in common. sizes: ranks along tp, pp and ep."""
+    steps, scaler = steps_of(first), scaler_of(first)
     iteration = first.get("iteration") or 0
     samples = args.get("consumed_train_samples") or 0
     tokens = samples * (args.get("seq_length") or 0)
@@ -100,7 +115,7 @@ def _facts(
     layout |= {"expert": ep} if ep > 1 else {}
     compute = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
     progress = progress if iteration else {}
-    return Facts(steps, dict(scaler), progress=progress, precision={"compute": compute}, layout=layout)
+    return Facts(steps, scaler, progress=progress, precision={"compute": compute}, layout=layout)
 
 
 def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Held]]) -> None:
@@ -110,59 +125,3 @@ def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Held]]) 
     for head, embedding in zip(by_name.pop(HEAD), by_name.get(EMBEDDING, ()), strict=True):
         if not torch.equal(head.read(), embedding.read()):
             raise UserError(f"{path}: {HEAD} of the last stage differs from {EMBEDDING}, though they are tied")
-
-
-def _open_distributed(path: Path, vocab: int | None) -> Source:
-    """A torch_dist checkpoint: whole tensors in chunks; the layers of a model are mostly stacked into one tensor."""
-    common = contents([path / "common.pt"])[0] if (path / "common.pt").is_file() else {}
-    if not isinstance(common, dict) or not isinstance(args := common.get("args"), dict):
-        raise UserError(f"{path}: common.pt has no args, which say what the model is")
-    model = model_of(args, vocab)
-    held = distributed_contents(path)
-    found = _found(held, args, model)
-    origins = []
-    for kind in ("weight", *MOMENTS):
-        prefix = "" if kind == "weight" else f"optimizer.state.{kind}."
-        wholes = {m.foreign: _stacked(path, m, held, prefix) for m in found}
-        there = {name: whole for name, whole in wholes.items() if whole}
-        if there or kind == "weight":
-            check_tensors(path, found, there)
-            origins += [origin_of(m, there[m.foreign].read, there[m.foreign].dtype, model, kind) for m in found]
-    tp, pp, ep = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert"))
-    return Source(path, "megatron", model, origins, _facts(common, args, (tp, pp, ep)), ())
-
-
-def _stacked(path: Path, match: Match, held: Mapping[str, Any], prefix: str) -> Whole | None:
-    """The tensor of `match`, of its own name or as one layer of the tensor that all layers are stacked in."""
-    layer = LAYER.match(match.foreign)
-    name, index = match.foreign, None
-    if prefix + name not in held and layer:
-        name, index = f"{layer[1].removesuffix('.')}{layer[3]}", int(layer[2])
-    entry = held.get(prefix + name)
-    if entry is None:
-        return None
-    shape = tuple(entry["shape"][1:] if index is not None else entry["shape"])
-    rows = match.shape[0] if match.cut == "vocabulary" and shape and shape[0] >= match.shape[0] else None
-    wanted = (rows, *shape[1:]) if rows else shape
-    return Whole(wanted, entry["chunks"][0][1].dtype, lambda: _assembled(path, name, entry, index, shape)[slice(rows)])
-
-
-def _assembled(path: Path, name: str, entry: Mapping[str, Any], index: int | None, shape: tuple[int, ...]) -> Tensor:
-    """One layer of a stacked tensor, or all of a tensor."""
-    whole: Tensor | None = None
-    filled = 0
-    for offset, stored in entry["chunks"]:
-        size = stored.shape
-        if index is not None:
-            if not offset[0] <= index < offset[0] + size[0]:
-                continue
-            values = stored.read()[index - offset[0]]
-            offset, size = offset[1:], size[1:]
-        else:
-            values = stored.read()
-        whole = torch.empty(shape, dtype=values.dtype) if whole is None else whole
-        whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] = values
-        filled += values.numel()
-    if whole is None or filled != whole.numel():
-        raise UserError(f"{path} lacks a part of {name}")
-    return whole

@@ -18,7 +18,7 @@ from tools.convert.megatron_experts import is_expert
 from tools.convert.megatron_ranks import Rank
 from tools.convert.tensors import Stored
 
-FLAT = {"weight": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+FLAT = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 ALIGNED = 64  # elements
 SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
 

@@ -127,9 +127,6 @@ def _refuse(a: Mapping[str, Any]) -> None:
     odd = ("squared_relu", "multi_latent_attention", "apply_layernorm_1p", "mtp_num_layers")
     if wrong := [key for key in odd if a.get(key)]:
         raise UserError(f"Megatron's {wrong[0]} = {a[wrong[0]]!r} cannot be converted")
-    tp = a.get("tensor_model_parallel_size") or 1
-    if a.get("num_experts") and (a.get("expert_tensor_parallel_size") or tp) != tp:
-        raise UserError("Megatron's expert_tensor_parallel_size other than tensor_model_parallel_size cannot be read")
 
 
 def _unsaid(model: ModelConfig) -> Iterator[str]:

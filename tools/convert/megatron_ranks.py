@@ -1,11 +1,14 @@
 """Tensors of Megatron's ranks put together into whole ones, layers and experts numbered over all ranks.
 
-A rank is one of tp x pp x ep. Those of one ep axis have experts of their own and all else alike.
+A rank is one of tp x pp x ep. Those of one ep axis have experts of their own and all else alike. Experts may be cut
+over fewer ranks than all else (expert_tensor_parallel_size); then neighbours along tp have other parts, in turn, and
+other experts: not every pair of a tp and an ep rank has a file.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +49,22 @@ class Rank:
 
 @dataclass(frozen=True)
 class Ranks:
-    """All of them, and what their args say. files: [tp][pp][ep]."""
+    """All of them, and what their args say. files: by (tp, pp, ep). sizes: how many there are along each."""
 
     path: Path
     args: Mapping[str, Any]
-    files: list[list[list[Rank]]]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """How many there are along tp, pp and ep."""
-        return len(self.files), len(self.files[0]), len(self.files[0][0])
+    files: Mapping[tuple[int, int, int], Rank]
+    sizes: tuple[int, int, int]
 
     @property
     def first(self) -> Rank:
-        return self.files[0][0][0]
+        return self.files[min(self.files)]
+
+    @property
+    def expert_tp(self) -> int:
+        """Over how many ranks each expert is cut."""
+        cut = self.args.get("expert_tensor_parallel_size") if self.args.get("num_experts") else None
+        return cut or self.sizes[0]
 
 
 def read_ranks(path: Path) -> Ranks:
@@ -79,11 +84,25 @@ def read_ranks(path: Path) -> Ranks:
         for (match, file), content in zip(found, held, strict=True)
     }
     tp, pp, ep = (1 + max(place[n] for place in places) for n in range(3))
-    wanted = [(t, p, e) for t in range(tp) for p in range(pp) for e in range(ep)]
-    if lost := [place for place in wanted if place not in places]:
-        said = ", ".join(f"{axis} rank {n}" for axis, n in zip(("tensor", "pipeline", "expert"), lost[0], strict=True))
-        raise UserError(f"{path} lacks {FILE} of {said}")
-    return Ranks(path, args, [[[places[t, p, e] for e in range(ep)] for p in range(pp)] for t in range(tp)])
+    ranks = Ranks(path, args, dict(sorted(places.items())), (tp, pp, ep))
+    _check_complete(ranks)
+    return ranks
+
+
+def _check_complete(ranks: Ranks) -> None:
+    """Raises UserError unless each part of every tensor is in some file."""
+    tp, pp, ep = ranks.sizes
+    if tp % ranks.expert_tp:
+        raise UserError(
+            f"{ranks.path}: expert_tensor_parallel_size = {ranks.expert_tp} does not divide the {tp} tensor-parallel "
+            "ranks, so these files do not hold all experts: have Megatron save with --ckpt-format torch_dist"
+        )
+    there = {(t, p) for t, p, _ in ranks.files}
+    experts = {(t % ranks.expert_tp, p, e) for t, p, e in ranks.files}
+    for t, p, e in product(range(tp), range(pp), range(ep)):
+        if (t, p) not in there or (t % ranks.expert_tp, p, e) not in experts:
+            said = f"tensor rank {t}, pipeline rank {p}, expert rank {e}"
+            raise UserError(f"{ranks.path} lacks {FILE} of {said}")
 
 
 def _place(match: re.Match[str], cut_experts: bool) -> tuple[int, int, int]:
@@ -107,30 +126,36 @@ def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
 
 
 def named_over_all(ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, Stored]]]) -> dict[str, list[Held]]:
-    """Name, with layers and experts counted over all ranks -> the tensors of the tp ranks.
+    """Name, with layers and experts counted over all ranks -> its parts, one of each tp rank that it is cut over.
 
     held: of a rank, the tensors of each of its chunks.
     """
-    tp, pp, ep = ranks.sizes
-    experts = (ranks.args.get("num_experts") or 0) // ep
-
-    def of_stage(t: int, p: int, v: int) -> dict[str, Held]:
-        own = [held(rank)[v] for rank in ranks.files[t][p]]
-        hidden = ranks.args["hidden_size"]
-        return _together(ranks.path, [one_by_one(own[e], hidden, experts, e * experts) for e in range(ep)])
-
-    virtual = len(ranks.first.chunks)
-    stages = [[of_stage(t, p, v) for t in range(tp)] for v in range(virtual) for p in range(pp)]
+    virtual, pp = len(ranks.first.chunks), ranks.sizes[1]
+    stages = [_of_stage(ranks, held, p, v) for v in range(virtual) for p in range(pp)]
     return _numbered_over_stages(ranks.path, stages)
 
 
-def _together(path: Path, ranks: Sequence[Mapping[str, Held]]) -> dict[str, Held]:
-    """The tensors of all ep ranks. What is no expert's they have alike; of optimizer state one alone may have it."""
-    names = dict.fromkeys(name for rank in ranks for name in rank)
-    copies = {name: [rank[name] for rank in ranks if name in rank] for name in names}
-    if twice := [name for name, found in copies.items() if is_expert(name) and len(found) > 1]:
-        raise UserError(f"{path}: two ranks have {twice[0]}")
-    return {name: _alike(path, name, found) for name, found in copies.items()}
+def _of_stage(
+    ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, Stored]]], stage: int, chunk: int
+) -> dict[str, list[Held]]:
+    """Name, with experts counted over all ranks -> its parts. What several ranks have, they have alike."""
+    tp, _, ep = ranks.sizes
+    experts, hidden = (ranks.args.get("num_experts") or 0) // ep, ranks.args["hidden_size"]
+    copies: dict[str, dict[int, list[tuple[int, Held]]]] = {}  # by part: the ep ranks that have it
+    for (t, p, e), rank in ranks.files.items():
+        own = one_by_one(held(rank)[chunk], hidden, experts, e * experts) if p == stage else {}
+        for name, stored in own.items():
+            part = t % ranks.expert_tp if is_expert(name) else t
+            copies.setdefault(name, {}).setdefault(part, []).append((e, stored))
+    for name, parts in copies.items():
+        if is_expert(name) and any(len({e for e, _ in found}) > 1 for found in parts.values()):
+            raise UserError(f"{ranks.path}: two ranks have {name}")
+        if sorted(parts) != [*range(ranks.expert_tp if is_expert(name) else tp)]:
+            raise UserError(f"{ranks.path}: tensor-parallel ranks of one stage hold tensors of different names: {name}")
+    return {
+        name: [_alike(ranks.path, name, [stored for _, stored in parts[part]]) for part in sorted(parts)]
+        for name, parts in copies.items()
+    }
 
 
 def _alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
@@ -147,20 +172,18 @@ def _alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
     return Whole(first.shape, first.dtype, read)
 
 
-def _numbered_over_stages(path: Path, stages: list[list[dict[str, Held]]]) -> dict[str, list[Held]]:
-    """Name, with layers counted over all stages -> the tensors of the tp ranks."""
+def _numbered_over_stages(path: Path, stages: list[dict[str, list[Held]]]) -> dict[str, list[Held]]:
+    """Name, with layers counted over all stages -> its parts."""
     by_name: dict[str, list[Held]] = {}
     before = 0
-    for ranks in stages:
-        if len({frozenset(rank) for rank in ranks}) > 1:
-            raise UserError(f"{path}: tensor-parallel ranks of one stage hold tensors of different names")
-        for name in ranks[0]:
+    for stage in stages:
+        for name, parts in stage.items():
             match = LAYER.match(name)
             shown = f"{match[1]}{int(match[2]) + before}{match[3]}" if match else name
             if shown in by_name:
                 raise UserError(f"{path}: two pipeline stages have {shown}")
-            by_name[shown] = [rank[name] for rank in ranks]
-        before += len({match[2] for name in ranks[0] if (match := LAYER.match(name))})
+            by_name[shown] = parts
+        before += len({match[2] for name in stage if (match := LAYER.match(name))})
     return by_name
 
 

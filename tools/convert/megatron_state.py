@@ -7,7 +7,6 @@ ranks have not have an optimizer of their own, the second in a list. Its distrib
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megaprec.errors import UserError
@@ -30,30 +29,21 @@ def decayed(name: str, shape: Sequence[int]) -> bool:
     return not name.endswith(".bias") and len(shape) > 1
 
 
-@dataclass(frozen=True)
-class State:
-    """tensors: kind -> Megatron's name -> the whole tensor. Empty without a state that can be read."""
+def optimizer_state(ranks: Ranks, found: list[Match], model: ModelConfig) -> dict[str, Mapping[str, Held]]:
+    """kind -> Megatron's name -> the whole tensor, of all ranks; empty if no file holds a state that can be read.
 
-    tensors: Mapping[str, Mapping[str, Held]]
-    steps: int
-    scaler: dict[str, float]
-
-
-def optimizer_state(ranks: Ranks, found: list[Match], model: ModelConfig) -> State:
-    """The state of all ranks; without any if no file holds one that can be read."""
+    Kinds are exp_avg, exp_avg_sq, and master where the weights are half.
+    """
     named = _distributed(ranks, model) or _numbered(ranks)
-    if not named:
-        return State({}, 0, {})
     tensors = {}
-    for kind in sorted(kind for kind in next(iter(named.values()))[0]):
+    for kind in sorted(kind for kind in next(iter(named.values()))[0]) if named else ():
         by_name = named_over_all(ranks, _pick(named, kind))
         tied = by_name.keys() - {m.foreign for m in found}  # the last stage's copy of the embedding
         kept = {n: parts for n, parts in by_name.items() if n not in tied}
         wholes = wholes_of(ranks.path, found, kept, model.vocab)
         check_tensors(ranks.path, found, wholes)
         tensors[kind] = wholes
-    first = _optimizers(ranks.first)[0]
-    return State(tensors, _steps(first), _scaler(first))
+    return tensors
 
 
 def _pick(named: Mapping[Any, Named], kind: str) -> Callable[[Rank], list[dict[str, Stored]]]:
@@ -62,14 +52,14 @@ def _pick(named: Mapping[Any, Named], kind: str) -> Callable[[Rank], list[dict[s
 
 def _all(ranks: Ranks) -> Iterator[tuple[int, Rank]]:
     """(pipeline stage, rank) of each."""
-    for stages in ranks.files:
-        for stage, own in enumerate(stages):
-            yield from ((stage, rank) for rank in own)
+    yield from ((stage, rank) for (_, stage, _), rank in ranks.files.items())
 
 
-def _optimizers(rank: Rank) -> list[dict[str, Any]]:
-    """The states of its optimizer, or of both. Empty if there is none."""
-    held = rank.content.get("optimizer")
+def _optimizers(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The states of a file's optimizer, or of both. Empty if there is none."""
+    held = content.get("optimizer")
+    if isinstance(held, dict) and 0 in held:  # of a distributed checkpoint: by number
+        held = list(held.values())
     states: list[Any] = held if isinstance(held, list) else [held]
     return states if all(isinstance(s, dict) and "param_groups" in s.get("optimizer", s) for s in states) else []
 
@@ -82,7 +72,7 @@ def _distributed(ranks: Ranks, model: ModelConfig) -> dict[Any, Named]:
         return {}
     if lost := [file for file in files.values() if file not in there]:
         raise UserError(f"{lost[0]} is missing, though other ranks have theirs")
-    if not _optimizers(ranks.first):
+    if not _optimizers(ranks.first.content):
         raise UserError(f"{ranks.first.folder} has {DISTRIBUTED} but no optimizer in its other file")
     held = dict(zip(files, contents(list(files.values())), strict=True))
     tied = model.tied and ranks.sizes[1] > 1
@@ -91,7 +81,7 @@ def _distributed(ranks: Ranks, model: ModelConfig) -> dict[Any, Named]:
 
 def _numbered(ranks: Ranks) -> dict[Any, Named]:
     """By folder, what the optimizers in the ranks' own files hold; nothing unless all have state."""
-    states = {rank.folder: _optimizers(rank) for _, rank in _all(ranks)}
+    states = {rank.folder: _optimizers(rank.content) for _, rank in _all(ranks)}
     if not all(own and all(s.get("optimizer", s).get("state") for s in own) for own in states.values()):
         return {}
     return {rank.folder: _named(rank, states[rank.folder]) for _, rank in _all(ranks)}
@@ -110,7 +100,7 @@ def _named(rank: Rank, optimizers: Sequence[Mapping[str, Any]]) -> Named:
                 for kind in MOMENTS:
                     named[chunk][kind][name] = inner["state"][index][kind]
             for (chunk, name), master in zip(names, masters[number] if masters else (), strict=bool(masters)):
-                named[chunk].setdefault("weight", {})[name] = master
+                named[chunk].setdefault("master", {})[name] = master
     if any(len(chunk[kind]) != len(own) for chunk, own in zip(named, rank.chunks, strict=True) for kind in chunk):
         raise UserError(f"{rank.folder}: its optimizer has not the parameters of the model, or some of them twice")
     return named
@@ -120,23 +110,27 @@ def _of_group(rank: Rank, group: Mapping[str, Any]) -> Iterator[tuple[int, str]]
     """(chunk, name) of the parameters that Megatron puts in such a group, in its order."""
     decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
     own_experts = bool(group.get("is_expert_parallel"))
-    apart = len(_optimizers(rank)) > 1  # experts have an optimizer of their own
+    apart = len(_optimizers(rank.content)) > 1  # experts have an optimizer of their own
     for number, chunk in enumerate(rank.chunks):
         for name, stored in chunk.items():
             if decayed(name, stored.shape) == decays and (is_expert(name) and apart) == own_experts:
                 yield number, name
 
 
-def _steps(optimizer: Mapping[str, Any]) -> int:
-    inner = optimizer.get("optimizer", optimizer)
-    said = [group["step"] for group in inner["param_groups"] if "step" in group]
-    said += [entry["step"] for entry in inner.get("state", {}).values() if "step" in entry]
-    return max((int(step.read().item() if isinstance(step, Stored) else step) for step in said[:1]), default=0)
+def steps_of(content: Mapping[str, Any]) -> int:
+    """How many steps the optimizer of a file has taken; 0 if it does not say."""
+    optimizers = _optimizers(content)
+    inner = optimizers[0].get("optimizer", optimizers[0]) if optimizers else {}
+    state = inner.get("state") or {}
+    said = [group["step"] for group in inner.get("param_groups", ()) if "step" in group]
+    said += [entry["step"] for entry in state.values() if isinstance(entry, dict) and "step" in entry]
+    step = next(iter(said), state.get("common_step", 0))
+    return int(step.read().item() if isinstance(step, Stored) else step)
 
 
-def _scaler(optimizer: Mapping[str, Any]) -> dict[str, float]:
-    """Megatron's three numbers are ours."""
-    kept = optimizer.get("grad_scaler") or {}
+def scaler_of(content: Mapping[str, Any]) -> dict[str, float]:
+    """The loss scaler of a file's optimizer: Megatron's three numbers are ours. Empty if it has none."""
+    kept = next((optimizer.get("grad_scaler") or {} for optimizer in _optimizers(content)), {})
     if not {"scale", "growth_tracker", "hysteresis_tracker"} <= kept.keys():
         return {}
     return {k: v.read().item() if isinstance(v, Stored) else float(v) for k, v in kept.items()}

@@ -114,16 +114,20 @@ PREFIXES = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
 
 
-def megatron(fused_norms: bool, interleaved: bool, model: ModelConfig) -> list[Rule]:
+def megatron(
+    fused_norms: bool, interleaved: bool, model: ModelConfig, fused_before_experts: bool = False
+) -> list[Rule]:
     """Megatron-core's GPTModel, in the order of its parameters.
 
     fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else they stand alone, as
-    the norm before experts always does. interleaved: rotary partners are neighbours (args.rotary_interleaved).
+    the norm before experts always does but in distributed checkpoints without Transformer Engine, which name it as if
+    it came before a feed-forward (fused_before_experts). interleaved: rotary partners are neighbours
+    (args.rotary_interleaved).
     """
     layer, gated = "decoder.layers.N", model.mlp == "swiglu"
     qkv, inner = f"{layer}.self_attention.linear_qkv", f"{layer}.mlp.linear_fc1"
     attention_norm = _norm(f"{qkv}.layer_norm_" if fused_norms else f"{layer}.input_layernorm.", "attention_norm")
-    fused_mlp = fused_norms and not model.experts
+    fused_mlp = fused_norms and (fused_before_experts or not model.experts)
     mlp_norm = _norm(f"{inner}.layer_norm_" if fused_mlp else f"{layer}.pre_mlp_layernorm.", "mlp_norm")
     return [
         Rule("embedding.word_embeddings.weight", ("embedding.weight",), SAME, "vocabulary"),

@@ -33,7 +33,7 @@ class Facts:
     """What a model's folder tells besides tensors. Empty where it does not tell.
 
     steps: optimizer steps that were applied. rule: numbers of the optimizer's rule.
-    progress, watch, precision, layout: as our checkpoints keep them.
+    progress, watch, precision, layout: as our checkpoints keep them. unread: what is there and cannot be read.
     """
 
     steps: int = 0
@@ -43,6 +43,7 @@ class Facts:
     watch: dict[str, Any] = field(default_factory=dict)
     precision: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
+    unread: str = ""
 
 
 class Source:

@@ -101,7 +101,7 @@ class Metadata(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) in (("collections", "OrderedDict"), ("builtins", "dict"), ("builtins", "set")):
             return {"OrderedDict": dict, "dict": dict, "set": set}[name]
-        if module.startswith(HARMLESS):
+        if f"{module}.{name}".startswith(HARMLESS):
             return Inert
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not among the classes that are let in")
 

@@ -188,7 +188,9 @@ class Precision(Table):
         default=True, description="run a skipped step again to find the micro-batch and the samples that broke it"
     )
     patience: int = Field(
-        default=20, gt=0, description="the run stops after so many skips in a row at the lowest scale or with a bad loss"
+        default=20,
+        gt=0,
+        description="the run stops after so many skips in a row at the lowest scale or with a bad loss",
     )
 
 

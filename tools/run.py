@@ -90,7 +90,7 @@ class RunConfig(BaseModel):
         """What the pipeline ranks of one replica do, planned by the FLOPs of their stages."""
         train, placed = self.train, pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
         model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
-        cut = cuts(model, len(placed), train.seq_length, self.parallel.cuts, placed)
+        cut = cuts(model, len(placed), train.seq_length, self.parallel.cuts, placed, self.recompute)
         costs = stage_costs(model, cut, train.seq_length, train.micro_batch, self.recompute)
         return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
 

@@ -23,6 +23,7 @@ class Agreed:
     """The same on every rank, on the device. norm: of the still scaled gradients. zeros: by pipeline rank, int64 [pp].
 
     finite: whether gradients and loss are; same_scaler, same_parameters: whether the ranks came with equal ones.
+    stops: how many ranks were told to stop.
     """
 
     norm: Tensor
@@ -31,6 +32,7 @@ class Agreed:
     finite: Tensor
     same_scaler: Tensor
     same_parameters: Tensor
+    stops: Tensor
 
 
 class Agreement:
@@ -39,25 +41,28 @@ class Agreement:
     def __init__(self, pp: Axis, world: Axis, p: float, device: torch.device) -> None:
         self.pp, self.world, self.p, self.device = pp, world, p, device
         slots = 0 if p == 2 else world.size
-        self.lengths = (1, 1, 2, pp.size, pp.size, pp.size, slots)
+        self.lengths = (1, 1, 2, 1, pp.size, pp.size, pp.size, slots)
 
-    def pack(self, counted: Tensor, loss: Tensor | None, scaler: Tensor, parameters: float, norm: Tensor) -> Tensor:
+    def pack(
+        self, counted: Tensor, loss: Tensor | None, scaler: Tensor, parameters: float, norm: Tensor, stop: bool = False
+    ) -> Tensor:
         """This rank's numbers, to be summed over the world: float64.
 
         counted: sum of squares and zeros. loss: this rank's share. scaler, parameters: digests. norm: of its own
-        gradients, read only if another than the L2 norm is asked for.
+        gradients, read only if another than the L2 norm is asked for. stop: whether it was told to.
         """
         stage = torch.zeros(3, self.pp.size, dtype=torch.float64, device=self.device)
         stage[0, self.pp.rank], stage[1, self.pp.rank], stage[2, self.pp.rank] = counted[1], parameters, parameters**2
         slots = torch.zeros(self.lengths[-1], dtype=torch.float64, device=self.device)
         slots[self.world.rank : self.world.rank + 1] = norm
         own = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss.double().reshape(())
-        numbers = torch.stack((counted[0], own, scaler, scaler.square()))
+        told = torch.full((), float(stop), dtype=torch.float64, device=self.device)
+        numbers = torch.stack((counted[0], own, scaler, scaler.square(), told))
         return torch.cat((numbers, stage.view(-1), slots))
 
     def read(self, summed: Tensor) -> Agreed:
         """What the sum over the world says."""
-        squares, loss, scaler, zeros, digests, digest_squares, slots = summed.split(self.lengths)
+        squares, loss, scaler, stops, zeros, digests, digest_squares, slots = summed.split(self.lengths)
         ranks_of_stage = self.world.size // self.pp.size
         return Agreed(
             norm=squares[0].sqrt() if self.p == 2 else joined_norm(slots, self.p),
@@ -66,6 +71,7 @@ class Agreement:
             finite=squares[0].isfinite() & loss[0].isfinite(),
             same_scaler=scaler[0].square() == self.world.size * scaler[1],
             same_parameters=(digests.square() == ranks_of_stage * digest_squares).all(),
+            stops=stops[0],
         )
 
 

@@ -66,6 +66,7 @@ class StepReport:
     stage_zeros: the same count by pipeline rank.
     loss_scale: that this step's loss was multiplied by. lr: the learning rate of the step.
     offenders: of a skipped step, the tensors with the most non-finite elements, worst first.
+    stop: whether a rank was told to stop and said so with this step.
     """
 
     outcome: Outcome
@@ -77,6 +78,7 @@ class StepReport:
     loss_scale: float
     lr: float
     offenders: tuple[Offender, ...] = ()
+    stop: bool = False
 
     @property
     def changed(self) -> bool:
@@ -118,7 +120,7 @@ def _strict(value: object) -> object:
 
 
 def report_fields(report: StepReport) -> dict[str, object]:
-    """The report's numbers by name, in order; offenders are an event of their own."""
+    """What the report says of the step by name, in order; offenders are an event of their own."""
     fields = asdict(report)
-    del fields["offenders"]
+    del fields["offenders"], fields["stop"]
     return fields

@@ -92,6 +92,7 @@ class ParallelAMPOptimizer:
         self.kernels = self._native() if native else None
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
+        self.stop = False  # set it on any rank: the next step's report has it on all of them
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
         _require_fitting(parts, self.tp.size)
         self.buffers: list[list[Buffer]] = []  # by model chunk
@@ -285,7 +286,7 @@ class ParallelAMPOptimizer:
         counted = statistics(self._counted, self._copies, self.device, self.kernels)
         norm = counted[0] if agreement.p == 2 else norm_of(self._counted, agreement.p, self.device)
         scaler = digest((*self.scaler.tensors(), self.steps), self.device)
-        return agreement.pack(counted, loss, scaler, gradients.digest(missing), norm)
+        return agreement.pack(counted, loss, scaler, gradients.digest(missing), norm, self.stop)
 
     def _forbidden(self, agreed: Agreed) -> Tensor:
         """float32 [], 1 if this step may change nothing."""
@@ -343,8 +344,8 @@ class ParallelAMPOptimizer:
     def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float) -> StepReport:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""
         flags = (agreed.finite, agreed.same_scaler, agreed.same_parameters)
-        numbers = torch.stack([x.double() for x in (agreed.loss, norm, scale, *flags, *agreed.zeros)])
-        loss, size, scaled_by, finite, same_scaler, same_parameters, *zeros = numbers.tolist()
+        numbers = torch.stack([x.double() for x in (agreed.loss, norm, scale, *flags, agreed.stops, *agreed.zeros)])
+        loss, size, scaled_by, finite, same_scaler, same_parameters, stops, *zeros = numbers.tolist()
         if not same_scaler:
             raise RuntimeError(f"ranks disagree about the loss scaler; on this one it is {self.scaler.state_dict()}")
         if not same_parameters:
@@ -364,6 +365,7 @@ class ParallelAMPOptimizer:
             loss_scale=scaled_by,
             lr=lr,
             offenders=offenders,
+            stop=stops > 0,
         )
 
 

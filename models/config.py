@@ -248,6 +248,12 @@ class ModelConfig(BaseModel):
         """Those of one block's attention that have no weight, likewise."""
         return 4 * min(seq_length, self.window or seq_length) * self.heads * self.head_dim
 
+    def again_flops(self, seq_length: int) -> int:
+        """Those of one block that is made again as a whole in its backward pass, likewise. A block ends with a product
+        that nothing there needs the result of, unless it is dropped out or weighted."""
+        unneeded = 0 if self.experts or self.dropout else 2 * self.hidden * self.ffn
+        return self.layer_flops(seq_length) - unneeded
+
     def embedding_flops(self) -> int:
         """Of the embedding, per token: it looks up, and its gradient adds one number per feature."""
         return self.hidden

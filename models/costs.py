@@ -65,8 +65,6 @@ def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int, rec
 
 
 def _again(config: ModelConfig, recompute: Recompute, layers: int, seq_length: int) -> int:
-    """FLOPs of what a stage of so many layers makes again, per token. A layer ends with a product that nothing in its
-    backward pass needs the result of, unless it is dropped out or weighted."""
-    unneeded = 0 if config.experts or config.dropout else 2 * config.hidden * config.ffn
+    """FLOPs of what a stage of so many layers makes again, per token."""
     attention = config.attention_flops(seq_length) if "attention" in recompute.modules else 0
-    return recompute.whole(layers) * (config.layer_flops(seq_length) - unneeded) + layers * attention
+    return recompute.whole(layers) * config.again_flops(seq_length) + layers * attention

@@ -104,7 +104,7 @@ class Engine:
         self._rows = schedule.microbatches * micro_batch  # samples in a share
         self.fp8 = FP8State.over(mesh, plan.fp8, config.layers)
         context = Context(plan, self.tp, sequence, seed, recompute=recompute, fp8=self.fp8)
-        cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage)
+        cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage, recompute)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank, make_stage)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}

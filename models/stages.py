@@ -35,7 +35,7 @@ from parallel.dropout import Place, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, Input, Linear
 from parallel.loss import cross_entropy
-from parallel.recompute import recomputed
+from parallel.recompute import KEEP, Recompute, recomputed
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,18 @@ def cuts(
     seq_length: int,
     given: Sequence[int] = (),
     rank_of_stage: Sequence[int] = (),
+    recompute: Recompute = KEEP,
 ) -> list[Cut]:
-    """The cut of a model into `stages` stages under which the busiest rank has least to do; each has a layer or more.
+    """The cut of a model into `stages` stages under which the busiest rank has least to do in both passes; each has a
+    layer or more.
 
     given: how many layers each stage has, if not that is to decide. rank_of_stage: who holds each stage; a rank of its
-    own unless given.
+    own unless given. recompute: what the backward pass makes again.
     """
-    ends = config.embedding_flops(), config.head_flops()
-    counts = given or best_cut(config.layers, config.layer_flops(seq_length), rank_of_stage or range(stages), *ends)
+    ends = config.embedding_flops(), 3 * config.head_flops()
+    counts = given or best_cut(
+        config.layers, _layer_cost(config, seq_length, recompute), rank_of_stage or range(stages), *ends
+    )
     if (len(counts), sum(counts), min(counts) > 0) != (stages, config.layers, True):
         raise ValueError(f"{config.layers} layers are not cut into {stages} stages by {[*counts]}")
     borders = list(accumulate(counts))
@@ -172,6 +176,15 @@ def cuts(
         Cut(i, range(end - n, end), i == 0, i == stages - 1)
         for i, (n, end) in enumerate(zip(counts, borders, strict=True))
     ]
+
+
+def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
+    """FLOPs of both passes of a layer, per token: the backward pass takes twice the forward pass, and what it makes
+    again. A fraction of a stage's layers that is made again is one of each layer here; a fixed number of them, the same
+    in every stage, tells no stage from another."""
+    share = 0.0 if recompute.layers else recompute.fraction
+    attention = config.attention_flops(seq_length) if "attention" in recompute.modules else 0
+    return 3 * config.layer_flops(seq_length) + share * config.again_flops(seq_length) + attention
 
 
 def best_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: float = 0, last: float = 0) -> list[int]:

@@ -231,6 +231,8 @@ CASES: list[Case] = [
         ("use_fp32_norm", True, {"keep_fp32": NORMS}),
         ("drop_rate", 0.1, {"model.dropout": 0.1}),
         ("attn_drop_rate", 0.1, {"model.attention_dropout": 0.1}),
+        ("no_bias", False, {"model.qkv_bias": True, "model.output_bias": True}),
+        ("dropout_selective_checkpoint", True, {"notes": 1}),
     ),
     *rows(
         "internevo",
@@ -257,6 +259,9 @@ CASES: list[Case] = [
         "hybrid_zero_optimizer",
         {"hybrid_zero_optimizer": {}},
         ("clip_grad_norm", 0.5, {"optimizer.clip": 0.5}),
+        ("overlap_sync_grad", True, {"parallel.overlap": True}),
+        ("overlap_sync_param", True, {"parallel.overlap": True}),
+        ("reduce_bucket_size", 512 * 1024 * 1024, {"parallel.bucket": 2**29}),
     ),
     *rows(
         "internevo",
@@ -267,6 +272,7 @@ CASES: list[Case] = [
         ("zero1", {"size": 4}, {"parallel.zero_size": 4}),
         ("tensor", {"size": 2, "mode": "msp"}, {"parallel.tensor": 2, "parallel.sequence": True}),
         ("pipeline", 2, {"parallel.pipeline": 2}),
+        ("weight", {"size": 1, "overlap": True, "memory_pool": True}, {"notes": 2}),
     ),
     *rows(
         "nemo",

@@ -59,6 +59,16 @@ def test_equal_models_do_not_differ_and_the_largest_difference_comes_first(
     assert [line.split()[1] for line in lines] == ["weight/final_norm.weight", "weight/head.weight"]
 
 
+def test_no_line_is_longer_than_a_screen_and_in_a_pipe_no_name_is_broken(
+    folders: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert max(map(len, said(capsys, "inspect", folders[1]).splitlines())) <= 100
+    monkeypatch.setenv("COLUMNS", "40")
+    listed = said(capsys, "inspect", folders[1], "--tensors")
+    assert "layers.3.attention.query.weight" in listed
+    assert len([line for line in listed.splitlines() if "weight/" in line]) == 39
+
+
 def test_a_difference_is_the_largest_and_the_mean_in_float64() -> None:
     found = compare("x", torch.tensor([1.0, -2.0, float("inf")]), torch.tensor([1.5, -2.0, float("inf")]))
     assert (found.largest, found.mean) == (0.5, 0.5 / 3)
@@ -83,8 +93,11 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
 def test_a_run_from_a_folder_that_is_none_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     (tmp_path / "run.toml").write_text(RUN)
-    with pytest.raises(UserError, match=r"train.init_from \(command line\): .*none is neither a Hugging Face folder"):
+    none = r"^train.init_from \(command line\): .*none is neither a Hugging Face folder.*"
+    with pytest.raises(UserError, match=f"{none}$"):  # and not a word of the keys that it would have brought
         load_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none"])
+    with pytest.raises(UserError, match=f"{none}\nmodel.layers = -1 .*$"):
+        load_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none", "model.layers=-1"])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     with pytest.raises(UserError, match="model_type 'bert' is not known"):

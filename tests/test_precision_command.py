@@ -174,7 +174,7 @@ def test_a_file_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) ->
 def test_show_names_every_field_what_decided_it_and_every_module(
     pasted: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "40")  # of a terminal, which a pipe is not
     path = pasted(RUN + "[precision.nxd]\nuse_fp32_grad_acc = false\n", "run.toml")
     assert main(["precision", "show", str(path), "precision.nxd.use_master_weights_in_ckpt=false"]) == 0
     out = capsys.readouterr().out

@@ -310,3 +310,19 @@ def test_every_key_is_described_in_a_line_with_its_default() -> None:
     assert "0.0003" in lines["lr.peak"]
     assert "llama-demo" in lines["model.preset"]
     assert tomllib.loads(f"x = {lines['train.folder'].split()[1]}") == {"x": "runs/default"}
+
+
+def test_a_group_that_matches_no_parameter_is_found_before_launch(run_file: Path) -> None:
+    def groups(*patterns: str) -> list[str]:
+        return ["optimizer.groups=[" + ", ".join(f'{{pattern = "{p}", lr = 2.0}}' for p in patterns) + "]"]
+
+    load_run(run_file, groups("embedding.*", "layers.1.attention.query.weight", "*norm.weight"))
+    with pytest.raises(UserError) as found:
+        load_run(run_file, groups("*norm.weight", "embeding.weight", "layers.99.*"))
+    first, second = found.value.problems
+    assert first.startswith(
+        'optimizer.groups: pattern "embeding.weight" matches no parameter; names are like embedding'
+    )
+    assert first.endswith("did you mean embedding.weight?")
+    assert second.startswith('optimizer.groups: pattern "layers.99.*" matches no parameter')
+    load_run(run_file, [*groups("mine.*"), "model.factory=my.py:build", "log.sample="])  # its names are not known yet

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.config import ModelConfig
+from models.costs import stage_costs
 from models.presets import preset
 from models.stages import best_cut, cuts
+from parallel.recompute import KEEP, Recompute
 
 
 def busiest(counts: Sequence[int], cost: int, rank_of_stage: Sequence[int], first: int, last: int) -> int:
@@ -49,6 +51,27 @@ def test_a_layer_count_that_does_not_divide_is_shared_out_and_the_head_counts() 
     assert [cut.last for cut in made] == [False, False, False, True]
     heavy_head = cuts(preset("gpt2"), 4, 1024)
     assert len(heavy_head[-1].layers) < len(heavy_head[0].layers)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 6])
+@pytest.mark.parametrize("recompute", [KEEP, Recompute(fraction=1.0), Recompute(("attention",))], ids=str)
+def test_the_busiest_stage_has_least_to_do_in_both_passes_and_in_what_is_made_again(
+    recompute: Recompute, stages: int
+) -> None:
+    config = ModelConfig(family="llama", layers=12, hidden=64, heads=4, vocab=4000)
+
+    def busiest_cost(counts: Sequence[int]) -> float:
+        made = cuts(config, stages, 64, counts, recompute=recompute)
+        return max(c.forward + c.input + c.weight for c in stage_costs(config, made, 64, 1, recompute))
+
+    chosen = [len(cut.layers) for cut in cuts(config, stages, 64, recompute=recompute)]
+    assert busiest_cost(chosen) == min(map(busiest_cost, every_cut(12, stages)))
+
+
+def test_recomputation_moves_layers_to_the_stage_with_the_head_which_makes_nothing_again() -> None:
+    config = ModelConfig(family="llama", layers=32, hidden=64, heads=4, vocab=16_000)
+    kept, again = (len(cuts(config, 2, 64, recompute=r)[-1].layers) for r in (KEEP, Recompute(fraction=1.0)))
+    assert again > kept
 
 
 def test_more_stages_than_layers_are_refused() -> None:

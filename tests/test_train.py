@@ -34,6 +34,7 @@ from tools.corpus import open_corpus
 from tools.journal import Journal
 from tools.plots import BLUE, ORANGE, RED, plot_run
 from tools.run import load_run
+from tools.stopping import ECHO
 from tools.train import open_named, prepare
 
 ROOT = Path(__file__).parent.parent
@@ -296,7 +297,7 @@ class Launched:
     """The command with two ranks on an endless run, past its first steps."""
 
     def __init__(self, file: Path, folder: Path) -> None:
-        endless = [f"train.folder={folder}", "train.steps=1000000", "checkpoint.every=1", "parallel.tensor=2"]
+        endless = [f"train.folder={folder}", "train.steps=1000000", "checkpoint.every=2", "parallel.tensor=2"]
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self.folder = folder
         self.process = subprocess.Popen(
@@ -351,12 +352,6 @@ def runs(pid: int) -> bool:
         return False
 
 
-def catches_sigint(pid: int) -> bool:
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert caught
-    return bool(int(caught[1], 16) >> (signal.SIGINT - 1) & 1)
-
-
 def children(pid: int) -> Iterator[tuple[int, dict[str, str]]]:
     """Every rank that the launcher `pid` started, and its environment."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -378,10 +373,41 @@ def test_a_rank_that_dies_ends_the_run_within_seconds_and_is_named_last(launched
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_all_ranks_in_one_line(number: signal.Signals, code: int, launched: Launched) -> None:
-    assert not any(map(catches_sigint, launched.ranks.values()))  # else it would answer with a traceback
-    launched.process.send_signal(number)  # ranks are in sessions of their own: Ctrl-C does not reach them either
-    assert launched.end() == (code, [f"stopped by {number.name}"])
+def test_a_signal_ends_all_ranks_in_one_line_their_state_saved(
+    number: signal.Signals, code: int, launched: Launched
+) -> None:
+    for _ in range(2):  # ranks are in sessions of their own: Ctrl-C does not reach them either
+        launched.process.send_signal(number)
+    ended, said = launched.end()
+    step = len(losses(launched.folder))
+    assert (ended, said) == (
+        code,
+        [f"stopped by {number.name} after step {step}, state saved: the same command goes on"],
+    )
+    assert checkpoint_folder.latest(launched.folder / "checkpoints") == checkpoint(launched.folder, step)
+
+
+def test_a_second_signal_ends_at_once_what_cannot_finish_its_step(launched: Launched) -> None:
+    os.kill(launched.ranks["1"], signal.SIGSTOP)
+    launched.process.terminate()
+    time.sleep(1.1 * ECHO)
+    assert launched.process.poll() is None
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end() == (143, ["stopped by SIGTERM"])
+
+
+def test_under_torchrun_a_signal_to_one_rank_is_enough(run_file: Path, tmp_path: Path) -> None:
+    endless = [f"train.folder={tmp_path}", "train.steps=1000000", "checkpoint.every=0", "parallel.tensor=2"]
+    started = command(run_file, *EXACT, *endless, torchrun=2)
+    with subprocess.Popen(started, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        until(lambda: (tmp_path / "metrics.jsonl").is_file() and len(losses(tmp_path)) > 2)
+        ranks = {variables["RANK"]: pid for pid, variables in children(launcher.pid)}
+        os.kill(ranks["1"], signal.SIGUSR1)
+        said = launcher.communicate(timeout=60)[1]
+    step = len(losses(tmp_path))
+    assert f"stopped by SIGUSR1 after step {step}, state saved: the same command goes on\n" in said
+    assert checkpoint_folder.latest(tmp_path / "checkpoints") == checkpoint(tmp_path, step)
+    assert launcher.returncode
 
 
 def test_a_second_run_in_the_folder_of_one_that_trains_is_refused_and_changes_nothing(

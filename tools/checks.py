@@ -6,13 +6,14 @@ known. Every problem is a line: which key, its value, why it cannot be and the n
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel
 
 from megaprec.data.blend import shares
-from megaprec.errors import UserError
+from megaprec.errors import UserError, did_you_mean
 from megaprec.lr import LRSchedule
 from megaprec.rules import Rule, rule
 from megaprec.scaler import make_scaler
@@ -21,6 +22,7 @@ from parallel.check import check
 from parallel.kinds import chunk_problems, equal, schedule
 from parallel.recompute import MODULES
 from parallel.schedule import Cost, Schedule
+from tools.precision_modules import logical_tensors
 from tools.precision_native import loss_scaling, plan_of
 from tools.settings import FP8, LR, Data, Log, Optimizer, Parallel, Precision, Train
 
@@ -111,6 +113,17 @@ def _native(optimizer: Optimizer, precision: Precision, train: Train) -> Iterato
             'optimizer.native = true clears gradients that precision.on_nonfinite "ignore" still needs: '
             'leave it out, or use "skip" or "raise"'
         )
+
+
+def _groups(optimizer: Optimizer, model: ModelConfig, data: Data) -> Iterator[str]:
+    """Each pattern means a parameter; those of a model of the user's own are known to the ranks alone."""
+    if not optimizer.groups or model.factory:
+        return
+    names = [*logical_tensors(model if model.vocab else model.with_vocab(data.vocab_size))]
+    for pattern in (group.pattern for group in optimizer.groups):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            like = f"names are like {names[0]} and {names[-1]}"
+            yield f'optimizer.groups: pattern "{pattern}" matches no parameter; {like}{did_you_mean(pattern, names)}'
 
 
 def _zero(parallel: Parallel) -> Iterator[str]:
@@ -318,6 +331,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _kind_of_scale,
     _scale,
     _rule,
+    _groups,
     _zero,
     _recompute,
     _validation,

@@ -1,7 +1,7 @@
 """The `megaprec` command.
 
 Exit codes: 0 done; 2 the user has something to mend (one line a problem); 3 training stopped itself, its state saved,
-because of skipped steps; 1 a fault of ours, or of `megaprec parity`: layouts differ; 130 interrupted.
+because of skipped steps; 1 a fault of ours, or of `megaprec parity`: layouts differ; 128 + signal: stopped by it.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from tools.launch import must_tell, note_failure, slurm_environment
 from tools.parity import command as parity
 from tools.run import describe
 from tools.skips import Hopeless
+from tools.stopping import Stopped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if must_tell():
             print(stop, file=sys.stderr)
         return 3
+    except Stopped as stop:  # the first rank has said so
+        return stop.code
     except KeyboardInterrupt:
         return 130
     except Exception as error:

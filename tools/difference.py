@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from tools.convert.formats import open_source
 from tools.convert.source import Source
 from tools.progress import moving
+from tools.tables import table_console
 
 BLOCK = 1 << 22  # elements that are made float64 at once
 
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     found.sort(key=lambda d: (-d.largest, d.key))
     differing = [d for d in found if d.largest > 0 or d.note]
     if differing:
-        Console().print(_table(differing[: args.top]))
+        table_console().print(_table(differing[: args.top]))
     print(f"{len(both) - len(differing)} of {len(both)} tensors are equal, {len(differing)} differ")
     for line in _only_in(first, second):
         print(line)

@@ -5,17 +5,20 @@ import hashlib
 from collections import Counter
 from math import prod
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from tools.convert.formats import open_source
 from tools.convert.source import Source
 from tools.convert.target import digest
 from tools.progress import moving
+from tools.tables import table_console
 
 SHOWN = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "ffn", "vocab", "max_positions", "norm", "tied")
+WIDTH = 100  # columns that a line takes at most, unless it is one long word
+UNBROKEN: Any = {"break_long_words": False, "break_on_hyphens": False}
 FORMATS = {"hf": "Hugging Face", "megaprec": "megaprec", "megatron": "Megatron-LM"}
 
 
@@ -35,9 +38,9 @@ def main(args: argparse.Namespace) -> int:
     with moving(f"reading {source.path}", sum(_nbytes(source, key) for key in source.shapes)) as report:
         table, wholes = _digests(source, report)
     if args.tensors:
-        Console().print(table)
+        table_console().print(table)
     for kind, whole in wholes.items():
-        print(f"digest     {whole}  ({kind}: SHA-256 of its tensors by logical name)")
+        print(f"digest     {whole}  ({kind}: SHA-256)")
     return 0
 
 
@@ -63,7 +66,7 @@ def describe(source: Source) -> str:
         if said:
             lines.append(f"{name:11}{', '.join(f'{key} {value}' for key, value in said.items())}")
     lines.append(f"tokenizer  {', '.join(file.name for file in source.tokenizer) or 'none'}")
-    return "\n".join(lines)
+    return "\n".join(fill(line, WIDTH, subsequent_indent=" " * 11, **UNBROKEN) for line in lines)
 
 
 def _digests(source: Source, report: Any) -> tuple[Table, dict[str, str]]:

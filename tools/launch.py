@@ -2,7 +2,8 @@
 
 `launch_local` runs this program once per rank, over a rendezvous on a free port of this machine, and waits.
 The first rank that fails ends the run: the others are stopped, its exit code is ours, and its reason, left
-behind by `note_failure`, is the last thing printed.
+behind by `note_failure`, is the last thing printed. A signal to the launcher is handed on to the ranks, which
+may take their time to end; a second one kills them.
 
 Where something else started the ranks (torchrun, Kubernetes, srun), `joined_world` says so and nothing is
 launched. Slurm speaks of ranks in its own variables; `slurm_environment` says them in torch's.
@@ -16,20 +17,23 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megaprec.errors import UserError
+from tools.stopping import listening
 
 OURS = "megaprec_"  # begins the run id of ranks that we started
 WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
 # Ctrl-C ends a rank without a traceback, for the launcher speaks of it. On Linux a rank ends when its launcher is
 # killed (prctl's option 1 is PR_SET_PDEATHSIG); elsewhere it would go on alone.
@@ -58,29 +62,84 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0) -> int:
     share of the cores. Returns 0, or the exit code of the first rank that failed (128 + signal when a signal
     ended it or this launcher).
     """
-    program, *arguments = (part.replace("$", "$$") for part in command)  # the launcher would substitute $name
     with tempfile.TemporaryDirectory(prefix="megaprec_") as folder, _launching(threads or share_of_cores(ranks)):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=OURS + uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="127.0.0.1",  # a machine's own name need not resolve
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
+        local = _Ranks(command, ranks, folder)
         try:
-            elastic_launch(config, program)(*arguments)
-        except ChildFailedError as error:
-            rank, failure = first_failure(error.failures)
-            print(_said(rank, failure), file=sys.stderr, flush=True)
-            return _shell_code(failure.exitcode)
+            with listening(local.hand_on, local.kill):
+                failures = local.run()
         except SignalException as stop:
-            print(f"stopped by {stop.sigval.name}", file=sys.stderr, flush=True)
-            return _shell_code(-stop.sigval)
-    return 0
+            return _stopped(stop.sigval)
+        return _exit_code(failures, local.told) if failures else 0
+
+
+def _exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | None) -> int:
+    """Says why the ranks ended, unless they did so themselves. told: the signal that was handed on to them."""
+    rank, failure = first_failure(failures)
+    if told and failure.exitcode == 128 + told:
+        return failure.exitcode
+    if told and failure.exitcode in (-told, -signal.SIGTERM, -signal.SIGKILL):
+        return _stopped(told)
+    print(_said(rank, failure), file=sys.stderr, flush=True)
+    return _shell_code(failure.exitcode)
+
+
+def _stopped(number: signal.Signals) -> int:
+    print(f"stopped by {number.name}", file=sys.stderr, flush=True)
+    return 128 + number
+
+
+class _Ranks:
+    """`ranks` processes of `command` under torch's agent, which keeps in `folder` why they fail."""
+
+    def __init__(self, command: Sequence[str], ranks: int, folder: str) -> None:
+        program, *arguments = (part.replace("$", "$$") for part in command)  # the agent would substitute $name
+        self.meeting = get_rendezvous_handler(
+            RendezvousParameters(
+                backend="c10d",
+                endpoint="localhost:0",
+                run_id=OURS + uuid.uuid4().hex,
+                min_nodes=1,
+                max_nodes=1,
+                local_addr="127.0.0.1",  # a machine's own name need not resolve
+            )
+        )
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=ranks,
+            rdzv_handler=self.meeting,
+            entrypoint=program,
+            args=tuple(arguments),
+            max_restarts=0,
+            local_addr="127.0.0.1",
+        )
+        self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
+        self.told: signal.Signals | None = None  # the signal that was handed on
+
+    def run(self) -> Mapping[int, ProcessFailure]:
+        """Returns, when all have ended, the failed ranks. Raises SignalException for a signal before they began."""
+        try:
+            return cast(RunResult, self.agent.run()).failures
+        finally:
+            self.meeting.shutdown()
+
+    def hand_on(self, number: signal.Signals) -> None:
+        """Tells each rank what this process was told."""
+        pids = self._pids()
+        if not pids:
+            raise SignalException(f"got {number.name}", number)
+        self.told = number
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self, number: signal.Signals) -> None:
+        """Ends each rank and what it has started; the agent then finds them failed."""
+        for pid in self._pids():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _pids(self) -> list[int]:
+        return [worker.id for worker in self.agent.get_worker_group().workers if worker.id is not None]
 
 
 def share_of_cores(ranks: int) -> int:
@@ -186,10 +245,10 @@ def _shell_code(exitcode: int) -> int:
 
 @contextmanager
 def _launching(threads: int) -> Iterator[None]:
-    """Ranks inherit the thread count; the launcher's log is hushed and, after it, all is as before."""
-    environment = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    """Ranks inherit the thread count; the agent's log is hushed and, after it, all is as before."""
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGQUIT)
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent ends the ranks at once; the others are ours
     logging.disable(logging.ERROR)
     try:
         yield
@@ -197,5 +256,4 @@ def _launching(threads: int) -> Iterator[None]:
         logging.disable(logging.NOTSET)
         os.environ.clear()
         os.environ.update(environment)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGQUIT, handler)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from megaprec.dialects.translate import BESIDE, DIALECTS, FIELDS, shown, translate
@@ -29,6 +28,7 @@ from tools.precision_pasted import read_pasted
 from tools.precision_table import table
 from tools.run import given_in, known_keys, load_precision, load_run
 from tools.settings import FP8, Precision
+from tools.tables import table_console
 from tools.toml import Given, toml
 
 
@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
 def main_show(args: argparse.Namespace) -> int:
     """Runs `megaprec precision show`."""
     found = understand(args.file, args.overrides)
-    console = Console()
+    console = table_console()
     console.print(plan_table(found))
     if found.model is not None:
         console.print(module_table(rows(found.plan, found.model)))

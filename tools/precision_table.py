@@ -129,6 +129,12 @@ FEATURES: tuple[Feature, ...] = (
         "read",
         ("test_dialects::test_fsdp1_reduces_in_the_dtype_of_parameters_unless_told_otherwise",),
     ),
+    Feature(
+        "dtype of the residual stream",
+        ("no", "no", "no", "yes", "part"),
+        "runs",
+        ("test_modes::test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_them", KEY),
+    ),
     Feature("dtype of buffers", ("no", "yes", "no", "part", "no"), "read", (KEY,)),
     Feature(
         "which inputs are cast, dtype of outputs",

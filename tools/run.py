@@ -90,7 +90,7 @@ class RunConfig(BaseModel):
         """What the pipeline ranks of one replica do, planned by the FLOPs of their stages."""
         train, placed = self.train, pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
         model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
-        cut = cuts(model, len(placed), train.seq_length, self.parallel.cuts, placed)
+        cut = cuts(model, len(placed), train.seq_length, self.parallel.cuts, placed, self.recompute)
         costs = stage_costs(model, cut, train.seq_length, train.micro_batch, self.recompute)
         return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
 
@@ -189,12 +189,12 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     notes, wrong = resolve_dialect(given, known_keys())
     problems += wrong
     problems += _unknown(given)
-    problems += _add_preset(given)
-    problems += _add_initial(given)
+    unread = [*_add_preset(given), *_add_initial(given, contradicted := list[str]())]
+    problems += [*unread, *contradicted]
     length = given.get("train.seq_length")
     if length is not None and isinstance(length.value, int):
         given.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
-    tables, wrong = _typed(given, _tables())
+    tables, wrong = _typed(given, _tables(), told="model" if unread else "")
     problems += [*wrong, *cross_problems(tables)]
     if problems:
         raise UserError(*problems)
@@ -224,15 +224,18 @@ def given_in(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[di
     return (_from_file(Path(path)) | given if path is not None else given), problems
 
 
-def _typed(given: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]]) -> tuple[dict[str, BaseModel], list[str]]:
-    """The tables that can be read, and the problems of those that cannot."""
+def _typed(
+    given: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]], told: str = ""
+) -> tuple[dict[str, BaseModel], list[str]]:
+    """The tables that can be read, and the problems of those that cannot. told: whose missing keys were explained."""
     tables, problems = dict[str, BaseModel](), list[str]()
     for table, kind in kinds.items():
         values = {name: given[f"{table}.{name}"].value for name in kind.model_fields if f"{table}.{name}" in given}
         try:
             tables[table] = kind.model_validate(values)
         except ValidationError as error:
-            problems += _explained(table, kind, error, given)
+            lines = _explained(table, kind, error, given)
+            problems += [line for line in lines if table != told or " is missing: " not in line]
     return tables, problems
 
 
@@ -310,8 +313,11 @@ def _add_preset(given: dict[str, Given]) -> list[str]:
     return []
 
 
-def _add_initial(given: dict[str, Given]) -> Iterator[str]:
-    """Puts in what the folder of train.init_from says of model and tokenizer; yields what contradicts it."""
+def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[str]:
+    """Puts in what the folder of train.init_from says of model and tokenizer, or yields why it says nothing.
+
+    contradicted: gets a line for each key that says something else.
+    """
     asked = given.get("train.init_from")
     if asked is None or not isinstance(asked.value, str) or not asked.value:
         return

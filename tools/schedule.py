@@ -130,7 +130,8 @@ def _with_transfers(cost: Cost, transfer: float) -> Cost:
 def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     made, train, parallel = config.schedule, config.train, config.parallel
     model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
-    cut = cuts(model, len(made.rank_of_stage), train.seq_length, parallel.cuts, made.rank_of_stage)
+    placed = made.rank_of_stage
+    cut = cuts(model, len(placed), train.seq_length, parallel.cuts, placed, config.recompute)
     costs = stage_costs(model, cut, train.seq_length, train.micro_batch, config.recompute)
     kept: Sequence[Kept] = ()  # what experts keep depends on the tokens that are sent to them
     batch, layout = (train.seq_length, train.micro_batch), (parallel.tensor, parallel.sequence)

@@ -187,7 +187,11 @@ class Precision(Table):
     trace_overflows: bool = Field(
         default=True, description="run a skipped step again to find the micro-batch and the samples that broke it"
     )
-    patience: int = Field(default=20, gt=0, description="skips in a row at the lowest scale after which the run stops")
+    patience: int = Field(
+        default=20,
+        gt=0,
+        description="the run stops after so many skips in a row at the lowest scale or with a bad loss",
+    )
 
 
 class FP8(Table):

@@ -1,6 +1,7 @@
 """The training loop: batches in, steps, records, evaluations and checkpoints out. Every rank runs it alike."""
 
 import json
+import sys
 import time
 import warnings
 from collections import deque
@@ -38,6 +39,7 @@ from tools.run import RunConfig
 from tools.saved import Progress
 from tools.shadow import shadow_event, shadow_fields
 from tools.skips import Hopeless, overflow_event
+from tools.stopping import Stopped, listening
 from tools.trace import TIMELINE, write_trace
 from tools.write import print_memory, print_start
 
@@ -83,6 +85,8 @@ class Trainer:
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = Progress()  # of the steps whose outcome is known; one more may have been taken
         self._raised: NonFiniteStep | None = None
+        self._told = 0  # the signal that told this rank to stop
+        self._stops = False  # whether all ranks know that one was told to
         self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
         if checkpoint:
             self._resume(checkpoint)
@@ -105,31 +109,53 @@ class Trainer:
         self.watch.load_state_dict(saved["watch"])
 
     def run(self) -> None:
-        """All steps that are left; a checkpoint at the end."""
-        steps = self.config.train.steps
+        """All steps that are left, or as many as there are until a signal; a checkpoint at the end.
+
+        Raises Stopped after a signal, Hopeless if further steps are of no use; the state is saved.
+        """
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
             print_memory(self.engine.optimizer)
-            if self.progress.step < steps:  # else run.toml would be untrue of those taken
+            if self.progress.step < self.config.train.steps:  # else run.toml would be untrue of those taken
                 self.config.save_resolved(Path(self.config.train.folder))
-        with tf32(self.config.plan.tf32), self._journal() as journal:
-            while self.progress.step < steps:
-                stop = ""
-                for record, events in self._records():
-                    if journal is not None:
-                        journal.write(record)
-                        for event in events:
-                            journal.write_event(event)
-                    stop = stop or self._reason_to_stop()
-                done = self.progress.step
-                if done == self._taken and (stop or self._saves_after(done)):
-                    self._save()
-                if stop:
-                    raise Hopeless(f"stopped after step {self.progress.step}, state saved: {stop}")
-        self.engine.optimizer.wait()
+        with listening(self._ask_to_stop):
+            with tf32(self.config.plan.tf32), self._journal() as journal:
+                self._take_steps(journal)
+            self.engine.optimizer.wait()
+            if self._stops and self.progress.step < self.config.train.steps:
+                self._leave()
 
-    def _reason_to_stop(self) -> str:
-        """Why no further step is taken; empty if there is no reason."""
+    def _take_steps(self, journal: Journal | None) -> None:
+        while self.progress.step < self.config.train.steps and not self._stops:
+            hopeless = ""
+            for record, events in self._records():
+                if journal is not None:
+                    journal.write(record)
+                    for event in events:
+                        journal.write_event(event)
+                hopeless = hopeless or self._no_hope()
+            done = self.progress.step
+            if done == self._taken and (hopeless or self._stops or self._saves_after(done)):
+                self._save()
+            if hopeless:
+                raise Hopeless(f"stopped after step {done}, state saved: {hopeless}")
+
+    def _ask_to_stop(self, number: int) -> None:
+        """Every rank will know of it with the outcome of the next step that is agreed on."""
+        self._told = number
+        self.engine.optimizer.stop = True
+
+    def _leave(self) -> None:
+        """Raises Stopped on all ranks, once the first has said so: who leaves early takes the others with him."""
+        world, device = self.engine.optimizer.world, self.engine.device
+        stopped = Stopped(int(world.max_(torch.tensor(float(self._told), device=device)).item()))
+        if self.rank == 0:
+            print(f"{stopped} after step {self.progress.step}, state saved: the same command goes on", file=sys.stderr)
+        world.barrier()
+        raise stopped
+
+    def _no_hope(self) -> str:
+        """Why further steps are of no use; empty if they are."""
         if self._raised is not None:
             return f'precision.on_nonfinite = "raise", and {self._raised}'
         return self.watch.advice() if self.watch.hopeless else ""
@@ -214,11 +240,15 @@ class Trainer:
             self._write_timeline(recording)
         try:
             report = self.engine.update(self._lr())
-            if self._evaluates_after(self._taken) or self._saves_after(self._taken) or self._shadowed(self._taken + 1):
+            if self._stops or self._needs_outcome(self._taken):
                 report = report or self.engine.settle()
         except NonFiniteStep as error:
             report, self._raised = error.report, error
         return [*known, (report, self._count(report))] if report else known
+
+    def _needs_outcome(self, step: int) -> bool:
+        """Whether something is done after `step` that must not be done on a guess."""
+        return self._evaluates_after(step) or self._saves_after(step) or self._shadowed(step + 1)
 
     def _lr(self) -> float:
         """The learning rate of the next step."""
@@ -228,7 +258,8 @@ class Trainer:
         )
 
     def _count(self, report: StepReport) -> Progress:
-        """How far the run has come with this step."""
+        """How far the run has come with this step, which may also say that it is to stop."""
+        self._stops |= report.stop
         progress, batch, applied = self.progress, self.config.train.global_batch, int(report.changed)
         self.progress = Progress(
             progress.step + 1,

@@ -92,7 +92,7 @@ def _stages(config: RunConfig, corpus: Corpus) -> str:
     """Layers of each stage, its share of the cost, and how long a rank will wait."""
     schedule, train = config.schedule, config.train
     placed = schedule.rank_of_stage
-    cut = cuts(corpus.model, len(placed), train.seq_length, config.parallel.cuts, placed)
+    cut = cuts(corpus.model, len(placed), train.seq_length, config.parallel.cuts, placed, config.recompute)
     costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch, config.recompute)
     total = sum(cost.forward for cost in costs)
     said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)

@@ -8,14 +8,15 @@ both have a dynamic loss scale. "torch.tf32" is FP32 whose products may be made 
     num_layers = 8                                  keys of the model are those of [model] in InternEvo's words
     [precision.internevo.grad_scaler]               max_scale, hysteresis, growth_factor, backoff_factor
     [precision.internevo.grad_scaler.fp16]          initial_scale, min_scale, growth_interval
-    [precision.internevo.hybrid_zero_optimizer]     clip_grad_norm
+    [precision.internevo.hybrid_zero_optimizer]     clip_grad_norm, overlap_sync_grad, overlap_sync_param,
+                                                    reduce_bucket_size
     [precision.internevo.parallel]                  zero1, tensor, pipeline: sizes; zero1 of 1 is off, -1 all ranks
 
 Keys of the model that are not given are left to the run file. Where InternEvo overlooks something megaprec does not:
 TF32 and FP32 gradients are clipped, a NaN counts as an overflow, and clip_grad_norm = 0 turns off nothing else.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -67,6 +68,8 @@ class Model(Keys):
     use_fp32_norm: bool = False
     drop_rate: float | None = Field(default=None, ge=0, lt=1)
     attn_drop_rate: float | None = Field(default=None, ge=0, lt=1)
+    no_bias: bool | None = None
+    dropout_selective_checkpoint: bool | None = None
     grad_scaler: Any = None
     hybrid_zero_optimizer: Any = None
     parallel: Any = None
@@ -91,9 +94,12 @@ class Fp16(Keys):
 
 
 class HybridZeroOptimizer(Keys):
-    """The key of `hybrid_zero_optimizer` that bears on numbers."""
+    """Keys of `hybrid_zero_optimizer = dict(...)`; the size is in elements."""
 
     clip_grad_norm: float = Field(default=1.0, ge=0)
+    overlap_sync_grad: bool | None = None
+    overlap_sync_param: bool | None = None
+    reduce_bucket_size: int | None = Field(default=None, gt=0)
 
 
 class Parallel(Keys):
@@ -102,6 +108,7 @@ class Parallel(Keys):
     zero1: Any = -1
     tensor: Any = None
     pipeline: Any = None
+    weight: Any = None
 
 
 SCALE_KEYS = ("grad_scaler.growth_factor", "grad_scaler.backoff_factor", "grad_scaler.max_scale")
@@ -184,11 +191,26 @@ def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
     if model.num_chunks > 1:
         settings["parallel.schedule"] = reading.by("interleaved", "num_chunks")
         settings["parallel.chunks"] = reading.by(model.num_chunks, "num_chunks")
+    if model.no_bias is not None:
+        settings |= all_of(("model.qkv_bias", "model.output_bias"), reading.by(not model.no_bias, "no_bias"))
     if model.hybrid_zero_optimizer is not None:
-        optimizer = reading.read(HybridZeroOptimizer, model.hybrid_zero_optimizer, "hybrid_zero_optimizer")
-        settings["optimizer.clip"] = reading.by(optimizer.clip_grad_norm, "hybrid_zero_optimizer.clip_grad_norm")
+        settings |= _optimizer(reading, model.hybrid_zero_optimizer)
     if model.parallel is not None:
         settings |= _parallel(reading, reading.read(Parallel, model.parallel, "parallel"))
+    return settings
+
+
+def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
+    """Clipping and communication by run-file key. Gradients and weights overlap both or neither here."""
+    here = "hybrid_zero_optimizer"
+    asked = reading.read(HybridZeroOptimizer, table, here)
+    settings = {"optimizer.clip": reading.by(asked.clip_grad_norm, f"{here}.clip_grad_norm")}
+    if (asked.overlap_sync_grad, asked.overlap_sync_param) != (None, None):
+        overlap = bool(asked.overlap_sync_grad or asked.overlap_sync_param)
+        keys = (f"{here}.overlap_sync_grad", f"{here}.overlap_sync_param")
+        settings["parallel.overlap"] = reading.by(overlap, *keys)
+    if asked.reduce_bucket_size is not None:
+        settings["parallel.bucket"] = reading.by(asked.reduce_bucket_size, f"{here}.reduce_bucket_size")
     return settings
 
 
@@ -203,6 +225,8 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
         reading.refuse("parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}")
     elif SEQUENCE[mode]:
         settings["parallel.sequence"] = reading.by(True, "parallel.tensor", "parallel.tensor.mode")
+    if asked.weight is not None and (_size(reading, "weight", asked.weight) or 1) > 1:
+        reading.refuse("parallel.weight", asked.weight, "weights are not cut over ranks of their own: 1 would do")
     if (size := _size(reading, "zero1", asked.zero1)) is not None:
         settings["parallel.zero"] = reading.by(size != 1, "parallel.zero1", "parallel.zero1.size")
         if size > 1:
@@ -234,16 +258,39 @@ def _notes(reading: Reading, model: Model) -> list[str]:
             f"{', '.join(layout)}: the same numbers either way; here the vocabulary of embedding and logits "
             "is cut over tensor ranks, and torch chooses the attention kernel"
         )
+    if model.dropout_selective_checkpoint is not None:
+        notes.append(
+            "dropout_selective_checkpoint: the same numbers either way; here parallel.recompute says what is made again"
+        )
+    if communication := [*_about_communication(model.parallel)]:
+        notes.append(f"{', '.join(communication)}: how ranks communicate, with the same numbers either way")
     if model.apply_post_layer_norm:
         notes.append("apply_post_layer_norm: InternEvo accepts it and normalises before each layer all the same")
     return notes
 
+
+def _about_communication(parallel: object) -> Iterator[str]:
+    """Given keys that say when and through which memory ranks exchange what they exchange in any case."""
+    for table, keys in COMMUNICATION.items():
+        given = parallel.get(table) if isinstance(parallel, Mapping) else None
+        for key in keys if isinstance(given, Mapping) else ():
+            if key in given:
+                yield f"parallel.{table}.{key}"
+
+
+COMMUNICATION = {"zero1": ("fsdp",), "pipeline": ("interleaved_overlap",), "weight": ("overlap", "memory_pool")}
 
 _SAME = {
     "num_chunks": "parallel.chunks",
     "checkpoint": "parallel.recompute_fraction",
     "embed_grad_scale": "model.embedding_grad_scale",
 }  # InternEvo's key -> ours, of the same value
+_OF_OPTIMIZER = {
+    "clip_grad_norm": "optimizer.clip",
+    "overlap_sync_grad": "parallel.overlap",
+    "overlap_sync_param": "parallel.overlap",
+    "reduce_bucket_size": "parallel.bucket",
+}
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -275,8 +322,10 @@ def _expressed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             config[key] = settings[name]
     if "model.ffn" in settings and "model.hidden" in settings:
         config["mlp_ratio"] = settings["model.ffn"] / settings["model.hidden"]
-    if "optimizer.clip" in settings:
-        config["hybrid_zero_optimizer"] = {"clip_grad_norm": settings["optimizer.clip"]}
+    if optimizer := {key: settings[name] for key, name in _OF_OPTIMIZER.items() if name in settings}:
+        config["hybrid_zero_optimizer"] = optimizer
+    if "model.qkv_bias" in settings and settings["model.qkv_bias"] == settings.get("model.output_bias"):
+        config["no_bias"] = not settings["model.qkv_bias"]
     sizes = {name: settings[f"parallel.{name}"] for name in ("tensor", "pipeline") if f"parallel.{name}" in settings}
     parallel: dict[str, Any] = {name: {"size": size} for name, size in sizes.items()}
     if settings.get("parallel.sequence"):

@@ -1,8 +1,8 @@
 """Runs a function on several ranks at once, as if it were one process: `@on_ranks(pp=2, tp=2)` over a test.
 
-Ranks are forked from one server that has already imported torch, so a four-rank test takes about 0.3 s and not
-the 5 s of four fresh interpreters. Each rank joins a gloo world on the CPU, gets the mesh as first argument,
-treats warnings as the test that started it does, and sends what it returns or raises back through a pipe.
+Ranks are forked from one server that has already imported torch and all of ours, so a four-rank test takes about
+0.3 s and not the 5 s of four fresh interpreters. Each rank joins a gloo world on the CPU, gets the mesh as first
+argument, treats warnings as the test that started it does, and sends what it returns or raises back through a pipe.
 It then stays until every rank has answered: had it left, the others would fail on a broken connection and hide
 who failed first. A rank still at work after `SECONDS` writes where it stands and ends itself, so a hang is a
 failed test with the stacks of all ranks, and nothing outlives a test even if the test itself is killed.
@@ -37,8 +37,9 @@ SECONDS = 60.0  # the longest that a test may take
 GRACE = 1.0  # how long other ranks may still answer once one has failed
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
-    # the third is what torch imports, in half a second, at the first backward from a given gradient
-    ["torch", "torch.distributed.device_mesh", "torch.fx.experimental.symbolic_shapes", "pytest", "hypothesis"]
+    # the second is what torch imports, in half a second, at the first backward from a given gradient;
+    # the last import most of ours, which would take each rank another half second
+    ["torch", "torch.fx.experimental.symbolic_shapes", "pytest", "hypothesis", "tests.layouts", "tests.runs"]
 )
 
 

@@ -27,9 +27,9 @@ MODEL = MODELS["llama tied biased"]
 STEEP = LossScaling("dynamic", backoff_factor=2.0**-4, growth_interval=3)  # finds its scale in few steps
 RUNS = {
     "fp16": Run(MODEL, "fp16", STEEP, steps=9, sequence=True, micro_batch=4),
-    "fp16, planted": Run(MODEL, "fp16", LossScaling("constant", 1024.0), plant=(0, 1, NAN)),
-    "bf16, planted": Run(MODEL, "bf16", plant=(0, 1, -INF)),
-    "fp32, planted": Run(MODEL, "fp32", plant=(0, 1, INF)),
+    "fp16, planted": Run(MODEL, "fp16", LossScaling("constant", 1024.0), plant=(0, 1, NAN), micro_batch=4),
+    "bf16, planted": Run(MODEL, "bf16", plant=(0, 1, -INF), micro_batch=4),
+    "fp32, planted": Run(MODEL, "fp32", plant=(0, 1, INF), micro_batch=4),
 }
 
 

@@ -43,6 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", usually(("gpt2", "llama-tied", "mixtral"), CONFIGS.keys() - WITHOUT_MEGATRON))
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_weights_come_back_bit_for_bit_through_ours_and_megatron(kind: str, tmp_path: Path) -> None:
     hf = write_folder(tmp_path / "hf", kind, torch.bfloat16)
     run(hf, tmp_path / "ours")
@@ -76,6 +77,7 @@ def test_moments_masters_and_the_scaler_come_back_through_megatron(trained: Path
     assert kept["progress"]["step"] == 3
 
 
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_masters_without_half_weights_go_the_same_way(trained: Path, tmp_path: Path) -> None:
     run(trained, tmp_path / "megatron", "--to", "megatron", "--layers", "local")
     run(tmp_path / "megatron", tmp_path / "ours")
@@ -101,6 +103,7 @@ TARGETS: dict[str, list[object]] = {
 
 
 @pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_a_conversion_that_was_killed_goes_on_and_leaves_the_same_bytes(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +157,7 @@ def test_values_that_do_not_read_back_are_not_taken_for_a_model(
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_a_wrong_order_of_query_key_and_value_is_found_by_the_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

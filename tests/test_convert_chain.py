@@ -23,10 +23,9 @@ from tests.foreign import CONFIGS, WITHOUT_MEGATRON, write_folder
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.cli import main
-from tools.convert import torch_files
 from tools.convert.initial import open_initial, start_from
-from tools.convert.untrusted import described, unpickled
 
+pytestmark = pytest.mark.usefixtures("torch_files_read_here")
 TOKENS = torch.randint(131, (4, 12), generator=torch.Generator().manual_seed(2))
 # What Megatron has no word for is left out of these.
 CHANGED: dict[str, dict[str, Any]] = {
@@ -66,14 +65,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folders = [folder_of(kind, place / kind / "hf") for kind in KINDS]
     run_ranks(train_from, {"tp": 2, "pp": 2}, folders=folders)
     return place
-
-
-@pytest.fixture(autouse=True)
-def look_into_files_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a process for each look, which takes longer than all the rest."""
-    monkeypatch.setattr(
-        torch_files, "_ask", lambda paths: json.loads(json.dumps([described(unpickled(p)) for p in paths]))
-    )
 
 
 def convert(*arguments: object) -> None:

@@ -20,7 +20,10 @@ from tools.convert.verify import compare_logits, load_stage
 transformers: Any = pytest.importorskip(
     "transformers", reason="needs the package transformers (pip install megaprec[hf])", exc_type=ImportError
 )
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of transformers
+    pytest.mark.usefixtures("torch_files_read_here"),
+]
 
 
 def run(*arguments: object) -> None:

@@ -81,6 +81,7 @@ def test_a_run_does_not_go_on_from_weights_alone_and_says_what_to_do(
 
 
 @pytest.mark.parametrize("dtype", ["bf16", *slow(("fp32",))])
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_a_run_that_went_through_megatrons_files_goes_on_as_if_it_had_not(
     dtype: str, file: Path, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from tools.cli import main
 from tools.difference import compare
 from tools.run import load_run
 
+pytestmark = pytest.mark.usefixtures("torch_files_read_here")
 RUN = "[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n"
 
 

@@ -1,0 +1,26 @@
+"""What several files of tests ask for by name."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.convert import torch_files
+from tools.convert.untrusted import described, unpickled
+
+
+@pytest.fixture
+def torch_files_read_here() -> Iterator[None]:
+    """Torch files are looked into without a process for each look, which takes longer than all the rest.
+
+    That process itself is tested in test_untrusted.py, and as part of a conversion in test_convert.py.
+    """
+
+    def answers(paths: Sequence[Path]) -> Any:
+        return json.loads(json.dumps([described(unpickled(path)) for path in paths]))
+
+    with pytest.MonkeyPatch.context() as patch:  # of its own: a test that undoes its patches keeps this one
+        patch.setattr(torch_files, "_ask", answers)
+        yield

@@ -66,7 +66,7 @@ def open_native(path: Path) -> Source:
         index["optimizer"]["steps"],
         index["optimizer"]["scaler"],
         index["optimizer"].get("rule", {}),
-        *({} if index.get(key) is None else index[key] for key in ("progress", "watch", "precision", "layout")),
+        **{key: {} if index.get(key) is None else index[key] for key in ("progress", "watch", "precision", "layout")},
     )
     return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
 

@@ -126,7 +126,7 @@ def _peak(mesh: DeviceMesh, case: Case) -> int:
 
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_a_step_takes_what_is_foretold(axes: dict[str, int]) -> None:
-    """With tp the sequence is cut: buffers of gloo's sums come on top, and show where whole layers are made again."""
+    """With tp the sequence is cut: buffers of messages come on top, and show where whole layers are made again."""
     ways = [KEEP, Recompute(MODULES), *([] if "tp" in axes else [Recompute(fraction=1.0)])]
     kinds = ("1f1b", "zb-h1", "zb-v")
     cases = [Case(FAMILIES["llama"], way, "tp" in axes, kind) for way in ways for kind in kinds]

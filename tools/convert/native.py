@@ -66,7 +66,10 @@ def open_native(path: Path) -> Source:
         index["optimizer"]["steps"],
         index["optimizer"]["scaler"],
         index["optimizer"].get("rule", {}),
-        **{key: {} if index.get(key) is None else index[key] for key in ("progress", "watch", "precision", "layout")},
+        progress=index.get("progress") or {},
+        watch=index.get("watch") or {},
+        precision=index.get("precision") or {},
+        layout=index.get("layout") or {},
     )
     return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
 

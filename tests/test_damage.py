@@ -112,6 +112,7 @@ def test_what_is_hashed_in_memory_is_what_is_in_the_file(tmp_path: Path) -> None
         "b": torch.randn(3, 5).bfloat16(),
         "a": torch.randn(7, 3, dtype=torch.float64).t().contiguous(),
         "scalar": torch.tensor(2.0),
+        "one": torch.randn(1, 24)[:, 3],
         "none": torch.empty(0, 4),
         "codes": torch.randn(11).to(torch.float8_e4m3fn),
         "flags": torch.tensor([True, False, True]),

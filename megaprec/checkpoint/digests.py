@@ -35,8 +35,14 @@ def tensors_digest(file: Path, tensors: Mapping[str, Tensor]) -> str:
     made = hashlib.sha256(length + header)
     entries: dict[str, Any] = json.loads(header)
     for name in sorted(tensors, key=lambda name: entries[name]["data_offsets"]):
-        made.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        made.update(raw(tensors[name]))
     return made.hexdigest()
+
+
+def raw(values: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, in its logical order."""
+    flat = values.contiguous().as_strided((values.numel(),), (1,))  # of one element any stride is contiguous
+    return flat.view(torch.uint8).numpy().data
 
 
 def sealed(index: dict[str, Any]) -> bytes:

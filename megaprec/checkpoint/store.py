@@ -65,7 +65,7 @@ class Store:
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({error})") from error
         if not is_sealed(content, self.index):
-            raise UserError(f"{path} is damaged: {INDEX} is not what was saved (SHA-256 differs)")
+            raise UserError(f"{path} is damaged: {INDEX} is not what was saved (SHA-256 differs): restore it")
         found = self.index.get("format") if isinstance(self.index, dict) else None
         if found != FORMAT:
             raise UserError(f"{path} has checkpoint format {found!r}; this version reads {FORMAT}")

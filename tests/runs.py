@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.checkpoint.digests import OWN, sealed
 from megaprec.checkpoint.folder import latest
-from megaprec.checkpoint.store import Store
+from megaprec.checkpoint.store import INDEX, Store
 from tests.ranks import run_ranks
 from tools import cli
 from tools.corpus import open_corpus
@@ -104,6 +106,14 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All logical tensors, weights and moments."""
     store = Store(checkpoint)
     return {key: store.read(*key.split("/", 1)) for key in store.index["tensors"]}
+
+
+def edit_index(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes what checkpoint.json says; its digest then is that of what it says now."""
+    file = checkpoint / INDEX
+    index = json.loads(file.read_bytes())
+    change(index)
+    file.write_bytes(sealed({key: value for key, value in index.items() if key != OWN}))
 
 
 def assert_close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float) -> None:

@@ -1,6 +1,5 @@
 """What a user gets wrong: a line for each problem with key, value and remedy, exit code 2, and nothing written."""
 
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.data.indexed import IndexedWriter
-from tests.runs import checkpoint, train, write_run
+from tests.runs import checkpoint, edit_index, train, write_run
 from tools.cli import main
 
 
@@ -204,9 +203,9 @@ def test_a_checkpoint_that_another_program_saved_is_refused(
     lost: str, run_file: Path, refused: Callable[..., None]
 ) -> None:
     folder = shutil.copytree(run_file.parent / "run", run_file.parent / "foreign" / lost)
-    index = checkpoint(folder, 2) / "checkpoint.json"
-    index.write_text(json.dumps({key: value for key, value in json.loads(index.read_text()).items() if key != lost}))
-    line = f'{index.parent} was not saved by this `megaprec train`: its checkpoint.json has no "{lost}"'
+    found = checkpoint(folder, 2)
+    edit_index(found, lambda index: index.pop(lost))
+    line = f'{found} was not saved by this `megaprec train`: its checkpoint.json has no "{lost}"'
     refused(["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={folder}"], line)
     if lost in ("model", "tokenizer"):
         refused(["generate", str(folder), "--prompt", "x"], line)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.checkpoint.digests import OTHERS, OWN
 from megaprec.checkpoint.folder import begin, checkpoints, latest, partial_path
 from megaprec.checkpoint.state import load, save
 from megaprec.checkpoint.store import INDEX, Store
@@ -208,8 +209,11 @@ def test_a_checkpoint_with_more_in_it_is_of_another_model(tmp_path: Path) -> Non
     require_refused(path, small(), "another model: it has 55 parameters, not 54")
 
 
-def change_index(change: Callable[[dict[str, Any]], None], path: Path) -> None:
+def change_index(change: Callable[[dict[str, Any]], object], path: Path) -> None:
+    """Of a checkpoint as an earlier version saved it: without digests, which would tell of any change."""
     index = json.loads((path / INDEX).read_text())
+    for key in (OWN, OTHERS):
+        index.pop(key, None)
     change(index)
     (path / INDEX).write_text(json.dumps(index))
 
@@ -271,6 +275,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(tmp_path: Path, dam
     do, message = DAMAGES[damage]
     path = saved(tmp_path)
     shutil.copy(path / "optimizer-00000.safetensors", tmp_path / "elsewhere.safetensors")
+    change_index(lambda index: None, path)
     do(path)
     require_refused(path, small(), message)
 

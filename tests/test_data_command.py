@@ -1,10 +1,13 @@
 """`megaprec data build` and `inspect`, through the parser."""
 
 import argparse
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from megaprec.data.files import alone
 from megaprec.data.indexed import IndexedWriter
 from megaprec.errors import UserError
 from tools.data import add_parser
@@ -81,3 +84,22 @@ def test_one_tokenizer_is_asked_for(tokenizer: tuple, capsys: pytest.CaptureFixt
         command("build", "python", "x", *tokenizer)
     assert stop.value.code == 2
     assert "--vocab-size" in capsys.readouterr().err
+
+
+def test_a_build_waits_for_another_of_the_same_prefix_and_takes_what_it_made(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("build", "python", tmp_path / "py", "--vocab-size", 400, "--max-chars", 30_000)
+    with ThreadPoolExecutor(1) as other:
+        with alone(tmp_path / ".py.lock", lambda: pytest.fail("nobody builds yet")):
+            waiting, said, deadline = other.submit(command, *words), "", time.monotonic() + 60
+            while "waiting for another process" not in said:
+                assert time.monotonic() < deadline and not waiting.done()
+                time.sleep(0.01)
+                said += capfd.readouterr().err
+            assert [path.name for path in tmp_path.iterdir()] == [".py.lock"]
+            assert command(*words[:2], tmp_path / "another", *words[3:]) == 0, "another prefix is free"
+            for path in tmp_path.glob("another.*"):
+                path.rename(path.with_stem("py"))
+        assert waiting.result() == 0
+    assert "already there, unchanged" in capfd.readouterr().out

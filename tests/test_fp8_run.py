@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megaprec.checkpoint.folder import latest
-from tests.runs import checkpoint, losses, rewind, steps, tensors, train, train_on, write_run
+from tests.runs import checkpoint, edit_index, losses, rewind, steps, tensors, train, train_on, write_run
 
 KEYS = ("fp8.kind=delayed", "fp8.pad=true", "fp8.history_length=8", "precision.compute=bf16", "log.progress=false")
 FP32 = (*KEYS[:3], "precision.compute=fp32")
@@ -96,9 +96,8 @@ def test_damaged_scales_are_refused(
     folder = rewind(whole, tmp_path / "damaged", 3)
     path = latest(folder / "checkpoints")
     assert path
-    index = json.loads((path / "checkpoint.json").read_text())
-    index["tensors"]["fp8/layers.0.mlp.down.weight.input.history"]["chunks"] = []
-    (path / "checkpoint.json").write_text(json.dumps(index))
+    name = "fp8/layers.0.mlp.down.weight.input.history"
+    edit_index(path, lambda index: index["tensors"][name].update(chunks=[]))
     assert train(file, *KEYS, into(folder)) == 2
     assert "lacks a part of fp8/layers.0.mlp.down.weight.input.history: it is damaged" in capsys.readouterr().err
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint import folder as checkpoint_folder
+from megaprec.checkpoint import intact as checkpoint_intact
 from megaprec.checkpoint import state as checkpoint_state
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.training import train_sentencepiece
@@ -263,7 +264,7 @@ def _train_and_die(module: str, name: str, instead: Callable[..., None], file: P
 @pytest.mark.parametrize(
     ("module", "name", "instead", "step"),
     [
-        (checkpoint_state, "save_file", write_half, 2),
+        (checkpoint_intact, "save_file", write_half, 2),
         (checkpoint_state, "_write_index", die, 2),
         (checkpoint_state, "commit", die, 2),
         (checkpoint_folder.shutil, "rmtree", die, 4),  # of the checkpoint before, when the new one is whole

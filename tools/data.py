@@ -1,13 +1,15 @@
 """`megaprec data`: build a data set of a text, inspect what is in one, verify data, learn a tokenizer."""
 
 import argparse
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from megaprec.data.build import BuildResult, check_vocabulary, prepare
-from megaprec.data.files import beside
+from megaprec.data.files import alone, beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.text import SUFFIXES, Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
@@ -87,12 +89,18 @@ def _add_inspect(commands: SubParsers) -> None:
 
 
 def build(args: argparse.Namespace) -> int:
-    """Run `megaprec data build`. `UserError` on bad input, before anything is written."""
+    """Run `megaprec data build`. `UserError` on bad input, before anything is written.
+
+    One process at a time builds one prefix; others wait, and take what it made if it is what they were to make.
+    """
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: there must be one at least")
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    if args.tokenizer:
+        load_tokenizer(args.tokenizer)  # refused before there is a lock
+    lock = args.prefix.with_name(f".{args.prefix.name}.lock")
     start = time.perf_counter()
-    with building(source) as on_progress:
+    with alone(lock, partial(_say_busy, args.prefix)), building(source) as on_progress:
         result = prepare(
             source,
             args.prefix,
@@ -108,6 +116,10 @@ def build(args: argparse.Namespace) -> int:
         speed = f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M characters/s"
         print(f"{seconds:,.1f} s, {speed}")
     return 0
+
+
+def _say_busy(prefix: Path) -> None:
+    print(f"waiting for another process, which builds {prefix}", file=sys.stderr, flush=True)
 
 
 def learn(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
-from tools.convert.formats import open_source
+from tools.convert.formats import open_intact
 from tools.convert.source import Source
 from tools.progress import moving
 from tools.tables import table_console
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `megaprec diff`. Exit code 0 whether they differ or not."""
-    first, second = (open_source(path, args.vocab) for path in (args.first, args.second))
+    first, second = (open_intact(path, args.vocab) for path in (args.first, args.second))
     both = [key for key in first.shapes if key in second.shapes]
     with moving(f"comparing {args.first} and {args.second}", len(both)) as report:
         found = []

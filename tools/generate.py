@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import INDEX, Store
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
@@ -78,6 +79,7 @@ def load_model(path: Path) -> tuple[Stage, Tokenizer]:
     require_builtin(config, "megaprec generate")
     if not (name := kept(store, "tokenizer")):
         raise UserError(f"{path} was trained on token ids without a tokenizer, so it cannot read a prompt")
+    require_intact(store, store.files_of("weight") | {name})
     stage = Stage(config, Context(plan("fp32")), cuts(config, 1, config.max_positions)[0])
     with torch.no_grad():
         for parameter in stage.parameters():

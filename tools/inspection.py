@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from tools.convert.formats import open_source
+from megaprec.checkpoint.store import Store
+from tools.convert.formats import open_intact
 from tools.convert.source import Source
 from tools.convert.target import digest
 from tools.progress import moving
@@ -33,8 +34,10 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `megaprec inspect`."""
-    source = open_source(args.path, args.vocab)
+    source = open_intact(args.path, args.vocab)
     print(describe(source))
+    if source.kind == "megaprec":
+        print(_checked(Store(source.path)))
     with moving(f"reading {source.path}", sum(_nbytes(source, key) for key in source.shapes)) as report:
         table, wholes = _digests(source, report)
     if args.tensors:
@@ -67,6 +70,13 @@ def describe(source: Source) -> str:
             lines.append(f"{name:11}{', '.join(f'{key} {value}' for key, value in said.items())}")
     lines.append(f"tokenizer  {', '.join(file.name for file in source.tokenizer) or 'none'}")
     return "\n".join(fill(line, WIDTH, subsequent_indent=" " * 11, **UNBROKEN) for line in lines)
+
+
+def _checked(store: Store) -> str:
+    """What is known of the files after `open_intact` has opened them."""
+    if not store.digests:
+        return "files      not checked: the version that saved them recorded no digest"
+    return f"files      {len(store.digests) + 1}, with the bytes that were saved (SHA-256)"
 
 
 def _digests(source: Source, report: Any) -> tuple[Table, dict[str, str]]:

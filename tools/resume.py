@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaprec.checkpoint.folder import checkpoints, latest
+from megaprec.checkpoint.folder import latest, remedy
+from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
 from models.config import ModelConfig
@@ -39,11 +40,11 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None) -> None:
 
 def _open(path: Path) -> Store:
     try:
-        return Store(path)
+        store = Store(path)
     except UserError as error:
-        earlier = [p for p in checkpoints(path.parent) if p != path]
-        instead = f"go on from {max(earlier).name}" if earlier else "start anew"
-        raise UserError(*error.problems, f"{path} is damaged: restore it, or remove it to {instead}") from error
+        raise UserError(*error.problems, f"{path} is damaged: {remedy(path)}") from error
+    require_intact(store, (name for name in store.digests if not name.endswith(".safetensors")))  # loading checks those
+    return store
 
 
 def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:

@@ -22,7 +22,7 @@ from parallel.mesh import make_mesh, told_by_first, world
 from tools.allocator import keep_freed_memory
 from tools.checks import check_all
 from tools.convert.command import write_model
-from tools.convert.formats import open_source
+from tools.convert.formats import open_intact
 from tools.convert.initial import open_initial
 from tools.corpus import Corpus, check_sources, open_corpus, open_made
 from tools.fp8 import check_fp8
@@ -123,7 +123,7 @@ def _run_rank(config: RunConfig, export: Path | None) -> int:
     if first:
         print_outcome(config, _plots(Path(config.train.folder)) if config.log.plot else [])
         if export:
-            write_model(open_source(Path(config.train.folder)), "hf", export)
+            write_model(open_intact(Path(config.train.folder)), "hf", export)
     return 0
 
 

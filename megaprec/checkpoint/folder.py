@@ -34,6 +34,13 @@ def latest(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
+def remedy(path: Path) -> str:
+    """What to do about the damaged checkpoint `path`; names the one before it, if there is one."""
+    there = checkpoints(path.parent)
+    earlier = there[: there.index(path)] if path in there else []
+    return f"restore it, or remove it to {f'go on from {earlier[-1].name}' if earlier else 'start anew'}"
+
+
 def begin(folder: Path, step: int) -> Path:
     """An empty hidden folder to write into; leftovers of interrupted saves are removed."""
     for leftover in folder.glob(".step_*.partial"):

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megaprec.checkpoint.folder import sync
+from megaprec.checkpoint.intact import write_tensors
 from megaprec.checkpoint.store import Store
 from megaprec.comm import Axis
 from megaprec.errors import UserError
@@ -24,24 +23,24 @@ Scales = dict[int, tuple[Tensor, Tensor]]
 """Scale [] and history [length] of tensors, by their place in the bank."""
 
 
-def write_fp8(folder: Path, name: str, state: FP8State, writes: bool) -> dict[str, Any]:
-    """Writes a file of that name, on one rank of a stage; returns what is in it: key -> dtype, shape and chunk.
+def write_fp8(folder: Path, name: str, state: FP8State, writes: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Writes a file of that name, on one rank of a stage; returns what is in it (key -> dtype, shape and chunk), and
+    its digest by name.
 
     Collective over the stage: what was recorded since the last roll is agreed on, and rolls.
     """
     state.roll()
     if not state.names:
-        return {}
+        return {}, {}
     scale, history = (state.dp.gather(x[None]).cpu() for x in (state.bank.scale, state.bank.history))
     if not writes:
-        return {}
+        return {}, {}
     tensors: dict[str, Tensor] = {}
     for i, tensor in enumerate(state.names):
         tensors[f"fp8/{tensor}.scale"] = scale[:, i].contiguous()
         tensors[f"fp8/{tensor}.history"] = history[:, :, i].contiguous()
-    save_file(tensors, folder / name, metadata={"format": "pt"})
-    sync(folder / name)
-    return {key: _entry(name, values) for key, values in tensors.items()}
+    digest = write_tensors(folder / name, tensors)
+    return {key: _entry(name, values) for key, values in tensors.items()}, {name: digest}
 
 
 def _entry(file: str, values: Tensor) -> dict[str, Any]:

@@ -7,26 +7,29 @@ rank that holds most of it, to which the others send their part; all others trav
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megaprec.buffer import Buffer, Piece
+from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
 from megaprec.checkpoint.folder import begin, commit, partial_path, sync
 from megaprec.checkpoint.fp8 import Scales, read_fp8, take_up, write_fp8
+from megaprec.checkpoint.intact import require_intact, write_tensors
 from megaprec.checkpoint.store import FORMAT, INDEX, Store
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.layout import Part
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import DTYPES, PrecisionPlan, dtype_name
+
+T = TypeVar("T")
 
 
 def save(
@@ -44,17 +47,19 @@ def save(
     fp8: what is to be kept of it, if there is any.
     """
     world = optimizer.world
+    partial = partial_path(folder, step)
+    copied: dict[str, str] = {}
     if world.rank == 0:
         begin(folder, step)
-        for file in files:
-            sync(Path(shutil.copy(file, partial_path(folder, step))))
+        copied = {file.name: _copy(file, partial) for file in files}
     world.barrier()
-    partial = partial_path(folder, step)
-    chunks = _write_tensors(partial, world.rank, optimizer)
+    tensors, digests = _write_tensors(partial, world.rank, optimizer)
     if fp8 is not None:
         writes = optimizer.dp.rank == optimizer.tp.rank == 0
-        chunks |= write_fp8(partial, f"fp8-{world.rank:05d}.safetensors", fp8, writes)
-    (partial / f"index-{world.rank:05d}.json").write_text(json.dumps(chunks))
+        more, digest = write_fp8(partial, f"fp8-{world.rank:05d}.safetensors", fp8, writes)
+        tensors, digests = tensors | more, digests | digest
+    part = {"tensors": tensors, OTHERS: digests | copied}
+    (partial / f"index-{world.rank:05d}.json").write_text(json.dumps(part))
     world.barrier()
     if world.rank == 0:
         numbers = {"optimizer": optimizer.numbers(), "fp8": {"rolls": fp8.rolls if fp8 else 0}}
@@ -64,13 +69,20 @@ def save(
     return folder / partial.name.removeprefix(".").removesuffix(".partial")
 
 
+def _copy(file: Path, folder: Path) -> str:
+    copy = Path(shutil.copy(file, folder))
+    sync(copy)
+    return file_digest(copy)
+
+
 def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> dict[str, Any]:
     """Loads weights, moments, step count and scaler into an optimizer of any layout; returns checkpoint.json.
 
     fp8: takes up scales and amax histories, as far as the checkpoint has them.
 
-    Collective over the world: if the checkpoint is damaged or of another model for one rank, every rank raises
-    UserError, before anything is changed. Rank 0 warns if the checkpoint holds weights narrower than the masters.
+    Collective over the world: if a byte of the checkpoint is not what was saved, or if it is of another model for one
+    rank, every rank raises UserError, before anything is changed. Each file is hashed once, by one rank. Rank 0 warns
+    if the checkpoint holds weights narrower than the masters.
     """
     store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
     if optimizer.world.rank == 0 and (lost := _lost(store, optimizer.plan)):
@@ -114,18 +126,27 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
 
 
 def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State) -> tuple[Store, Scales]:
-    problem: UserError | None = None
-    opened: tuple[Store, Scales] | None = None
-    try:
-        store = Store(path)
+    def scales() -> Scales:
         check_same_model(store, optimizer)
-        opened = store, read_fp8(store, fp8)
+        return read_fp8(store, fp8)
+
+    store = _on_all_ranks(path, optimizer, lambda: Store(path))
+    require_intact(store, store.digests, optimizer.world, optimizer.device)
+    return store, _on_all_ranks(path, optimizer, scales)
+
+
+def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[], T]) -> T:
+    """What `make` returns. If it raises UserError on one rank, every rank raises one."""
+    problem: UserError | None = None
+    made: list[T] = []
+    try:
+        made.append(make())
     except UserError as error:
         problem = error
     failed = optimizer.world.max_(torch.tensor(float(problem is not None), device=optimizer.device))
-    if opened is None or failed:
+    if problem or failed:
         raise problem or UserError(f"{path} cannot be loaded by another rank, which says why")
-    return opened
+    return made[0]
 
 
 def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
@@ -166,8 +187,8 @@ def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
         buffer.restore(kind, first - buffer.first, read)
 
 
-def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> dict[str, Any]:
-    """Writes this rank's files; returns what is in them: key -> dtype, shape and chunk."""
+def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> tuple[dict[str, Any], dict[str, str]]:
+    """Writes this rank's files; returns what is in them (key -> dtype, shape and chunk), and their digests by name."""
     files: dict[str, dict[str, Tensor]] = {}
     chunks: dict[str, Any] = {}
     for kind, piece, values in _written_here(optimizer):
@@ -177,10 +198,7 @@ def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> 
         offset = [piece.part.start if d == piece.part.dim else 0 for d in range(len(piece.part.shape))]
         chunk = {"file": name, "offset": offset, "shape": piece.part.local}
         chunks[key] = {"dtype": str(values.dtype).removeprefix("torch."), "shape": piece.part.shape, "chunks": [chunk]}
-    for name, tensors in files.items():
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        sync(folder / name)
-    return chunks
+    return chunks, {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
 
 
 def _written_here(optimizer: ParallelAMPOptimizer) -> Iterator[tuple[str, Piece, Tensor]]:
@@ -223,14 +241,18 @@ def _from_rank(buffer: Buffer, values: Tensor, rank: int, first: int, last: int)
 def _write_index(partial: Path, ranks: int, index: dict[str, Any]) -> None:
     """Merges the ranks' lists into checkpoint.json."""
     tensors: dict[str, Any] = {}
+    digests: dict[str, str] = {}
     for rank in range(ranks):
-        part = partial / f"index-{rank:05d}.json"
-        for key, value in json.loads(part.read_text()).items():
+        file = partial / f"index-{rank:05d}.json"
+        part = json.loads(file.read_text())
+        for key, value in part["tensors"].items():
             tensors.setdefault(key, {**value, "chunks": []})["chunks"] += value["chunks"]
-        part.unlink()
+        digests |= part[OTHERS]
+        file.unlink()
     for key, value in tensors.items():
         if sum(prod(chunk["shape"]) for chunk in value["chunks"]) != prod(value["shape"]):
             raise ValueError(f"{key} was written in part or twice: do parameters of two stages have the same name?")
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    (partial / INDEX).write_text(json.dumps({**index, "format": FORMAT, "files": files, "tensors": tensors}, indent=1))
+    whole = {**index, "format": FORMAT, "files": files, OTHERS: digests, "tensors": tensors}
+    (partial / INDEX).write_bytes(sealed(whole))
     sync(partial / INDEX)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megaprec.checkpoint.digests import OTHERS, is_sealed
 from megaprec.errors import UserError
 from megaprec.layout import Part
 
@@ -45,6 +46,7 @@ class _Index(BaseModel):
     step: int
     optimizer: _Optimizer
     files: dict[str, int]
+    sha256: dict[str, str] = {}  # earlier versions recorded none
     tensors: dict[str, _Tensor]
     fp8: _FP8 = _FP8(rolls=0)  # earlier versions kept none
 
@@ -58,9 +60,12 @@ class Store:
     def __init__(self, path: Path) -> None:
         self.path, self._open = path, {}
         try:
-            self.index: dict[str, Any] = json.loads((path / INDEX).read_text())
+            content = (path / INDEX).read_bytes()
+            self.index: dict[str, Any] = json.loads(content)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({error})") from error
+        if not is_sealed(content, self.index):
+            raise UserError(f"{path} is damaged: {INDEX} is not what was saved (SHA-256 differs): restore it")
         found = self.index.get("format") if isinstance(self.index, dict) else None
         if found != FORMAT:
             raise UserError(f"{path} has checkpoint format {found!r}; this version reads {FORMAT}")
@@ -79,6 +84,8 @@ class Store:
                 problems.append(f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}")
             elif not file.is_file() or file.stat().st_size != size:
                 problems.append(f"{file} is missing or is not the {size} bytes that were written")
+        if self.digests and self.digests.keys() != self.index["files"].keys():
+            problems.append(f"{self.path} is damaged: {INDEX} lists other files than it has digests of")
         if problems:
             raise UserError(*problems)
 
@@ -87,6 +94,16 @@ class Store:
         if name not in self.index["files"]:
             raise UserError(f"{self.path} has no file {name!r}")
         return self.path / name
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each file, in hex; empty if an earlier version saved it."""
+        return self.index.get(OTHERS, {})
+
+    def files_of(self, kind: str) -> set[str]:
+        """The files that hold tensors of a kind."""
+        tensors = (entry for key, entry in self.index["tensors"].items() if key.startswith(f"{kind}/"))
+        return {chunk["file"] for entry in tensors for chunk in entry["chunks"]}
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Logical name -> shape of the tensors of one kind: prefix weight, exp_avg or exp_avg_sq."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
-from tools.convert.formats import FORMATS, open_source
+from tools.convert.formats import FORMATS, open_intact
 from tools.convert.hf import hf_target
 from tools.convert.megatron_write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `megaprec convert`."""
-    source = open_source(args.source, args.vocab)
+    source = open_intact(args.source, args.vocab)
     to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None
     layout = MegatronLayout(args.tp, args.pp, args.ep, args.layers == "te", args.grouped_experts)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from megaprec.checkpoint.intact import require_intact
+from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
 from tools.convert.hf import is_hf, open_hf
 from tools.convert.megatron import find_megatron, open_megatron
@@ -9,6 +11,14 @@ from tools.convert.native import find_native, open_native
 from tools.convert.source import Source
 
 FORMATS = ("hf", "megaprec", "megatron")
+
+
+def open_intact(path: Path, vocab: int | None = None) -> Source:
+    """As `open_source`, but raises UserError, too, if a file of a checkpoint of ours is not what was saved."""
+    if checkpoint := find_native(path):
+        store = Store(checkpoint)
+        require_intact(store, store.digests)
+    return open_source(path, vocab)
 
 
 def open_source(path: Path, vocab: int | None = None) -> Source:

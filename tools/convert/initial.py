@@ -9,8 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.state import load_weights
-from megaprec.checkpoint.store import INDEX
+from megaprec.checkpoint.store import INDEX, Store
 from megaprec.errors import UserError
 from megaprec.layout import Part
 from megaprec.optimizer import ParallelAMPOptimizer
@@ -48,7 +49,13 @@ def _require_hf(folder: Path) -> None:
 
 
 def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
-    """Puts the weights of train.init_from into the optimizer and the layers; moments stay as they are, at zero."""
+    """Puts the weights of train.init_from into the optimizer and the layers; moments stay as they are, at zero.
+
+    Collective over the world. UserError, before anything is changed, if a file of a checkpoint is not what was saved.
+    """
+    if checkpoint := find_native(folder):
+        store = Store(checkpoint)
+        require_intact(store, store.files_of("weight"), optimizer.world, optimizer.device)
     load_weights(Slices(open_initial(folder)), optimizer)
 
 

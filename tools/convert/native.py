@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
 from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import FORMAT, INDEX, Store
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
@@ -39,6 +41,7 @@ def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     """The model of a checkpoint and the file of its tokenizer, if there is one."""
     store = Store(path)
     tokenizer = store.index.get("tokenizer")
+    require_intact(store, [tokenizer] if tokenizer else [])
     return make_model(kept(store, "model"), f"{path / INDEX}"), store.file(tokenizer) if tokenizer else None
 
 
@@ -168,6 +171,7 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         for file, inside in _files(dtypes).items()
         for key, dtype in ((key, dtypes[key]) for key in inside)
     }
+    files = [file for file in sorted(folder.iterdir()) if file.name != "journal.jsonl"]
     index = {
         "model": json.loads(source.model.model_dump_json()),
         "progress": progress,
@@ -180,7 +184,8 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "step": progress["step"],
         "optimizer": {"steps": facts.steps, "scaler": facts.scaler, "rule": facts.rule},
         "format": FORMAT,
-        "files": {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != "journal.jsonl"},
+        "files": {file.name: file.stat().st_size for file in files},
+        OTHERS: {file.name: file_digest(file) for file in files},
         "tensors": tensors,
     }
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
+    (folder / INDEX).write_bytes(sealed(index))

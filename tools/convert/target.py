@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaprec.checkpoint.digests import raw
 from megaprec.checkpoint.folder import sync
 from megaprec.errors import UserError
 from tools.convert.source import Source
-from tools.convert.tensors import fill, raw
+from tools.convert.tensors import fill
 
 JOURNAL = "journal.jsonl"
 Report = Callable[[int, str], None]  # (bytes written or compared since the last call, what is being done)

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megaprec.checkpoint.digests import raw
 from megaprec.errors import UserError
 
 DTYPES = {
@@ -129,8 +130,3 @@ def fill(file: Path, start: int, values: Tensor) -> None:
         opened.seek(start)
         while content:
             content = content[opened.write(content) :]
-
-
-def raw(values: Tensor) -> memoryview:
-    """The bytes of a tensor, in its logical order."""
-    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -56,9 +56,9 @@ def train_one(mesh: DeviceMesh | None, system: str, config: Any) -> tuple[list[A
         seen.add((a.values.dtype, b.values.dtype))
         return multiply(a, b, *others, **options)
 
-    def noted_add(total: Any, a: Codes, b: Codes) -> None:
+    def noted_add(total: Any, a: Codes, b: Codes, *others: Any) -> None:
         seen.add((a.values.dtype, b.values.dtype, total.dtype))
-        add(total, a, b)
+        add(total, a, b, *others)
 
     with patch.object(test_modes, "MODEL", MODEL), patch.multiple(gemm, multiply=noted, add_product_=noted_add):
         engine, reports = test_modes.make(mesh, made.plan, True, 1.0), []

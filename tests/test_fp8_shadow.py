@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.events import to_json
 from megaprec.fp8 import gemm
 from megaprec.fp8.product import multiply
+from megaprec.fp8.quantize import Codes
+from megaprec.fp8.recipe import Backend
 from megaprec.fp8.state import FP8State
 from megaprec.plan import LossScaling
 from models.engine import Engine
@@ -188,8 +190,8 @@ def test_what_lies_outside_of_the_band_alarms(found: Shadow, said: list[str]) ->
 def products_with_noise() -> None:
     """A kernel that is wrong where nothing else would tell: on the way back."""
 
-    def wrong(a: object, b: object, out: torch.dtype, fast: bool = False) -> Tensor:
-        made = multiply(a, b, out, fast)  # type: ignore[arg-type]
+    def wrong(a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: Backend = "torch") -> Tensor:
+        made = multiply(a, b, out, fast, backend)
         return made if fast else made + torch.randn_like(made) * made.std()
 
     gemm.multiply = wrong

@@ -101,12 +101,15 @@ def test_the_first_signal_is_told_its_echo_is_not_and_a_later_one_is(
 ) -> None:
     heard, times = [], iter((5.0, 5.0 + ECHO / 2, 5.1 + ECHO))
     monkeypatch.setattr("tools.stopping.time.monotonic", lambda: next(times))
-    before = signal.getsignal(number)
-    with listening(lambda n: heard.append(("first", n)), lambda n: heard.append(("again", n))):
-        for _ in range(3):
-            os.kill(os.getpid(), number)
-    assert heard == [("first", number), ("again", number)]
-    assert signal.getsignal(number) is before
+    outside = signal.signal(number, signal.SIG_DFL)  # nohup may have started the tests
+    try:
+        with listening(lambda n: heard.append(("first", n)), lambda n: heard.append(("again", n))):
+            for _ in range(3):
+                os.kill(os.getpid(), number)
+        assert heard == [("first", number), ("again", number)]
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, outside)
 
 
 def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
@@ -120,8 +123,9 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
 
 def test_by_itself_a_second_signal_ends_a_process_at_once() -> None:
     program = """
-import time
+import signal, time
 from tools.stopping import listening
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
 with listening(lambda number: print("told", flush=True)):
     print("listening", flush=True)
     for _ in range(600):

@@ -182,6 +182,15 @@ def test_half_products_are_rounded_once() -> None:
     assert torch.equal(total, exact.half().float()), "a gradient is rounded to half before it is added"
 
 
+@pytest.mark.parametrize("shape", [(700, 200), (3, 1 << 17), (1, 1), (0, 8)])
+def test_a_narrow_product_of_any_size_is_added_to_the_last_row(shape: tuple[int, int]) -> None:
+    """One too large to be widened at once is, in pieces, or row by row."""
+    total, a, b = torch.randn(shape), torch.randn(shape[0], 4).bfloat16(), torch.randn(4, shape[1]).bfloat16()
+    expected = total + (a @ b).float()
+    add_product_(total, a, b)
+    assert torch.equal(total, expected)
+
+
 def test_a_weight_gradient_beyond_half_is_inf_in_the_main_gradient() -> None:
     total = torch.zeros(1, 1)
     add_product_(total, halves([256.0, 1.0]), halves([255.875], [16.0]))

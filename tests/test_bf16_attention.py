@@ -5,7 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaprec.plan import plan
 from models.bf16_attention import attend, worthwhile
+from models.blocks import Attention
+from models.config import ModelConfig
+from parallel.context import Context
 
 SAMPLES, HEADS, LENGTH, DIM = 2, 3, 130, 40
 BOUND = 2**-7  # of the norm: scores, weights and result are each rounded by up to 2^-9
@@ -76,6 +80,18 @@ def test_a_number_that_is_not_finite_comes_out_of_every_token_that_it_reaches() 
         broken = attend(query, key, value)[0, 0].isfinite().all(-1).logical_not()
         raised = query[0, 0, :, 3] > 0  # a weight of exp(-inf) is a finite one
         assert broken[60] if which == 0 else torch.all(broken | ~(reached & (raised | (which == 2))))
+
+
+@pytest.mark.parametrize("kind", ["later", "window", "documents"])
+def test_a_layer_has_it_see_what_the_layer_sees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.bf16_attention.worthwhile", lambda query: True)
+    config = ModelConfig(layers=1, hidden=16, heads=4, kv_heads=2, window=7 if kind == "window" else 0)
+    layer, unseen = Attention(config, Context(plan("bf16")), "attention").bfloat16(), hidden(kind)
+    x = torch.randn(LENGTH, SAMPLES, 16, dtype=torch.bfloat16, requires_grad=True)
+    (seen,) = torch.autograd.grad(layer(x, None, None, unseen if kind == "documents" else None)[100, 0].sum(), x)
+    expected = torch.arange(LENGTH) <= 100 if unseen is None else ~unseen.expand(SAMPLES, 1, -1, -1)[0, 0, 100]
+    assert torch.equal(seen[:, 0].ne(0).any(-1), expected)
+    assert not seen[:, 1].any()
 
 
 def test_it_is_left_to_the_fused_kernel_where_that_is_the_faster_one() -> None:

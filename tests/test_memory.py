@@ -126,8 +126,8 @@ def _peak(mesh: DeviceMesh, case: Case) -> int:
 
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_a_step_takes_what_is_foretold(axes: dict[str, int]) -> None:
-    """With tp the sequence is cut: messages, and scratch memory of the CPU's products, come on top. They are as large for
-    any number of layers: more layers outweigh them, but not where whole layers are made again."""
+    """With tp the sequence is cut: messages, and scratch memory of the CPU's products, come on top. They are as large
+    for any number of layers: more layers outweigh them, but not where whole layers are made again."""
     ways = [KEEP, Recompute(MODULES), *([] if "tp" in axes else [Recompute(fraction=1.0)])]
     kinds = ("1f1b", "zb-h1", "zb-v")
     model = FAMILIES["llama"] | ({"layers": 12} if "tp" in axes else {})

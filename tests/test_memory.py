@@ -130,7 +130,8 @@ def test_a_step_takes_what_is_foretold(axes: dict[str, int]) -> None:
     for any number of layers: more layers outweigh them, but not where whole layers are made again."""
     ways = [KEEP, Recompute(MODULES), *([] if "tp" in axes else [Recompute(fraction=1.0)])]
     kinds = ("1f1b", "zb-h1", "zb-v")
-    model = FAMILIES["llama"] | ({"layers": 12} if "tp" in axes else {})
+    more: dict[str, Any] = {"layers": 12} if "tp" in axes else {}
+    model = FAMILIES["llama"] | more
     cases = [Case(model, way, "tp" in axes, kind) for way in ways for kind in kinds]
     config, known = ModelConfig(**model), dict[tuple[Recompute, int], list[Kept]]()
     expected = []

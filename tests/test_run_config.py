@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
 from tools.precision_native import loss_scaling
-from tools.run import RunConfig, check_world, describe, load_run
+from tools.run import RunConfig, check_world, describe, known_keys, load_run
 from tools.settings import LR, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.unknown import ELSEWHERE
 
 RUN = """
 [model]
@@ -98,6 +99,10 @@ def test_override_values_are_toml_and_text_needs_no_quotes(override: str, value:
         ("train.stpes=3", "train.stpes = 3 (command line): no such key; did you mean train.steps?"),
         ("train.tensor=2", "did you mean parallel.tensor?"),
         ("tensor=2", "did you mean parallel.tensor?"),
+        ("optimizer.lr=3", "did you mean lr.peak?"),
+        ("parallel.tensor_model_parallel_size=2", "did you mean parallel.tensor?"),
+        ("fp8.recipe=delayed", "did you mean fp8.kind?"),
+        ("tp=2", "did you mean parallel.tensor?"),
         ("lr=3", "lr = 3 (command line): a table, not a key; give keys of it, as lr.peak"),
         ("modle.layers=2", "[modle] (command line): no such table; did you mean [model]?"),
         ("model.preset=llama-dem", "did you mean llama-demo?"),
@@ -108,6 +113,12 @@ def test_override_values_are_toml_and_text_needs_no_quotes(override: str, value:
 def test_an_unknown_name_is_refused_with_the_nearest_known_one(wrong: str, hint: str) -> None:
     (problem,) = problems(*REQUIRED, "model.layers=2", "model.hidden=64", "model.heads=2", wrong)
     assert hint in problem
+
+
+def test_words_of_other_trainers_stand_for_keys_that_are_and_are_none_of_ours() -> None:
+    words = [word for there in ELSEWHERE.values() for word in there]
+    assert set(ELSEWHERE) <= known_keys() and len(words) == len(set(words))
+    assert not set(words) & {key.partition(".")[2] for key in known_keys()}
 
 
 def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_file: Path) -> None:
@@ -128,6 +139,8 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ("parallel.zero=True", "must be true or false"),
         ("optimizer.betas=[0.9, 1.0]", "value 2 must be less than 1"),
         ("optimizer.betas=[0.9]", "too few values"),
+        ("precision.compute=fp8", "products in FP8 are asked for by fp8.kind"),
+        ("optimizer.betas=0.9", "must be a list in brackets"),
         ("data.held_out=1.0", "must be less than 1"),
     ],
 )

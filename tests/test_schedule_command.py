@@ -163,7 +163,7 @@ RUNS = [
     ),
     (
         ("parallel.cuts=[2, 1]", "parallel.pipeline=2", "model.layers=4"),
-        "parallel.cuts [2, 1] is 2 stages of 3 layers, but parallel.pipeline 2 and model.layers is 4",
+        "parallel.cuts [2, 1] cuts 3 layers into 2, but parallel.pipeline 2 and model.layers is 4",
     ),
     (("parallel.cuts=[4, 0]", "parallel.pipeline=2", "model.layers=4"), "parallel.cuts"),
 ]

@@ -225,7 +225,7 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
         yield f"{made} is more than model.layers {model.layers}: a stage needs a layer"
     elif parallel.cuts and (len(parallel.cuts) != stages or sum(parallel.cuts) != model.layers):
         yield (
-            f"parallel.cuts {[*parallel.cuts]} is {len(parallel.cuts)} stages of {sum(parallel.cuts)} layers, "
+            f"parallel.cuts {[*parallel.cuts]} cuts {sum(parallel.cuts)} layers into {len(parallel.cuts)}, "
             f"but {made} and model.layers is {model.layers}"
         )
 

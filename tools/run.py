@@ -9,7 +9,6 @@ An override is `table.key=value`, the value in TOML's grammar. For a key that ho
 left out; elsewhere, what TOML cannot read (`parallel.schedule=gpipe`) is taken as text.
 """
 
-import difflib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from tools.convert.initial import initial_model
 from tools.precision_native import plan_of, resolve_dialect, with_origins
 from tools.settings import FP8, LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
 from tools.toml import Given, toml
+from tools.unknown import unknown
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
@@ -43,6 +43,7 @@ FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z
 PLAINER = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
+    "tuple_type": "must be a list in brackets",
     "model_type": 'must be a table, like {kind = "linear"}',
     "extra_forbidden": "is none of its keys",
 }
@@ -188,7 +189,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     given, problems = given_in(path, overrides)
     notes, wrong = resolve_dialect(given, known_keys())
     problems += wrong
-    problems += _unknown(given)
+    problems += unknown(given, _known())
     unread = [*_add_preset(given), *_add_initial(given, contradicted := list[str]())]
     problems += [*unread, *contradicted]
     length = given.get("train.seq_length")
@@ -207,7 +208,7 @@ def load_precision(given: dict[str, Given]) -> tuple[PrecisionPlan, dict[str, Gi
     """The plan of keys that need not be a whole run, the other keys that they decide, and notes. Raises UserError."""
     before = set(given)
     notes, problems = resolve_dialect(given, None)
-    problems += _unknown({key: entry for key, entry in given.items() if key in before})
+    problems += unknown({key: entry for key, entry in given.items() if key in before}, _known())
     numbers = {name: kind for name, kind in _tables().items() if name in ("precision", "fp8")}
     tables, wrong = _typed(given, numbers)
     problems += [*wrong, *cross_problems(tables)]
@@ -251,6 +252,11 @@ def _tables() -> dict[str, type[BaseModel]]:
 def _fields() -> dict[str, FieldInfo]:
     """Every dotted key but model.preset."""
     return {f"{t}.{name}": field for t, kind in _tables().items() for name, field in kind.model_fields.items()}
+
+
+def _known() -> tuple[str, ...]:
+    """Every key that a run file may have."""
+    return (*_fields(), "model.preset", *(f"precision.{name}" for name in DIALECTS))
 
 
 def known_keys() -> frozenset[str]:
@@ -335,35 +341,6 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
             yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
     if tokenizer:
         given.setdefault("data.tokenizer", Given(str(tokenizer), origin))
-
-
-def _unknown(given: Mapping[str, Given]) -> Iterator[str]:
-    """One line for each unknown key, and only one for all keys of an unknown table."""
-    known = [*_fields(), "model.preset", *(f"precision.{name}" for name in DIALECTS)]
-    tables, reported = _tables(), set[str]()
-    for key, entry in given.items():
-        table, dot, name = key.partition(".")
-        if not dot and table in tables:
-            hint = f"a table, not a key; give keys of it, as {_first_key(key)}"
-            yield f"{key} = {toml(entry.value)} ({entry.origin}): {hint}"
-        elif dot and table not in tables:
-            if table not in reported:
-                yield f"[{table}] ({entry.origin}): no such table{did_you_mean(table, tables, '[{}]')}"
-            reported.add(table)
-        elif key not in known:
-            yield f"{key} = {toml(entry.value)} ({entry.origin}): no such key{_nearest_key(table, name or key, known)}"
-
-
-def _first_key(table: str) -> str:
-    return next(key for key in _fields() if key.startswith(f"{table}."))
-
-
-def _nearest_key(table: str, name: str, known: Sequence[str]) -> str:
-    """A hint at the key whose name within its table is most like `name`; at one of `table` rather than another."""
-    here_last = sorted(known, key=lambda key: key.startswith(f"{table}."))
-    keys = {key.partition(".")[2]: key for key in here_last}
-    close = difflib.get_close_matches(name.partition(".")[0], keys, n=1)
-    return f"; did you mean {keys[close[0]]}?" if close else ""
 
 
 def _explained(table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, Given]) -> Iterator[str]:

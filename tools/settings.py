@@ -8,8 +8,9 @@ fields. `[model]` is `models.config.ModelConfig`. Values are read strictly: 8.0 
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from megaprec.errors import UserError
 from parallel.recompute import Module
 
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -115,10 +116,16 @@ class Parallel(Table):
     zero_size: int = Field(default=0, ge=0, description="replicas that share one copy of optimizer state; 0: all")
 
 
+def _not_fp8(compute: object) -> object:
+    if compute == "fp8":
+        raise UserError('compute = "fp8": products in FP8 are asked for by fp8.kind, beside precision.compute = "bf16"')
+    return compute
+
+
 class Precision(Table):
     """The numbers that are computed with: these keys, or one table of another system's own words."""
 
-    compute: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+    compute: Annotated[Literal["fp32", "bf16", "fp16", "fp64"], BeforeValidator(_not_fp8)] = Field(
         default="fp32", description="dtype of products and activations; fp64 is for parity checks"
     )
     parameters: Literal["fp32", "bf16", "fp16", "fp64"] = Field(

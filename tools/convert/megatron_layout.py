@@ -61,7 +61,7 @@ def part_shape(shape: Sequence[int], cut: Cut, tp: int, padded: int) -> tuple[in
     rows, *rest = shape
     units = {"rows": rows, "halves": rows // 2, "columns": rest[0] if rest else 0}
     if cut in units and units[cut] % tp:
-        raise UserError(f"a tensor of {list(shape)} cannot be cut evenly among {tp} tensor-parallel ranks")
+        raise UserError(f"{list(shape)} cannot be cut evenly among {tp} tensor-parallel ranks")
     if cut == "whole":
         return tuple(shape)
     if cut == "columns":

@@ -147,7 +147,10 @@ class _Writer:
         return [match for _, match in sorted(enumerate(self.matches), key=place)]
 
     def _local(self, name: str, match: Match) -> _Local:
-        shape = part_shape(match.shape, match.cut, self.layout.tp, self.padded)
+        try:
+            shape = part_shape(match.shape, match.cut, self.layout.tp, self.padded)
+        except UserError as error:
+            raise UserError(f"--tp {self.layout.tp}: {name} of {error}; give a number that divides it") from error
         own = self.source.model.experts // self.layout.ep
         return _Local(local_name(name, own, self.layout.grouped), match, shape, expert_of(match.foreign))
 

@@ -27,6 +27,7 @@ from megaprec.comm import Axis
 from megaprec.errors import UserError
 from megaprec.fp8.weights import Owned, held_of
 from megaprec.layout import Part, layout_of
+from megaprec.main_gradient import take
 from megaprec.plan import PrecisionPlan, dtype_name
 from megaprec.rounding import split
 
@@ -127,7 +128,7 @@ class Buffer:
             split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
         parameter.data = view
         parameter.main_grad = self.grads[start : start + values.numel()].view_as(parameter)  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(_accumulate)
+        parameter.register_post_accumulate_grad_hook(take)
         first, last = max(start, self.first), min(start + values.numel(), self.last)
         if first < last:
             self.restore("weight", first - self.first, values[first - start : last - start])
@@ -237,11 +238,6 @@ class Buffer:
         increment_version(self.parameters)
         return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
 
-    def clear(self, own: bool = True) -> None:
-        """Zeroes the gradients; with own=False those outside of the own slice only."""
-        for part in (self.grads,) if own else (self.grads[: self.first], self.grads[self.last :]):
-            part.zero_()
-
     def num_bytes(self) -> int:
         """Memory of all that this buffer keeps, in bytes."""
         kept = [self.weights, self.grads, *self.state.values(), *(one.held.inverse for one in self.owned)]
@@ -262,22 +258,6 @@ def held_as(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
         names, dtypes = (" and ".join(some) for some in ((p.name for p in parts), sorted(map(dtype_name, wanted))))
         raise UserError(f"keep_fp32: {names} are one parameter, whose parts would be {dtypes}: match all or none")
     return wanted.pop()
-
-
-def main_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Where the gradient of `parameter` is to be added, None if it has no buffer; it counts as given from now on."""
-    main = getattr(parameter, "main_grad", None)
-    if main is not None:
-        parameter.megaprec_given = True  # type: ignore[attr-defined]
-    return main
-
-
-def _accumulate(parameter: nn.Parameter) -> None:
-    """Takes in a gradient that autograd made itself; layers of ours have added into `main_grad` and left none."""
-    main = main_gradient(parameter)
-    if parameter.grad is not None and main is not None:
-        main.add_(parameter.grad)
-        parameter.grad = None
 
 
 def _up(n: int, multiple: int) -> int:

@@ -47,8 +47,9 @@ class Products(Protocol):
         """-> [n, k]."""
         ...
 
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor) -> None:
-        """total [n, k] += gradient of the weight, where `total` may be wider than the factors."""
+    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
+        """total [n, k] += gradient of the weight, where `total` may be wider than the factors. first: written over what
+        is there."""
         ...
 
 
@@ -88,9 +89,9 @@ class Gemm:
         """-> [n, k]."""
         return product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
 
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor) -> None:
-        """total [n, k] += grad.T @ x, where `total` may be wider than the factors."""
-        add_product_(total, grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
+    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
+        """total [n, k] += grad.T @ x, where `total` may be wider than the factors. first: written over it."""
+        add_product_(total, grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32, first)
 
 
 def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
@@ -110,10 +111,13 @@ def lacks_tf32(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor, tf32: bool = False) -> None:
-    """total += a @ b, where `total` may be wider than the factors. The product is rounded before it is added."""
+def add_product_(total: Tensor, a: Tensor, b: Tensor, tf32: bool = False, first: bool = False) -> None:
+    """total += a @ b, or total = a @ b if it is the first, where `total` may be wider than the factors. The product is
+    rounded before it is added."""
     if total.dtype == a.dtype and not slow_half(a) and not (tf32 and lacks_tf32(a)):
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=0 if first else 1)  # 0 times what is there is 0, even of what is not finite
+    elif first:
+        total.copy_(product(a, b, tf32))
     else:
         _add_(total, product(a, b, tf32))
 

@@ -15,22 +15,16 @@ from megaprec.buffer import Buffer
 from megaprec.comm import Axis
 from megaprec.gathered import everyones
 from megaprec.layout import layout_of
+from megaprec.main_gradient import is_given
 
 _MOST = 3  # names that are said of each rank
 _BITS = 20  # of a digest, so few that sums of squares over thousands of ranks are exact in float64
 
 
 def missing(buffers: Sequence[Buffer]) -> list[str]:
-    """Logical names of the parameters that no gradient was added to since `forget`."""
+    """Logical names of the parameters that no gradient of this step came for."""
     parameters = (parameter for buffer in buffers for parameter in buffer.parameters)
-    return [layout_of(p).parts[0].name for p in parameters if not getattr(p, "megaprec_given", False)]
-
-
-def forget(buffers: Sequence[Buffer]) -> None:
-    """Begins a new step."""
-    for buffer in buffers:
-        for parameter in buffer.parameters:
-            parameter.megaprec_given = False  # type: ignore[attr-defined]
+    return [layout_of(p).parts[0].name for p in parameters if not is_given(p)]
 
 
 def digest(names: Sequence[str]) -> float:

@@ -89,9 +89,9 @@ static uint16_t bf16(float value) { /* to nearest, ties to even */
     return value != value ? 0x7fc0 : rounded;
 }
 
-/* AdamW with torch's order of operations, so that the results are torch's to the last bit. A gradient is divided, used
-and cleared; `low`, unless null, gets the new weights in bf16. */
-static void update(float *restrict w, float *restrict g, float *restrict m, float *restrict v, uint16_t *restrict low,
+/* AdamW with torch's order of operations, so that the results are torch's to the last bit. `low`, unless null, gets the
+new weights in bf16. */
+static void update(float *restrict w, const float *restrict g, float *restrict m, float *restrict v, uint16_t *restrict low,
                    long n, Numbers k) {
     uint16_t rounded[BLOCK];
     int far = k.beta1_rest >= 0.5f; /* average nearer to the gradient than to its old value: start from there */
@@ -101,13 +101,13 @@ static void update(float *restrict w, float *restrict g, float *restrict m, floa
         float average = fmaf(share, grad - m[i], far ? grad : m[i]);
         float square = fmaf(k.beta2_rest * grad, grad, v[i] * k.beta2);
         float weight = w[i] * k.decay + -k.step_size * average / (sqrtf(square) / k.root + k.eps);
-        w[i] = weight, m[i] = average, v[i] = square, g[i] = 0;
+        w[i] = weight, m[i] = average, v[i] = square;
         rounded[i] = bf16(weight);
     }
     if (low) store(low, rounded, n * 2);
 }
 
-void megaprec_adamw(float *w, float *g, float *m, float *v, uint16_t *low, long n, Numbers k, int threads) {
+void megaprec_adamw(float *w, const float *g, float *m, float *v, uint16_t *low, long n, Numbers k, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(static)

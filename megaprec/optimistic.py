@@ -14,17 +14,18 @@ been: after a clipped or skipped step the next one waits for the agreement, as i
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaprec.agree import Agreed
-from megaprec.block import Block, Wide
+from megaprec.block import Block
 from megaprec.errors import UserError
 from megaprec.events import StepReport
 from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.rules import Step
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
 
     `step`, which does all at once, is there as well, and all come out the same, bit for bit. Between the two halves
     no gradient may be made and no state saved. Raises UserError for a plan that raises on what is not finite, for by
-    then the next step has begun, and for native kernels, which clear the gradients too early.
+    then the next step has begun.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -71,11 +72,6 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
             raise UserError(
                 'optimizer.validation = "after" takes back the weights of a bad step, and those that are kept in FP8 '
                 'are made again: use optimizer.validation = "before", or fp8.parameters = false'
-            )
-        if self.kernels is not None:
-            raise UserError(
-                'optimizer.validation = "after" needs the gradients until a step is settled, and native kernels clear '
-                'them: use optimizer.validation = "before", or leave native out'
             )
         self._guessed: _Guessed | None = None
         self._guesses = True  # whether the last guess was right, or would have been
@@ -109,7 +105,7 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
         self._guessed = _Guessed(lr, numbers, finish, self.scale.clone(), counters, self.rule.scalars)
         fine = torch.zeros((), dtype=torch.float32, device=self.device)
         self.steps += 1
-        self._apply(lr, self.scale.double(), fine, clears=False, widen=self._widen_copied)
+        self._apply(lr, self.scale.double(), fine, self._update_copied)
         self.scaler.update(fine)
         return None
 
@@ -127,7 +123,7 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
         self._guesses = self._as_guessed(agreed, guessed.scale)
         if self._guesses:
             report = self._report(agreed, agreed.norm / guessed.scale, guessed.scale, guessed.lr)
-            self._clear(own=True)
+            self._forget_gradients()
             return Settled(report, stands=True)
         self._go_back(guessed)
         return Settled(self._conclude(guessed.numbers, guessed.lr), stands=False)
@@ -158,16 +154,16 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
         """What a step changes besides what the blocks hold and the scalars of the rule."""
         return [self.steps, *self.scaler.tensors()]
 
-    def _widen_copied(self, block: Block) -> Wide:
-        """What the block is updated in: the gradients a copy. What the update is going to change is copied as well."""
+    def _update_copied(self, block: Block, step: Step) -> None:
+        """Updates the block after copying what that is going to change. The gradients stay as they are."""
         changed = block.changed()
         copies = self._copies_of.setdefault(id(block), [])
         if not copies:
             copies += map(torch.empty_like, changed)
         for copy, values in zip(copies, changed, strict=True):
             copy.copy_(values)
-        weights, grads, state = block.wide()
-        return weights, grads.clone() if grads is block.grads else grads, state
+        reads = self.kernels is not None and self.kernels.updates(block)  # and does not write to the gradients
+        self._update_block(block if reads else replace(block, grads=block.grads.clone()), step)
 
     def _go_back(self, guessed: _Guessed) -> None:
         """Afterwards all is as it was before the guess, bit for bit, on this rank and in the weights of the others."""

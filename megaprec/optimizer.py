@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec import gradients
 from megaprec.agree import Agreed, Agreement, digest
-from megaprec.block import Block, Wide
+from megaprec.block import Block
 from megaprec.buffer import Buffer, held_as
 from megaprec.comm import Axis, device_of
 from megaprec.errors import UserError
@@ -33,6 +33,7 @@ from megaprec.gathered import gather_tensors, load_tensors
 from megaprec.groups import Group, Slice, by_factors, require_used, slices
 from megaprec.layout import has_layout, layout_of, parameters_of
 from megaprec.locate import locate
+from megaprec.main_gradient import forget
 from megaprec.native import Kernels
 from megaprec.overlap import Arrivals, Sums
 from megaprec.plan import PrecisionPlan
@@ -143,11 +144,6 @@ class ParallelAMPOptimizer:
                 f"native kernels update by AdamW on a CPU, not by {type(self.rule).__name__} on {self.device.type}: "
                 "leave native out"
             )
-        if self.plan.on_nonfinite == "ignore":
-            raise UserError(
-                'native kernels clear the gradients that precision.on_nonfinite = "ignore" looks into after a step: '
-                'use "skip" or "raise", or leave native out'
-            )
         return Kernels()
 
     def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Block]:
@@ -221,7 +217,7 @@ class ParallelAMPOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
-        """Applies or skips the step and clears the gradients, after reducing those that `reduce` was not called for.
+        """Applies or skips the step and forgets the gradients, after reducing those that `reduce` was not called for.
 
         loss: this rank's share of the global mean loss (unscaled), so that the sum over all ranks is that loss;
             None for no share.
@@ -232,17 +228,17 @@ class ParallelAMPOptimizer:
         return self._conclude(self._agree(loss), lr)
 
     def _conclude(self, agreed_on: Tensor, lr: float) -> StepReport:
-        """Does with the gradients what `agreed_on`, the numbers of `_agree`, says, and clears them."""
+        """Does with the gradients what `agreed_on`, the numbers of `_agree`, says, and forgets them."""
         agreed = self._agreement.read(agreed_on)
         scale = self.scale.clone()
         norm = agreed.norm / scale
         found = self._forbidden(agreed)
-        cleared = self._update(lr, scale.double() / self._clip_factor(norm), found)
+        self._update(lr, scale.double() / self._clip_factor(norm), found)
         report = self._report(agreed, norm, scale, lr)
         if report.changed:
             self._outdate()
         self.scaler.update(agreed.finite.logical_not())
-        self._clear(own=not cleared)
+        self._forget_gradients()
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
             raise NonFiniteStep(report)
         return report
@@ -263,11 +259,10 @@ class ParallelAMPOptimizer:
             self._weights.begin(buffer)
         self._weights.settle()
 
-    def _clear(self, own: bool) -> None:
-        """Begins a new step. own: whether the own slices' gradients are still to be cleared."""
+    def _forget_gradients(self) -> None:
+        """Begins a new step."""
         for buffer in self.all_buffers():
-            buffer.clear(own)
-        gradients.forget(self.all_buffers())
+            forget(buffer.parameters)
 
     def _finish_sums(self) -> None:
         """Afterwards the gradients in the own slices are those of the whole model, and nothing is under way."""
@@ -301,45 +296,34 @@ class ParallelAMPOptimizer:
             return torch.ones_like(norm)
         return torch.where(norm.isfinite(), (self.clip / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> bool:
-        """The rule applied to gradient / divisor, or nothing at all where `found` is 1.
-
-        Returns whether the own slices' gradients were cleared on the way, while they were in the core's cache. On a
-        GPU they are not, for it would have to be asked first whether `locate` is going to need them.
-        """
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
+        """The rule applied to gradient / divisor, or nothing at all where `found` is 1."""
         self.steps += 1 - found
-        host = self.device.type == "cpu"
-        if host and found:
-            return False
-        clears = host and self.plan.on_nonfinite != "ignore"
-        self._apply(lr, divisor, found, clears)
-        return clears
+        if self.device.type != "cpu" or not found:  # a GPU is not asked: what it computes leaves all as it is
+            self._apply(lr, divisor, found, self._update_block)
 
-    def _apply(
-        self, lr: float, divisor: Tensor, found: Tensor, clears: bool, widen: Callable[[Block], Wide] = Block.wide
-    ) -> None:
-        """The rule, block by block, as the step number `steps`, and the collection of weights.
-
-        widen: what the rule is to update a block in.
-        """
+    def _apply(self, lr: float, divisor: Tensor, found: Tensor, update: Callable[[Block, Step], None]) -> None:
+        """The update, block by block, as the step number `steps`, and the collection of weights."""
         steps = self.steps.clamp(min=1)
         for buffer, parts in self._slices:
             for s, blocks in parts:
                 step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
                 for block in blocks:
-                    if self.kernels is not None and self.kernels.updates(block):
-                        assert clears and isinstance(self.rule, AdamW)
-                        self.kernels.adamw_(block, self.rule, step)
-                        continue
-                    weights, grads, state = widen(block)
-                    self.rule.update_(weights, grads, state, step)
-                    block.keep(weights, state, self.steps)
-                    if clears:
-                        block.grads.zero_()
+                    update(block, step)
             if not buffer.in_codes:
                 self._weights.begin(buffer)  # while the next buffer is updated
         self._weights.settle()
         self.rule.advance(found)
+
+    def _update_block(self, block: Block, step: Step) -> None:
+        """May leave anything in the block's gradients but what makes non-finite ones finite."""
+        if self.kernels is not None and self.kernels.updates(block):
+            assert isinstance(self.rule, AdamW)
+            self.kernels.adamw_(block, self.rule, step)
+            return
+        weights, grads, state = block.wide()
+        self.rule.update_(weights, grads, state, step)
+        block.keep(weights, state, self.steps)
 
     def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float) -> StepReport:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""

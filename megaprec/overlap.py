@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis
+from megaprec.main_gradient import complete
 from megaprec.partial import sum_partial
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -65,6 +66,7 @@ class Sums:
         ends, awaited = self._ends.setdefault(chunk, []), self._awaited.get(chunk)
         while len(ends) < len(self._chunks[chunk]) and not (awaited and awaited[len(ends)]):
             buffer = self._chunks[chunk][len(ends)]
+            complete(buffer.parameters)
             sum_partial(buffer.parameters, self._tp)
             ends.append(buffer.start_reduce())
 

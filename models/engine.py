@@ -9,19 +9,20 @@ but are looked at after each micro-batch and are never reduced. Steps that are a
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec import gradients
 from megaprec.comm import Axis, device_of
 from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.fp8.state import FP8State
 from megaprec.gathered import everyones
 from megaprec.locate import Onset
+from megaprec.main_gradient import forget
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.partial import sum_partial
 from megaprec.plan import PrecisionPlan
@@ -160,12 +161,11 @@ class Engine:
             raise ValueError(f"a micro-batch is examined on one stage, not on {self.last + 1}")
         self._running = self._begin(share, number, torch.tensor(scale, device=self.device))
         self.fp8.roll()  # the step that this is of has done so
-        with self.fp8.replayed(), Trace(self.stages[0]) as trace:
+        with self._gradients_aside(), self.fp8.replayed(), Trace(self.stages[0]) as trace:
             scaled = self._forward(0, microbatch, None)
             trace.look("the loss", self._running.loss)
             trace.look("the loss times its scale", scaled)
             scaled.backward()
-        self._clear()
         return trace
 
     def shadow(self, share: Share, number: int) -> Shadow:
@@ -177,16 +177,15 @@ class Engine:
         """
         self.fp8.roll()  # or the step would begin so
         optimizer, names = self.optimizer, self.fp8.narrow
-        with self.fp8.autocast(enabled=False):
+        with self._gradients_aside(), self.fp8.autocast(enabled=False):
             wide_loss = self._first_alone(share, number)
-        wide = {name: values.clone() for name, values in weight_gradients(optimizer.all_buffers(), names).items()}
-        self._clear()
-        with self.fp8.replayed(), self.fp8.watching() as lost:
-            loss = self._first_alone(share, number)
-        narrow = weight_gradients(optimizer.all_buffers(), names)
-        counts = lost_by_tensor(lost, names, optimizer.all_buffers())
-        found = compared(wide, narrow, counts, (self.tp, self.dp))
-        self._clear()
+            wide = {name: values.clone() for name, values in weight_gradients(optimizer.all_buffers(), names).items()}
+        with self._gradients_aside():
+            with self.fp8.replayed(), self.fp8.watching() as lost:
+                loss = self._first_alone(share, number)
+            narrow = weight_gradients(optimizer.all_buffers(), names)
+            counts = lost_by_tensor(lost, names, optimizer.all_buffers())
+            found = compared(wide, narrow, counts, (self.tp, self.dp))
         loss, wide_loss = optimizer.world.sum_(torch.stack([loss, wide_loss])).unbind()
         return Shadow.of(loss.item(), wide_loss.item(), everyones(found, optimizer.world, self.device))
 
@@ -236,9 +235,8 @@ class Engine:
                 onset.look(i.microbatch * self.dp.size + self.dp.rank)
 
         program = [i for i in self._train.program if i.op is not Op.REDUCE]
-        with self.fp8.replayed():
+        with self._gradients_aside(), self.fp8.replayed():
             Executor(program, self._links, self._forward, deferred=self._deferred, after=after).run()
-        self._clear()
         firsts = self.dp.gather(torch.tensor([run.share.first], device=self.device)).tolist()
         moments = onset.agreed(self.optimizer.world)
         return tuple(self._dated(o, moment, firsts) for o, moment in zip(offenders, moments, strict=True))
@@ -252,12 +250,17 @@ class Engine:
         samples = (first, first + self.micro_batch)
         return replace(offender, traced=True, microbatch=microbatch, dp_rank=dp_rank, samples=samples)
 
-    def _clear(self) -> None:
-        """Leaves the gradients as a step does."""
+    @contextmanager
+    def _gradients_aside(self) -> Iterator[None]:
+        """For passes that are no step's: gradients are zero at first, also where none comes, and forgotten after."""
         buffers = self.optimizer.all_buffers()
         for buffer in buffers:
             buffer.grads.zero_()
-        gradients.forget(buffers)
+        try:
+            yield
+        finally:
+            for buffer in buffers:
+                forget(buffer.parameters)
 
     def _begin(self, share: Share, step: int | None, scale: Tensor) -> _Running:
         if len(share.tokens) != self._rows:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.buffer import main_gradient
 from megaprec.layout import Layout, Part, attach, layout_of
+from megaprec.main_gradient import cleared, has_main_gradient
 from megaprec.random import normal_part
 from parallel import collectives
 from parallel.context import Context
@@ -170,12 +170,12 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:  # type: ignore[override]
         ids, foreign = ctx.saved_tensors
-        main = main_gradient(ctx.weight)
-        total = torch.zeros_like(ctx.weight) if main is None else main
+        kept = has_main_gradient(ctx.weight)
+        total = cleared(ctx.weight) if kept else torch.zeros_like(ctx.weight)
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
         total.index_put_((ids.reshape(-1),), grad.reshape(-1, grad.shape[-1]).to(total.dtype), accumulate=True)
-        return None, total if main is None else None, None, None
+        return None, None if kept else total, None, None
 
 
 def parameter(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.buffer import main_gradient
 from megaprec.comm import Axis
 from megaprec.gemm import Factor, Gemm, Products
+from megaprec.main_gradient import cleared, given, has_main_gradient
 from parallel.deferred import Deferred
 
 
@@ -70,7 +70,7 @@ class Linear(torch.autograd.Function):
             return weight_gradient(products, weight, for_weight, kept())
 
         grad_weight = None
-        if getattr(weight, "main_grad", None) is None:
+        if not has_main_gradient(weight):
             grad_weight = make_weight_gradient()  # autograd itself wants it, now
         else:
             ctx.deferred.run(make_weight_gradient)
@@ -107,18 +107,18 @@ def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable
 
 def weight_gradient(products: Products, weight: nn.Parameter, grad: Factor, x: Factor) -> Tensor | None:
     """The weight's gradient, added into the main gradient if there is one (then None is returned)."""
-    main = main_gradient(weight)
-    if main is None:
+    if not has_main_gradient(weight):
         return products.weight_gradient(grad, x).to(weight.dtype)
-    products.add_weight_gradient_(main, grad, x)
+    main, first = given(weight)
+    products.add_weight_gradient_(main, grad, x, first)
     return None
 
 
 def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
     """Sum of `rows` [tokens, n], added into the main gradient of a vector if there is one (then None is returned)."""
-    main = main_gradient(vector)
-    if main is None:
+    if not has_main_gradient(vector):
         return rows.sum(0).to(vector.dtype)
+    main = cleared(vector)
     main.add_(rows.sum(0, dtype=torch.promote_types(rows.dtype, main.dtype)))
     return None
 
@@ -138,15 +138,15 @@ class Add(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        main = main_gradient(ctx.parameter)
-        total = torch.zeros_like(ctx.parameter) if main is None else main
+        kept = has_main_gradient(ctx.parameter)
+        total = cleared(ctx.parameter) if kept else torch.zeros_like(ctx.parameter)
         if ctx.rows is None:
             total.add_(grad.flatten(0, -2).sum(0, dtype=total.dtype))
         elif isinstance(ctx.rows, Tensor):
             total.index_add_(0, ctx.rows.flatten(), grad.flatten(0, 1).to(total.dtype))
         else:
             total[ctx.rows].add_(grad.sum(1, dtype=total.dtype))
-        return grad, total if main is None else None, None
+        return grad, None if kept else total, None
 
 
 class Widen(torch.autograd.Function):
@@ -159,8 +159,7 @@ class Widen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        main = main_gradient(ctx.parameter)
-        if main is None:
+        if not has_main_gradient(ctx.parameter):
             return grad.to(ctx.parameter.dtype), None
-        main.add_(grad)
+        cleared(ctx.parameter).add_(grad)
         return None, None

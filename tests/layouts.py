@@ -95,9 +95,9 @@ class Recording(ParallelAMPOptimizer):
         self.count += 1
         return super().step(lr, loss)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> bool:
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
         self.seen.append(fragments(self, lambda buffer: buffer.own(buffer.grads)))
-        return super()._update(lr, divisor, found)
+        super()._update(lr, divisor, found)
 
 
 def fragments(optimizer: ParallelAMPOptimizer, values: Callable[[Buffer], Tensor]) -> list[Fragment]:

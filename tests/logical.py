@@ -19,6 +19,7 @@ from megaprec.checkpoint.state import load, save
 from megaprec.comm import Axis
 from megaprec.events import StepReport
 from megaprec.layout import Layout, Part, attach
+from megaprec.main_gradient import cleared
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import plan
 from megaprec.rules import Rule, rule
@@ -149,9 +150,7 @@ def give(optimizer: ParallelAMPOptimizer, step: int, fine: int = 1024) -> None:
             copies, copy = (part.copies, part.copy) if layout.partial else (1, 0)
             index = dp.rank + dp.size * (stages.index(pp.rank) + len(stages) * copy)
             mine = share(part.name, step, fine, index, dp.size * len(stages) * copies) * optimizer.scale
-            main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-            main.view(-1)[first:last].add_(part.take(mine).reshape(-1))
-        parameter.megaprec_given = True  # type: ignore[attr-defined]
+            cleared(parameter).view(-1)[first:last].add_(part.take(mine).reshape(-1))
 
 
 def make_optimizer(mesh: DeviceMesh | None, case: Case) -> ParallelAMPOptimizer:

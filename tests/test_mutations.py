@@ -42,7 +42,7 @@ INNER_UPDATE, AGREE = ParallelAMPOptimizer._update, ParallelAMPOptimizer._agree
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> bool:
+    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
         later = deepcopy(self.scaler)
         later.update(found)
         return INNER_UPDATE(self, lr, divisor * later.scale / self.scale, found)
@@ -90,7 +90,7 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> bool:
+    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
         cleared = INNER_UPDATE(self, lr, divisor, found)
         self.steps += found
         return cleared
@@ -178,10 +178,10 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> bool:
+    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
-        return INNER_UPDATE(self, lr, divisor, found)
+        INNER_UPDATE(self, lr, divisor, found)
 
     replace_sum_partial(lambda parameters, tp: None)
     ParallelAMPOptimizer._update = update

@@ -95,23 +95,13 @@ def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterato
         )
 
 
-def _native(optimizer: Optimizer, precision: Precision, train: Train) -> Iterator[str]:
+def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
     if not optimizer.native:
         return
     if optimizer.name.lower() != "adamw" or train.device == "cuda":
         yield (
             f"optimizer.native = true is for adamw on CPUs, not for {optimizer.name} on train.device {train.device!r}: "
             "leave it out"
-        )
-    if optimizer.validation == "after":
-        yield (
-            'optimizer.native = true clears gradients that optimizer.validation "after" still needs: '
-            'leave it out, or use "before"'
-        )
-    if precision.on_nonfinite == "ignore":
-        yield (
-            'optimizer.native = true clears gradients that precision.on_nonfinite "ignore" still needs: '
-            'leave it out, or use "skip" or "raise"'
         )
 
 

@@ -82,13 +82,13 @@ class FP8Gemm:
         gradient, kept = self._restored(grad, "gradient"), self._restored(x, "input")
         return multiply(gradient, kept, self.wide.dtype, backend=self._recipe.backend)
 
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor) -> None:
-        """total [n, k] += gradient of the weight, unrounded if `total` is float32."""
+    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
+        """total [n, k] += gradient of the weight, unrounded if `total` is float32. first: written over it."""
         if not self.scope.computes or not self._recipe.weight_gradients:
-            self.wide.add_weight_gradient_(total, grad, x)
+            self.wide.add_weight_gradient_(total, grad, x, first)
         else:
             gradient, kept = self._restored(grad, "gradient"), self._restored(x, "input")
-            add_product_(total, gradient, kept, self._recipe.backend)
+            add_product_(total, gradient, kept, self._recipe.backend, first)
 
     @property
     def _recipe(self) -> FP8Recipe:

@@ -48,9 +48,10 @@ def multiply(a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: 
     return emulated(a, b, out) if kernel is None else kernel(a, b, out, fast)
 
 
-def add_product_(total: Tensor, a: Codes, b: Codes, backend: Backend = "torch") -> None:
-    """total [m, n] += a [m, k] @ b [n, k].T, for main gradients."""
-    total.add_(multiply(a, b, total.dtype, backend=backend))
+def add_product_(total: Tensor, a: Codes, b: Codes, backend: Backend = "torch", first: bool = False) -> None:
+    """total [m, n] += a [m, k] @ b [n, k].T, for main gradients. first: written over what is there."""
+    product = multiply(a, b, total.dtype, backend=backend)
+    total.copy_(product) if first else total.add_(product)
 
 
 def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@
 steps are timed in turn, so that whatever disturbs the machine disturbs all of them:
 
     bare     torch's fused AdamW on the FP32 tensors: no scaling, no check, no norm, no clipping, no weights to round
-    ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the weights, clearing
+    ours     ParallelAMPOptimizer.step: statistics, scaler, clipping, AdamW, rounding into the weights
     native   the same with native=True, if --native is given
     naive    the same work in separate passes: unscale and check, norm, count of zeros, clip, fused AdamW, round
     foreach  the same with torch's for-each AdamW
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.layout import attach_whole
+from megaprec.main_gradient import given
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import LossScaling, plan
 from tools.settings import Parallel
@@ -150,6 +151,8 @@ def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) 
     def prepare() -> None:
         for buffer, values in zip(buffers, grads, strict=True):
             buffer.grads.copy_(values)
+            for parameter in buffer.parameters:
+                given(parameter)
 
     return prepare, lambda: optimizer.step(LR, loss)
 

@@ -75,12 +75,12 @@ class Recorder(ParallelAMPOptimizer):
                 _plant(buffer, self.what.into)
         return super()._agree(loss)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> bool:
+    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
         if not found:
             kind = f"gradient/{self.taken}"
             self.seen += fragments(self, kind, lambda buffer: buffer.own(buffer.grads).double() / self.scale.double())
         self.taken += 1
-        return super()._update(lr, divisor, found)
+        super()._update(lr, divisor, found)
 
 
 def _plant(buffer: Buffer, into: str) -> None:

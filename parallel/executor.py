@@ -86,9 +86,9 @@ class Executor:
         self.finish()
 
     def carry_out(self, first: int, last: int) -> None:
-        """The part [first, last) of `run`. Each receive is begun when the one before it is over, not when its message
-        is needed: one message travels while the stages compute."""
-        self._to_expect = (i for i in self.program[first:last] if i.op in RECEIVES)
+        """The part [first, last) of `run`. Where `links` can, each receive is begun when the one before it is over, not
+        when its message is needed: one message travels while the stages compute."""
+        self._to_expect = (i for i in self.program[first:last] if i.op in RECEIVES and self.links.early)
         self._expect_next()
         for at, i in enumerate(self.program[first:last], first):
             start = perf_counter()

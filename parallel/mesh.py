@@ -104,4 +104,6 @@ def _own_device() -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
+    # Messages of stages have communicators of their own (`parallel.links`): torch need not warn that they might not.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     return device

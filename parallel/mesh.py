@@ -55,19 +55,25 @@ def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
     try:
         yield store
     except BaseException:
-        _part()
+        _part(own)
         raise
     dist.destroy_process_group()
 
 
-def _part() -> None:
+def _part(own: torch.device | None) -> None:
     """Leaves the world, or gives up after PARTING; `dist.is_initialized()` then says that this process is still in it.
 
     NCCL first waits for all that is under way. That is well where all ranks end together; but if this one alone has
     failed, others wait for it, and nobody would hear of the failure before their patience ends. Nor does the process
     end by itself then, for in its last moments the same is done again: it must leave by os._exit.
     """
-    parting = Thread(target=dist.destroy_process_group, daemon=True)
+
+    def leave() -> None:
+        if own is not None:
+            torch.cuda.set_device(own)  # which each thread has to say
+        dist.destroy_process_group()
+
+    parting = Thread(target=leave, daemon=True)
     parting.start()
     parting.join(PARTING)
 

@@ -185,3 +185,11 @@ def device_of(mesh: DeviceMesh | None) -> torch.device:
     if mesh is None or mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on a device. A GPU gets them from pinned memory, beside what it has to do; else the host would wait
+    until it has done everything that it was given before."""
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

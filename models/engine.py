@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.comm import Axis, device_of
+from megaprec.comm import Axis, device_of, sent
 from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.fp8.state import FP8State
 from megaprec.gathered import everyones
@@ -57,6 +57,17 @@ class Share:
     mask: Tensor | None = None
     first: int = 0
     packing: Packing = WHOLE
+
+    def on(self, device: torch.device) -> "Share":
+        """The same on a device."""
+        mask = None if self.mask is None else sent(self.mask, device)
+        return replace(
+            self,
+            tokens=sent(self.tokens, device),
+            targets=sent(self.targets, device),
+            mask=mask,
+            packing=self.packing.on(device),
+        )
 
 
 @dataclass
@@ -265,8 +276,9 @@ class Engine:
     def _begin(self, share: Share, step: int | None, scale: Tensor) -> _Running:
         if len(share.tokens) != self._rows:
             raise ValueError(f"a share has {len(share.tokens)} samples, but the schedule takes {self._rows}")
-        count = torch.tensor(float(share.targets.numel())) if share.mask is None else share.mask.sum()
-        num_tokens = self.dp.sum_(count.double().to(self.device)).clamp(min=1)
+        share = share.on(self.device)
+        count = torch.full((), share.targets.numel(), device=self.device) if share.mask is None else share.mask.sum()
+        num_tokens = self.dp.sum_(count.double()).clamp(min=1)
         return _Running(share, num_tokens, step, scale, torch.zeros((), dtype=torch.float64, device=self.device))
 
     def _forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
@@ -278,7 +290,7 @@ class Engine:
             place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
         plan = self.optimizer.plan
         x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.residual)
-        y = self.stages[stage](x, place, run.share.packing.rows(rows, self.device))
+        y = self.stages[stage](x, place, run.share.packing.rows(rows))
         return y.to(plan.pipeline) if stage < self.last else self._scaled_loss(stage, y, rows)
 
     def _scaled_loss(self, stage: int, logits: Tensor, rows: slice) -> Tensor:
@@ -303,5 +315,5 @@ class Engine:
             self.optimizer.expect(self._chunk[stage])
 
     def _columns(self, samples: Tensor) -> Tensor:
-        """[b, s] of the data set to [s, b] of the model, on its device."""
-        return samples.t().contiguous().to(self.device)
+        """[b, s] of the data set to [s, b] of the model."""
+        return samples.t().contiguous()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaprec.comm import sent
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -22,9 +24,13 @@ class Packing:
     documents: Tensor | None = None
     positions: Tensor | None = None
 
-    def rows(self, rows: slice, device: torch.device) -> "Packing":
-        """Of some samples, on a device."""
-        return Packing(*(x if x is None else x[rows].to(device) for x in (self.documents, self.positions)))
+    def rows(self, rows: slice) -> "Packing":
+        """Of some samples."""
+        return Packing(*(x if x is None else x[rows] for x in (self.documents, self.positions)))
+
+    def on(self, device: torch.device) -> "Packing":
+        """The same on a device."""
+        return Packing(*(x if x is None else sent(x, device) for x in (self.documents, self.positions)))
 
 
 WHOLE = Packing()

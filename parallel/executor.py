@@ -36,7 +36,8 @@ class Executor:
     reduce(stage): called when the gradients of `stage` are final. Needed only if the program says REDUCE.
     complete(stage): if given, called before the backward pass that completes the gradients of `stage`, if one does and
         the program then says REDUCE; a split backward has no such pass.
-    spans: if given, receives when each instruction ran, in seconds of this process's clock.
+    spans: if given, receives when each instruction ran, in seconds of this process's clock. A GPU is then waited for
+        after each one, or these would be the times at which it was told what to do.
     deferred: the one that the stages' layers were given (`Context.deferred`). Layers that know of none make all
         gradients in the first half of a split backward, which is right as well, but gains nothing.
     after(instruction): if given, called after each one, at its place in the program.
@@ -86,9 +87,9 @@ class Executor:
         self.finish()
 
     def carry_out(self, first: int, last: int) -> None:
-        """The part [first, last) of `run`. Each receive is begun when the one before it is over, not when its message
-        is needed: one message travels while the stages compute."""
-        self._to_expect = (i for i in self.program[first:last] if i.op in RECEIVES)
+        """The part [first, last) of `run`. Where `links` can, each receive is begun when the one before it is over, not
+        when its message is needed: one message travels while the stages compute."""
+        self._to_expect = (i for i in self.program[first:last] if i.op in RECEIVES and self.links.early)
         self._expect_next()
         for at, i in enumerate(self.program[first:last], first):
             start = perf_counter()
@@ -98,6 +99,7 @@ class Executor:
             except Exception as error:
                 raise RuntimeError(self._failure(at, error)) from error
             if self.spans is not None:
+                _await(self.links.device)
                 self.spans.append(Span(self.links.axis.rank, i, start, perf_counter()))
             if self.after is not None:
                 self.after(i)
@@ -175,6 +177,12 @@ def _completing(program: Sequence[Instruction]) -> set[Instruction]:
     """The last backward pass of each stage that is reduced, where that pass makes the gradients of weights as well."""
     last = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
     return {last[i.stage] for i in program if i.op is Op.REDUCE and last[i.stage].op is Op.BACKWARD}
+
+
+def _await(device: torch.device) -> None:
+    """Returns when a device has done what it was given here: not messages under way, which may wait for what comes."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def _message(i: Instruction) -> Message:

@@ -3,7 +3,7 @@
 A send returns at once, for two ranks that both send before they receive must not wait for each other. Until
 the other side has it the tensor must live and its memory must not be reused, so it is kept, with its work (which
 may hold it too, but does not promise to), until the work is over. Of one channel at most `sends` are kept: one more
-waits for the oldest, which bounds memory (gloo has no way to ask whether a send is over). A receive can be
+waits for the oldest, which bounds memory (gloo has no way to ask whether a send is over). Over gloo a receive can be
 begun before its message is needed (`expect`), so that the message travels while the rank computes.
 
 A message must be known for what it is, not by when it comes: two ranks exchange activations and gradients of
@@ -77,6 +77,16 @@ class Links:
     def stages(self) -> int:
         """How many stages the whole pipeline has."""
         return len(self.rank_of_stage)
+
+    @property
+    def early(self) -> bool:
+        """Whether a receive may be begun long before its message is sent.
+
+        NCCL waits for a message in a kernel. While one runs, CUDA may hold the host when it launches another kernel for
+        the first time or frees memory (CUDA C++ Programming Guide, "Lazy Loading"): if the message then depends on what
+        the host has still to launch, nothing ever moves again.
+        """
+        return self.match == "tag"
 
     def send(self, i: Instruction, tensor: Tensor) -> None:
         """Sends `tensor` ([shape], dtype) as instruction `i` says and returns before it is received.

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megaprec.errors import UserError
 
 AXES = ("pp", "dp", "tp")
 PATIENCE = timedelta(days=7)  # tokenizing a large text takes long; stores do not count beyond 24 days
+PARTING = 10.0  # seconds that a rank which failed waits for what it has under way with others
 
 
 def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu") -> DeviceMesh:
@@ -42,6 +44,8 @@ def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
 
     Without such variables the world is this process alone. On CUDA each local rank takes its own device: the only one
     that it sees, if there is but one. Yields the store that all ranks share. `minutes` bound each collective.
+
+    After an exception the world is left if that is possible soon, see `_part`.
     """
     own = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)
@@ -50,8 +54,28 @@ def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
     try:
         yield store
-    finally:
+    except BaseException:
+        _part(own)
+        raise
+    dist.destroy_process_group()
+
+
+def _part(own: torch.device | None) -> None:
+    """Leaves the world, or gives up after PARTING; `dist.is_initialized()` then says that this process is still in it.
+
+    NCCL first waits for all that is under way. That is well where all ranks end together; but if this one alone has
+    failed, others wait for it, and nobody would hear of the failure before their patience ends. Nor does the process
+    end by itself then, for in its last moments the same is done again: it must leave by os._exit.
+    """
+
+    def leave() -> None:
+        if own is not None:
+            torch.cuda.set_device(own)  # which each thread has to say
         dist.destroy_process_group()
+
+    parting = Thread(target=leave, daemon=True)
+    parting.start()
+    parting.join(PARTING)
 
 
 def told_by_first(store: dist.Store, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -86,4 +110,6 @@ def _own_device() -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
+    # Messages of stages have communicators of their own (`parallel.links`): torch need not warn that they might not.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     return device

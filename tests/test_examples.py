@@ -111,6 +111,7 @@ def test_the_job_of_kubernetes_has_as_many_ranks_as_the_run(run_file: Path) -> N
 def test_the_job_of_slurm_has_as_many_tasks_as_the_run_has_ranks(run_file: Path) -> None:
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE))
     assert int(options["nodes"]) * int(options["ntasks-per-node"]) == load_run(run_file).world_size
+    assert options["gpus-per-node"] == options["ntasks-per-node"]
 
 
 def test_pods_and_machines_are_started_by_the_same_words() -> None:

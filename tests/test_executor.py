@@ -317,3 +317,17 @@ def test_a_message_travels_while_the_stage_that_will_take_it_computes(mesh: Devi
     Executor(s.programs[links.axis.rank], links, forward, toy.reduce, after=after).run()
     require_plain_gradients(toy, links)
     assert not any(links.expected.values())
+
+
+@on_ranks(pp=2)
+def test_matched_by_order_no_receive_is_begun_before_its_turn(mesh: DeviceMesh) -> None:
+    """A kernel that waits for a message while others are launched can hold the host, and with it all ranks."""
+    s = schedule("1f1b", 2, 4)
+    links, toy = open_links(mesh, s.rank_of_stage, "order"), Toy(2, 4)
+
+    def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        assert not any(links.expected.values())
+        return toy.forward(stage, microbatch, received)
+
+    Executor(s.programs[links.axis.rank], links, forward, toy.reduce).run()
+    require_plain_gradients(toy, links)

@@ -231,3 +231,37 @@ def test_a_lone_device_is_a_tasks_own_only_if_slurm_gave_it_to_that_task(
 def test_slurm_is_not_asked_when_a_step_has_one_task_or_torchrun_spoke(change: dict[str, str]) -> None:
     assert slurm_environment(SLURM | change) == {}
     assert slurm_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == {}  # a batch script outside any step
+
+
+STUCK = f"""
+import argparse, atexit, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+from megaprec.errors import UserError
+from parallel import mesh
+from tools import cli
+
+mesh.PARTING = 0.1
+dist.destroy_process_group = lambda: time.sleep(60)  # as NCCL's does while another rank waits for this one
+atexit.register(time.sleep, 60)  # and does again when the process ends
+
+def fail(args):
+    with mesh.world():
+        raise {{error}}
+
+cli._parser = lambda: argparse.ArgumentParser(argument_default=None, add_help=False)
+argparse.Namespace.run = staticmethod(fail)
+sys.exit(cli.main([]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [("UserError('the disk is full')", 2, "the disk is full"), ("ValueError('a bug')", 1, "ValueError: a bug")],
+)
+def test_a_rank_that_failed_alone_says_why_and_ends_though_its_world_cannot_be_left(
+    error: str, code: int, last: str
+) -> None:
+    ended = subprocess.run(python(STUCK.format(error=error)), capture_output=True, text=True, timeout=40, check=False)
+    assert ended.returncode == code
+    assert ended.stderr.splitlines()[-1] == last

@@ -7,7 +7,10 @@ because of skipped steps; 1 a fault of ours, or of `megaprec parity`: layouts di
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+
+import torch.distributed as dist
 
 from megaprec.errors import UserError
 from tools import compare, data, difference, fp8_advice, generate, inspection, overflow, precision, schedule, train
@@ -20,9 +23,27 @@ from tools.stopping import Stopped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (default: the process's own) and returns the exit code."""
+    """Runs the command line `argv` (default: the process's own) and returns the exit code.
+
+    Ends the process if the command could not leave its world: see `parallel.mesh.world`.
+    """
     os.environ.update(slurm_environment(os.environ))
-    args = _parser().parse_args(argv)
+    args, joined = _parser().parse_args(argv), dist.is_initialized()
+    try:
+        code = _run(args)
+    except Exception:
+        if joined or not dist.is_initialized():
+            raise
+        traceback.print_exc()
+        code = 1
+    if not joined and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
     try:
         code = args.run(args)
         sys.stdout.flush()  # here, where a reader that has left can still be told from a fault

@@ -16,6 +16,7 @@ from rich.progress import track
 
 from megaprec.checkpoint.folder import checkpoints
 from megaprec.errors import UserError
+from megaprec.tf32 import tf32
 from megaprec.trace import Trace
 from parallel.mesh import make_mesh, world
 from tools.corpus import open_kept
@@ -56,7 +57,7 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     corpus, start = open_kept(config), _start(config.checkpoint_folder, event["step"])
     device = "cuda" if config.train.device != "cpu" and torch.cuda.is_available() else "cpu"
     torch.set_num_threads(config.train.threads or share_of_cores(1))
-    with world(device):
+    with world(device), tf32(config.plan.tf32):
         trainer = Trainer(config, corpus, make_mesh(device=device), start)
         _catch_up(trainer, event["step"], "the initial weights" if start is None else start.name)
         microbatch, trace = _watched(trainer, event)

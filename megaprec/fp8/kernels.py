@@ -1,9 +1,9 @@
 """The FP8 products of torch's own kernels, one function for each way in which numbers share scales; and of Transformer
 Engine's.
 
-All take a [m, k] and b [n, k] and return a @ b.T [m, n], summed in FP32 and rounded once. Which device has which of
-them changes with hardware and release, and so do their demands on layout: `megaprec.fp8.product` tries before it
-trusts. Sizes that a kernel does not take are filled up with zeros, which changes no sum.
+All take a [m, k] and b [n, k] and return a @ b.T [m, n], contiguous, summed in FP32 and rounded once. Which device has
+which of them changes with hardware and release, and so do their demands on layout: `megaprec.fp8.product` tries before
+it trusts. Sizes that a kernel does not take are filled up with zeros, which changes no sum.
 """
 
 import torch
@@ -40,7 +40,7 @@ def blockwise(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
     scales = [c.inverse.t().contiguous().t() if c.block[0] == 1 else c.inverse.contiguous() for c in (a, b)]
     b_scale = scales[1] if b.block[0] == 1 else scales[1].t()
     product = F.scaled_mm(a.values, b.values.t(), scales[0], a_kind, b_scale, b_kind, output_dtype=out)
-    return product[:m, :n]
+    return product[:m, :n].contiguous()
 
 
 def mx(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
@@ -50,14 +50,14 @@ def mx(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
     kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     scales = [tiled(c.inverse).view(-1) for c in (a, b)]
     product = F.scaled_mm(a.values, b.values.t(), scales[0], kind, scales[1], kind, order, order, output_dtype=out)
-    return product[:m, :n]
+    return product[:m, :n].contiguous()
 
 
 def transformer_engine_gemm(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
     """One scale a matrix, by Transformer Engine."""
     m, n = len(a.values), len(b.values)
     values = [_whole(codes.values, 16, 16) for codes in (a, b)]
-    return transformer_engine.product(values[0], a.inverse, values[1], b.inverse, out, fast)[:m, :n]
+    return transformer_engine.product(values[0], a.inverse, values[1], b.inverse, out, fast)[:m, :n].contiguous()
 
 
 def filled(codes: Codes, rows: int, columns: int) -> Codes:
@@ -88,7 +88,7 @@ def _scaled(a: Codes, b: Codes, a_scale: Tensor, b_scale: Tensor, out: torch.dty
     if b_scale.dim() == 2:
         b_scale = _more(b_scale, 0, b_values.shape[0] - b_scale.shape[1])
     product = torch._scaled_mm(a_values, b_values.t(), a_scale, b_scale, out_dtype=out, use_fast_accum=fast)
-    return product[:, : b.values.shape[0]]
+    return product[:, : b.values.shape[0]].contiguous()
 
 
 def _whole(values: Tensor, rows: int, columns: int) -> Tensor:

@@ -139,7 +139,8 @@ class Buffer:
 
     def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Block]:
         """Elements [first, last) of the own slice, in runs of `length`; 0: one that suits the device."""
-        length = length or (BLOCK if self.weights.device.type == "cpu" else BLOCK << 8)
+        gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)  # random numbers take 8 bytes an element, and more
+        length = length or (BLOCK if self.weights.device.type == "cpu" else gpu)
         for start in range(first, last, length):
             yield self._block(start, min(start + length, last))
 

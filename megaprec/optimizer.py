@@ -106,6 +106,8 @@ class ParallelAMPOptimizer:
             for frozen in (p for p in part.parameters() if not p.requires_grad):
                 held = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
                 frozen.data = frozen.data.to(self.device, held)
+            for table in part.buffers():  # of models of the user's own; ours have none
+                table.data = table.data.to(self.device)
         self._in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
         for one in (one for buffer in self._in_codes for one in buffer.owned):
             one.held.state.renew = self._renew

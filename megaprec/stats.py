@@ -4,7 +4,9 @@ The sum of squares is the only detector of inf and NaN that is needed: in float6
 FP32 numbers can overflow, so it is finite exactly if every element is. Any other norm is taken besides.
 
 On a CPU blocks that stay in a core's cache are summed in FP32 and only the blocks' sums in float64, which is thirty
-times faster than converting each element. If a block's sum overflows FP32, all is done again in float64.
+times faster than converting each element. If a block's sum overflows FP32, all is done again in float64. A GPU sums in
+float64 what it reads as FP32; asked for one tensor's norm in float64 it would make a copy in float64 first, and so
+torch's norms of a list of tensors are taken, which do not.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,6 +17,7 @@ from torch import Tensor
 from megaprec.native import Kernels
 
 _BLOCK = 1 << 17  # elements: small enough to be found in a core's cache when they are looked at for the second time
+_COUNTED = 1 << 24  # elements: so many can be counted in FP32, one by one
 
 
 def statistics(
@@ -34,34 +37,48 @@ def statistics(
             numbers[0] += 0 * kernels.statistics(values)[0]
         return numbers
     counted = [block for values in gradients for block in _blocks(values)]
-    looked = [(_norm(block), block.count_nonzero()) for block in counted]
-    total = sum(block.numel() for block in counted)
-    if not looked:
+    if not counted:
         numbers = torch.zeros(2, dtype=torch.float64, device=device)
     else:
-        norms, filled = (torch.stack(column) for column in zip(*looked, strict=True))
-        numbers = torch.stack((_squares(norms, counted), (total - filled.sum()).double()))
+        norms, filled = _looked_at(counted)
+        total = sum(block.numel() for block in counted)
+        numbers = torch.stack((_squares(norms, counted), total - filled.double().sum()))
     others = [block for values in copies for block in _blocks(values)]
     if others:
-        numbers[0] += 0 * _squares(torch.stack([_norm(block) for block in others]), others)
+        numbers[0] += 0 * _squares(_norms(others), others)
     return numbers
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
     """Sum of squares of a flat tensor, float64 of shape []; not finite exactly if some element is not."""
     blocks = _blocks(values)
-    return _squares(torch.stack([_norm(block) for block in blocks]), blocks)
+    return _squares(_norms(blocks), blocks)
 
 
 def _blocks(values: Tensor) -> Sequence[Tensor]:
-    return values.split(_BLOCK if values.device.type == "cpu" else max(1, values.numel()))
+    return values.split(_BLOCK if values.device.type == "cpu" else _COUNTED)
+
+
+def _looked_at(blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Norms as below, and how many elements are not zero, both [blocks]. A CPU takes both of a block in turn, while it
+    is in the cache."""
+    if blocks[0].device.type == "cpu":
+        looked = [(_norm(block), block.count_nonzero()) for block in blocks]
+        norms, filled = (torch.stack(column) for column in zip(*looked, strict=True))
+        return norms, filled
+    return _norms(blocks), torch.stack([torch.linalg.vector_norm(block, 0, dtype=torch.float32) for block in blocks])
+
+
+def _norms(blocks: Sequence[Tensor]) -> Tensor:
+    """L2 norms [blocks], on a CPU as below, else in float64."""
+    if blocks[0].device.type == "cpu":
+        return torch.stack([_norm(block) for block in blocks])
+    return torch.stack(torch._foreach_norm(tuple(blocks), 2, torch.float64))
 
 
 def _norm(block: Tensor) -> Tensor:
-    """L2 norm, in FP32 on a CPU, where it may overflow, else in float64."""
-    if block.device.type != "cpu" or block.dtype == torch.float64:
-        return torch.linalg.vector_norm(block, dtype=torch.float64)
-    return torch.linalg.vector_norm(block.float())
+    """L2 norm of a block that a CPU has, in FP32 but for float64; in FP32 it may overflow."""
+    return torch.linalg.vector_norm(block if block.dtype == torch.float64 else block.float())
 
 
 def _squares(norms: Tensor, blocks: Sequence[Tensor]) -> Tensor:

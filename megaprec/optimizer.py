@@ -282,7 +282,7 @@ class ParallelAMPOptimizer:
         agreement, missing = self._agreement, gradients.missing(self.all_buffers())
         counted = statistics(self._counted, self._copies, self.device, self.kernels)
         norm = counted[0] if agreement.p == 2 else norm_of(self._counted, agreement.p, self.device)
-        scaler = digest((*self.scaler.tensors(), self.steps), self.device)
+        scaler = digest((*self.scaler.tensors(), self.steps))
         return agreement.pack(counted, loss, scaler, gradients.digest(missing), norm, self.stop)
 
     def _forbidden(self, agreed: Agreed) -> Tensor:
@@ -329,9 +329,9 @@ class ParallelAMPOptimizer:
 
     def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float) -> StepReport:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""
-        flags = (agreed.finite, agreed.same_scaler, agreed.same_parameters)
-        numbers = torch.stack([x.double() for x in (agreed.loss, norm, scale, *flags, agreed.stops, *agreed.zeros)])
-        loss, size, scaled_by, finite, same_scaler, same_parameters, stops, *zeros = numbers.tolist()
+        flags = torch.stack((agreed.finite, agreed.same_scaler, agreed.same_parameters)).double()
+        numbers = torch.cat((torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros))
+        loss, size, scaled_by, stops, finite, same_scaler, same_parameters, *zeros = numbers.tolist()
         if not same_scaler:
             raise RuntimeError(f"ranks disagree about the loss scaler; on this one it is {self.scaler.state_dict()}")
         if not same_parameters:

@@ -18,6 +18,7 @@ from models.blocks import Attention
 from models.config import ModelConfig
 from parallel.context import Context
 from parallel.dropout import Place
+from tests.given import declare
 from tests.layouts import LAYOUTS, Result, Run, batches, make_engine, share_of, train, train_all
 from tests.ranks import run_ranks
 from tests.test_parity import CLOSE, MODELS, differing
@@ -114,6 +115,7 @@ def plant_everywhere(
             rank, place = divmod(n, most)
             for buffer in optimizer.all_buffers():
                 buffer.grads.fill_(0.5)
+            declare(optimizer)
             if rank == optimizer.world.rank:
                 places[place % len(places)][-n % 2] = (INF, -INF, NAN)[n % 3]
             for chunk in range(len(optimizer.buffers) if not reduced else 0):
@@ -125,6 +127,7 @@ def plant_everywhere(
             )
     for buffer in optimizer.all_buffers():
         buffer.grads.fill_(0.5)
+    declare(optimizer)
     assert optimizer.step(1e-2).outcome == "applied"
     assert not torch.equal(state(optimizer)[0], expected[0]), "nothing can be changed, so the test proves nothing"
 

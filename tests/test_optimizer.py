@@ -19,6 +19,7 @@ from megaprec.plan import LossScaling, plan
 from models.config import ModelConfig
 from models.stages import build, cuts
 from parallel.context import Context
+from tests.given import declare
 from tests.layouts import Run, train_all
 from tests.ranks import run_ranks
 from tests.test_parity import MODELS
@@ -239,6 +240,7 @@ def test_asked_to_raise_it_raises_and_changes_nothing(where: str, bad: float) ->
     weights = [p.detach().clone() for p in model.parameters()]
     if where == "gradient":
         optimizer.all_buffers()[0].grads[3] = bad
+        declare(optimizer)
     with pytest.raises(FloatingPointError, match="not finite"):
         optimizer.step(LR, torch.tensor(bad if where == "loss" else 1.0))
     assert optimizer.numbers()["steps"] == 1
@@ -250,6 +252,7 @@ def test_finite_gradients_of_any_size_are_not_taken_for_an_overflow() -> None:
     """Whose squares FP32 could not hold."""
     _, optimizer = adopted(clip=0.0)
     optimizer.all_buffers()[0].grads[:7] = 3e38
+    declare(optimizer)
     report = optimizer.step(LR)
     assert report.outcome == "applied"
     assert report.grad_norm == pytest.approx(3e38 * 7**0.5, rel=1e-6)
@@ -263,6 +266,7 @@ def norm_of_whole_parameters(mesh: DeviceMesh) -> tuple[float, int]:
     for buffer in optimizer.all_buffers():
         for piece in buffer.pieces:
             buffer.grads[piece.start : piece.stop] = 1
+    declare(optimizer)
     optimizer.reduce()
     return optimizer.step(LR).grad_norm, optimizer.num_elements
 

@@ -13,6 +13,7 @@ from megaprec.layout import attach_whole
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import plan
 from megaprec.rules import SGD, AdamW, Torch, rule
+from tests.given import declare
 from tests.logical import INF, SHAPES, Case, Result, Tensors, gradient, initial, results
 
 CLOSE = 1e-12
@@ -152,6 +153,7 @@ def momentum(made: Torch | SGD, steps: int, state: dict[str, Any] | None = None)
         optimizer.load_state_dict(state)
     for _ in range(steps):
         optimizer.all_buffers()[0].grads[:8] = 0.1
+        declare(optimizer)
         optimizer.step(0.1)
     return optimizer
 

@@ -18,6 +18,7 @@ from megaprec.layout import attach_whole
 from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import DTYPES, LossScaling, PrecisionPlan, plan
 from megaprec.rules import SGD, AdamW
+from tests.given import declare
 from tests.layouts import Run, train_all
 from tests.logical import LAYOUTS, SHAPES, Case, Result, differing, results
 from tests.ranks import run_ranks
@@ -176,6 +177,7 @@ def test_a_bf16_average_does_not_stand_still() -> None:
     nearest = torch.zeros((), dtype=torch.bfloat16)
     for _ in range(steps):
         buffer.grads[:N] = 1.0
+        declare(optimizer)
         optimizer.step(1e-3)
         nearest = (nearest.float() * decay + (1 - decay)).bfloat16()
     mean, exact = buffer.state["exp_avg_sq"][:N].double().mean().item(), 1 - decay**steps
@@ -192,6 +194,7 @@ def test_small_updates_of_bf16_weights_add_up_in_the_mean(masters: str) -> None:
     for optimizer in (*runs, to_nearest):
         for _ in range(steps):
             optimizer.all_buffers()[0].grads[:N] = -1.0
+            declare(optimizer)
             optimizer.step(change)
     found = [optimizer.all_buffers()[0].weights[:N].double() for optimizer in (*runs, to_nearest)]
     unit, expected = 2.0**-7, 1 + steps * change  # between bfloat16 numbers from one to two
@@ -239,6 +242,7 @@ def spied(
         random = torch.Generator().manual_seed(optimizer.dp.rank)
         buffer.grads[:256] = torch.randn(256, generator=random) if values is None else torch.tensor(values * 64)
         mine = buffer.grads[:256].clone()
+        declare(optimizer)
         del sent[:]
         buffer.start_reduce()()
         (dtype,) = set(sent)

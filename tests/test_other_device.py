@@ -6,6 +6,7 @@ a CPU sums in another way, is the same to five digits. In fp16 a CPU makes produ
 
 import ctypes
 import math
+import resource
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,14 +25,20 @@ from megaprec.buffer import Buffer
 from megaprec.comm import Axis, device_of
 from megaprec.events import StepReport
 from megaprec.fp8.recipe import FP8Recipe
-from megaprec.plan import LossScaling
+from megaprec.layout import attach_whole
+from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.plan import LossScaling, plan
+from megaprec.rules import rule
+from megaprec.wrap import PlannedModel
 from models.engine import Engine
 from parallel.links import CPU, Links
 from parallel.recompute import Recompute
 from tests import pretend
 from tests.layouts import Fragment, Run, Trained, train_rank
 from tests.ranks import on_ranks, run_ranks
-from tests.runs import checkpoint, steps, tensors, write_run
+from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
+from tests.test_native import needs_compiler
+from tools.cli import main
 from tools.corpus import open_corpus
 from tools.generate import generate, load_model
 from tools.parity.record import Plan, record
@@ -202,6 +210,7 @@ def test_tensors_of_the_device_share_memory_as_any_do(mesh: DeviceMesh) -> None:
 
 def read(mesh: DeviceMesh) -> None:
     pretend.install()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no need to keep what was in memory
     ctypes.string_at(torch.ones(3, device=pretend.NAME).data_ptr(), 4)
 
 
@@ -267,6 +276,31 @@ SAME = "to be on the same device"
 def test_what_is_forgotten_is_found(plant: Callable[[], None], axes: dict[str, int], caught: str) -> None:
     with pytest.raises(pytest.fail.Exception, match=caught):
         run_ranks(train_both, axes, runs=[run(before=plant)])
+
+
+def train_module(device: str, name: str) -> dict[str, Any]:
+    """The optimizer's state after three steps of a module of torch's, of which the second is skipped."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    attach_whole(module)
+    model = PlannedModel(module, plan("bf16", keep_fp32=("1.*",))).to(device)
+    made = ParallelAMPOptimizer([model], model.plan, rule=rule(name), clip=0.0)
+    for factor in (1.0, math.inf, 1.0):
+        loss = model(torch.linspace(-1, 1, 40, device=device).view(5, 8)).square().sum() * factor
+        loss.backward()
+        assert made.step(1e-2).changed == (factor == 1.0)
+    made.load_state_dict(made.state_dict())
+    return made.state_dict()
+
+
+@on_ranks()
+def test_a_module_of_torch_trains_on_the_device_that_it_was_put_on(mesh: DeviceMesh) -> None:
+    pretend.install()
+    for name in ("adamw", "sgd", "Adagrad"):
+        ours, expected = train_module(pretend.NAME, name), train_module("cpu", name)
+        mine, theirs = (state.pop("tensors") for state in (ours, expected))
+        assert ours == expected and mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
 OVERRIDES = [
@@ -336,3 +370,23 @@ def test_a_run_its_checkpoints_and_what_looks_into_them_are_the_same(tmp_path: P
 def said(folder: Path) -> str:
     """What the trained model goes on with."""
     return "".join(generate(*load_model(checkpoint(folder, 4)), "the", 8, temperature=0))
+
+
+def test_native_kernels_are_refused_where_the_device_found_is_no_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert train(file, "optimizer.native=true") == 2
+    assert 'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA' in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@needs_compiler
+def test_a_run_of_native_kernels_is_replayed_on_the_cpu_whatever_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train_on(write_run(tmp_path), "optimizer.native=true", "precision.compute=fp16", "train.steps=1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main(["explain-overflow", str(folder), "--replay"]) == 0
+    assert "its samples" in capsys.readouterr().out

@@ -19,8 +19,7 @@ Ranks (`join`) talk as over NCCL, and no milder: groups take tensors of the devi
 of two ranks match by order, results are there when they have been waited for and not before, and until then nobody may
 write to what is under way. (gloo carries it all.)
 
-torch cannot forget a device, and must know it before its first backward pass: this is for processes that end, those
-of tests/ranks.py.
+torch must know a device before its first backward pass and cannot forget it: this is for ranks of tests/ranks.py.
 """
 
 import functools
@@ -177,14 +176,15 @@ class _Work(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.work.wait()
-        if self.given is not None and not torch.equal(_bits(on_host(self.given)), _bits(self.kept)):
+        if self.given is not None and not torch.equal(bits(on_host(self.given)), bits(self.kept)):
             raise RuntimeError(f"a tensor of {[*self.given.shape]} was written to while it was under way")
         self.finish()
         self.given, self.finish = None, lambda: None
         return True
 
 
-def _bits(values: Tensor) -> Tensor:
+def bits(values: Tensor) -> Tensor:
+    """uint8, of a tensor on the CPU: equal where NaNs are too."""
     return values.contiguous().view(-1).view(torch.uint8)
 
 

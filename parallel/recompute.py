@@ -90,7 +90,7 @@ class _Call:
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.function = function
-        self.input: Any = _Keep.apply(x).grad_fn
+        self.input: Any = _Keep.apply(x)  # the tensor, for in torch 2.11 its grad_fn does not outlive it
         self.count = 0
         self.wants_result = False
         self.made: dict[int, Tensor] = {}
@@ -122,7 +122,7 @@ class _Call:
 
     def _make(self) -> None:
         """Calls the function again, to its end or until it has made all that was saved."""
-        (x,) = self.input.saved_tensors
+        (x,) = self.input.grad_fn.saved_tensors
         made: list[Tensor] = []
 
         def collect(tensor: Tensor) -> None:

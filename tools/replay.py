@@ -55,7 +55,8 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
         )
     config = _alone(saved, folder)
     corpus, start = open_kept(config), _start(config.checkpoint_folder, event["step"])
-    device = "cuda" if config.train.device != "cpu" and torch.cuda.is_available() else "cpu"
+    host = config.train.device == "cpu" or config.optimizer.native  # as the run itself was
+    device = "cuda" if torch.cuda.is_available() and not host else "cpu"
     torch.set_num_threads(config.train.threads or share_of_cores(1))
     with world(device), tf32(config.plan.tf32):
         trainer = Trainer(config, corpus, make_mesh(device=device), start)

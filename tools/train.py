@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _open_checked(config: RunConfig) -> Corpus:
     """Looks for all that can be wrong before anything is written, then opens or builds the data, and looks again."""
-    check_all(config, _device, check_fp8, _check_folders, check_sources, check_resumable, _check_initial)
+    check_all(config, _device, _check_native, check_fp8, _check_folders, check_sources, check_resumable, _check_initial)
     corpus = open_corpus(config)
     check_resumable(config, corpus)
     return corpus
@@ -140,6 +140,15 @@ def _device(config: RunConfig) -> str:
             f'train.device = "cuda", but torch sees {there} CUDA devices and {ranks} are needed: use "auto" or "cpu"'
         )
     return "cuda" if wanted != "cpu" and there >= ranks else "cpu"
+
+
+def _check_native(config: RunConfig) -> None:
+    """Raises UserError if train.device = "auto" comes to a device that native kernels are not for."""
+    if config.optimizer.native and _device(config) != "cpu":
+        raise UserError(
+            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA devices here: leave it out, '
+            'or use train.device = "cpu"'
+        )
 
 
 def _local_ranks(config: RunConfig) -> int:

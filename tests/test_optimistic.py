@@ -130,7 +130,7 @@ def state(engine: Engine) -> tuple[str, list[Tensor]]:
     """All that a step may change. Tensors as bytes, for NaN is not itself."""
     optimizer = engine.optimizer
     optimizer.wait()
-    held = [kept for buffer in optimizer.all_buffers() for kept in (*kept_by(buffer), buffer.grads)]
+    held = [kept for buffer in optimizer.all_buffers() for kept in kept_by(buffer)]
     return str(optimizer.numbers()), [kept.detach().clone().view(torch.uint8) for kept in held]
 
 

@@ -28,7 +28,6 @@ from tools.convert.rules import Match, heads, matches
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of megatron-core
 KINDS = {"param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-PACKED = {"moe_grouped_gemm": True}
 FOUR = {"num_hidden_layers": 4}
 Told = tuple[str, str, int, int, Tensor]  # kind, name, which part, of how many, values
 
@@ -66,14 +65,17 @@ class Case:
     def parts_of_experts(self) -> int:
         return self.expert_tp or self.tp
 
+    @property
+    def fused(self) -> bool:
+        """Whether layers are Transformer Engine's."""
+        return self.way in ("fused", "grouped")
+
     def args(self) -> dict[str, Any]:
         """As Megatron-LM keeps them beside the tensors."""
-        fused = self.way == "fused"
-        found = args_of(self.model, PADDED[self.tp], self.tp, self.pp, fused, torch.bfloat16)
+        found = args_of(self.model, PADDED[self.tp], self.tp, self.pp, self.fused, torch.bfloat16)
         found |= {"expert_model_parallel_size": self.ep, "expert_tensor_parallel_size": self.parts_of_experts}
         found |= {"virtual_pipeline_model_parallel_size": self.virtual if self.virtual > 1 else None}
         found |= {"moe_grouped_gemm": self.way in ("packed", "grouped")}
-        found |= {"transformer_impl": "transformer_engine" if self.way in ("fused", "grouped") else "local"}
         return found | dict(self.options)
 
 
@@ -82,7 +84,7 @@ def save(mesh: DeviceMesh, case: Case, folder: Path) -> list[Told]:
     pretend_there_is_a_gpu()
     chunks = build_chunks(
         case.kind, case.tp, case.pp, torch.bfloat16, case.ep, case.parts_of_experts,
-        lambda spec: specify(case.way, spec), case.virtual, case.options, **case.changes,
+        lambda spec: specify(case.way, spec), case.virtual, configured(case), **case.changes,
     )  # fmt: skip
     optimizer = optimizer_of(chunks, zero=True, bucket=case.bucket)
     for step in range(STEPS):
@@ -96,6 +98,12 @@ def save(mesh: DeviceMesh, case: Case, folder: Path) -> list[Told]:
     args = argparse.Namespace(**case.args(), iteration=9)
     save_in_chunks({**state, "args": args, "checkpoint_version": 3.0, "iteration": 9}, folder)
     return [told for name, p in named(case, chunks) for told in held_of(case, optimizer, name, p)]
+
+
+def configured(case: Case) -> dict[str, Any]:
+    """Its options, under the names that Megatron's modules have for them."""
+    names = {f"decoder_{end}_pipeline_num_layers": f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")}
+    return {names.get(name, name): value for name, value in case.options.items()}
 
 
 def named(case: Case, chunks: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -160,15 +168,32 @@ CASES = [
     Case("llama", tp=2, pp=2, dp=2, bucket=2000),
     Case("llama-tied", pp=2, dp=2, bucket=3000),
     Case("gpt2", pp=2, virtual=2, dp=2, bucket=2000, changes={"n_layer": 4}),
+    Case("gpt2-untied", tp=2, way="fused"),
     Case("mixtral", tp=2, ep=2, dp=2, bucket=4000, changes={"num_local_experts": 4}),
+    Case("mixtral", ep=3, dp=3, way="packed"),
+    Case("mixtral", tp=2, way="grouped"),
 ]
+SLOW = [
+    Case("mixtral", pp=2, ep=2, dp=2, virtual=2, bucket=4000, changes=FOUR | {"num_local_experts": 4}),
+    Case("mixtral", tp=2, ep=4, expert_tp=1, dp=2, way="packed", changes={"num_local_experts": 4}),
+    Case("mixtral", ep=2, expert_tp=2, dp=4, changes={"num_local_experts": 4}),
+    Case("mixtral", tp=2, expert_tp=1, dp=2),
+    Case("mixtral", dp=2, way="packed"),
+    Case("mixtral", tp=2, dp=2, ep=2, way="grouped", changes={"num_local_experts": 4}),
+    Case("llama", pp=2, options={"decoder_first_pipeline_num_layers": 1}, changes=FOUR),
+    Case("llama", pp=3, options={"decoder_last_pipeline_num_layers": 2}, changes=FOUR),
+    Case("llama", pp=2, virtual=2, options={"account_for_embedding_in_pipeline_split": True,
+         "account_for_loss_in_pipeline_split": True}, changes={"num_hidden_layers": 6}),
+    Case("qwen3", tp=2, dp=2, way="fused", bucket=2000),
+    Case("qwen2", tp=2, pp=2, virtual=3, dp=2, changes={"num_hidden_layers": 6}),
+]  # fmt: skip
 
 
 def check(case: Case, answers: list[list[Told]], folder: Path) -> None:
     """Of every element that Megatron's ranks hold, ours is the same; and each is held."""
     run(folder, folder.parent / "ours")
     ours, model = tensors(folder.parent / "ours"), case.model
-    known = {match.foreign: match for match in matches(megatron(case.way == "fused", False, model), model)}
+    known = {match.foreign: match for match in matches(megatron(case.fused, False, model), model)}
     seen: dict[tuple[str, str, int], Tensor] = {}
     for kind, name, number, of, values in (told for answer in answers for told in answer):
         match = known["embedding.word_embeddings.weight" if model.tied and name == "output_layer.weight" else name]
@@ -187,7 +212,7 @@ def whole(ours: Mapping[str, Tensor], kind: str, match: Match, model: ModelConfi
     return match.how.join([ours[f"{kind}/{name}"] for name in match.logical], heads(model))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *slow(*((case,) for case in SLOW))], ids=str)
 def test_masters_and_moments_are_those_that_megatron_holds(case: Case, tmp_path: Path) -> None:
     axes = {"tp": case.tp, "pp": case.pp, "dp": case.dp}
     check(case, run_ranks(save, axes, case=case, folder=tmp_path / "megatron"), tmp_path / "megatron")

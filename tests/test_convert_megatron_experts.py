@@ -132,19 +132,20 @@ class _GroupedLinear(nn.Module):
 
 
 def specify(way: str, layer: Any) -> None:
-    """Puts experts of this kind into Megatron's specification of a layer; fused: norms in the linear layers instead."""
+    """Puts experts of this kind into Megatron's specification of a layer; "grouped" and "fused": by Transformer Engine,
+    whose linear layers have the norms before them."""
     experts, spec = core("transformer.moe.experts"), core("transformer.spec_utils").ModuleSpec
     if way == "packed":
         core("transformer.moe.grouped_gemm_util").grouped_gemm = True  # which only its products need
         layer.submodules.mlp.submodules.experts = spec(module=experts.GroupedMLP)
-    if way == "grouped":
+    if way in ("grouped", "fused"):
         theirs = with_transformer_engine()
+        fuse_norms(layer, theirs.TELayerNormColumnParallelLinear)
+    if way == "grouped":
         parts = core("transformer.mlp").MLPSubmodules(
             linear_fc1=theirs.TEColumnParallelGroupedLinear, linear_fc2=theirs.TERowParallelGroupedLinear
         )
         layer.submodules.mlp.submodules.experts = spec(module=experts.TEGroupedMLP, submodules=parts)
-    if way == "fused":
-        fuse_norms(layer, with_transformer_engine().TELayerNormColumnParallelLinear)
 
 
 def with_transformer_engine() -> Any:

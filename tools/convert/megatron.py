@@ -15,7 +15,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.hf import check_tensors, origin_of
-from tools.convert.megatron_buckets import Saved, bucketed_state
+from tools.convert.megatron_buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
 from tools.convert.megatron_distributed import Contents, read_chunked, read_common, whole_tensors
 from tools.convert.megatron_layout import TRACKER, model_of
 from tools.convert.megatron_order import EMBEDDING, HEAD, odd, sizes_of
@@ -24,6 +24,8 @@ from tools.convert.megatron_state import MOMENTS, optimizer_state, scaler_of, st
 from tools.convert.names import megatron
 from tools.convert.rules import Match, matches
 from tools.convert.source import Facts, Source
+
+BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
 
 
 def find_megatron(path: Path) -> Path | None:
@@ -63,7 +65,7 @@ def _open_distributed(path: Path, vocab: int | None) -> Source:
     held = read_chunked(path)
     found = _found(held.by_kind["weight"], args, model)
     kinds = {kind: whole_tensors(path, found, tensors, model) for kind, tensors in held.by_kind.items()}
-    unread = _unread(args, held)
+    unread = _unread(common, held)
     if held.flat and not unread:
         dtypes = {name: weight.dtype for name, weight in kinds["weight"].items()}
         padded = held.by_kind["weight"][EMBEDDING].shape[0]
@@ -73,11 +75,12 @@ def _open_distributed(path: Path, vocab: int | None) -> Source:
     return _source(path, model, found, kinds, replace(facts, unread=unread))
 
 
-def _unread(args: Mapping[str, Any], held: Contents) -> str:
+def _unread(common: Mapping[str, Any], held: Contents) -> str:
     """What of the optimizer's state is there and cannot be read."""
-    if (setting := odd(args)) and held.flat:
-        return f"the optimizer's state, in flat buffers with {setting} (--dist-ckpt-optim-fully-reshardable has none)"
-    return ""
+    form, setting = sharding_of(common), odd(common["args"])
+    if form == GATHERED or (held.flat and form != RESHARDABLE):
+        return f"the optimizer's state, in flat buffers of {form or 'an unnamed form'} ({BY_NAME})"
+    return f"the optimizer's state, in flat buffers with {setting} ({BY_NAME})" if held.flat and setting else ""
 
 
 def _source(

@@ -36,6 +36,7 @@ _KEY = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\((\S+), \S+\)\.bucket_idx_(\d+)\.(\w+)"
 )
+RESHARDABLE, GATHERED = "dp_reshardable", "dp_zero_gather_scatter"  # forms of the state: this one, and one unread
 Place = tuple[int, int, int, str]  # optimizer, model-parallel rank, buffer, dtype of its parameters
 Parts = dict[str, dict[str, dict[int, Held]]]  # kind -> name -> by tensor-parallel rank
 
@@ -75,6 +76,13 @@ class Saved:
     found: Sequence[Match]
     dtypes: Mapping[str, torch.dtype]
     padded: int
+
+
+def sharding_of(common: Mapping[str, Any]) -> str | None:
+    """The form in which the distributed optimizer's state was saved, which the first of several optimizers says too."""
+    said = common.get("optimizer")
+    first = said.get(0, said) if isinstance(said, dict) else {}
+    return first.get("param_state_sharding_type") if isinstance(first, dict) else None
 
 
 def bucketed_state(saved: Saved, flats: Mapping[str, Chunked]) -> dict[str, Mapping[str, Held]]:

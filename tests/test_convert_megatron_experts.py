@@ -138,9 +138,10 @@ def specify(way: str, layer: Any) -> None:
     if way == "packed":
         core("transformer.moe.grouped_gemm_util").grouped_gemm = True  # which only its products need
         layer.submodules.mlp.submodules.experts = spec(module=experts.GroupedMLP)
-    if way in ("grouped", "fused"):
-        theirs = with_transformer_engine()
-        fuse_norms(layer, theirs.TELayerNormColumnParallelLinear)
+    if way not in ("grouped", "fused"):
+        return
+    theirs = with_transformer_engine()
+    fuse_norms(layer, theirs.TELayerNormColumnParallelLinear)
     if way == "grouped":
         parts = core("transformer.mlp").MLPSubmodules(
             linear_fc1=theirs.TEColumnParallelGroupedLinear, linear_fc2=theirs.TERowParallelGroupedLinear

@@ -5,7 +5,10 @@ That Megatron writes such checkpoints is what the tests with megatron-core show.
 
 import argparse
 import json
+import pickle
 import re
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
@@ -17,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -212,6 +216,21 @@ def test_masters_and_moments_are_taken_out_of_the_buckets(case: Case, tmp_path: 
 
 def test_data_parallel_ranks_may_have_written_them_in_pieces(tmp_path: Path) -> None:
     check(*opened(DENSE_CASE, tmp_path, ranks=3))
+
+
+@pytest.mark.usefixtures("trusted")
+def test_metadata_may_be_of_a_class_of_megatrons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is up to Megatron-core 0.15."""
+    source, folder = opened(DENSE_CASE, tmp_path)
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    theirs = type("MCoreMetadata", (Metadata,), {"__module__": name})
+    module = types.ModuleType(name)
+    module.MCoreMetadata = theirs  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "megatron", types.ModuleType("megatron"))
+    kept = pickle.loads((folder / ".metadata").read_bytes())
+    (folder / ".metadata").write_bytes(pickle.dumps(theirs(**vars(kept))))
+    check(source, folder)
 
 
 def check(source: Source, folder: Path) -> None:

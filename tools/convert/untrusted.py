@@ -27,6 +27,7 @@ HARMLESS = ("megatron.", "transformer_engine.", "numpy.", "signal.", "pathlib.",
 # Names, but for a prefix, of what Megatron's distributed optimizer says of steps and the loss scale.
 SAID = tuple(f"optimizer.distributed.dp_group_idx_0.{name}/" for name in ("optimizer", "grad_scaler"))
 METADATA = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
+OWN_METADATA = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")  # torch's with more in it
 
 
 class Inert:
@@ -95,7 +96,7 @@ class Metadata(pickle.Unpickler):
     """Of a distributed checkpoint's .metadata: classes of torch's that only hold values are stood for by `Record`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in METADATA and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ":
+        if (module in METADATA and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or (module, name) == OWN_METADATA:
             return type(name, (Record,), {})
         if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
             return {"Size": torch.Size, "_get_layout": str}[name]

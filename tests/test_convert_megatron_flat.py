@@ -93,7 +93,7 @@ TURNS = ((range(1), range(2, 3)), (range(1, 2), range(3, 4)))
 CASES = {
     "stages, several buckets": Case("llama", "fused", 2, HALVES, bucket=3000),
     "virtual stages": Case("llama", "local", 1, TURNS, bucket=3000),
-    "a tied embedding": Case("llama-tied", "fused", 1, HALVES, bucket=3000),
+    "a tied embedding": Case("llama-tied", "local", 1, HALVES, bucket=3000),
     "experts": Case("mixtral", "one by one", 2, HALVES),
     "experts of their own": Case("mixtral", "one by one", 2, HALVES, 3, 3000),
     "packed experts": Case("mixtral", "packed", 2, TURNS),

@@ -116,7 +116,7 @@ def _by_buffer(saved: Saved, flats: Mapping[str, Chunked]) -> dict[Place, list[d
     found: dict[Place, dict[int, dict[str, _Flat]]] = {}
     for key, held in flats.items():
         match = _KEY.fullmatch(key)
-        if not match or len(held.shape) != 1:
+        if not match or len(held.shape) != 1 or not held.chunks:
             raise _unknown(saved)
         optimizer, number, buffer, dtype, bucket, kind = match.groups()
         pieces = sorted(((offset[0], stored) for offset, stored in held.chunks), key=lambda piece: piece[0])

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import importlib
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,35 @@ def build(
     respecify: Callable[[Any], None] = lambda spec: None,
     **changes: Any,
 ) -> Any:
-    """Megatron-core's GPTModel of a configuration, on this rank of a tp x pp x ep world, on the CPU.
+    """The only chunk of `build_chunks`."""
+    (model,) = build_chunks(kind, tp, pp, dtype, ep, expert_tp, respecify, **changes)
+    return model
+
+
+def build_chunks(
+    kind: str,
+    tp: int,
+    pp: int,
+    dtype: torch.dtype = torch.float32,
+    ep: int = 1,
+    expert_tp: int | None = None,
+    respecify: Callable[[Any], None] = lambda spec: None,
+    virtual: int = 1,
+    options: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> list[Any]:
+    """Megatron-core's GPTModel of a configuration, on this rank of a tp x pp x ep world, on the CPU, in its chunks.
 
     expert_tp: over how many ranks an expert is cut, if not tp. respecify: changes Megatron's specification of a layer.
-    changes: of the configuration.
+    virtual: stages on each rank. options: more of Megatron's configuration. changes: of ours.
     """
-
+    several = virtual if virtual > 1 else None
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     core("tensor_parallel.random").CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     core("parallel_state").initialize_model_parallel(
-        tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp
+        tp, pp, several, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp
     )
     model = from_hugging_face({**CONFIGS[kind], **changes})
     a = argparse.Namespace(**args_of(model, PADDED[tp], tp, pp, False, dtype))
@@ -98,24 +115,33 @@ def build(
         moe_router_pre_softmax=False,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=expert_tp,
+        virtual_pipeline_model_parallel_size=several,
+        **(options or {}),
     )
     layer = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(
         normalization=a.normalization, qk_layernorm=a.qk_layernorm, num_experts=a.num_experts
     )
     respecify(layer)
+    return [_chunk(a, config, layer, v if several else None) for v in range(virtual)]
+
+
+def _chunk(a: argparse.Namespace, config: Any, layer: Any, virtual: int | None) -> Any:
+    """The model of one virtual stage, or of the stage if it has no such."""
+    ranks = core("parallel_state")
     return core("models.gpt").GPTModel(
         config,
         layer,
-        vocab_size=PADDED[tp],
+        vocab_size=a.padded_vocab_size,
         max_sequence_length=a.max_position_embeddings,
-        pre_process=core("parallel_state").is_pipeline_first_stage(),
-        post_process=core("parallel_state").is_pipeline_last_stage(),
+        pre_process=ranks.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+        post_process=ranks.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
         position_embedding_type=a.position_embedding_type,
         rotary_base=a.rotary_base,
         rope_scaling=a.use_rope_scaling,
         rope_scaling_factor=a.rope_scaling_factor,
         share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
         parallel_output=False,
+        vp_stage=virtual,
     )
 
 

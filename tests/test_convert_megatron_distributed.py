@@ -2,6 +2,7 @@
 
 import argparse
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, ep: int, b
     pretend_there_is_a_gpu()
     dtype = torch.bfloat16
     model = build(kind, tp, pp, dtype, ep)
-    optimizer = optimizer_of(model, zero=True, bucket=bucket)
+    optimizer = optimizer_of([model], zero=True, bucket=bucket)
     expected = stepped(model, optimizer)
     ranks = core("parallel_state")
     t, p, e = (getattr(ranks, f"get_{axis}_model_parallel_rank")() for axis in ("tensor", "pipeline", "expert"))
@@ -54,16 +55,20 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, ep: int, b
     return {f"{place.name}/{name}": values for name, values in expected.items()}
 
 
-def optimizer_of(model: Any, zero: bool, bucket: int = 0) -> Any:
-    """Megatron's optimizer of bf16 weights. zero: the distributed one."""
-    half = core("transformer.module").Float16Module(model.config, model)
+def optimizer_of(chunks: Sequence[Any], zero: bool, bucket: int = 0, **options: Any) -> Any:
+    """Megatron's optimizer of bf16 weights. zero: the distributed one. options: more of its configuration."""
     settings = core("distributed").DistributedDataParallelConfig(
         use_distributed_optimizer=zero,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=bool(bucket),
         bucket_size=bucket or None,
     )
-    wrapped = core("distributed").DistributedDataParallel(model.config, settings, half)
+    wrapped = [
+        core("distributed").DistributedDataParallel(
+            chunk.config, settings, core("transformer.module").Float16Module(chunk.config, chunk), number > 0
+        )
+        for number, chunk in enumerate(chunks)
+    ]
     return core("optimizer").get_megatron_optimizer(
         core("optimizer").OptimizerConfig(
             optimizer="adam",
@@ -73,8 +78,9 @@ def optimizer_of(model: Any, zero: bool, bucket: int = 0) -> Any:
             params_dtype=torch.bfloat16,
             clip_grad=0.0,
             use_distributed_optimizer=zero,
+            **options,
         ),
-        [wrapped],
+        wrapped,
     )
 
 

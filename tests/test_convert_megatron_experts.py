@@ -94,6 +94,26 @@ class _Anything(types.ModuleType):
         return made
 
 
+class _LayerNormLinear(nn.Module):
+    """The parameters that Transformer Engine's class of this name has, in its order. Megatron's own code saves them."""
+
+    fp8_meta, fp8, fp8_calibration = {"fp8_checkpoint": False}, False, False
+
+    def __init__(self, in_features: int, out_features: int, tp_size: int, **options: Any) -> None:
+        super().__init__()
+        dtype, rows = options["params_dtype"], out_features // tp_size
+        self.layer_norm_weight = nn.Parameter(torch.ones(in_features, dtype=dtype))
+        if options["normalization"] == "LayerNorm":
+            self.layer_norm_bias = nn.Parameter(torch.zeros(in_features, dtype=dtype))
+        self.weight = nn.Parameter(torch.randn(rows, in_features).to(dtype))
+        self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype)) if options["bias"] else torch.empty(0)
+        for p in (self.weight, *([self.bias] if options["bias"] else ())):
+            p.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+
 class _GroupedLinear(nn.Module):
     """The parameters that Transformer Engine's class of this name has. Megatron's own code saves them."""
 
@@ -112,21 +132,42 @@ class _GroupedLinear(nn.Module):
 
 
 def specify(way: str, layer: Any) -> None:
-    """Puts experts of this kind into Megatron's specification of a layer."""
+    """Puts experts of this kind into Megatron's specification of a layer; "grouped" and "fused": by Transformer Engine,
+    whose linear layers have the norms before them."""
     experts, spec = core("transformer.moe.experts"), core("transformer.spec_utils").ModuleSpec
     if way == "packed":
         core("transformer.moe.grouped_gemm_util").grouped_gemm = True  # which only its products need
         layer.submodules.mlp.submodules.experts = spec(module=experts.GroupedMLP)
+    if way not in ("grouped", "fused"):
+        return
+    theirs = with_transformer_engine()
+    fuse_norms(layer, theirs.TELayerNormColumnParallelLinear)
     if way == "grouped":
-        engine = _Anything("transformer_engine")
-        engine.pytorch.GroupedLinear = _GroupedLinear
-        sys.modules["transformer_engine"] = engine
-        _ = engine.pytorch.fp8, engine.pytorch.distributed, engine.common.recipe
-        theirs = importlib.reload(core("extensions.transformer_engine"))
         parts = core("transformer.mlp").MLPSubmodules(
             linear_fc1=theirs.TEColumnParallelGroupedLinear, linear_fc2=theirs.TERowParallelGroupedLinear
         )
         layer.submodules.mlp.submodules.experts = spec(module=experts.TEGroupedMLP, submodules=parts)
+
+
+def with_transformer_engine() -> Any:
+    """Megatron's module of layers that derive from Transformer Engine's."""
+    engine = _Anything("transformer_engine")
+    engine.pytorch.GroupedLinear = _GroupedLinear
+    engine.pytorch.LayerNormLinear = _LayerNormLinear
+    sys.modules["transformer_engine"] = engine
+    _ = engine.pytorch.fp8, engine.pytorch.distributed, engine.common.recipe
+    return importlib.reload(core("extensions.transformer_engine"))
+
+
+def fuse_norms(layer: Any, linear: type) -> None:
+    """As Megatron's specification with Transformer Engine has a layer: the norm before experts alone stands alone."""
+    nothing = core("transformer.identity_op").IdentityOp
+    layer.submodules.input_layernorm = nothing
+    layer.submodules.self_attention.submodules.linear_qkv = linear
+    layer.submodules.sharded_state_dict_keys_map = {}
+    if hasattr(layer.submodules.mlp.submodules, "linear_fc1"):
+        layer.submodules.pre_mlp_layernorm = nothing
+        layer.submodules.mlp.submodules.linear_fc1 = linear
 
 
 def save(mesh: DeviceMesh, case: Case, folder: Path) -> list[tuple[str, int, str, Tensor]]:
@@ -136,7 +177,7 @@ def save(mesh: DeviceMesh, case: Case, folder: Path) -> list[tuple[str, int, str
     model = build(
         "mixtral", case.tp, case.pp, torch.bfloat16, case.ep, case.expert_tp, lambda s: specify(case.way, s), **CHANGES
     )
-    optimizer = optimizer_of(model, case.zero)
+    optimizer = optimizer_of([model], case.zero)
     expected = stepped(model, optimizer)
     args = args_of(from_hugging_face({**CONFIGS["mixtral"], **CHANGES}), PADDED[case.tp], case.tp, case.pp, False,
                    torch.bfloat16)  # fmt: skip

@@ -29,6 +29,7 @@ STACKINGS: dict[str, Stacking] = {
     "nothing": (False, False, False),
     "nothing, gate and up apart": (False, False, True),
 }
+ONES = torch.ones(2, 64)
 CHAINED = "chained_1.optimizer.state."
 
 
@@ -104,13 +105,17 @@ def test_masters_moments_and_steps_stand_beside_the_weights(source: Source, tmp_
             assert torch.equal(read.read(key.replace("weight/", f"{kind}/", 1)), source.read(key) * (number + 1))
 
 
-def test_state_in_flat_buffers_is_left_aside_and_said_to_be(
-    source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("form", ["fully_sharded_bucket_space", "dp_zero_gather_scatter", None])
+def test_state_in_buffers_of_another_form_is_left_aside_and_said_to_be(
+    form: str | None, source: Source, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flat = "chained_0.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_0.bucket_idx_0.exp_avg"
-    state = state_of(source, STACKINGS["experts"]) | {flat: torch.ones(4)}
-    assert main(["convert", str(write(tmp_path / "dist", source, state)), str(tmp_path / "ours")]) == 0
-    assert "not read: the optimizer's state, in flat buffers" in capsys.readouterr().out
+    flat = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
+    state = state_of(source, STACKINGS["experts"])
+    folder = write(tmp_path / "dist", source, state if form == "dp_zero_gather_scatter" else {**state, flat: ONES})
+    common = torch.load(folder / "common.pt", weights_only=False)
+    torch.save({**common, "optimizer": {0: {"param_state_sharding_type": form}}}, folder / "common.pt")
+    assert main(["convert", str(folder), str(tmp_path / "ours")]) == 0
+    assert f"not read: the optimizer's state, in flat buffers of {form or 'an unnamed form'}" in capsys.readouterr().out
     assert {key.split("/")[0] for key in tensors(tmp_path / "ours")} == {"weight"}
 
 

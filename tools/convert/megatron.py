@@ -15,16 +15,17 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.hf import check_tensors, origin_of
-from tools.convert.megatron_distributed import read_chunked, read_common, whole_tensors
+from tools.convert.megatron_buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
+from tools.convert.megatron_distributed import Contents, read_chunked, read_common, whole_tensors
 from tools.convert.megatron_layout import TRACKER, model_of
+from tools.convert.megatron_order import EMBEDDING, HEAD, odd, sizes_of
 from tools.convert.megatron_ranks import RANK, Held, Whole, named_over_all, read_ranks, wholes_of
 from tools.convert.megatron_state import MOMENTS, optimizer_state, scaler_of, steps_of
 from tools.convert.names import megatron
 from tools.convert.rules import Match, matches
 from tools.convert.source import Facts, Source
 
-HEAD = "output_layer.weight"
-EMBEDDING = "embedding.word_embeddings.weight"
+BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
 
 
 def find_megatron(path: Path) -> Path | None:
@@ -61,11 +62,25 @@ def _open_distributed(path: Path, vocab: int | None) -> Source:
     common = read_common(path)
     args = common["args"]
     model = model_of(args, vocab)
-    held, unread = read_chunked(path)
-    found = _found(held["weight"], args, model)
-    kinds = {kind: whole_tensors(path, found, tensors, model) for kind, tensors in held.items()}
-    tp, pp, ep = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert"))
-    return _source(path, model, found, kinds, replace(_facts(common, args, (tp, pp, ep)), unread=unread))
+    held = read_chunked(path)
+    found = _found(held.by_kind["weight"], args, model)
+    kinds = {kind: whole_tensors(path, found, tensors, model) for kind, tensors in held.by_kind.items()}
+    unread = _unread(common, held)
+    if held.flat and not unread:
+        dtypes = {name: weight.dtype for name, weight in kinds["weight"].items()}
+        padded = held.by_kind["weight"][EMBEDDING].shape[0]
+        kinds |= bucketed_state(Saved(path, args, model, found, dtypes, padded), held.flat)
+    sizes = sizes_of(args)
+    facts = _facts(common | held.said, args, (sizes.tp, sizes.pp, sizes.ep))
+    return _source(path, model, found, kinds, replace(facts, unread=unread))
+
+
+def _unread(common: Mapping[str, Any], held: Contents) -> str:
+    """What of the optimizer's state is there and cannot be read."""
+    form, setting = sharding_of(common), odd(common["args"])
+    if form == GATHERED or (held.flat and form != RESHARDABLE):
+        return f"the optimizer's state, in flat buffers of {form or 'an unnamed form'} ({BY_NAME})"
+    return f"the optimizer's state, in flat buffers with {setting} ({BY_NAME})" if held.flat and setting else ""
 
 
 def _source(

@@ -35,6 +35,7 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)(\..*)")
 # param is what the distributed optimizer calls a master; several optimizers in a row are chained.
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.(.*)")
 _MASTERS = ("fp32_param", "param")
+_SAID = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/shard_0_1")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 
 
@@ -58,23 +59,49 @@ def read_common(path: Path) -> dict[str, Any]:
     return common
 
 
-def read_chunked(path: Path) -> tuple[dict[str, dict[str, Chunked]], str]:
-    """kind -> name -> tensor: weight, and master, exp_avg, exp_avg_sq where they were saved by name; what is unread."""
-    found: dict[str, dict[str, Chunked]] = {"weight": {}}
-    unread = ""
-    for key, entry in distributed_contents(path).items():
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint's tensors. by_kind: kind -> name -> tensor, of weight, and master, exp_avg, exp_avg_sq if by name.
+
+    flat: other tensors of an optimizer, by key. said: what the distributed optimizer says besides, as `common.pt` does
+    of others. It may be empty.
+    """
+
+    by_kind: dict[str, dict[str, Chunked]]
+    flat: dict[str, Chunked]
+    said: dict[str, Any]
+
+
+def read_chunked(path: Path) -> Contents:
+    """Looks into the checkpoint, but reads no values."""
+    held, said = distributed_contents(path)
+    by_kind: dict[str, dict[str, Chunked]] = {"weight": {}}
+    flat: dict[str, Chunked] = {}
+    for key, entry in held.items():
+        if "_extra_state" in key:
+            continue
+        tensor = Chunked(key, tuple(entry["shape"]), entry["chunks"])
+        _check_inside(path, tensor)
         state = _STATE.fullmatch(key)
         if _OPTIMIZER.match(key) and not state:
-            unread = "the optimizer's state, in flat buffers (--dist-ckpt-optim-fully-reshardable saves it by name)"
-        if "_extra_state" in key or (_OPTIMIZER.match(key) and not state):
+            flat[key] = tensor
             continue
         kind, name = ("weight", key) if not state else ("master" if state[1] in _MASTERS else state[1], state[2])
-        of_kind = found.setdefault(kind, {})
+        of_kind = by_kind.setdefault(kind, {})
         if name in of_kind:
             raise UserError(f"{path}: two optimizers have the {kind} of {name}")
-        of_kind[name] = Chunked(key, tuple(entry["shape"]), entry["chunks"])
-        _check_inside(path, of_kind[name])
-    return found, unread
+        of_kind[name] = tensor
+    return Contents(by_kind, flat, _said(said))
+
+
+def _said(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first optimizer's first rank says, for all of them say the same: name -> content."""
+    ends = {key: match for key in sorted(objects) if (match := _SAID.fullmatch(key))}
+    told: dict[str, Any] = {}
+    for key, match in ends.items():
+        (content,) = objects[key]
+        told.setdefault(match[1], content)
+    return {"optimizer": told} if told else {}
 
 
 def _check_inside(path: Path, held: Chunked) -> None:

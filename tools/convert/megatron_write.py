@@ -23,6 +23,7 @@ from megaprec.errors import UserError
 from tools.convert.megatron import find_megatron, open_megatron
 from tools.convert.megatron_experts import expert_of, local_name
 from tools.convert.megatron_layout import FILE, TRACKER, args_of, part, part_shape, rank_folder
+from tools.convert.megatron_order import as_registered
 from tools.convert.megatron_state import MOMENTS, decayed
 from tools.convert.names import megatron
 from tools.convert.rules import Match, heads, matches
@@ -125,26 +126,12 @@ class _Writer:
     def _stage(self, stage: int) -> Iterator[_Local]:
         """The tensors of a pipeline stage, in the order of its parameters."""
         pp, layers = self.layout.pp, self.source.model.layers // self.layout.pp
-        for match in self._as_registered():
+        for match in as_registered(self.matches, self.layout.grouped):
             if name := _local_name(match.foreign, stage, layers, pp):
                 yield self._local(name, match)
         if self.source.model.tied and pp > 1 and stage == pp - 1:
             embedding = next(m for m in self.matches if m.foreign.startswith("embedding.word"))
             yield self._local("output_layer.weight", embedding)
-
-    def _as_registered(self) -> list[Match]:
-        """In the order of Megatron's parameters: one expert after another, unless they are grouped."""
-        last = len(self.matches)
-        first = {m.foreign.partition(".experts.")[0]: n for n, m in reversed([*enumerate(self.matches)])}
-
-        def place(item: tuple[int, Match]) -> tuple[int, int, int]:
-            number, match = item
-            expert = expert_of(match.foreign)
-            if expert is None or self.layout.grouped:
-                return number, 0, 0
-            return first[match.foreign.partition(".experts.")[0]], expert, last
-
-        return [match for _, match in sorted(enumerate(self.matches), key=place)]
 
     def _local(self, name: str, match: Match) -> _Local:
         try:

@@ -24,12 +24,16 @@ def contents(files: Sequence[Path]) -> list[Any]:
     return [_built(file, answer) for file, answer in zip(files, _ask(files), strict=True)]
 
 
-def distributed_contents(folder: Path) -> dict[str, dict[str, Any]]:
-    """Tensors of a distributed checkpoint: name -> shape and chunks, each an offset and a `Stored`."""
+def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Tensors of a distributed checkpoint: name -> shape and chunks, each an offset and a `Stored`.
+
+    Besides, what its distributed optimizer says that is no tensor: name -> content, as `contents` has it.
+    """
     (found,) = _ask([folder])
-    for entry in found.values():
+    for entry in found["tensors"].values():
         entry["chunks"] = [(chunk["offset"], _stored(folder / chunk["file"], chunk)) for chunk in entry["chunks"]]
-    return found
+    said = {name: _built(folder / e["file"], e["content"], e["start"]) for name, e in found["said"].items()}
+    return found["tensors"], said
 
 
 def tensors_in(file: Path) -> dict[str, Stored]:
@@ -53,15 +57,16 @@ def _ask(paths: Sequence[Path]) -> list[Any]:
     return json.loads(done.stdout)
 
 
-def _built(file: Path, answer: Any) -> Any:
+def _built(file: Path, answer: Any, base: int = 0) -> Any:
+    """base: byte where what was asked about begins in the file."""
     kind, content = answer
     if kind == "tensor":
         dtype, shape, strides, start = content
-        return _stored(file, {"dtype": dtype, "shape": shape, "strides": strides, "start": start})
+        return _stored(file, {"dtype": dtype, "shape": shape, "strides": strides, "start": base + start})
     if kind == "dict":
-        return {key: _built(file, value) for key, value in content}
+        return {key: _built(file, value, base) for key, value in content}
     if kind == "list":
-        return [_built(file, value) for value in content]
+        return [_built(file, value, base) for value in content]
     return content if kind == "plain" else None
 
 

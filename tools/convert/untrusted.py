@@ -24,7 +24,10 @@ import torch
 MEMORY = 4 << 30  # bytes more than torch itself takes
 SECONDS = 300
 HARMLESS = ("megatron.", "transformer_engine.", "numpy.", "signal.", "pathlib.", "enum.", "_io.BytesIO")
+# Names, but for a prefix, of what Megatron's distributed optimizer says of steps and the loss scale.
+SAID = tuple(f"optimizer.distributed.dp_group_idx_0.{name}/" for name in ("optimizer", "grad_scaler"))
 METADATA = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
+OWN_METADATA = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")  # torch's with more in it
 
 
 class Inert:
@@ -93,7 +96,7 @@ class Metadata(pickle.Unpickler):
     """Of a distributed checkpoint's .metadata: classes of torch's that only hold values are stood for by `Record`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in METADATA and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ":
+        if (module in METADATA and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or (module, name) == OWN_METADATA:
             return type(name, (Record,), {})
         if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
             return {"Size": torch.Size, "_get_layout": str}[name]
@@ -139,43 +142,52 @@ def plain(value: Any) -> Any:
 
 
 def distributed(folder: Path) -> Any:
-    """The tensors of a distributed checkpoint: name -> dtype, shape and chunks, each with its place in a file."""
+    """The tensors of a distributed checkpoint: name -> shape and chunks, each with its dtype and its place in a file.
+
+    Besides, what its distributed optimizer says that is no tensor: name -> content, and its place.
+    """
     with open(folder / ".metadata", "rb") as file:
         metadata = Metadata(file).load()
     places = {}
     for index, info in metadata.storage_data.items():
         offset = tuple(index.offset) if getattr(index, "offset", None) is not None else None
         places[index.fqn, offset] = info
-    tensors = {}
+    tensors, said = {}, {}
     for name, entry in metadata.state_dict_metadata.items():
-        if not hasattr(entry, "chunks"):
-            continue
-        chunks = [
-            _chunk(folder, places[name, tuple(chunk.offsets)], list(chunk.offsets), list(chunk.sizes))
-            for chunk in entry.chunks
-        ]
-        tensors[name] = {"shape": list(entry.size), "chunks": chunks}
-    return tensors
+        if hasattr(entry, "chunks"):
+            chunks = [
+                _chunk(folder, places[name, tuple(chunk.offsets)], list(chunk.offsets), list(chunk.sizes))
+                for chunk in entry.chunks
+            ]
+            tensors[name] = {"shape": list(entry.size), "chunks": chunks}
+        elif any(known in name for known in SAID):
+            said[name] = _inside(folder, places[name, None])
+    return {"tensors": tensors, "said": said}
 
 
-def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict[str, Any]:
-    """Every chunk is a file of torch.save inside of a file."""
+def _inside(folder: Path, info: Any) -> dict[str, Any]:
+    """A file of torch.save inside of a file: what it holds, and where in the outer one it begins."""
     file = folder / info.relative_path
     if file.parent != folder or not file.is_file():
         raise ValueError(f".metadata names {info.relative_path}, which is not in the folder")
     with open(file, "rb") as opened:
         opened.seek(info.offset)
         inside = io.BytesIO(opened.read(info.length))
-    kind, content = described(unpickled(inside))
+    return {"file": file.name, "start": info.offset, "content": described(unpickled(inside))}
+
+
+def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict[str, Any]:
+    inside = _inside(folder, info)
+    kind, content = inside["content"]
     if kind != "tensor" or content[1] != shape:
-        raise ValueError(f"{file} does not hold the {shape} that .metadata says")
+        raise ValueError(f"{folder / inside['file']} does not hold the {shape} that .metadata says")
     dtype, shape, strides, start = content
     return {
-        "file": file.name,
+        "file": inside["file"],
         "dtype": dtype,
         "shape": shape,
         "strides": strides,
-        "start": info.offset + start,
+        "start": inside["start"] + start,
         "offset": offset,
     }
 

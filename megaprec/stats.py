@@ -42,7 +42,7 @@ def statistics(
     else:
         norms, filled = _looked_at(counted)
         total = sum(block.numel() for block in counted)
-        numbers = torch.stack((_squares(norms, counted), total - filled.double().sum()))
+        numbers = torch.stack((_squares(norms, counted), (total - filled.sum()).double()))
     others = [block for values in copies for block in _blocks(values)]
     if others:
         numbers[0] += 0 * _squares(_norms(others), others)
@@ -66,7 +66,12 @@ def _looked_at(blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         looked = [(_norm(block), block.count_nonzero()) for block in blocks]
         norms, filled = (torch.stack(column) for column in zip(*looked, strict=True))
         return norms, filled
-    return _norms(blocks), torch.stack([torch.linalg.vector_norm(block, 0, dtype=torch.float32) for block in blocks])
+    return _norms(blocks), torch.stack([_num_filled(block) for block in blocks])
+
+
+def _num_filled(block: Tensor) -> Tensor:
+    """How many elements are not zero, by one read; `count_nonzero` of a GPU writes down which."""
+    return torch.linalg.vector_norm(block, 0, dtype=torch.promote_types(block.dtype, torch.float32)).double()
 
 
 def _norms(blocks: Sequence[Tensor]) -> Tensor:

@@ -20,12 +20,7 @@ long megaprec_span(void) { return SPAN; }
 
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64)));
-enum { LANES = 16, AT_ONCE = 4, AHEAD = 2048 };
-
-/* Asks for the block that comes AHEAD elements later: one stream alone is read faster so. Four at once are not. */
-static void fetch(const float *x) {
-    for (long i = 0; i < BLOCK; i += LANES) __builtin_prefetch(x + AHEAD + i);
-}
+enum { LANES = 16, AT_ONCE = 4, AHEAD = 2048, NEAR = 512, PAIR = 2 * LANES };
 
 /* Sum of squares and number of zeros of `n` <= BLOCK elements. An FP32 sum that overflowed, or that may have lost
 squares that underflowed, is made again in FP64: it is finite exactly if all elements are. */
@@ -60,7 +55,7 @@ void megaprec_statistics(const float *x, long n, double *sums, int64_t *zeros, i
         double sum = 0;
         zeros[s] = 0;
         for (long i = s * SPAN; i < end; i += BLOCK) {
-            fetch(x + i);
+            for (long k = i; k < i + BLOCK; k += LANES) __builtin_prefetch(x + k + AHEAD, 0, 0); /* to be read once */
             sum += block(x + i, min_(BLOCK, end - i), zeros + s);
         }
         sums[s] = sum;
@@ -89,11 +84,9 @@ static uint16_t bf16(float value) { /* to nearest, ties to even */
     return value != value ? 0x7fc0 : rounded;
 }
 
-/* AdamW with torch's order of operations, so that the results are torch's to the last bit. `low`, unless null, gets the
-new weights in bf16. */
-static void update(float *restrict w, const float *restrict g, float *restrict m, float *restrict v, uint16_t *restrict low,
-                   long n, Numbers k) {
-    uint16_t rounded[BLOCK];
+/* AdamW with torch's order of operations, so that the results are torch's to the last bit. */
+static inline void update(float *restrict w, const float *restrict g, float *restrict m, float *restrict v,
+                          uint16_t *restrict rounded, long n, Numbers k) {
     int far = k.beta1_rest >= 0.5f; /* average nearer to the gradient than to its old value: start from there */
     float share = far ? k.beta1_rest - 1 : k.beta1_rest;
     for (long i = 0; i < n; i++) {
@@ -104,6 +97,21 @@ static void update(float *restrict w, const float *restrict g, float *restrict m
         w[i] = weight, m[i] = average, v[i] = square;
         rounded[i] = bf16(weight);
     }
+}
+
+/* `n` <= BLOCK elements of it. `low`, unless null, gets the new weights in bf16. What comes NEAR elements later is asked
+for on the way, a few lines of each stream at a time: a block of all four at once would hold up what is needed now. */
+static void update_block(float *w, const float *g, float *m, float *v, uint16_t *low, long n, Numbers k) {
+    uint16_t rounded[BLOCK];
+    long i = 0;
+    for (; i + PAIR <= n; i += PAIR) {
+        for (long next = i + NEAR; next < i + NEAR + PAIR; next += LANES) {
+            __builtin_prefetch(w + next), __builtin_prefetch(g + next);
+            __builtin_prefetch(m + next), __builtin_prefetch(v + next);
+        }
+        update(w + i, g + i, m + i, v + i, rounded + i, PAIR, k);
+    }
+    update(w + i, g + i, m + i, v + i, rounded + i, n - i, k);
     if (low) store(low, rounded, n * 2);
 }
 
@@ -112,7 +120,7 @@ void megaprec_adamw(float *w, const float *g, float *m, float *v, uint16_t *low,
     {
 #pragma omp for schedule(static)
         for (long i = 0; i < n; i += BLOCK)
-            update(w + i, g + i, m + i, v + i, low ? low + i : 0, min_(BLOCK, n - i), k);
+            update_block(w + i, g + i, m + i, v + i, low ? low + i : 0, min_(BLOCK, n - i), k);
 #ifdef __SSE2__
         _mm_sfence(); /* each thread waits for its own stores */
 #endif

@@ -1,7 +1,7 @@
 """A run of elements of a buffer's own slice, as an update sees it: FP32 or wider, however they are kept.
 
-A CPU updates memory in runs that stay in a core's cache, so that rounding the new masters into the weights and clearing
-the gradients costs no second trip to memory; a GPU, which pays for each launch, takes long ones.
+A CPU updates memory in runs that stay in a core's cache, so that rounding the new masters into the weights
+costs no second trip to memory; a GPU, which pays for each launch, takes long ones.
 """
 
 from collections.abc import Sequence

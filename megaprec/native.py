@@ -1,8 +1,9 @@
 """Kernels in C for the optimizer step on a CPU: one pass for the statistics, one for AdamW.
 
-torch's operators read the gradients twice for norm and zeros, and once more to clear them. `native.c` does it all on
-the way. It is compiled at first use for the machine at hand, with `cc` or what the variable CC names, and kept in the
-user's cache folder under a name made of all that it depends on, so that any number of ranks may come at once.
+torch's operators read the gradients twice for norm and zeros, and start anew for each block of an update that has to
+stay in the cache. `native.c` goes through memory once for each of the two. It is compiled at first use for the machine
+at hand, with `cc` or what the variable CC names, and kept in the user's cache folder under a name made of all that it
+depends on, so that any number of ranks may come at once.
 """
 
 import ctypes
@@ -70,7 +71,7 @@ class Kernels:
         return all(self.reads(values) and values.numel() == low.numel() for values in wide) and (same or rounds)
 
     def adamw_(self, block: Block, rule: AdamW, step: Step) -> None:
-        """Updates all that the block holds, without looking at `found`, and clears its gradients."""
+        """Updates all that the block holds, without looking at `found`. Gradients stay as they are."""
         assert self.updates(block) and block.masters is not None
         low = None if block.weights.data_ptr() == block.masters.data_ptr() else block.weights.data_ptr()
         tensors = (block.masters, block.grads, *(values for _, values in block.state))

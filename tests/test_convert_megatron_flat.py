@@ -276,14 +276,23 @@ FAULTS: dict[str, tuple[Case, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("trusted")
-def test_another_layout_than_the_args_say_is_refused(
+def test_another_layout_than_the_args_say_is_refused_unless_weights_are_enough(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case, said = FAULTS[fault]
-    _, folder = opened(case, tmp_path)
+    source, folder = opened(case, tmp_path)
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
+    read = open_source(folder, weights_only=True)
+    assert read.kinds == ("weight",) and not read.facts.unread
+    assert all(torch.equal(read.read(key), source.read(key).bfloat16()) for key in source.keys("weight"))
+
+
+def test_weights_alone_are_asked_of_megatron_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "hf", "llama")
+    assert main(["convert", str(folder), str(tmp_path / "ours"), "--weights-only"]) == 2
+    assert "--weights-only is for Megatron checkpoints" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("trusted")

@@ -13,24 +13,28 @@ from tools.convert.source import Source
 FORMATS = ("hf", "megaprec", "megatron")
 
 
-def open_intact(path: Path, vocab: int | None = None) -> Source:
+def open_intact(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
     """As `open_source`, but raises UserError, too, if a file of a checkpoint of ours is not what was saved."""
     if checkpoint := find_native(path):
         store = Store(checkpoint)
         require_intact(store, store.digests)
-    return open_source(path, vocab)
+    return open_source(path, vocab, weights_only)
 
 
-def open_source(path: Path, vocab: int | None = None) -> Source:
-    """Opens a folder of any format. vocab: tokens without padding, if a Megatron checkpoint does not say."""
+def open_source(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
+    """Opens a folder of any format. vocab: tokens without padding, if a Megatron checkpoint does not say. weights_only:
+    of a Megatron checkpoint the optimizer's state is not looked at; UserError for another."""
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model")
-    if checkpoint := find_native(path):
+    checkpoint, hf = find_native(path), is_hf(path)
+    if weights_only and (checkpoint or hf):
+        raise UserError(f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out")
+    if checkpoint:
         return open_native(checkpoint)
-    if is_hf(path):
+    if hf:
         return open_hf(path)
     if iteration := find_megatron(path):
-        return open_megatron(iteration, vocab)
+        return open_megatron(iteration, vocab, weights_only)
     raise UserError(
         f"{path} has none of the known formats: a megaprec checkpoint has checkpoint.json, a Hugging Face folder "
         "config.json, a Megatron checkpoint latest_checkpointed_iteration.txt, mp_rank_00/ or .metadata"

@@ -40,12 +40,14 @@ def find_megatron(path: Path) -> Path | None:
     return path if is_one else None
 
 
-def open_megatron(path: Path, vocab: int | None = None) -> Source:
-    """Opens the folder of an iteration. vocab: tokens without padding, if its args do not say."""
-    return _open_distributed(path, vocab) if (path / ".metadata").is_file() else _open_legacy(path, vocab)
+def open_megatron(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
+    """Opens the folder of an iteration. vocab: tokens without padding, if its args do not say. weights_only: as saved,
+    with nothing of the optimizer's state, which is not looked at."""
+    opens = _open_distributed if (path / ".metadata").is_file() else _open_legacy
+    return opens(path, vocab, weights_only)
 
 
-def _open_legacy(path: Path, vocab: int | None) -> Source:
+def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
     ranks = read_ranks(path)
     model = model_of(ranks.args, vocab)
     by_name = named_over_all(ranks, lambda rank: rank.chunks)
@@ -53,16 +55,18 @@ def _open_legacy(path: Path, vocab: int | None) -> Source:
     found = _found(by_name, ranks.args, model)
     weights = wholes_of(path, found, by_name, model.vocab)
     check_tensors(path, found, weights)
-    state = optimizer_state(ranks, found, model)
+    state = {} if weights_only else optimizer_state(ranks, found, model)
     facts = _facts(ranks.first.content, ranks.args, ranks.sizes)
     return _source(path, model, found, {"weight": weights, **state}, facts)
 
 
-def _open_distributed(path: Path, vocab: int | None) -> Source:
+def _open_distributed(path: Path, vocab: int | None, weights_only: bool) -> Source:
     common = read_common(path)
     args = common["args"]
     model = model_of(args, vocab)
     held = read_chunked(path)
+    if weights_only:
+        held = replace(held, by_kind={"weight": held.by_kind["weight"]}, flat={})
     found = _found(held.by_kind["weight"], args, model)
     kinds = {kind: whole_tensors(path, found, tensors, model) for kind, tensors in held.by_kind.items()}
     unread = _unread(common, held)

@@ -107,7 +107,7 @@ def bucketed_state(saved: Saved, flats: Mapping[str, Chunked]) -> dict[str, Mapp
 def _unknown(saved: Saved) -> UserError:
     return UserError(
         f"{saved.path}: its distributed optimizer's flat state has not the layout that its args and its model lead to: "
-        "have Megatron save with --dist-ckpt-optim-fully-reshardable, or with --no-save-optim for weights only"
+        "have Megatron save with --dist-ckpt-optim-fully-reshardable, or convert with --weights-only"
     )
 
 

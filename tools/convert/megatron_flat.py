@@ -97,8 +97,8 @@ def flat_state(
 
 def _unknown(rank: Rank) -> UserError:
     return UserError(
-        f"{rank.folder}/distrib_optim.pt has not the layout that its args and its model lead to: remove these files to "
-        "convert weights only, or have Megatron save with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+        f"{rank.folder}/distrib_optim.pt has not the layout that its args and its model lead to: convert with "
+        "--weights-only, or have Megatron save with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
     )
 
 

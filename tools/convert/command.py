@@ -44,9 +44,7 @@ def add_parser(subparsers: Any) -> None:
         "--grouped-experts", action="store_true", help="a Megatron DST names experts as --moe-grouped-gemm wants them"
     )
     parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if a Megatron SRC does not say")
-    parser.add_argument(
-        "--weights-only", action="store_true", help="leave a Megatron SRC's optimizer state unread"
-    )
+    parser.add_argument("--weights-only", action="store_true", help="leave a Megatron SRC's optimizer state unread")
     parser.add_argument("--verify", choices=("logits",), help="compare the models' FP32 logits too; holds both models")
     parser.set_defaults(run=main)
 

@@ -54,7 +54,7 @@ class Case:
 def allocations() -> Iterator[list[int]]:
     """Sizes in the order in which the allocator gave them out, negative when it took them back."""
     sizes: list[int] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as events:
         yield sizes
     assert events.profiler is not None and events.profiler.kineto_results is not None
     sizes += [e.nbytes() for e in events.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[attr-defined]

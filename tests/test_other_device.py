@@ -295,7 +295,7 @@ def test_fp8_products_are_made_by_the_kernels_that_make_them_on_the_cpu(mesh: De
         for recipe in map(FP8Recipe, ("delayed", "current", "rowwise", "blockwise", "mx"))
     ]
     for here, there in made:
-        assert here == there
+        assert here == {name: way.replace(f"'{pretend.NAME}'", "'CPU'") for name, way in there.items()}
     assert any("kernel" in way for here, _ in made for way in here.values())
 
 

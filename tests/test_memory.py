@@ -1,5 +1,6 @@
 """Memory of activations known beforehand is what torch's allocator really gives out, to five per cent."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,8 +55,10 @@ class Case:
 def allocations() -> Iterator[list[int]]:
     """Sizes in the order in which the allocator gave them out, negative when it took them back."""
     sizes: list[int] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as events:
-        yield sizes
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11 says so at each start
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+            yield sizes
     assert events.profiler is not None and events.profiler.kineto_results is not None
     sizes += [e.nbytes() for e in events.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[attr-defined]
 

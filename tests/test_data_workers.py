@@ -1,6 +1,7 @@
 """The tokens do not depend on who encodes them, how many do, or how often they were killed."""
 
 import hashlib
+import io
 import json
 import os
 import signal
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from megaprec.data import build as module
-from megaprec.data import workers
+from megaprec.data import encoding, workers
 from megaprec.data.build import build
+from megaprec.data.encoding import send_request
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
@@ -89,6 +91,17 @@ def test_a_hugging_face_tokenizer_does_the_same_in_workers(tmp_path: Path, sourc
     for number in (1, 2):
         build(source, tokenizer, tmp_path / f"{number}", workers=number)
     assert digests(tmp_path / "1") == digests(tmp_path / "2")
+
+
+def test_a_worker_whose_request_breaks_off_ends_without_a_word(model: Tokenizer) -> None:
+    """For whoever asked was killed, in the middle of it."""
+    request = io.BytesIO()
+    send_request(request, ["some text", "and more"], [True, True])
+    whole = request.getvalue()
+    command = [sys.executable, "-m", encoding.__name__, str(model.path), str(model.eos)]
+    for length in (3, 20, len(whole) - 1, len(whole)):
+        ended = subprocess.run(command, input=whole[:length], capture_output=True, timeout=60, cwd=ROOT)
+        assert (ended.returncode == 0, ended.stderr) == (length == len(whole), b"")
 
 
 @pytest.mark.parametrize(("number", "chunks"), [(2, 17), (1, 2)])

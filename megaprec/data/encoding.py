@@ -82,9 +82,9 @@ def read_answer(stream: IO[bytes]) -> Encoded:
 
 
 def serve(encode: Encode, eos: int | None, requests: IO[bytes], answers: IO[bytes]) -> None:
-    """The worker's side: answers until there is no further request."""
+    """The worker's side: answers until there is no further request. EOFError if one ends within."""
     while head := requests.read(HEAD.size):
-        pieces, size = HEAD.unpack(head)
+        pieces, size = HEAD.unpack(head + _read(requests, HEAD.size - len(head)))
         cuts = np.cumsum(np.frombuffer(_read(requests, 8 * pieces), "<i8"))[:-1]
         ends = np.frombuffer(_read(requests, pieces), "u1").astype(bool).tolist()
         text = _read(requests, size)
@@ -110,7 +110,10 @@ def main(path: str, eos: str) -> None:
     with open(path, "rb") as file:
         content = file.read()
     encode, _ = hugging_face_encoder(content.decode()) if is_json(content) else sentencepiece_encoder(content)
-    serve(encode, int(eos) if eos else None, sys.stdin.buffer, sys.stdout.buffer)
+    try:
+        serve(encode, int(eos) if eos else None, sys.stdin.buffer, sys.stdout.buffer)
+    except (EOFError, BrokenPipeError):
+        os._exit(1)  # the main process was killed: nobody is left to be told, nor to take what is still to be flushed
 
 
 if __name__ == "__main__":

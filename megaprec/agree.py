@@ -82,5 +82,7 @@ class Agreement:
 def digest(numbers: Iterable[Tensor]) -> Tensor:
     """12 bits of these numbers, at most four, taken as FP32: float64 of shape []."""
     values = torch.stack([number.float() for number in numbers]).view(torch.int32)
-    total = torch.stack([value * odd for value, odd in zip(values.long().unbind(), _ODD, strict=False)]).sum()
+    total = torch.stack(
+        [value * odd for value, odd in zip(values.long().unbind(), _ODD[: len(values)], strict=True)]
+    ).sum()
     return ((total >> 40) & _DIGEST).double()

@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.foreign import write_folder
 from tests.ranks import run_ranks
 from tests.runs import tensors
-from tests.test_convert_megatron_stacked import STACKINGS, state_of
+from tests.test_convert_megatron_stacked import STACKINGS, sizes_read, state_of
 from tools.cli import main
 from tools.convert import megatron_flat, torch_files, untrusted
 from tools.convert.formats import open_source
@@ -319,15 +319,6 @@ def test_a_spread_of_layers_that_is_not_known_leaves_the_weights(
 def test_of_a_bucket_only_the_tensor_asked_for_is_read(tmp_path: Path) -> None:
     _, folder = opened(CASES["experts"], tmp_path)
     read = open_source(folder)
-    sizes: list[int] = []
-    plain = torch.empty
-
-    def noted(*size: Any, **options: Any) -> Tensor:
-        made = plain(*size, **options)
-        sizes.append(made.numel() * made.itemsize)
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.convert.tensors.torch.empty", noted)
+    with sizes_read() as sizes:
         read.read("exp_avg/layers.1.mlp.experts.2.gate.weight")
     assert max(sizes) == 4 * 40 * 24  # a rank's part of gate and up, which are one tensor there

@@ -1,7 +1,8 @@
 """Distributed checkpoints as the format is stated, written by torch alone: every way to stack; what is refused."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,9 @@ def test_state_in_buffers_of_another_form_is_left_aside_and_said_to_be(
     assert {key.split("/")[0] for key in tensors(tmp_path / "ours")} == {"weight"}
 
 
-def test_of_stacked_experts_only_the_one_asked_for_is_read(source: Source, tmp_path: Path) -> None:
-    """One file of a stack, of which the bytes of all other experts are gone."""
-    folder = write(tmp_path / "dist", source, state_of(source, STACKINGS["layers and experts"]))
-    read = open_source(folder)
+@contextmanager
+def sizes_read() -> Iterator[list[int]]:
+    """Bytes of each tensor that is made to be read into."""
     sizes: list[int] = []
     plain = torch.empty
 
@@ -133,6 +133,14 @@ def test_of_stacked_experts_only_the_one_asked_for_is_read(source: Source, tmp_p
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tools.convert.tensors.torch.empty", noted)
+        yield sizes
+
+
+def test_of_stacked_experts_only_the_one_asked_for_is_read(source: Source, tmp_path: Path) -> None:
+    """One file of a stack, of which the bytes of all other experts are gone."""
+    folder = write(tmp_path / "dist", source, state_of(source, STACKINGS["layers and experts"]))
+    read = open_source(folder)
+    with sizes_read() as sizes:
         read.read("weight/layers.1.mlp.experts.2.gate.weight")
     assert max(sizes) == 4 * 2 * 40 * 24
 

@@ -4,27 +4,33 @@
     megaprec precision translate FILE [...] --to SYSTEM     the same plan in another system's words
     megaprec precision table                                who has which feature of mixed precision
 
-FILE is a run file, a part of one, or a configuration as users of another system have it: Python, JSON or TOML.
+FILE is a run file, a part of one, or a configuration as users of another system have it: Python, YAML, JSON or TOML.
+Nothing in it is run. A value that the file leaves open is given by `--assume args.bf16=True`; where a file describes
+several runs, `--pick NAME` says which.
 """
 
 import argparse
+import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.table import Table
 
 from megaprec.dialects.translate import BESIDE, DIALECTS, FIELDS, shown, translate
 from megaprec.errors import UserError
-from megaprec.plan import PrecisionPlan
+from megaprec.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
+from tools.foreign.read import read_foreign
+from tools.notes import add_strict, tell_notes
 from tools.precision_advice import Scene, advice
 from tools.precision_modules import ROLES, Row, rows
 from tools.precision_native import native
-from tools.precision_pasted import read_pasted
 from tools.precision_table import table
 from tools.run import given_in, known_keys, load_precision, load_run
 from tools.settings import FP8, Precision
@@ -53,40 +59,80 @@ def add_parser(subparsers: Any) -> None:
     to = commands.add_parser("translate", help="the same plan in another system's words")
     to.add_argument("--to", required=True, metavar="SYSTEM", help=f"one of native, {', '.join(DIALECTS)}")
     to.set_defaults(run=main_translate)
+    show.add_argument("--json", action="store_true", help="print the plan as JSON instead of tables")
     for command in (show, to):
         command.add_argument("file", metavar="FILE", type=Path, help="run file or another system's configuration")
         command.add_argument("overrides", metavar="table.key=value", nargs="*", help="changes to it")
+        command.add_argument(
+            "--assume", metavar="EXPRESSION=VALUE", action="append", default=[],
+            help="a value that the file leaves open, like args.bf16=True; may be given several times",
+        )  # fmt: skip
+        command.add_argument("--pick", metavar="NAME", default="", help="the variable or function of the file to read")
+        add_strict(command)
     print_table = commands.add_parser("table", help="docs/precision.md: who has which feature")
     print_table.set_defaults(run=main_table)
 
 
 def main_show(args: argparse.Namespace) -> int:
     """Runs `megaprec precision show`."""
-    found = understand(args.file, args.overrides)
+    found = understand(args.file, args.overrides, args.assume, args.pick)
+    warnings = advice(Scene(found.plan, found.microbatches, found.replicas))
+    if args.strict:
+        tell_notes(found.notes, strict=True)
+    if args.json:
+        print(json.dumps(as_json(found, warnings), indent=2, ensure_ascii=False))
+        return 0
     console = table_console()
-    console.print(plan_table(found))
+    console.print(plan_table(found, short=console.is_terminal))
     if found.model is not None:
         console.print(module_table(rows(found.plan, found.model)))
     for note in found.notes:
         console.print(f"note: {note}", markup=False)
-    for line in advice(Scene(found.plan, found.microbatches, found.replicas)):
+    for line in warnings:
         console.print(f"warning: {line}", markup=False)
     return 0
 
 
+def as_json(found: Understood, warnings: Sequence[str]) -> dict[str, Any]:
+    """A plan for programs: fields and run-file keys, each with its value and the key that decided it."""
+    origins = found.plan.origin
+    plan = {name: (getattr(found.plan, name), origins.get(name, "default")) for name in FIELDS}
+    settings = {key: (entry.value, entry.origin) for key, entry in _settings_shown(found)}
+    return {
+        "plan": {name: {"value": jsonable(value), "origin": origin} for name, (value, origin) in plan.items()},
+        "settings": {key: {"value": jsonable(value), "origin": origin} for key, (value, origin) in settings.items()},
+        "notes": list(found.notes),
+        "warnings": list(warnings),
+    }
+
+
+def jsonable(value: Any) -> Any:
+    """A value of a plan as JSON has it: dtypes by name, loss scaling and FP8 recipe as objects."""
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if is_dataclass(value):
+        return {f.name: jsonable(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | None) else getattr(value, "__name__", str(value))
+
+
 def main_translate(args: argparse.Namespace) -> int:
-    """Runs `megaprec precision translate`: TOML on stdout, what cannot be said as comments."""
+    """Runs `megaprec precision translate`: TOML on stdout, what cannot be said and notes as comments."""
     if args.to not in ("native", *DIALECTS):
         raise UserError(f'--to "{args.to}": no such system; there are native, {", ".join(DIALECTS)}')
-    found = understand(args.file, args.overrides)
+    found = understand(args.file, args.overrides, args.assume, args.pick)
+    tell_notes(found.notes, args.strict)
     settings = {key: entry.value for key, entry in found.settings.items()}
     if args.to == "native":
-        print("\n".join(native_lines(found.plan, settings)))
-        return 0
-    translation = translate(found.plan, settings, args.to)
-    print("\n".join(table_lines(f"precision.{args.to}", translation.config)))
-    for line in translation.unsaid:
-        print(f"# not said: {line}")
+        lines = native_lines(found.plan, settings)
+    else:
+        translation = translate(found.plan, settings, args.to)
+        lines = table_lines(f"precision.{args.to}", translation.config)
+        lines += [f"# not said: {line}" for line in translation.unsaid]
+    print("\n".join([*lines, *(f"# note: {note}" for note in found.notes)]))
     return 0
 
 
@@ -96,19 +142,23 @@ def main_table(args: argparse.Namespace) -> int:
     return 0
 
 
-def understand(path: Path, overrides: Sequence[str] = ()) -> Understood:
-    """Reads a run file, a part of one or another system's configuration. Raises UserError."""
+def understand(path: Path, overrides: Sequence[str] = (), assume: Sequence[str] = (), pick: str = "") -> Understood:
+    """Reads a run file, a part of one or another system's configuration. Raises UserError.
+
+    assume, pick: for another system's file, see `tools.foreign.read`.
+    """
     content = _toml(path)
-    if "train" in content:
-        return _of_run(path, overrides)
-    if "precision" in content or "fp8" in content:
+    if any(isinstance(content.get(name), dict) for name in ("train", "precision", "fp8")):
+        if assume or pick:
+            raise UserError("--assume and --pick are for other systems' files; in a run file nothing is open")
+        if "train" in content:
+            return _of_run(path, overrides)
         given, problems = given_in(path, overrides)
-        notes: list[str] = []
+        notes: tuple[str, ...] = ()
     else:
-        pasted = read_pasted(path)
+        foreign = read_foreign(path, assume, pick)
         given, problems = given_in(None, overrides)
-        tables = {f"precision.{name}": Given(config, f"file {path}") for name, config in pasted.tables.items()}
-        given, notes = tables | given, pasted.notes
+        given, notes = {**foreign.given, **given}, foreign.notes
     if problems:
         raise UserError(*problems)
     plan, settings, more = load_precision(given)
@@ -119,7 +169,7 @@ def _toml(path: Path) -> Mapping[str, Any]:
     """The file as TOML; empty if it is anything else."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+    except (OSError, ValueError, RecursionError):  # whoever reads it next says what it is
         return {}
 
 
@@ -131,17 +181,31 @@ def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
     return Understood(config.plan, settings, config.notes, model, config.num_microbatches, config.parallel.data)
 
 
-def plan_table(found: Understood) -> Table:
-    """A row per field of the plan and per other key that was decided."""
+def plan_table(found: Understood, short: bool = False) -> Table:
+    """A row per field of the plan and per other key that was decided.
+
+    short: of the files that decided only names are given, for a terminal is narrow.
+    """
     made = Table(title="precision plan", title_justify="left")
     for column in ("field", "value", "decided by"):
         made.add_column(column, overflow="fold")
     for name in FIELDS:
-        made.add_row(name, shown(getattr(found.plan, name)), found.plan.origin.get(name, "default"))
-    for key, entry in found.settings.items():
-        if found.model is None or key in BESIDE:
-            made.add_row(key, shown(entry.value), entry.origin)
+        origin = found.plan.origin.get(name, "default")
+        made.add_row(name, shown(getattr(found.plan, name)), shortened(origin) if short else origin)
+    for key, entry in _settings_shown(found):
+        made.add_row(key, shown(entry.value), shortened(entry.origin) if short else entry.origin)
     return made
+
+
+def _settings_shown(found: Understood) -> Iterable[tuple[str, Given]]:
+    return ((key, entry) for key, entry in found.settings.items() if found.model is None or key in BESIDE)
+
+
+def shortened(origin: str) -> str:
+    """An origin without the folders of its files and without what all keys of a system begin with."""
+    origin = re.sub(r"file \S*/", "file ", origin)
+    first = re.match(r"precision\.\w+\.", origin)
+    return origin if first is None else origin.replace(f", {first[0]}", ", ")
 
 
 def module_table(all_rows: Iterable[Row]) -> Table:

@@ -1,25 +1,32 @@
-"""Colossal-AI: `fp16 = dict(mode=AMP_TYPE..., ...)`, three ways of training in half precision.
+"""Colossal-AI: `fp16 = dict(mode=AMP_TYPE..., ...)`, ways of training in half precision, and the Booster's plugins.
 
 TORCH     FP32 parameters under torch's autocast to FP16, with torch's gradient scaler.
 APEX      NVIDIA apex's optimization levels. O0 is FP32, O1 autocast as above, O2 FP16 parameters with FP32 masters,
           O3 FP16 alone; each other key changes one property of its level.
 PARALLEL  FP16 parameters with FP32 masters, Megatron's scaler with a cap, clipping and zero count.
+NAIVE     its later name: the same with other defaults, neither cap nor floor, or a constant scale.
 
+    [precision.colossalai]
+    clip_grad_norm = 1.0                default: 0, no clipping
+    mixed_precision = "fp16"            the Booster's; means mode TORCH
     [precision.colossalai.fp16]
     mode = "PARALLEL"
     initial_scale = 65536.0
+    [precision.colossalai.plugin]       see megaprec.dialects.colossalai_plugins
 
-Colossal-AI forbids the first two with tensor and pipeline parallelism; here all three work with both, for the whole
+Colossal-AI forbids TORCH and APEX with tensor and pipeline parallelism; here all modes work with both, for the whole
 world agrees on every overflow. apex's `keep_batchnorm_fp32` is about the norms of a model, whatever their kind.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field
 
+from megaprec.dialects.colossalai_plugins import Plugin, express_plugin, plugin_class, resolve_plugin
 from megaprec.dialects.reading import NORMS, Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR, SCALER_KEYS, GradScaler, cap, torch_scaling, torch_words
 from megaprec.errors import did_you_mean
@@ -35,6 +42,7 @@ class AMP_TYPE(Enum):
     APEX = "apex"
     TORCH = "torch"
     PARALLEL = "parallel"
+    NAIVE = "naive"
 
 
 class Torch(GradScaler):
@@ -44,9 +52,13 @@ class Torch(GradScaler):
 
 
 def _dynamic(value: object) -> object:
-    if isinstance(value, str) and value != "dynamic":
-        raise ValueError('must be a number or "dynamic"')
-    return value
+    """A scale is a number, a number as text, or "dynamic" (apex/amp/frontend.py)."""
+    if not isinstance(value, str) or value == "dynamic":
+        return value
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ValueError('must be a number or "dynamic"') from error
 
 
 def _yes_no(value: object) -> object:
@@ -86,10 +98,28 @@ class Parallel(Keys):
     max_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
 
 
+class Naive(Keys):
+    """Keys of AMP_TYPE.NAIVE (legacy/amp/naive_amp). None: no floor, no cap."""
+
+    mode: Any = AMP_TYPE.NAIVE
+    dynamic_grad_scale: bool = True
+    initial_scale: float = Field(default=2.0**16, ge=FLOOR, le=CEILING)
+    min_scale: float | None = Field(default=None, ge=FLOOR, le=CEILING)
+    growth_factor: float = Field(default=2, gt=1)
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1)
+    growth_interval: int = Field(default=1000, gt=0)
+    hysteresis: int = Field(default=2, gt=0)
+    max_scale: float | None = Field(default=None, ge=FLOOR, le=CEILING)
+    verbose: bool = False
+
+
 class Config(Keys):
-    """The one table of [precision.colossalai]."""
+    """The keys of [precision.colossalai]. clip_grad_norm None: none."""
 
     fp16: Any = None
+    plugin: Any = None
+    mixed_precision: Literal["fp16", "fp16_apex", "fp16_naive", "bf16", "fp8"] | None = None
+    clip_grad_norm: float | None = Field(default=None, ge=0)
 
 
 LEVELS: Mapping[str, Mapping[str, Any]] = {
@@ -131,12 +161,55 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     places: where its keys stand, by full dotted key.
     """
     reading = Reading(SYSTEM, PREFIX, places)
-    fp16 = reading.read(Config, config or {}).fp16
+    asked = reading.read(Config, config or {})
+    if asked.plugin is not None:
+        return _plugged(reading, asked)
+    _refuse_stub(reading, asked)
+    fp16: Any = {"mode": "TORCH"} if asked.fp16 is None and asked.mixed_precision else asked.fp16
     if not isinstance(fp16, Mapping):
         reading.refuse("fp16", fp16, "must be a table of keys with a mode")
         reading.done()
-    how = {AMP_TYPE.TORCH: _torch, AMP_TYPE.APEX: _apex, AMP_TYPE.PARALLEL: _parallel}
-    return how[_mode(reading, fp16)](reading, fp16)
+    mode = _mode(reading, fp16)
+    if mode == AMP_TYPE.PARALLEL and asked.clip_grad_norm is not None and "clip_grad" in fp16:
+        reading.refuse("clip_grad_norm", asked.clip_grad_norm, "fp16.clip_grad is there too: keep one of them")
+    resolved = {
+        AMP_TYPE.TORCH: _torch,
+        AMP_TYPE.APEX: _apex,
+        AMP_TYPE.PARALLEL: _parallel,
+        AMP_TYPE.NAIVE: _naive,
+    }[mode](reading, fp16)
+    return resolved if "optimizer.clip" in resolved.settings else _clipped(reading, asked, resolved)
+
+
+def _clipped(reading: Reading, asked: Config, resolved: Resolved) -> Resolved:
+    """With the engine's clipping: none where `clip_grad_norm` is not given."""
+    clip = reading.by(asked.clip_grad_norm or 0.0, "clip_grad_norm")
+    return replace(resolved, settings={**resolved.settings, "optimizer.clip": clip})
+
+
+def _refuse_stub(reading: Reading, asked: Config) -> None:
+    if asked.mixed_precision not in (None, "fp16"):
+        why = 'Colossal-AI itself has only a stub of it: use "fp16", or a plugin with a precision'
+        reading.refuse("mixed_precision", asked.mixed_precision, why)
+
+
+def _plugged(reading: Reading, asked: Config) -> Resolved:
+    """A plugin's plan; the Booster's `mixed_precision` counts only where the plugin leaves precision to it."""
+    plugin = reading.read(plugin_class(reading, asked.plugin), asked.plugin, "plugin")
+    if asked.fp16 is not None and isinstance(plugin, Plugin):
+        reading.refuse("fp16", "{...}", "plugin is there too and decides precision: keep the one that is meant")
+    if isinstance(plugin, Plugin):
+        resolved = resolve_plugin(reading, plugin)
+        note = "mixed_precision: the Booster ignores it beside a plugin that decides precision itself"
+        return replace(resolved, notes=(*resolved.notes, note)) if asked.mixed_precision else resolved
+    _refuse_stub(reading, asked)
+    if asked.fp16 is not None and asked.mixed_precision is None:
+        return _torch(reading, asked.fp16)
+    if not asked.mixed_precision:
+        reading.done()
+        plain = all_of(("compute", "pipeline", "parameters"), reading.by(torch.float32, "mixed_precision"))
+        return reading.resolved(plain, {})
+    return _torch(reading, {"mode": "TORCH"})
 
 
 def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
@@ -180,19 +253,37 @@ def _parallel(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
         asked.hysteresis,
         cap(asked.max_scale),
     )
-    half, wide = reading.by(torch.float16, "fp16.mode"), reading.always(torch.float32)
-    decisions = {
-        **all_of(("compute", "pipeline", "parameters", "gradients", "reduce"), half),
-        **all_of(("masters", "moments", "output"), wide),
-        "scaling": reading.by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE)),
-    }
-    settings = {"optimizer.clip": reading.by(asked.clip_grad, "fp16.clip_grad")}
+    decisions = _halved(reading) | {"scaling": reading.by(scaling, *(f"fp16.{key}" for key in _PARALLEL_SCALE))}
+    given = f"{PREFIX}.clip_grad_norm" in reading.given
+    settings = {} if given else {"optimizer.clip": reading.by(asked.clip_grad, "fp16.clip_grad")}
     notes = ("log_num_zeros_in_grad: here every step counts them",) if asked.log_num_zeros_in_grad else ()
     return reading.resolved(decisions, settings, notes)
 
 
 _PARALLEL_SCALE = ("initial_scale", "min_scale", "growth_factor", "backoff_factor")
 _PARALLEL_SCALE += ("growth_interval", "hysteresis", "max_scale")
+
+
+def _naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
+    asked = reading.read(Naive, fp16, "fp16")
+    floor, ceiling = asked.min_scale or FLOOR, asked.max_scale or CEILING
+    if not floor <= asked.initial_scale <= ceiling:
+        why = f"must lie between min_scale {floor:g} and max_scale {ceiling:g}"
+        reading.refuse("fp16.initial_scale", asked.initial_scale, why)
+    reading.done()
+    factors = (asked.growth_factor, asked.backoff_factor, asked.growth_interval, asked.hysteresis)
+    scaling = LossScaling("dynamic", asked.initial_scale, floor, *factors, cap(ceiling))
+    if not asked.dynamic_grad_scale:
+        scaling = LossScaling("constant", asked.initial_scale)
+    keys = (f"fp16.{key}" for key in ("dynamic_grad_scale", *_PARALLEL_SCALE))
+    return reading.resolved(_halved(reading) | {"scaling": reading.by(scaling, *keys)}, {})
+
+
+def _halved(reading: Reading) -> dict[str, Decision]:
+    """An FP16 model with FP32 masters."""
+    half, wide = reading.by(torch.float16, "fp16.mode"), reading.always(torch.float32)
+    narrow = all_of(("compute", "pipeline", "parameters", "gradients", "reduce"), half)
+    return narrow | all_of(("masters", "moments", "output"), wide)
 
 
 def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
@@ -279,8 +370,12 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     cast |= {"keep_batchnorm_fp32": bool(plan.keep_fp32), "master_weights": plan.masters == torch.float32}
     cast |= {"cast_model_outputs": name_of(plan.output)}
     unpatched = plain | {"patch_torch_functions": False}
-    modes = [torch_mode, parallel, plain, plain | {"cast_model_outputs": name_of(plan.output)}, unpatched, cast]
-    return [{"fp16": mode} for mode in modes]
+    modes = [torch_mode, plain, plain | {"cast_model_outputs": name_of(plan.output)}, unpatched, cast]
+    clip = {"clip_grad_norm": settings["optimizer.clip"]} if "optimizer.clip" in settings else {}
+    plugged = dict(zip(_PARALLEL_SCALE, values, strict=True)) | {"max_norm": settings.get("optimizer.clip", 0.0)}
+    sharded = bool(settings.get("parallel.zero", False))
+    plugins = [express_plugin(plugged, half, sharded) for half in ("fp16", "bf16", "fp32")]
+    return [{"fp16": parallel}, *({"fp16": mode} | clip for mode in modes), *plugins]
 
 
 def _apex_scaling_words(scaling: LossScaling) -> dict[str, Any]:

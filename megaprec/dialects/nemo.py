@@ -8,6 +8,9 @@ for FP16. FP8 replaces the products of linear layers, not the loss scale.
     recipe = "bf16_with_fp8_mixed"      or: precision = "bf16-mixed", with the plugin's own defaults
     fp8_amax_history_len = 32           any field of the plugin, over what the recipe says
 
+    clip_grad = 1.0                     of OptimizerConfig, as is use_distributed_optimizer
+    [precision.nemo.v1]                 the YAML of NeMo 1: see megaprec.dialects.nemo_v1
+
 In Python: `resolve(bf16_mixed(grad_reduce_in_fp32=False))`. `autocast_enabled` does what its name says, though NeMo
 never hands it on. FP4 is not supported.
 """
@@ -18,6 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
+from megaprec.dialects.nemo_v1 import resolve_v1
 from megaprec.dialects.reading import NO_MARGIN, Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR
 from megaprec.errors import did_you_mean
@@ -45,7 +49,10 @@ def _precision(value: object) -> object:
 
 
 class MegatronMixedPrecision(Keys):
-    """The plugin's fields. pipeline_dtype None: bfloat16 with BF16, float32 otherwise; autocast_dtype: of precision."""
+    """The plugin's fields, and those of OptimizerConfig that matter.
+
+    pipeline_dtype None: bfloat16 with BF16, float32 otherwise. autocast_dtype None: that of precision.
+    """
 
     recipe: str | None = None
     precision: Annotated[str, BeforeValidator(_precision)] | None = None
@@ -75,15 +82,23 @@ class MegatronMixedPrecision(Keys):
     fp16_loss_scale_window: int = Field(default=1000, gt=0)
     fp16_hysteresis: int = Field(default=2, gt=0)
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    clip_grad: float | None = Field(default=None, ge=0)
+    use_distributed_optimizer: bool | None = None
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: Dtype | None = None
+    main_params_dtype: Dtype | None = None
+    exp_avg_dtype: Dtype | None = None
+    exp_avg_sq_dtype: Dtype | None = None
+    v1: Any = None
 
 
 _BF16 = {"precision": "bf16-mixed", "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
 _FP16 = {"precision": "16-mixed", "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
-_HALVES = {
+_HALVES: Mapping[str, dict[str, Any]] = {
     "bf16": _BF16 | {"autocast_enabled": False, "grad_reduce_in_fp32": True},
     "fp16": _FP16 | {"autocast_enabled": False, "grad_reduce_in_fp32": False},
 }
-_FP8 = {
+_FP8: dict[str, dict[str, Any]] = {
     "fp8": {
         "fp8_recipe": "delayed",
         "fp8_margin": 0,
@@ -101,11 +116,21 @@ _FP8 = {
     },
     "fp8_subchannel_scaling": {"fp8_recipe": "blockwise", "fp8_param_gather": False},
 }
-RECIPES: Mapping[str, Mapping[str, Any]] = {f"{half}_mixed": fields for half, fields in _HALVES.items()} | {
-    f"{half}_with_{name}_mixed": fields | {"fp8": "hybrid"} | fp8
-    for half, fields in _HALVES.items()
-    for name, fp8 in _FP8.items()
-}
+_FP8["fp8_delayed_scaling"] = _FP8["fp8"]  # its name in Megatron-Bridge
+_TWO_WIDE = _HALVES["bf16"] | {"fp8": "hybrid"} | _FP8["fp8_current_scaling"]
+_TWO_WIDE |= {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2}
+RECIPES: Mapping[str, Mapping[str, Any]] = (
+    {f"{half}_mixed": fields for half, fields in _HALVES.items()}
+    | {
+        f"{half}_with_{name}_mixed": fields | {"fp8": "hybrid"} | fp8
+        for half, fields in _HALVES.items()
+        for name, fp8 in _FP8.items()
+    }
+    | {
+        "nemotron_h_bf16_with_fp8_current_scaling_mixed": _TWO_WIDE,
+        "nanov2_bf16_with_fp8_current_scaling_mixed": _TWO_WIDE | {"fp8_recipe": "blockwise"},
+    }
+)
 
 
 def _recipe(name: str) -> Callable[..., MegatronMixedPrecision]:
@@ -130,7 +155,10 @@ def resolve(
     places: where its keys stand, by full dotted key.
     """
     reading = Reading(SYSTEM, PREFIX, places)
-    asked = _filled(reading, reading.read(MegatronMixedPrecision, config or {}))
+    read = reading.read(MegatronMixedPrecision, config or {})
+    if read.v1 is not None:
+        return resolve_v1(reading, read.v1)
+    asked = _filled(reading, read)
     half = HALVES[asked.precision or "32"]
     _contradictions(reading, asked, half)
     reading.done()
@@ -149,11 +177,18 @@ def resolve(
         "residual": held if wide else compute,
         "pipeline": reading.by(asked.pipeline_dtype or automatic, "pipeline_dtype", "recipe"),
         **all_of(("gradients", "reduce"), reading.by(summed, "grad_reduce_in_fp32", "recipe")),
-        **all_of(("masters", "moments"), reading.always(torch.float32)),
+        **_state_dtypes(reading, asked),
         "scaling": _scaling(reading, asked, half),
         "fp8": reading.by(_fp8(asked), "fp8", "recipe", *FP8_KEYS),
     }
-    return reading.resolved(decisions, {}, _notes(reading, asked))
+    return reading.resolved(decisions, _settings(reading, asked), _notes(reading, asked))
+
+
+def _settings(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Decision]:
+    """Run-file keys that OptimizerConfig decides, where it is given."""
+    values = {"optimizer.clip": ("clip_grad", asked.clip_grad)}
+    values["parallel.zero"] = ("use_distributed_optimizer", asked.use_distributed_optimizer)
+    return {name: reading.by(value, key) for name, (key, value) in values.items() if value is not None}
 
 
 def _filled(reading: Reading, asked: MegatronMixedPrecision) -> MegatronMixedPrecision:
@@ -187,8 +222,29 @@ def _contradictions(reading: Reading, asked: MegatronMixedPrecision, half: torch
     if asked.fp8 and asked.fp8_recipe == "delayed" and asked.first_last_layers_bf16:
         would = 'not with fp8_recipe = "delayed"; use "tensorwise" or another'
         reading.refuse("first_last_layers_bf16", True, would)
+    state = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    wide = [key for key in state if getattr(asked, key) not in (None, torch.float32)]
+    if wide and not asked.use_precision_aware_optimizer:
+        reading.refuse(wide[0], getattr(asked, wide[0]), "needs use_precision_aware_optimizer = true")
+    if asked.main_params_dtype not in (None, torch.float32):
+        reading.refuse("main_params_dtype", asked.main_params_dtype, "masters are float32 here")
+    if asked.exp_avg_dtype != asked.exp_avg_sq_dtype:
+        why = f"both moments have one dtype here: make it that of exp_avg_dtype, {asked.exp_avg_dtype}"
+        reading.refuse("exp_avg_sq_dtype", asked.exp_avg_sq_dtype, why)
     if asked.fp16_min_loss_scale > asked.fp16_initial_loss_scale:
         reading.refuse("fp16_min_loss_scale", asked.fp16_min_loss_scale, "is more than fp16_initial_loss_scale")
+
+
+def _state_dtypes(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Decision]:
+    """Masters, moments and gradients: FP32 but where the precision-aware optimizer is told otherwise."""
+    decisions = all_of(("masters", "moments"), reading.always(torch.float32))
+    if not asked.use_precision_aware_optimizer:
+        return decisions
+    if asked.exp_avg_dtype is not None:
+        decisions["moments"] = reading.by(asked.exp_avg_dtype, "exp_avg_dtype", "exp_avg_sq_dtype")
+    if asked.main_grads_dtype is not None:
+        decisions["gradients"] = reading.by(asked.main_grads_dtype, "main_grads_dtype")
+    return decisions
 
 
 def _scaling(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) -> Decision:
@@ -240,8 +296,10 @@ def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Configurations that come near to a plan: plain, and under autocast; run-file keys have no words in them."""
+    """Configurations that come near to a plan and the run-file keys in `settings`: plain, and under autocast."""
     common: dict[str, Any] = {"pipeline_dtype": name_of(plan.pipeline)}
+    words = (("optimizer.clip", "clip_grad"), ("parallel.zero", "use_distributed_optimizer"))
+    common |= {key: settings[name] for name, key in words if name in settings}
     common["grad_reduce_in_fp32"] = plan.gradients == torch.float32
     common |= _scaling_words(plan.scaling) | _fp8_words(plan.fp8)
     narrow = {"autocast_enabled": True, "autocast_dtype": name_of(plan.compute)}

@@ -1,8 +1,7 @@
 """NeuronX Distributed (NxD): Standard Mixed Precision on Trainium and Inferentia.
 
-Always BF16, never a loss scale. With ZeRO-1 weights have FP32 masters and gradients are accumulated and reduced in
-FP32 unless told otherwise. Without either, which is the legacy mode, weights are updated in BF16 and stochastically
-rounded.
+BF16 without a loss scale. With ZeRO-1 weights have FP32 masters, and gradients are accumulated and reduced in FP32,
+unless told otherwise. Without either, which is the legacy mode, weights are updated in BF16 and stochastically rounded.
 
     [precision.nxd]                     mixed_precision_config of NxD's configuration
     use_master_weights = true           default: whether ZeRO-1 is on
@@ -12,17 +11,22 @@ rounded.
     zero_one_enabled = true             NxD's default is false; that of a run file is its `parallel.zero`
     grad_clipping = true
     max_grad_norm = 1.0
+    [precision.nxd.environment]         variables that the training script sets, "0" or "1"
+    NEURON_RT_STOCHASTIC_ROUNDING_EN = "1"      rounds stochastically where FP32 becomes BF16
+    XLA_USE_BF16 = "0"                  makes every FP32 tensor BF16
+    XLA_DOWNCAST_BF16 = "1"             makes every FP32 tensor BF16 and every FP64 one FP32
 
+A file of neuronx-distributed-training gives `precision_type` instead: its `precision.type`, which sets the keys above.
 NxD itself drops max_grad_norm under ZeRO-1 and clips at 1.0; here it is honoured.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 
-from megaprec.dialects.reading import Keys, Reading, Resolved, all_of
+from megaprec.dialects.reading import Decision, Keys, Reading, Resolved, all_of
 from megaprec.plan import PrecisionPlan
 
 SYSTEM, PREFIX = "NxD", "precision.nxd"
@@ -37,6 +41,10 @@ class MixedPrecisionConfig(Keys):
     use_fp32_grad_acc: bool | None = None
     use_master_weights_in_ckpt: bool = False
     optimizer_config: Any = None
+    environment: Any = None
+    precision_type: Literal[
+        "mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "bf16SR", "fp32", "autocast", "manual"
+    ] = "manual"
 
 
 class OptimizerConfig(Keys):
@@ -47,6 +55,24 @@ class OptimizerConfig(Keys):
     max_grad_norm: float = Field(default=1.0, gt=0)
 
 
+Switch = Literal["0", "1"]
+
+
+class Environment(Keys):
+    """Environment variables that change numbers on Neuron devices."""
+
+    NEURON_RT_STOCHASTIC_ROUNDING_EN: Switch | None = None
+    XLA_USE_BF16: Switch = "0"
+    XLA_DOWNCAST_BF16: Switch = "0"
+
+
+STOCHASTIC, ALL_BF16 = "environment.NEURON_RT_STOCHASTIC_ROUNDING_EN", "environment.XLA_USE_BF16"
+TYPE = "precision_type"
+FOLLOWS_ZERO = ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "autocast")
+ROUNDS_STOCHASTICALLY = ("mixed_precisionSR", "mixed_precision_SR", "bf16SR")
+"""Precision types of neuronx-distributed-training: model/base.py and training_orchestrator.py there."""
+
+
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
     """What `config`, a mixed_precision_config with an optimizer_config inside, says. Raises UserError.
 
@@ -55,23 +81,20 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     reading = Reading(SYSTEM, PREFIX, places)
     precision = reading.read(MixedPrecisionConfig, config or {})
     optimizer = reading.read(OptimizerConfig, precision.optimizer_config or {}, "optimizer_config")
+    environment = reading.read(Environment, precision.environment or {}, "environment")
     zero = optimizer.zero_one_enabled
-    masters = zero if precision.use_master_weights is None else precision.use_master_weights
-    accumulates = zero if precision.use_fp32_grad_acc is None else precision.use_fp32_grad_acc
-    in_checkpoint = precision.use_master_weights_in_ckpt
-    asked = {MASTERS: masters, ACCUMULATE: accumulates, IN_CHECKPOINT: in_checkpoint}
-    for key in (key for key, on in asked.items() if on and not zero):
-        reading.refuse(key, True, f"needs ZeRO-1: set {PREFIX}.{ZERO} = true")
-    if zero and in_checkpoint and not masters:
-        reading.refuse(IN_CHECKPOINT, True, f"there are no master weights to save: set {MASTERS} = true")
+    masters, accumulates = (_follows(precision, key, zero) for key in (MASTERS, ACCUMULATE))
+    _contradictions(reading, precision, environment, {MASTERS: masters, ACCUMULATE: accumulates}, zero)
     reading.done()
-    legacy = not (masters or accumulates or in_checkpoint)
+    dtype = reading.by(torch.float32 if precision.precision_type == "fp32" else torch.bfloat16, TYPE)
+    if precision.precision_type == "manual":
+        dtype = reading.always(torch.bfloat16)
     decisions = {
-        **all_of(("compute", "pipeline", "parameters"), reading.always(torch.bfloat16)),
-        **all_of(("masters", "moments"), reading.by(_wide(masters), MASTERS)),
-        **all_of(("gradients", "reduce"), reading.by(_wide(accumulates), ACCUMULATE)),
-        "rounding": reading.by("stochastic" if legacy else "nearest", MASTERS, ACCUMULATE),
-        "masters_in_checkpoint": reading.by(in_checkpoint, IN_CHECKPOINT),
+        **all_of(("compute", "pipeline", "parameters"), dtype),
+        **all_of(("masters", "moments"), reading.by(_wide(masters, dtype.value), MASTERS, TYPE)),
+        **all_of(("gradients", "reduce"), reading.by(_wide(accumulates, dtype.value), ACCUMULATE, TYPE)),
+        "rounding": _rounding(reading, precision, environment, masters or accumulates),
+        "masters_in_checkpoint": reading.by(precision.use_master_weights_in_ckpt, IN_CHECKPOINT),
         "sensitive": reading.always(torch.float32),
     }
     norm = "optimizer_config.max_grad_norm" if optimizer.grad_clipping else "optimizer_config.grad_clipping"
@@ -79,15 +102,55 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         "parallel.zero": reading.by(zero, ZERO),
         "optimizer.clip": reading.by(optimizer.max_grad_norm if optimizer.grad_clipping else 0.0, norm),
     }
-    return reading.resolved(decisions, settings)
+    return reading.resolved(decisions, settings, _notes(reading, precision))
 
 
-def _wide(on: bool) -> torch.dtype:
-    return torch.float32 if on else torch.bfloat16
+def _follows(precision: MixedPrecisionConfig, key: str, zero: bool) -> bool:
+    """Whether a part of mixed precision is on: as given, or as the precision type or ZeRO-1 has it."""
+    if precision.precision_type != "manual":
+        return zero and precision.precision_type in FOLLOWS_ZERO
+    given = getattr(precision, key)
+    return zero if given is None else given
+
+
+def _contradictions(
+    reading: Reading, precision: MixedPrecisionConfig, environment: Environment, on: Mapping[str, bool], zero: bool
+) -> None:
+    in_checkpoint = precision.use_master_weights_in_ckpt
+    for key in (key for key, value in {**on, IN_CHECKPOINT: in_checkpoint}.items() if value and not zero):
+        reading.refuse(key, True, f"needs ZeRO-1: set {PREFIX}.{ZERO} = true")
+    if zero and in_checkpoint and not on[MASTERS]:
+        reading.refuse(IN_CHECKPOINT, True, f"there are no master weights to save: set {MASTERS} = true")
+    if environment.XLA_USE_BF16 == "1" and any(on.values()):
+        part = next(key for key, value in on.items() if value)
+        reading.refuse(ALL_BF16, "1", f'every FP32 tensor is BF16 then, which leaves no {part}: set it to "0"')
+
+
+def _rounding(reading: Reading, precision: MixedPrecisionConfig, environment: Environment, is_mixed: bool) -> Decision:
+    """The environment decides; without it the legacy mode rounds stochastically and mixed precision to the nearest."""
+    if precision.precision_type != "manual":
+        stochastic = precision.precision_type in ROUNDS_STOCHASTICALLY
+        return reading.by("stochastic" if stochastic else "nearest", TYPE)
+    asked = environment.NEURON_RT_STOCHASTIC_ROUNDING_EN
+    if asked is not None:
+        return reading.by("stochastic" if asked == "1" else "nearest", STOCHASTIC)
+    return reading.by("nearest" if is_mixed else "stochastic", MASTERS, ACCUMULATE)
+
+
+def _notes(reading: Reading, precision: MixedPrecisionConfig) -> tuple[str, ...]:
+    if precision.precision_type == "manual":
+        return ()
+    idle = [key for key in (MASTERS, ACCUMULATE, "environment") if f"{PREFIX}.{key}" in reading.given]
+    why = f'precision_type = "{precision.precision_type}" decides: only with "manual" do they count'
+    return (f"{', '.join(idle)}: {why}",) if idle else ()
+
+
+def _wide(on: bool, otherwise: torch.dtype) -> torch.dtype:
+    return torch.float32 if on else otherwise
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The one configuration that comes nearest to a plan and to the run-file keys in `settings`."""
+    """Configurations that come near to a plan and to the run-file keys in `settings`."""
     masters, accumulates = plan.masters == torch.float32, plan.gradients == torch.float32
     legacy = plan.rounding == "stochastic" and not masters
     zero = settings.get("parallel.zero", not legacy)
@@ -95,5 +158,8 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
     if "optimizer.clip" in settings:
         clip = settings["optimizer.clip"]
         optimizer |= {"grad_clipping": True, "max_grad_norm": clip} if clip else {"grad_clipping": False}
-    asked = {MASTERS: masters and zero, ACCUMULATE: accumulates and zero}
-    return [asked | {IN_CHECKPOINT: plan.masters_in_checkpoint and masters and zero, "optimizer_config": optimizer}]
+    asked = {MASTERS: masters and zero, ACCUMULATE: accumulates and zero, "optimizer_config": optimizer}
+    asked[IN_CHECKPOINT] = plan.masters_in_checkpoint and masters and zero
+    rounding = {STOCHASTIC.partition(".")[2]: "1" if plan.rounding == "stochastic" else "0"}
+    whole = {"precision_type": "fp32", "optimizer_config": optimizer}
+    return [asked, asked | {"environment": rounding}, whole]

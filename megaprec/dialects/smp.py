@@ -4,6 +4,8 @@ FSDP keeps the parameters as the model was built, in FP32, and casts what it gat
 weights and products are in `param_dtype`, gradients are reduced in `reduce_dtype` and, unless low-precision ones are
 kept, added up in FP32. Layers that FP8 does not reach follow the mixed-precision policy.
 
+    [precision.smp]
+    max_grad_norm = 1.0                  argument of clip_grad_norm_; the run file's optimizer.clip if it is not given
     [precision.smp.mixed_precision]      MixedPrecision, argument `mixed_precision` of FSDP; or
     param_dtype = "bfloat16"             default: as built, float32
     reduce_dtype = "float32"             default: that of param_dtype
@@ -66,10 +68,11 @@ class Format(Enum):
 
 
 class DelayedScaling(Keys):
-    """Scales from the amaxes of earlier passes."""
+    """Scales from the amaxes of earlier passes. interval: of older releases, always 1."""
 
     recipe: Literal["DelayedScaling"] = "DelayedScaling"
     margin: int = 0
+    interval: Literal[1] = 1
     fp8_format: Annotated[Format, member(Format)] = Format.HYBRID
     amax_history_len: int = Field(default=1024, ge=1)
     amax_compute_algo: Literal["max", "most_recent"] = "max"
@@ -138,6 +141,7 @@ class Smp(Keys):
     mp_policy: Any = None
     grad_scaler: Any = None
     fp8_autocast: Any = None
+    max_grad_norm: float | None = Field(default=None, ge=0)
 
 
 def fp8_autocast(
@@ -172,7 +176,8 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         decisions["fp8"], more = _fp8(reading, tables.fp8_autocast)
         notes += more
     reading.done()
-    return reading.resolved(decisions, {}, notes)
+    clip = {"optimizer.clip": reading.by(tables.max_grad_norm, "max_grad_norm")} if tables.max_grad_norm else {}
+    return reading.resolved(decisions, clip, notes)
 
 
 def _mixed_precision(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[str, ...]]:
@@ -255,14 +260,14 @@ def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Configurations that come near to a plan, one for each generation of FSDP; run-file keys have no words in them."""
+    """Configurations that come near to a plan and the run-file keys in `settings`, one for each generation of FSDP."""
     held = {"param_dtype": name_of(plan.parameters), "reduce_dtype": name_of(plan.reduce)}
     inner, root = next(flags for flags, name in CAST.items() if name == plan.cast_inputs)
     low = plan.gradients != torch.float32 and plan.gradients == plan.reduce
     first = held | {"buffer_dtype": name_of(plan.buffers), "keep_low_precision_grads": low}
     first |= {"cast_forward_inputs": inner, "cast_root_forward_inputs": root}
     second = held | {"output_dtype": name_of(plan.output), "cast_forward_inputs": inner}
-    common: dict[str, Any] = {}
+    common: dict[str, Any] = {"max_grad_norm": settings["optimizer.clip"]} if settings.get("optimizer.clip") else {}
     if plan.scaling.kind != "none":
         common["grad_scaler"] = torch_words(plan.scaling)
     if plan.fp8 is not None:

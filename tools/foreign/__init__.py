@@ -1,0 +1,1 @@
+"""Configurations of precision as users of other systems have them, read without running anything."""

@@ -1,0 +1,245 @@
+"""The values of calls: of everyday methods of dicts and lists, of what makes or copies settings, of all else.
+
+A call of something external becomes a `Thing` with its arguments. `run.Config(f, ...)`, `run.Partial(f, ...)` and
+`functools.partial(f, ...)` are calls of f with these arguments, for that is what they come to.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tools.foreign.expressions import ENVIRONMENT, Expressions, is_number, shortened
+from tools.foreign.values import Class, Entry, External, Function, Partial, Row, Table, Thing
+
+PARTIALS = ("run.Config", "run.Partial", "nemo_run.Config", "nemo_run.Partial", "functools.partial", "partial")
+COPIES = ("copy.copy", "copy.deepcopy", "deepcopy", "dataclasses.replace", "replace")
+PASSING = ("OmegaConf.create", "omegaconf.OmegaConf.create", "DictConfig", "omegaconf.DictConfig", "MappingProxyType")
+TABLES = ("dict", "OrderedDict", "collections.OrderedDict", "SimpleNamespace", "types.SimpleNamespace", "Namespace")
+TABLES += ("argparse.Namespace", "EasyDict", "easydict.EasyDict", "addict.Dict", "AttrDict", "Box")
+ROWS = ("list", "tuple", "set")
+UNREAD_OPERAND = "is not in the file"
+
+
+class Calls(Expressions):
+    """Expressions with calls."""
+
+    def _call(self, node: ast.Call) -> Any:
+        callee = self.value(node.func)
+        positional, arguments = self._arguments(node)
+        made = self._called(callee, node, positional, arguments)
+        self.seen[id(node)] = made
+        return made
+
+    def _arguments(self, node: ast.Call) -> tuple[tuple[Entry, ...], Table]:
+        positional: list[Entry] = []
+        for item in node.args:
+            value = self.value(item.value if isinstance(item, ast.Starred) else item)
+            if isinstance(item, ast.Starred):
+                spread = value.items if isinstance(value, Row) else (self.unknown(item, UNREAD_OPERAND),)
+                positional += [Entry(part, item.lineno) for part in spread]
+            else:
+                positional.append(Entry(value, item.lineno))
+        arguments = Table(line=node.lineno)
+        for word in node.keywords:
+            value = self.value(word.value)
+            if word.arg is None:
+                self.merge_into(arguments, value)
+            else:
+                self.seen[id(word)] = value
+                arguments.entries[word.arg] = Entry(value, word.lineno, id(word))
+        return tuple(positional), arguments
+
+    def _called(self, callee: Any, node: ast.Call, positional: tuple[Entry, ...], arguments: Table) -> Any:
+        if isinstance(callee, Function | Class):
+            return self.called_inside(callee, positional, arguments, node.lineno)
+        if isinstance(callee, Partial):
+            merged = Table(dict(callee.arguments.entries), node.lineno, list(callee.arguments.open))
+            self.merge_into(merged, arguments)
+            return self.called_inside(callee.function, callee.positional + positional, merged, node.lineno)
+        if isinstance(node.func, ast.Attribute):
+            base = self.value(node.func.value)
+            found = self._method(base, node.func.attr, node, positional, arguments)
+            if found is not None:
+                return found.value
+        if isinstance(callee, External) and (known := self._builtin(callee, node, positional, arguments)) is not None:
+            return known.value
+        return self._outside(callee, node, positional, arguments)
+
+    def _outside(self, callee: Any, node: ast.Call, positional: tuple[Entry, ...], arguments: Table) -> Thing:
+        """The result of a call that the file does not define. A call of a result of `run.Partial` adds arguments."""
+        if isinstance(callee, Thing) and callee.function and isinstance(node.func, ast.Name | ast.Call):
+            merged = Table(dict(callee.arguments.entries), node.lineno, list(callee.arguments.open))
+            self.merge_into(merged, arguments)
+            function, positional, arguments = callee.function, callee.positional + positional, merged
+        elif isinstance(callee, External):
+            function = callee
+        else:
+            function = External(f"{callee.text}" if isinstance(callee, Thing) else shortened(node.func))
+        made = Thing(
+            shortened(node), node.lineno, "", function, positional, arguments, conditions=tuple(self.conditions)
+        )
+        made.node = id(node)
+        if not (isinstance(callee_name := self.value(node.func), External) and _is_functools(callee_name)):
+            self.things.append(made)  # what functools.partial makes is not made before it is called
+        return made
+
+    def _builtin(
+        self, function: External, node: ast.Call, positional: tuple[Entry, ...], arguments: Table
+    ) -> Entry | None:
+        """The result of a function of Python's own or of a well-known helper, as an entry; None for any other."""
+        first = positional[0].value if positional else None
+        if function.name in TABLES:
+            return Entry(self._new_table(node, positional, arguments))
+        if function.name in ROWS and isinstance(first, Row | None):
+            return Entry(Row({"items": first.items if isinstance(first, Row) else ()}))
+        if function.name in PASSING and positional:
+            return Entry(first)
+        if function.name in COPIES and positional:
+            return self._copy(first, node, arguments)
+        if _is_partial(function) and positional:
+            return self._partial(node, positional, arguments)
+        if function.name in CONVERSIONS and isinstance(first, bool | int | float | str):
+            return Entry(self._converted(function.name, first, node))
+        if function.name == "getattr" and len(positional) > 1 and isinstance(name := positional[1].value, str):
+            return Entry(self.attribute(first, name, node))
+        if function.name == "setattr" and len(positional) == 3 and isinstance(name := positional[1].value, str):
+            return self._set_attribute(first, name, Entry(positional[2].value, node.lineno, id(node)))
+        if function.name in ("os.putenv", "putenv") and len(positional) == 2:
+            self.set_environment(first, Entry(positional[1].value, node.lineno, id(node)))
+            return Entry(None)
+        return None
+
+    def _new_table(self, node: ast.Call, positional: tuple[Entry, ...], arguments: Table) -> Table:
+        table = Table(line=node.lineno)
+        for entry in positional:
+            self.merge_into(table, entry.value)
+        self.merge_into(table, arguments)
+        return table
+
+    def _partial(self, node: ast.Call, positional: tuple[Entry, ...], arguments: Table) -> Entry | None:
+        """A function with arguments; one from outside counts as called with them."""
+        function, rest = positional[0].value, positional[1:]
+        if isinstance(function, Function | Class):
+            if isinstance(function, Class) or not _is_functools(self.value(node.func)):
+                return Entry(self.called_inside(function, rest, arguments, node.lineno))
+            function.called = True
+            return Entry(Partial(function, rest, arguments))
+        return Entry(self._outside(function, node, rest, arguments)) if isinstance(function, External | Thing) else None
+
+    def _copy(self, value: Any, node: ast.Call, changes: Table) -> Entry | None:
+        """A copy of a dict or thing, with the changes that dataclasses.replace makes."""
+        if isinstance(value, Table):
+            table = Table(dict(value.entries), node.lineno, list(value.open))
+            self.merge_into(table, changes)
+            return Entry(table)
+        if not isinstance(value, Thing) or value.why:
+            return Entry(value) if not isinstance(value, Thing) else None
+        copied = Thing(value.text, node.lineno, "", value.function, value.positional, node=id(node))
+        copied.arguments = Table(dict(value.arguments.entries), node.lineno, list(value.arguments.open))
+        copied.attributes = value.attributes | changes.entries
+        copied.conditions = tuple(self.conditions)
+        self.things.append(copied)
+        return Entry(copied)
+
+    def _converted(self, name: str, value: bool | int | float | str, node: ast.Call) -> Any:
+        try:
+            result = CONVERSIONS[name](value)
+        except (ValueError, OverflowError):
+            return self.unknown(node, "is not worked out")
+        return result if not isinstance(result, float) or is_number(result) else self.unknown(node, "is not a number")
+
+    # methods
+
+    def _method(
+        self, base: Any, name: str, node: ast.Call, positional: tuple[Entry, ...], arguments: Table
+    ) -> Entry | None:
+        """The result of a method of a dict, list, text or of os.environ, as an entry; None for any other."""
+        if isinstance(base, External) and base.name in ENVIRONMENT:
+            return self._environment_method(name, node, positional, arguments)
+        if isinstance(base, Table):
+            return self._table_method(base, name, node, positional, arguments)
+        if isinstance(base, Row) and name in ("append", "extend") and positional:
+            value = positional[0].value
+            added = (value,) if name == "append" else value.items if isinstance(value, Row) else (value,)
+            self.write(base.slots, "items", base.items + added)
+            return Entry(None)
+        if isinstance(base, str) and name in ("lower", "upper", "strip") and not positional:
+            return Entry(getattr(base, name)())
+        return None
+
+    def _environment_method(
+        self, name: str, node: ast.Call, positional: tuple[Entry, ...], arguments: Table
+    ) -> Entry | None:
+        values = [entry.value for entry in positional]
+        if name == "setdefault" and len(values) == 2:
+            self.set_environment(values[0], Entry(values[1], node.lineno, id(node)))
+            return Entry(values[1])
+        if name == "update":
+            given = self._new_table(node, positional, arguments)
+            for key, entry in given.entries.items():
+                self.set_environment(key, entry)
+            return Entry(None)
+        if name in ("get", "pop") and values and f"env {values[0]}" in self.outside.entries:
+            return self.outside.entries[f"env {values[0]}"]
+        return None
+
+    def set_environment(self, name: Any, entry: Entry) -> None:
+        """Notes that the file sets an environment variable."""
+        self.write(self.outside.entries, f"env {name}", entry)
+
+    def _table_method(
+        self, table: Table, name: str, node: ast.Call, positional: tuple[Entry, ...], arguments: Table
+    ) -> Entry | None:
+        values = [entry.value for entry in positional]
+        if name == "update":
+            self.merge_into(table, self._new_table(node, positional, arguments))
+            return Entry(None)
+        if name == "copy" and not values:
+            return Entry(Table(dict(table.entries), node.lineno, list(table.open)))
+        if name in ("items", "keys", "values") and not table.open:
+            pairs = [Row({"items": (key, entry.value)}) for key, entry in table.entries.items()]
+            parts = {"items": pairs, "keys": list(table.entries), "values": [e.value for e in table.entries.values()]}
+            return Entry(Row({"items": tuple(parts[name])}))
+        if name in ("get", "pop", "setdefault") and values and isinstance(values[0], str):
+            return self._looked_up(table, name, node, values)
+        return None
+
+    def _looked_up(self, table: Table, name: str, node: ast.Call, values: list[Any]) -> Entry:
+        key, default = values[0], values[1] if len(values) > 1 else None
+        entry = table.entries.get(key)
+        if entry is None and table.open:
+            return Entry(self.unknown(node, "may be in a dict that is not known"))
+        if name == "setdefault" and entry is None:
+            self.write(table.entries, key, Entry(default, node.lineno, id(node)))
+        if name == "pop" and entry is not None:
+            remaining = {k: e for k, e in table.entries.items() if k != key}
+            table.entries = remaining
+        return Entry(default) if entry is None else entry
+
+    def _set_attribute(self, base: Any, name: str, entry: Entry) -> Entry:
+        self.assign_attribute(base, name, entry)
+        return Entry(None)
+
+    def assign_attribute(self, base: Any, name: str, entry: Entry) -> None:
+        """base.name = value, or base["name"] = value."""
+        if isinstance(base, Thing):
+            self.write(base.attributes, name, entry)
+        elif isinstance(base, Table):
+            self.write(base.entries, name, entry)
+        elif isinstance(base, External) and base.name in ENVIRONMENT:
+            self.set_environment(name, entry)
+        elif isinstance(base, External):
+            self.write(self.outside.entries, f"{base.name}.{name}", entry)
+        elif isinstance(base, Class):
+            self.write(base.scope.names, name, entry.value)
+
+
+CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool}
+
+
+def _is_partial(function: External) -> bool:
+    return function.name in PARTIALS or (function.name.endswith((".Config", ".Partial")) and "run" in function.name)
+
+
+def _is_functools(function: Any) -> bool:
+    return isinstance(function, External) and function.last == "partial"

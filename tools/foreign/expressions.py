@@ -1,0 +1,381 @@
+"""The values of expressions, found without running them.
+
+Literals, arithmetic on numbers, names, conditions, dicts, f-strings and the everyday methods of dicts and lists are
+worked out. Calls of functions of the file are left to `called_inside`; calls of anything else become things.
+Everything that cannot be known is a `Thing` with the reason, never a default. An assumption ("--assume") gives a
+value to an expression that would be unknown otherwise.
+"""
+
+import ast
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from typing import Any
+
+from tools.foreign.values import Class, Condition, Entry, External, Function, Partial, Row, Scope, Table, Thing, same
+
+ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+}
+GROWING = (ast.Pow, ast.LShift)
+COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+PLAIN = (bool, int, float, str, bytes, type(None))
+LARGEST, LONGEST = 2.0**128, 1000  # numbers and texts past these are not worked out
+STEPS = 100_000  # expressions and statements that are looked at in all; a bound on functions that call each other
+ENVIRONMENT = ("os.environ", "environ")
+_ABSENT = object()
+
+
+class TooMuch(Exception):
+    """The file asks for more work than any configuration does."""
+
+
+class Expressions(ABC):
+    """Values of expressions in `scope`.
+
+    assumptions: expression as text -> the expression to take instead. assumed: those that were needed.
+    things: the results of external calls, in order. outside: what was assigned to attributes of external names and to
+    environment variables. seen: id of a syntax node that gives a key or makes a call -> its value.
+    assigned: ids of values that were given a name. replaced: entries that were overwritten.
+    unreached: (first line, last line, reason) of code that never runs.
+    """
+
+    def __init__(self, assumptions: Mapping[str, ast.expr]) -> None:
+        self.scope = Scope()
+        self.assumptions, self.assumed = assumptions, set[str]()
+        self.things: list[Thing] = []
+        self.outside = Table()
+        self.seen: dict[int, Any] = {}
+        self.unreached: list[tuple[int, int, str]] = []
+        self.assigned = set[int]()
+        self.replaced: list[Entry] = []
+        self.conditions: list[Condition] = []
+        self._logs: list[dict[tuple[int, Hashable], tuple[MutableMapping[Hashable, Any], Hashable, Any]]] = []
+        self._steps = 0
+
+    @abstractmethod
+    def called_inside(
+        self, function: Function | Class, positional: tuple[Entry, ...], arguments: Table, line: int
+    ) -> Any:
+        """The value of a call of a function or class of the file."""
+
+    def value(self, node: ast.expr) -> Any:
+        """The value of an expression. Raises TooMuch."""
+        self._steps += 1
+        if self._steps > STEPS:
+            raise TooMuch
+        kind = getattr(self, f"_{type(node).__name__.lower()}", None)
+        found = self.unknown(node, "is not worked out") if kind is None else kind(node)
+        return self._assumed(node, found)
+
+    def _assumed(self, node: ast.expr, found: Any) -> Any:
+        """`found`, or what was assumed where it is unknown."""
+        if not self.assumptions or not isinstance(found, Thing | External):
+            return found
+        text = ast.unparse(node)
+        if text not in self.assumptions:
+            return found
+        self.assumed.add(text)
+        return self.value(self.assumptions[text])
+
+    def unknown(self, node: ast.expr, why: str, alternatives: tuple[Any, ...] = ()) -> Thing:
+        """A thing for an expression whose value cannot be known."""
+        return Thing(shortened(node), node.lineno, why, alternatives=alternatives)
+
+    # what is written can be undone, for a branch under an unknown condition is followed and taken back
+
+    def write(self, place: MutableMapping[Hashable, Any], key: Hashable, value: Any) -> None:
+        """Assigns place[key] so that a branch can be taken back."""
+        if isinstance(before := place.get(key), Entry) and before.node:
+            self.replaced.append(before)
+        if self._logs:
+            self._logs[-1].setdefault((id(place), key), (place, key, place.get(key, _ABSENT)))
+        place[key] = value
+
+    def attempt(self, follow: Callable[[], bool], condition: Condition | None) -> tuple[bool, dict[Any, Any]]:
+        """Follows a branch and takes it back. Returns whether it left the block, and what it wrote.
+
+        condition: that it stands under; None for a loop, which is taken to run.
+        """
+        self._logs.append({})
+        before = list(self.conditions)
+        self.conditions += [condition] if condition else []
+        left = follow()
+        self.conditions = before
+        log = self._logs.pop()
+        written = {where: (place, key, place.get(key, _ABSENT)) for where, (place, key, _) in log.items()}
+        for place, key, before in log.values():
+            _restore(place, key, before)
+        return left, written
+
+    @staticmethod
+    def is_new(written: tuple[MutableMapping[Hashable, Any], Hashable, Any]) -> bool:
+        """Whether a branch that was taken back wrote what had not been there before."""
+        place, key, _ = written
+        return key not in place
+
+    def merge(self, one: Mapping[Any, Any], other: Mapping[Any, Any], condition: Condition) -> None:
+        """Writes what two branches agree on, and things that hang on the condition where they differ."""
+        for where, (place, key, _) in {**one, **other}.items():
+            now = place.get(key, _ABSENT)
+            a, b = one.get(where, (0, 0, now))[2], other.get(where, (0, 0, now))[2]
+            self.write(place, key, a if same(a, b) else _either(a, b, condition, str(key)))
+
+    # expressions, by the name of their syntax node
+
+    def _constant(self, node: ast.Constant) -> Any:
+        return self.unknown(node, "stands for something left out") if node.value is ... else node.value
+
+    def _name(self, node: ast.Name) -> Any:
+        scope = self.scope.find(node.id)
+        return External(node.id) if scope is None else scope.names[node.id]
+
+    def _attribute(self, node: ast.Attribute) -> Any:
+        return self.attribute(self.value(node.value), node.attr, node)
+
+    def attribute(self, base: Any, name: str, node: ast.expr) -> Any:
+        """The value of base.name."""
+        if isinstance(base, External):
+            full = f"{base.name}.{name}"
+            entry = self.outside.entries.get(full)
+            return entry.value if entry else External(full, base.imported)
+        if isinstance(base, Class):
+            return base.scope.names.get(name, self.unknown(node, f"{base.name} has no {name} in this file"))
+        if isinstance(base, Table) and name in base.entries:
+            return base.entries[name].value
+        if isinstance(base, Thing):
+            entry = base.attributes.get(name) or base.arguments.entries.get(name)
+            if entry is None:
+                why = "" if base.function else base.why or "is not in the file"
+                entry = Entry(Thing(f"{base.text}.{name}", node.lineno, why or "is not in the file"), node.lineno)
+                self.write(base.attributes, name, entry)
+            return entry.value
+        return self.unknown(node, "is not worked out")
+
+    def _subscript(self, node: ast.Subscript) -> Any:
+        base, key = self.value(node.value), self.value(node.slice)
+        if isinstance(base, External):
+            if base.name in ENVIRONMENT and isinstance(key, str) and f"env {key}" in self.outside.entries:
+                return self.outside.entries[f"env {key}"].value
+            return self.unknown(node, "is not in the file")
+        if isinstance(base, Table) and isinstance(key, str) and key in base.entries:
+            return base.entries[key].value
+        if isinstance(base, Row) and type(key) is int and -len(base.items) <= key < len(base.items):
+            return base.items[key]
+        if isinstance(base, Thing) and isinstance(key, str):
+            return self.attribute(base, key, node)
+        return self.unknown(node, "is not worked out")
+
+    def _dict(self, node: ast.Dict) -> Table:
+        table = Table(line=node.lineno)
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is None:
+                self.merge_into(table, self.value(value))
+            elif isinstance(name := self.value(key), str | int | float):
+                self.seen[id(key)] = made = self.value(value)
+                table.entries[name] = Entry(made, key.lineno, id(key))
+            else:
+                table.open.append(self.unknown(key, "is a key that is not known"))
+        return table
+
+    def merge_into(self, table: Table, other: Any) -> None:
+        """table.update(other); what is no dict that is known stays open."""
+        if isinstance(other, Table):
+            for key, entry in other.entries.items():
+                self.write(table.entries, key, entry)
+            table.open += other.open
+        else:
+            table.open.append(other)
+
+    def _row(self, node: ast.List | ast.Tuple | ast.Set) -> Row:
+        items: list[Any] = []
+        for item in node.elts:
+            found = self.value(item.value if isinstance(item, ast.Starred) else item)
+            items += found.items if isinstance(item, ast.Starred) and isinstance(found, Row) else [found]
+        return Row({"items": tuple(items)})
+
+    _list = _tuple = _row
+
+    def _set(self, node: ast.Set) -> Any:
+        """A set; one undefined name in braces is what documentation writes for arguments of the reader's own."""
+        row = self._row(node)
+        lone = row.items[0] if len(row.items) == 1 else None
+        if isinstance(lone, External) and not lone.imported and lone.name.isupper():
+            return Thing(shortened(node), node.lineno, "is a placeholder of documentation, read as nothing")
+        return row
+
+    def _unaryop(self, node: ast.UnaryOp) -> Any:
+        value = self.value(node.operand)
+        if isinstance(node.op, ast.Not) and isinstance(truth := truth_of(value), bool):
+            return not truth
+        if isinstance(node.op, ast.USub | ast.UAdd) and is_number(value):
+            return -value if isinstance(node.op, ast.USub) else value
+        return self.unknown(node, reason_of(value))
+
+    def _binop(self, node: ast.BinOp) -> Any:
+        left, right = self.value(node.left), self.value(node.right)
+        if isinstance(node.op, ast.BitOr) and isinstance(left, Table):
+            both = Table(dict(left.entries), node.lineno, list(left.open))
+            self.merge_into(both, right)
+            return both
+        if isinstance(node.op, ast.Add) and isinstance(left, Row) and isinstance(right, Row):
+            return Row({"items": left.items + right.items})
+        worked_out = calculated(node.op, left, right)
+        return self.unknown(node, reason_of(left, right)) if worked_out is None else worked_out
+
+    def _boolop(self, node: ast.BoolOp) -> Any:
+        stops = isinstance(node.op, ast.Or)
+        for operand in node.values[:-1]:
+            value = self.value(operand)
+            truth = truth_of(value)
+            if truth is None:
+                return self.unknown(node, reason_of(value))
+            if truth is stops:
+                return value
+        return self.value(node.values[-1])
+
+    def _compare(self, node: ast.Compare) -> Any:
+        left, right = self.value(node.left), self.value(node.comparators[0])
+        if len(node.ops) > 1 or not (isinstance(left, PLAIN) and isinstance(right, PLAIN | Row)):
+            return self.unknown(node, reason_of(left, right))
+        return self._compared(node, left, right)
+
+    def _compared(self, node: ast.Compare, left: Any, right: Any) -> Any:
+        kind = node.ops[0]
+        try:
+            if isinstance(kind, ast.In | ast.NotIn):
+                inside = left in right.items if isinstance(right, Row) else left in right
+                return inside is isinstance(kind, ast.In)
+            return COMPARISONS[type(kind)](left, right)
+        except TypeError:
+            return self.unknown(node, "is not worked out")
+
+    def _ifexp(self, node: ast.IfExp) -> Any:
+        truth = self.condition(node.test)
+        if isinstance(truth, bool):
+            dead = node.orelse if truth else node.body
+            self.unreached.append((dead.lineno, dead.end_lineno or dead.lineno, f"`{shortened(node.test)}` is {truth}"))
+            return self.value(node.body if truth else node.orelse)
+        made = list[Any]()
+        for branch in (node.body, node.orelse):
+            self.conditions.append(truth)
+            made.append(self.value(branch))
+            self.conditions.pop()
+        return made[0] if same(*made) else _either(made[0], made[1], truth, shortened(node))
+
+    def condition(self, test: ast.expr) -> bool | Condition:
+        """The truth of a condition, or itself where that is not known."""
+        truth = truth_of(self.value(test))
+        return Condition(shortened(test), test.lineno) if truth is None else truth
+
+    def _joinedstr(self, node: ast.JoinedStr) -> Any:
+        parts = [self.value(p.value) if isinstance(p, ast.FormattedValue) else self.value(p) for p in node.values]
+        known = all(isinstance(part, PLAIN) for part in parts)
+        return "".join(map(str, parts)) if known else self.unknown(node, reason_of(*parts))
+
+    def _namedexpr(self, node: ast.NamedExpr) -> Any:
+        value = self.value(node.value)
+        self.write(self.scope.names, node.target.id, value)
+        return value
+
+    def _lambda(self, node: ast.Lambda) -> Function:
+        return Function("lambda", node, self.scope)
+
+    def _await(self, node: ast.Await) -> Any:
+        return self.value(node.value)
+
+    def _starred(self, node: ast.Starred) -> Any:
+        return self.value(node.value)
+
+
+def calculated(kind: ast.operator, left: Any, right: Any) -> Any:
+    """The result of arithmetic on numbers, or of adding texts; None if that is not what it is or it is too large."""
+    calculate = ARITHMETIC.get(type(kind))
+    if isinstance(kind, ast.Add) and isinstance(left, str) and isinstance(right, str):
+        return left + right if len(left) + len(right) <= LONGEST else None
+    if calculate is None or not is_number(left) or not is_number(right) or (type(kind) in GROWING and right > 1024):
+        return None
+    try:
+        result = calculate(left, right)
+    except (ArithmeticError, ValueError, TypeError):
+        return None
+    return result if is_number(result) else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a number of a size that settings have."""
+    return type(value) in (int, float) and abs(value) <= LARGEST
+
+
+def is_unknown(value: Any) -> bool:
+    """Whether nothing is known of a value: no literal, dict, function, imported name or result of a call."""
+    if isinstance(value, External):
+        return not value.imported and "." not in value.name
+    return isinstance(value, Thing) and bool(value.why)
+
+
+def truth_of(value: Any) -> bool | None:
+    """Whether a value is true; None if that is not known."""
+    if isinstance(value, PLAIN):
+        return bool(value)
+    if isinstance(value, Table):
+        return True if value.entries else None if value.open else False
+    if isinstance(value, Row):
+        return bool(value.items)
+    return True if isinstance(value, Function | Class | Partial) else None
+
+
+def reason_of(*values: Any) -> str:
+    """The reason that something made of these is unknown."""
+    unknown = next((v for v in values if isinstance(v, Thing)), None)
+    if unknown is not None and unknown.why:
+        return f"hangs on `{unknown.text}`, which {unknown.why}"
+    lone = next((v for v in values if isinstance(v, External)), None)
+    return "is not worked out" if lone is None else f"hangs on `{lone.name}`, which is not in the file"
+
+
+def shortened(node: ast.AST, longest: int = 60) -> str:
+    """An expression as text, cut where it is long."""
+    text = " ".join(ast.unparse(node).split())
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
+def _restore(place: MutableMapping[Hashable, Any], key: Hashable, before: Any) -> None:
+    if before is _ABSENT:
+        place.pop(key, None)
+    else:
+        place[key] = before
+
+
+def _either_items(a: tuple[Any, ...], b: tuple[Any, ...], condition: Condition) -> tuple[Any, ...]:
+    """What two versions of a list begin with, and the rest as one thing."""
+    shared = next((i for i, pair in enumerate(zip(a, b, strict=False)) if not same(*pair)), min(len(a), len(b)))
+    return (*a[:shared], _either(a[shared:] or None, b[shared:] or None, condition, "items"))
+
+
+def _either(a: Any, b: Any, condition: Condition, name: str) -> Any:
+    """A thing that is `a` or `b`, kept as an entry if they are entries."""
+    if isinstance(a, tuple) and isinstance(b, tuple):  # of lists that grew in one branch
+        return _either_items(a, b, condition)
+    entry = next((v for v in (a, b) if isinstance(v, Entry)), None)
+    values = tuple(v.value if isinstance(v, Entry) else v for v in (a, b) if v is not _ABSENT)
+    why = f"depends on `{condition.text}` (line {condition.line})"
+    thing = Thing(name, condition.line, why, alternatives=values)
+    return thing if entry is None else Entry(thing, entry.line, entry.node)

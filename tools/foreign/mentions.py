@@ -1,0 +1,158 @@
+"""Names in a file that bear on precision, each of which must be accounted for: read, refused or named in a note.
+
+A name counts if a word of it is one of precision's (fp8, dtype, amax, ...), if one of the five systems has it as a
+key, or if it is nearly one of these, as a misspelt key is. Names of assignments, keywords, dict keys and called
+functions are looked at, wherever they stand.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+
+from megaprec.dialects import colossalai, colossalai_plugins, internevo, nemo, nemo_v1, nxd, smp
+from megaprec.dialects.reading import Keys
+from megaprec.dialects.scaling import GradScaler
+from tools.foreign.expressions import shortened
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+WORDS = _words(
+    "fp4 fp8 fp16 fp32 fp64 bf16 tf32 mxfp8 nvfp4 float16 bfloat16 float32 float64 half amp apex autocast dtype "
+    "precision amax hysteresis downcast mixed"
+)
+PHRASES = _words(
+    "loss_scale loss_scaling grad_scaler gradscaler init_scale initial_scale min_scale max_scale growth_factor "
+    "backoff_factor growth_interval master_weight master_param grad_clip clip_grad gradient_clip max_grad_norm "
+    "max_norm stochastic_rounding opt_level keep_batchnorm grad_reduce zero_one matmul_precision grad_acc_hook "
+    "main_grad main_params e4m3 e5m2"
+)
+GENERIC = _words(
+    "mode recipe enabled margin checkpoint parallel tensor pipeline weight zero1 model optimizer_config plugin "
+    "vocab_size hidden_size num_layers num_attention_heads num_kv_attention_heads norm_type mlp_ratio verbosity "
+    "num_chunks reduce_bucket_size use_flash_attn drop_rate no_bias model_type layer_norm_epsilon tp_size pp_size "
+    "zero_stage stage norm_type kind interval environment optim_name cast_inputs v1"
+)
+"""Keys of the systems that mean other things elsewhere: they count only inside of the systems' own tables."""
+MAKING_TENSORS = (
+    "torch.tensor",
+    "torch.zeros",
+    "torch.ones",
+    "torch.empty",
+    "torch.full",
+    "torch.arange",
+    "torch.rand",
+)
+OTHER_NUMBERS = (
+    "np.",
+    "numpy.",
+    "pd.",
+    "pandas.",
+    "torch.int",
+    "torch.uint",
+    "torch.long",
+    "torch.bool",
+    "jnp.",
+    "tf.",
+)
+LONGEST_NAME = 60
+
+
+@dataclass(frozen=True)
+class Mention:
+    """A name that bears on precision. node: id of its syntax node. text: what stands there, for messages."""
+
+    node: int
+    name: str
+    line: int
+    text: str
+
+
+def _vocabulary() -> frozenset[str]:
+    kinds = [
+        kind
+        for module in (colossalai, colossalai_plugins, internevo, nemo, nemo_v1, nxd, smp)
+        for kind in vars(module).values()
+    ]
+    tables = [kind for kind in (*kinds, GradScaler) if isinstance(kind, type) and issubclass(kind, Keys)]
+    names = {name for table in tables for name in table.model_fields} | set(nemo.RECIPES) | set(smp.RECIPES)
+    return frozenset(name.lower() for name in names if name not in GENERIC and len(name) > 4)
+
+
+VOCABULARY = _vocabulary() | {"mixed_precision_config", "neuronx_distributed_config", "naiveampmodel"}
+_TRIGRAMS = {name: {name[i : i + 3] for i in range(len(name) - 2)} for name in VOCABULARY}
+
+
+@lru_cache(maxsize=4096)
+def bears_on_precision(name: str) -> bool:
+    """Whether a name is one of precision's, or nearly."""
+    lower = name.lower()
+    if len(name) > LONGEST_NAME or lower in GENERIC:
+        return False
+    words = lower.replace("-", "_").split("_")
+    if lower in VOCABULARY or WORDS & set(words) or any(phrase in lower for phrase in PHRASES):
+        return True
+    return len(name) > 7 and bool(_near(lower))
+
+
+def _near(name: str) -> list[str]:
+    """Names of the vocabulary that this one may be a misspelling of."""
+    parts = {name[i : i + 3] for i in range(len(name) - 2)}
+    likely = [known for known, trigrams in _TRIGRAMS.items() if 2 * len(parts & trigrams) >= len(trigrams)]
+    return get_close_matches(name, likely, n=1, cutoff=0.86)
+
+
+def mentions_in(tree: ast.Module) -> Iterator[Mention]:
+    """Every mention of precision in a module, in no order."""
+    loaded = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield from _in_call(node)
+        elif isinstance(node, ast.Dict):
+            yield from _in_dict(node)
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                yield from _in_target(target, node.value, loaded)
+        elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            yield from _in_target(node.target, node.value, loaded)
+
+
+def _in_call(node: ast.Call) -> Iterator[Mention]:
+    function = shortened(node.func)
+    name = function.rpartition(".")[2]
+    if bears_on_precision(name) and not function.startswith(OTHER_NUMBERS):
+        yield Mention(id(node), name, node.lineno, shortened(node))
+    if function.startswith((*MAKING_TENSORS, *OTHER_NUMBERS)):
+        return
+    for word in node.keywords:
+        if word.arg and bears_on_precision(word.arg) and not shortened(word.value).startswith(OTHER_NUMBERS):
+            yield Mention(id(word), word.arg, word.lineno, f"{word.arg}={shortened(word.value)} of {function}()")
+    for item in node.args:  # model.to(torch.bfloat16)
+        if name in ("to", "type") and shortened(item).removeprefix("torch.") in WORDS:
+            yield Mention(id(node), name, node.lineno, shortened(node))
+
+
+def _in_dict(node: ast.Dict) -> Iterator[Mention]:
+    for key, value in zip(node.keys, node.values, strict=True):
+        if isinstance(key, ast.Constant) and isinstance(key.value, str) and bears_on_precision(key.value):
+            if key.value in WORDS and shortened(value).removeprefix("torch.") in WORDS:
+                continue  # a list of dtypes by name, of which one is chosen elsewhere
+            yield Mention(id(key), key.value, key.lineno, f'"{key.value}": {shortened(value)}')
+
+
+def _in_target(target: ast.expr, value: ast.expr, loaded: set[str]) -> Iterator[Mention]:
+    """A name that is used later is accounted for where it is used."""
+    if isinstance(target, ast.Name):
+        name = "" if target.id in loaded else target.id
+    elif isinstance(target, ast.Attribute):
+        name = target.attr
+    elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+        name = str(target.slice.value)
+    else:
+        name = ""
+    if name and bears_on_precision(name) and not shortened(value).startswith(OTHER_NUMBERS):
+        yield Mention(id(target), name, target.lineno, f"{shortened(target)} = {shortened(value)}")

@@ -1,0 +1,91 @@
+"""Values of a file as plain numbers, texts, lists and dicts, as the dialects take them."""
+
+from typing import Any
+
+from megaprec.dialects.reading import TORCH_DTYPES
+from tools.foreign.systems import VALUES, WORLD_GROUPS
+from tools.foreign.values import Entry, External, Function, Row, Table, Thing
+
+
+class Unreadable(Exception):
+    """A value that cannot be known, with the reason as its text."""
+
+
+def plain(value: Any) -> Any:
+    """The value as plain data. Raises Unreadable."""
+    if isinstance(value, External):
+        return _of_external(value)
+    if isinstance(value, Table):
+        if value.open:
+            plain(value.open[0])
+            raise Unreadable("it takes in a dict that is not known")
+        return {str(key): plain(entry.value) for key, entry in value.entries.items()}
+    if isinstance(value, Row):
+        return [plain(item) for item in value.items]
+    if isinstance(value, Thing):
+        return _of_thing(value)
+    if isinstance(value, Function):
+        raise Unreadable(f"`{value.name}` is a function, which would have to be run")
+    return value
+
+
+def _of_external(value: External) -> str:
+    """A dtype, a member of an enumeration or the like, by its name; the world's process group is "world"."""
+    if value.name.endswith(WORLD_GROUPS):
+        return "world"
+    if not value.imported and "." not in value.name:
+        raise Unreadable(f"`{value.name}` is not defined in the file{assumed(value.name)}")
+    return value.name
+
+
+def _of_thing(value: Thing) -> Any:
+    if value.alternatives and value.why:
+        options = [plain(option) for option in value.alternatives]
+        if all(option == options[0] for option in options) and len(options) > 1:
+            return options[0]
+    if value.function and value.function.last in VALUES:
+        return _recipe(value, value.function.last)
+    if value.function and not (value.why or value.positional or value.arguments.entries) and _is_dtype(value.function):
+        return value.function.name  # torch.bfloat16(), as the documentation of one system has it
+    why = value.why or "comes of a call that is not run"
+    raise Unreadable(f"`{value.text}` {why}{'' if value.why.startswith('depends on') else assumed(value.text)}")
+
+
+def assumed(text: str) -> str:
+    """The advice to give an expression a value, quoted as a shell needs it."""
+    quote = '"' if "'" in text else "'"
+    return f"; --assume {quote}{text}=...{quote} gives it"
+
+
+def _is_dtype(function: External) -> bool:
+    return function.name.removeprefix("torch.") in TORCH_DTYPES
+
+
+def _recipe(value: Thing, name: str) -> dict[str, Any]:
+    """A recipe of Transformer Engine as the table of its fields."""
+    fields: dict[Any, Entry] = dict(zip(VALUES[name], value.positional, strict=False))
+    fields |= value.arguments.entries | value.attributes
+    for opened in value.arguments.open:
+        plain(opened)
+        raise Unreadable("it takes in a dict that is not known")
+    return {"recipe": name} | {str(key): plain(entry.value) for key, entry in fields.items()}
+
+
+def fields_of(value: Thing, order: tuple[str, ...]) -> dict[str, Entry]:
+    """The arguments of a call by name, with what was assigned to attributes of its result over them."""
+    fields = dict(zip(order, value.positional, strict=False))
+    extra = value.positional[len(order) :]
+    fields |= {f"argument {len(order) + i + 1}": entry for i, entry in enumerate(extra)}
+    fields |= {str(key): entry for key, entry in value.arguments.entries.items()}
+    for i, opened in enumerate(value.arguments.open):
+        fields[f"**{getattr(opened, 'text', 'dict')}"] = Entry(opened, value.line, -i)
+    assigned = {str(key): entry for key, entry in value.attributes.items() if not _is_only_read(entry)}
+    return fields | assigned
+
+
+def _is_only_read(entry: Entry) -> bool:
+    """Whether an attribute was only looked at, so that nothing is known of it."""
+    value = entry.value
+    return isinstance(value, Function) or (
+        isinstance(value, Thing) and value.why == "is not in the file" and not entry.node
+    )

@@ -1,0 +1,205 @@
+"""Reads a file of another system: what it says of precision, as tables of a run file, with the line of every value.
+
+Nothing in the file is run. Python is followed as text, JSON, TOML and YAML are plain data. Everything in it that bears
+on precision is read, refused with its line, or named in a note.
+"""
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaprec.errors import UserError, did_you_mean
+from tools.foreign.account import Account
+from tools.foreign.data_files import TooLarge, from_json, from_toml, from_yaml, mentions_in_data, targets_in
+from tools.foreign.expressions import TooMuch
+from tools.foreign.gather import Gatherer, reachable
+from tools.foreign.mentions import mentions_in
+from tools.foreign.statements import Statements
+from tools.foreign.systems import Spot
+from tools.foreign.values import Entry, Table
+from tools.foreign.yaml_forms import read_flat, read_forms
+from tools.toml import Given
+
+LARGEST = 512 * 1024  # bytes; configurations are far smaller, and what is larger would take seconds to read
+KNOWN = "mixed_precision_config, MixedPrecision(...), fp16 = dict(mode=...), model = dict(dtype=...), bf16_mixed()"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """given: keys of a run file, in the tables of one or more dialects. notes: what was not read, and why."""
+
+    given: Mapping[str, Given]
+    notes: tuple[str, ...]
+
+
+def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Foreign:
+    """What the file says of precision.
+
+    assume: values of expressions that cannot be known from the file, "args.bf16=True". pick: the variable that is
+    meant, where a file describes several runs. Raises UserError if it cannot be read or known, or says nothing.
+    """
+    text = _text(path)
+    assumptions = dict(_assumption(item) for item in assume)
+    table = _data(path, text)
+    try:
+        if table is not None:
+            account = _account_of_data(path, table)
+            _need_python(path, assume, pick)
+        else:
+            account = _account_of_python(path, text, assumptions, pick)
+    except (TooMuch, TooLarge, RecursionError) as error:
+        raise UserError(
+            f"{path}: more than a configuration could need to say: give the part about precision"
+        ) from error
+    fields = account.settle()
+    account.close()
+    if account.problems:
+        raise UserError(*dict.fromkeys(account.problems))
+    if not fields:
+        unread = [f"not read: {note}" for note in account.notes[:3]]
+        raise UserError(f"{path}: says nothing of precision in any system's words, like {KNOWN}", *unread)
+    return Foreign(_given(path, fields, account), tuple(dict.fromkeys(account.notes)))
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > LARGEST:
+            raise UserError(
+                f"{path}: {path.stat().st_size} bytes, more than any configuration has: is it the right one?"
+            )
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"{path}: cannot be read ({reason})") from error
+
+
+def _data(path: Path, text: str) -> Table | None:
+    """The file as data; None if it is Python. A name that tells the format is believed."""
+    kind = path.suffix.lower()
+    if kind in (".yaml", ".yml"):
+        return _needed(path, from_yaml(path, text), "a YAML mapping")
+    if kind == ".json":
+        return _needed(path, from_json(text), "a JSON object")
+    if kind == ".toml":
+        return _needed(path, from_toml(text), "TOML")
+    return None if kind == ".py" else from_toml(text) or from_json(text)
+
+
+def _needed(path: Path, table: Table | None, what: str) -> Table:
+    if table is None:
+        raise UserError(f"{path}: not {what}")
+    return table
+
+
+def _need_python(path: Path, assume: Sequence[str], pick: str) -> None:
+    for option in [*(f"--assume {item}" for item in assume), *([f"--pick {pick}"] if pick else [])]:
+        raise UserError(f"{option}: {path} is no Python, so nothing in it is open")
+
+
+def _account_of_data(path: Path, table: Table) -> Account:
+    account = Account(str(path), mentions_in_data(table))
+    if not read_forms(table, account):
+        found = Statements(ast.Module([], []), {})
+        found.scope.names["the file"] = table
+        found.things += targets_in(table)
+        Gatherer(found, account, None).gather()
+    if not account.sayings:
+        read_flat(table, account)
+    return account
+
+
+def _account_of_python(path: Path, text: str, assumptions: Mapping[str, ast.expr], pick: str) -> Account:
+    tree = _parsed(path, text)
+    account = Account(str(path), mentions_in(tree))
+    found = Statements(tree, assumptions)
+    for name in sorted(set(assumptions) - found.assumed):
+        raise UserError(f"--assume {name}=...: {path} has no such expression whose value is open")
+    Gatherer(found, account, _picked(path, found, pick)).gather()
+    account.close_unreached(found.unreached)
+    _refuse_star_imports(tree, account)
+    return account
+
+
+def _picked(path: Path, found: Statements, name: str) -> frozenset[int] | None:
+    if not name:
+        return None
+    values = [scope.names[name] for scope in found.scopes if name in scope.names]
+    values += [value for scope in found.scopes if scope.path == name for value in scope.names.values()]
+    if not values:
+        known = [str(key) for scope in found.scopes for key in scope.names]
+        raise UserError(f"--pick {name}: {path} has no such name{did_you_mean(name, known)}")
+    return frozenset().union(*(reachable(value) for value in values))
+
+
+def _refuse_star_imports(tree: ast.Module, account: Account) -> None:
+    """A star import may bring any name; where nothing else says anything it is the likely place."""
+    if account.sayings:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            account.refuse(node.lineno, f"from {node.module} import *: what it brings is not known: give that file")
+
+
+def _parsed(path: Path, text: str) -> ast.Module:
+    """The module; lines of nothing but dots, which documentation writes for what it leaves out, are passed over."""
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        lines = ["" if line.strip() in ("...", "...,") else line for line in text.split("\n")]
+        try:
+            return ast.parse("\n".join(lines))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise UserError(_why_not_python(path, text, error)) from error
+
+
+def _why_not_python(path: Path, text: str, error: Exception) -> str:
+    formats = "Python" if path.suffix == ".py" else "TOML, JSON or Python"
+    if not isinstance(error, SyntaxError):
+        return f"{path}: not {formats}: nested too deeply, or holds null bytes"
+    line = f", line {error.lineno}" if error.lineno else ""
+    lost = len(text) > 200 and text.count("\n") < 3 and text.count("import ") > 1
+    hint = "; several statements stand on one line: were line breaks lost in copying?" if lost else ""
+    return f"{path}{line}: not {formats}: {error.msg}{hint}"
+
+
+def _assumption(item: str) -> tuple[str, ast.expr]:
+    """ "args.bf16=True" -> the expression as Python writes it, and its value."""
+    name, equals, value = item.partition("=")
+    try:
+        if not equals:
+            raise SyntaxError
+        return ast.unparse(ast.parse(name.strip(), mode="eval")), ast.parse(value.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UserError(f"--assume {item}: must be EXPRESSION=VALUE, like args.bf16=True") from error
+
+
+def _given(path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], account: Account) -> dict[str, Given]:
+    """The tables as dotted keys, each with file and line."""
+    given: dict[str, Given] = {}
+    for (system, table), values in fields.items():
+        prefix = f"precision.{system}.{table}".rstrip(".")
+        given.setdefault(prefix, Given({}, f"file {path}"))
+        for key, (value, entry) in values.items():
+            given[f"{prefix}.{key}"] = Given(value, f"file {account.place(entry.line)}")
+    given |= _zero_of_nxd(given, account)
+    return given
+
+
+def _zero_of_nxd(given: Mapping[str, Given], account: Account) -> dict[str, Given]:
+    """ZeRO-1, on which all of NxD's mixed precision hangs, where the file does not say whether it is on."""
+    own = [key for key in given if key.startswith("precision.nxd")]
+    key = "precision.nxd.optimizer_config"
+    typed = given.get("precision.nxd.precision_type")
+    if not own or typed is not None or any(name.startswith(key) for name in own):
+        return {}
+    needed = [name for name in own if given[name].value is True]
+    if needed:
+        first = needed[0].removeprefix("precision.nxd.")
+        account.notes.append(
+            f"optimizer_config is not in the file: ZeRO-1 is taken to be on, as {first} = true needs it"
+        )
+        return {f"{key}.zero_one_enabled": Given(True, given[needed[0]].origin)}
+    account.notes.append("optimizer_config is not in the file: NxD leaves ZeRO-1 off unless told otherwise")
+    return {f"{key}.zero_one_enabled": Given(False, "NxD's default")}

@@ -1,0 +1,320 @@
+"""Statements of a configuration file, followed as far as they can be without running it.
+
+Assignments, functions, classes and conditions are followed. Where a condition is not known both branches are, and
+what they disagree on is unknown afterwards. A loop over a list that is known is unrolled; of any other the body is
+followed once. A function that the file does not call is followed with arguments that are not known.
+"""
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tools.foreign.calls import Calls
+from tools.foreign.expressions import calculated, shortened
+from tools.foreign.values import Class, Condition, Entry, External, Function, Row, Scope, Table, Thing, same
+
+DEEPEST = 12  # calls within calls
+LONGEST_LOOP = 64
+
+
+class Statements(Calls):
+    """Follows the statements of a module.
+
+    scopes: every scope that was, by the time that it was left. top_names: node and line of the module's assignments.
+    """
+
+    def __init__(self, tree: ast.Module, assumptions: Mapping[str, ast.expr]) -> None:
+        super().__init__(assumptions)
+        self.scopes = [self.scope]
+        self.functions: list[Function] = []
+        self.top_names: dict[str, tuple[int, int]] = {}
+        self._running: list[ast.AST] = []
+        self._returned: list[list[Any]] = []
+        self.block(tree.body)
+        for function in self.functions:  # grows as functions within functions are found
+            if not function.called:
+                self._follow_uncalled(function)
+
+    def block(self, body: Sequence[ast.stmt]) -> bool:
+        """Follows statements; whether they left the block by return, raise, break or continue."""
+        for statement in body:
+            follow = getattr(self, f"_{type(statement).__name__.lower()}_", None)
+            if follow is not None and follow(statement):
+                return True
+        return False
+
+    # simple statements
+
+    def _expr_(self, node: ast.Expr) -> None:
+        value = self.value(node.value)
+        if isinstance(value, Table):  # a dict on its own, as snippets have it
+            self.scope.names[f"line {node.lineno}"] = value
+
+    def _assign_(self, node: ast.Assign) -> None:
+        value = self.value(node.value)
+        for target in node.targets:
+            self._assign_to(target, value)
+
+    def _annassign_(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._assign_to(node.target, self.value(node.value))
+
+    def _augassign_(self, node: ast.AugAssign) -> None:
+        before = self.value(node.target)
+        after = calculated(node.op, before, self.value(node.value))
+        if isinstance(before, Table):
+            self.merge_into(before, self.value(node.value))
+            return
+        changed = self.unknown(node.target, "is not worked out") if after is None else after
+        self._assign_to(node.target, changed)
+
+    def _assign_to(self, target: ast.expr, value: Any) -> None:
+        self.seen[id(target)] = value
+        self.assigned.add(id(value))
+        if isinstance(target, ast.Name):
+            if self.scope is self.scopes[0]:
+                self.top_names[target.id] = (id(target), target.lineno)
+            self.write(self.scope.names, target.id, value)
+        elif isinstance(target, ast.Attribute):
+            self.assign_attribute(self.value(target.value), target.attr, Entry(value, target.lineno, id(target)))
+        elif isinstance(target, ast.Subscript) and isinstance(key := self.value(target.slice), str):
+            self.assign_attribute(self.value(target.value), key, Entry(value, target.lineno, id(target)))
+        elif isinstance(target, ast.Tuple | ast.List):
+            parts = value.items if isinstance(value, Row) and len(value.items) == len(target.elts) else None
+            for i, part in enumerate(target.elts):
+                unknown = Thing(shortened(part), part.lineno, "is a part of something that is not in the file")
+                self._assign_to(part, parts[i] if parts is not None else unknown)
+
+    def _delete_(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            if isinstance(target, ast.Subscript) and isinstance(base := self.value(target.value), Table):
+                key = self.value(target.slice)
+                base.entries = {name: entry for name, entry in base.entries.items() if name != key}
+
+    def _import_(self, node: ast.Import) -> None:
+        for alias in node.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            self.write(self.scope.names, name, External(alias.name if alias.asname else name, imported=True))
+
+    def _importfrom_(self, node: ast.ImportFrom) -> None:
+        module = "." * node.level + (node.module or "")
+        for alias in node.names:
+            self.write(self.scope.names, alias.asname or alias.name, External(f"{module}.{alias.name}", imported=True))
+
+    # blocks
+
+    def _if_(self, node: ast.If) -> bool:
+        truth = self._main_guard(node.test) or self.condition(node.test)
+        if isinstance(truth, bool):
+            self._pass_over(node.orelse if truth else node.body, f"`{shortened(node.test)}` is {truth}")
+            return self.block(node.body if truth else node.orelse)
+        left, written = self.attempt(lambda: self.block(node.body), truth)
+        left_too, written_too = self.attempt(lambda: self.block(node.orelse), truth)
+        if left != left_too:  # what follows is reached through the other branch alone
+            written = written_too = written_too if left else written
+        self.merge(written, written_too, truth)
+        return left and left_too
+
+    def _main_guard(self, test: ast.expr) -> bool:
+        return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+    def _pass_over(self, body: Sequence[ast.stmt], why: str) -> None:
+        if body:
+            self.unreached.append((body[0].lineno, body[-1].end_lineno or body[-1].lineno, why))
+
+    def _for_(self, node: ast.For | ast.AsyncFor) -> None:
+        items = self.value(node.iter)
+        if isinstance(items, Row) and len(items.items) <= LONGEST_LOOP:
+            for item in items.items:
+                self._assign_to(node.target, item)
+                self.block(node.body)
+            return
+        self._assign_to(node.target, Thing(shortened(node.target), node.lineno, "changes in a loop"))
+        self._loop(node.body, Condition(f"for {shortened(node.target)} in {shortened(node.iter)}", node.lineno))
+
+    _asyncfor_ = _for_
+
+    def _while_(self, node: ast.While) -> None:
+        self._loop(node.body, Condition(f"while {shortened(node.test)}", node.lineno))
+
+    def _loop(self, body: Sequence[ast.stmt], condition: Condition) -> None:
+        """Follows the body of a loop once, as what training does in each step; what it changes is unknown then."""
+        _, written = self.attempt(lambda: self.block(body), None)
+        self.merge(written, {where: new for where, new in written.items() if self.is_new(new)}, condition)
+
+    def _if_body(self, body: Sequence[ast.stmt], condition: Condition) -> None:
+        _, written = self.attempt(lambda: self.block(body), condition)
+        self.merge(written, {}, condition)
+
+    def _with_(self, node: ast.With | ast.AsyncWith) -> bool:
+        for item in node.items:
+            value = self.value(item.context_expr)
+            if item.optional_vars is not None:
+                self._assign_to(item.optional_vars, value)
+        return self.block(node.body)
+
+    _asyncwith_ = _with_
+
+    def _try_(self, node: ast.Try) -> bool:
+        left = self.block(node.body)
+        for handler in node.handlers:
+            caught = shortened(handler.type) if handler.type else "an error"
+            self._if_body(handler.body, Condition(f"except {caught}", handler.lineno))
+        if not left:
+            left = self.block(node.orelse)
+        return self.block(node.finalbody) or left
+
+    def _match_(self, node: ast.Match) -> None:
+        for case in node.cases:
+            self._if_body(case.body, Condition(f"match {shortened(node.subject)}", case.pattern.lineno))
+
+    # functions and classes
+
+    def _functiondef_(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.write(self.scope.names, node.name, made := Function(node.name, node, self.scope))
+        self.functions.append(made)
+
+    _asyncfunctiondef_ = _functiondef_
+
+    def _classdef_(self, node: ast.ClassDef) -> None:
+        scope = Scope(node.name, self.scope, is_class=True)
+        self.write(self.scope.names, node.name, made := Class(node.name, scope, Thing("self", node.lineno)))
+        self.scopes.append(scope)
+        before, self.scope = self.scope, scope
+        self.block(node.body)
+        self.scope = before
+        made.prototype.attributes = _members(made, made.prototype, node.lineno)
+        for function in (f for f in scope.names.values() if isinstance(f, Function)):
+            function.owner = made.prototype
+
+    def _return_(self, node: ast.Return) -> bool:
+        value = None if node.value is None else self.value(node.value)
+        if self._returned:
+            self._returned[-1].append(value)
+        return True
+
+    def _leave_(self, node: ast.stmt) -> bool:
+        return True
+
+    _raise_ = _leave_
+
+    def called_inside(
+        self, function: Function | Class, positional: tuple[Entry, ...], arguments: Table, line: int
+    ) -> Any:
+        """The value of a call of a function or class of the file."""
+        if isinstance(function, Class):
+            return self._instance(function, positional, arguments, line)
+        function.called = True
+        if function.node in self._running or len(self._running) >= DEEPEST:
+            return Thing(f"{function.name}(...)", line, "calls itself")
+        scope = Scope(function.name, function.scope)
+        self._bind(function, scope, positional, arguments)
+        return self._run(function, scope)
+
+    def _instance(self, kind: Class, positional: tuple[Entry, ...], arguments: Table, line: int) -> Thing:
+        """An instance: members of the class, fields given by keyword as a dataclass has it, then its `__init__`."""
+        made = Thing(f"{kind.name}(...)", line, function=External(kind.name), positional=positional)
+        made.arguments, made.conditions = arguments, tuple(self.conditions)
+        made.attributes = _members(kind, made, line)
+        start = kind.scope.names.get("__init__")
+        if isinstance(start, Function):
+            self.called_inside(Function(start.name, start.node, start.scope, made), positional, arguments, line)
+            start.called = True
+        else:
+            made.attributes |= arguments.entries
+        return made
+
+    def _bind(self, function: Function, scope: Scope, positional: tuple[Entry, ...], arguments: Table) -> None:
+        """Puts arguments into the scope of a call, defaults where none is given, and things where that is unknown."""
+        spec = function.node.args
+        names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
+        given: dict[str, Any] = dict(zip(names, [function.owner] if function.owner else [], strict=False))
+        given |= zip(names[len(given) :], [entry.value for entry in positional], strict=False)
+        spread = {str(key): entry.value for key, entry in arguments.entries.items()}
+        given |= {name: spread.pop(name) for name in list(spread) if name in (*names, *_words(spec))}
+        for name, default in _defaults(spec).items():
+            if name not in given:
+                unsure = bool(arguments.open)
+                given[name] = Thing(name, function.node.lineno, "may be given by **") if unsure else self.value(default)
+        for name in (*names, *_words(spec)):
+            why = f"is an argument of {function.name}() that is not in the file"
+            scope.names[name] = given.get(name, Thing(name, function.node.lineno, why))
+        if spec.kwarg:
+            rest = {k: e for k, e in arguments.entries.items() if k in spread}
+            scope.names[spec.kwarg.arg] = Table(dict(rest), function.node.lineno, list(arguments.open))
+        if spec.vararg:
+            extra = tuple(entry.value for entry in positional[len(names) - bool(function.owner) :])
+            scope.names[spec.vararg.arg] = Row({"items": extra})
+
+    def _follow_uncalled(self, function: Function) -> None:
+        """Follows a function whose arguments nobody gives; a default is not taken for what will be given."""
+        scope, spec = Scope(function.name, function.scope), function.node.args
+        for argument in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs):
+            default = _defaults(spec).get(argument.arg)
+            hint = f", by default {shortened(default)}," if default is not None else ""
+            why = f"is an argument of {function.name}(){hint} whose value is not in the file"
+            thing = Thing(argument.arg, argument.lineno, why)
+            scope.names[argument.arg] = self._given_for(argument.arg, thing)
+        if function.owner is not None and (first := [*spec.posonlyargs, *spec.args][:1]):
+            scope.names[first[0].arg] = function.owner
+        if spec.kwarg:
+            unknown = Thing(f"**{spec.kwarg.arg}", function.node.lineno, "is not in the file")
+            scope.names[spec.kwarg.arg] = Table({}, function.node.lineno, [unknown])
+        if spec.vararg:
+            scope.names[spec.vararg.arg] = Thing(f"*{spec.vararg.arg}", function.node.lineno, "is not in the file")
+        self._run(function, scope)
+
+    def _given_for(self, name: str, unknown: Thing) -> Any:
+        """The value that was assumed for an argument, if one was."""
+        if name not in self.assumptions:
+            return unknown
+        self.assumed.add(name)
+        return self.value(self.assumptions[name])
+
+    def _run(self, function: Function, scope: Scope) -> Any:
+        """Follows the body of a function in its scope; its value."""
+        self.scopes.append(scope)
+        before, self.scope = self.scope, scope
+        self._running.append(function.node)
+        self._returned.append([])
+        if isinstance(function.node, ast.Lambda):
+            self._returned[-1].append(self.value(function.node.body))
+        else:
+            self.block(function.node.body)
+        values = self._returned.pop()
+        self._running.pop()
+        self.scope = before
+        if not values:
+            return None
+        scope.names["return"] = values[0] if len(values) == 1 else Row({"items": tuple(values)})
+        if all(same(values[0], other) for other in values):
+            return values[0]
+        why = "returns one thing or another"
+        return Thing(f"{function.name}(...)", function.node.lineno, why, alternatives=tuple(values))
+
+
+def _members(kind: Class, owner: Thing, line: int) -> dict[Any, Entry]:
+    """The names of a class as attributes of `owner`; its functions as methods of it."""
+    members: dict[Any, Entry] = {}
+    for name, value in kind.scope.names.items():
+        is_method = isinstance(value, Function) and not _is_static(value)
+        bound = Function(value.name, value.node, value.scope, owner) if is_method else value
+        members[name] = Entry(bound, line)
+    return members
+
+
+def _is_static(function: Function) -> bool:
+    decorators: Iterable[ast.expr] = getattr(function.node, "decorator_list", ())
+    return any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in decorators)
+
+
+def _words(spec: ast.arguments) -> list[str]:
+    return [a.arg for a in spec.kwonlyargs]
+
+
+def _defaults(spec: ast.arguments) -> dict[str, ast.expr]:
+    """Default expressions by argument."""
+    names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
+    found = dict(zip(names[len(names) - len(spec.defaults) :], spec.defaults, strict=True))
+    words = zip(_words(spec), spec.kw_defaults, strict=True)
+    return found | {name: default for name, default in words if default is not None}

@@ -1,0 +1,179 @@
+"""Trees of settings whose systems spread precision over several tables: YAML of NeMo 1, NxDT, Automodel, Accelerate.
+
+Each form is known by keys that only it has. Its keys are moved to those of the system's dialect; what they decide is
+the dialect's to say. Sources: NeMo's examples/nlp/language_modeling/conf and nlp/models/language_modeling,
+neuronx-distributed-training's examples/conf and lightning_modules/model/base.py, Automodel's
+components/distributed/config.py, Accelerate's utils/dataclasses.py.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megaprec.dialects import nemo_v1
+from tools.foreign.account import Account, Saying
+from tools.foreign.systems import NEMO, NXD, NXD_OPTIMIZER, SMP_FP8, SMP_POLICY, SMP_POLICY2
+from tools.foreign.values import Entry, Table
+
+Moves = Mapping[str, str]
+NEMO1 = ("trainer.precision", "trainer.gradient_clip_val")
+NEMO1_IN_MODEL = tuple(key for key in nemo_v1.Nemo1.model_fields if key not in ("precision", "gradient_clip_val"))
+NXDT_TYPE, NXDT_CLIP, NXDT_ZERO = "precision.type", "trainer.gradient_clip_val", "distributed_strategy.zero1"
+NXDT_SAVED = "exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt"
+NXDT_MANUAL = {"master_weights": "use_master_weights", "fp32_grad_acc": "use_fp32_grad_acc"}
+NXDT_ENVIRONMENT = {
+    "xla_use_bf16": "XLA_USE_BF16",
+    "xla_downcast_bf16": "XLA_DOWNCAST_BF16",
+    "neuron_rt_stochastic_rounding_en": "NEURON_RT_STOCHASTIC_ROUNDING_EN",
+}
+NO_NUMBERS = ("grad_div_ar_fusion", "gradient_accumulation_fusion", "grad_allreduce_chunk_size_mb")
+OFF = ("model.fp16_lm_cross_entropy", "model.fsdp", "model.fp8_interval", "downcast_bf16")
+"""Switches that change no number while they are off."""
+
+
+def read_forms(tree: Table, account: Account) -> bool:
+    """Says what the tree says in one of the forms; whether it is in one."""
+    _strike_off(tree, account)
+    for form in (_nxdt, _nemo1, _automodel, _accelerate):
+        sayings = list(form(tree, account))
+        for saying in sayings:
+            account.add(saying)
+        if sayings:
+            return True
+    return False
+
+
+def find(tree: Table, path: str) -> Entry | None:
+    """The entry under a dotted path."""
+    *tables, last = path.split(".")
+    place: Any = tree
+    for name in tables:
+        entry = place.entries.get(name)
+        if entry is None or not isinstance(entry.value, Table):
+            return None
+        place = entry.value
+    return place.entries.get(last)
+
+
+def _moved(tree: Table, moves: Moves) -> dict[str, Entry]:
+    """The entries that are there, by their new keys."""
+    found = {key: find(tree, path) for path, key in moves.items()}
+    return {key: entry for key, entry in found.items() if entry is not None}
+
+
+def _strike_off(tree: Table, account: Account) -> None:
+    for path in OFF:
+        if (entry := find(tree, path)) is not None and entry.value in (False, "no", None):
+            account.take(entry.node)
+
+
+def _strike(tree: Table, account: Account, paths: Sequence[str]) -> None:
+    for path in paths:
+        if (entry := find(tree, path)) is not None:
+            account.take(entry.node)
+
+
+def _nemo1(tree: Table, account: Account) -> Iterator[Saying]:
+    model = tree.get("model")
+    precision = find(tree, "trainer.precision")
+    if precision is None or not isinstance(model, Table) or not _is_megatron(model):
+        return
+    moves = {"trainer.precision": "precision", "trainer.gradient_clip_val": "gradient_clip_val"}
+    moves |= {f"model.{key}": key for key in NEMO1_IN_MODEL if key not in ("optim_name", "grad_sync_dtype")}
+    moves |= {"model.optim.name": "optim_name", "model.optim.grad_sync_dtype": "grad_sync_dtype"}
+    fields = {key: entry for key, entry in _moved(tree, moves).items() if entry.value is not None}
+    _strike(tree, account, ["model.precision", *(f"model.{key}" for key in NO_NUMBERS)])
+    yield Saying(("nemo", "v1"), fields, precision.line, "trainer.precision")
+
+
+def _is_megatron(model: Table) -> bool:
+    keys = {str(key) for key in model.entries}
+    return bool(keys & {"megatron_amp_O2", "native_amp_init_scale", "tensor_model_parallel_size", "mcore_gpt"})
+
+
+def _nxdt(tree: Table, account: Account) -> Iterator[Saying]:
+    kind = find(tree, NXDT_TYPE)
+    if kind is None:
+        return
+    manual = kind.value == "manual"
+    fields = {"precision_type": kind} | _moved(tree, {NXDT_SAVED: "use_master_weights_in_ckpt"})
+    own = {f"precision.{name}": key for name, key in NXDT_MANUAL.items()}
+    environment = {f"precision.{name}": key for name, key in NXDT_ENVIRONMENT.items()}
+    idle = ("precision.fp32_grads_cc", "precision.parallel_layers_reduce_dtype")
+    _strike(tree, account, ["precision", *own, *environment, *idle])
+    if manual:
+        fields |= {key: Entry(False, kind.line) for key in own.values()} | _moved(tree, own)
+    yield Saying(NXD, fields, kind.line, "precision")
+    if manual and (variables := _moved(tree, environment)):
+        yield Saying(("nxd", "environment"), {k: _as_text(e) for k, e in variables.items()}, kind.line, "precision")
+    yield Saying(NXD_OPTIMIZER, _nxdt_optimizer(tree, kind.line), kind.line, "distributed_strategy")
+
+
+def _as_text(entry: Entry) -> Entry:
+    number = type(entry.value) is int
+    return Entry(str(entry.value), entry.line, entry.node) if number else entry
+
+
+def _nxdt_optimizer(tree: Table, line: int) -> dict[str, Entry]:
+    zero, clip = find(tree, NXDT_ZERO), find(tree, NXDT_CLIP)
+    fields = {"zero_one_enabled": zero or Entry(True, line)}
+    if clip is None or clip.value is None:
+        return fields | {"grad_clipping": Entry(False, clip.line if clip else line)}
+    return fields | {"max_grad_norm": clip}
+
+
+def _automodel(tree: Table, account: Account) -> Iterator[Saying]:
+    policy = find(tree, "distributed.mp_policy")
+    strategy = find(tree, "distributed.strategy")
+    if strategy is None or strategy.value not in ("fsdp2", "megatron_fsdp", "ddp"):
+        return
+    if policy is not None and isinstance(policy.value, Table):
+        account.take(policy.node)
+        fields = {str(k): e for k, e in policy.value.entries.items() if k != "_target_" and e.value is not None}
+    else:
+        account.note(strategy.line, "distributed.mp_policy is not given: Automodel's default, BF16 reduced in FP32")
+        values = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "bfloat16"}
+        fields = {key: Entry(value, strategy.line) for key, value in values.items()}
+    yield Saying(SMP_POLICY2, fields, strategy.line, "distributed.mp_policy")
+
+
+def _accelerate(tree: Table, account: Account) -> Iterator[Saying]:
+    kind, precision = tree.entries.get("distributed_type"), tree.entries.get("mixed_precision")
+    if kind is None or precision is None or kind.value != "FSDP":
+        return
+    version = find(tree, "fsdp_config.fsdp_version")
+    second = version is not None and str(version.value) == "2"
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "no": "float32"}.get(str(precision.value))
+    account.take(precision.node)
+    if dtype is None:
+        account.refuse(precision.line, f"mixed_precision = {precision.value}: use no, fp16, bf16 or fp8")
+        return
+    last = "output_dtype" if second else "buffer_dtype"
+    fields = {key: Entry(dtype, precision.line) for key in ("param_dtype", "reduce_dtype", last)}
+    yield Saying(SMP_POLICY2 if second else SMP_POLICY, fields, precision.line, "mixed_precision")
+    if precision.value == "fp8":
+        yield from _accelerate_fp8(tree, account, precision.line)
+
+
+def _accelerate_fp8(tree: Table, account: Account, line: int) -> Iterator[Saying]:
+    config = tree.get("fp8_config")
+    given = dict(config.entries) if isinstance(config, Table) else {}
+    account.take(*(entry.node for entry in given.values()))
+    if isinstance(entry := tree.entries.get("fp8_config"), Entry):
+        account.take(entry.node)
+    backend = given.pop("backend", Entry("TE", line))
+    if backend.value != "TE":
+        account.refuse(backend.line, f"fp8_config.backend = {backend.value}: only Transformer Engine's (TE) is read")
+        return
+    fields = {key: Entry(value, line) for key, value in {"amax_compute_algo": "most_recent"}.items()}
+    fields |= {str(key): entry for key, entry in given.items() if key != "use_autocast_during_eval"}
+    recipe = Table({"recipe": Entry("DelayedScaling", line), **fields}, line)
+    yield Saying(SMP_FP8, {"fp8_recipe": Entry(recipe, line)}, line, "fp8_config")
+
+
+def read_flat(tree: Table, account: Account) -> None:
+    """A tree whose top is the fields of NeMo's plugin, or names a recipe."""
+    if isinstance(name := tree.get("plugins"), str):
+        account.add(Saying(NEMO, {"recipe": tree.entries["plugins"]}, tree.entries["plugins"].line, name))
+    elif {"recipe", "precision"} & set(tree.entries) and not isinstance(tree.get("precision"), Table):
+        fields = {str(key): entry for key, entry in tree.entries.items() if not isinstance(entry.value, Table)}
+        account.add(Saying(NEMO, fields, next(iter(fields.values())).line, "the file"))

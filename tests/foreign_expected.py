@@ -21,7 +21,8 @@ NO_FLOOR = 2.0**-126
 @dataclass(frozen=True)
 class Expected:
     """file: in foreign_files/. plan: fields of PrecisionPlan. settings: run-file key -> value.
-    notes: what must stand in some note, one each; quiet: there is none. A file that must be refused has
+    notes: what must stand in some note, one each; quiet: there is none; unsaid: what stands in none, being about
+    something else. A file that must be refused has
     refused: what must stand in the message; at: lines of the file, one of which it must name, any if empty.
     """
 
@@ -30,6 +31,7 @@ class Expected:
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     quiet: bool = False
+    unsaid: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     at: tuple[int, ...] = ()
 
@@ -70,6 +72,7 @@ def plugin_fp8(kind: Kind, form: Literal["hybrid", "e4m3"] = "hybrid", **others:
 
 
 TORCH_SCALE = dynamic(2.0**16, NO_FLOOR, 2000, 1, None)  # torch/amp/grad_scaler.py: no floor, no cap, no hysteresis
+INTERN_BESIDE = ("ckpt", "oss_snapshot_freq", "total_steps", "train_folder", "adam_beta2", "init_beta2", "alert")
 INTERN_SCALE = dynamic(2.0**16, 1.0, 1000, 2, 2.0**24)
 
 TABLE: tuple[Expected, ...] = (
@@ -89,7 +92,12 @@ TABLE: tuple[Expected, ...] = (
     ),
     # neuronx_distributed_training/lightning_modules/model/base.py _initialize_nxd_config: "mixed_precision" has
     # masters and FP32 sums; docs/general/config_overview.rst: the keys after `type` count if it is "manual" only.
-    Expected("nxd_nxdt_llama3.yaml", neuron(FP32, FP32), {"parallel.zero": True, "optimizer.clip": 1.0}),
+    Expected(
+        "nxd_nxdt_llama3.yaml",
+        neuron(FP32, FP32),
+        {"parallel.zero": True, "optimizer.clip": 1.0},
+        unsaid=("model_parallel_size", "max_steps", "filename", "compiler_flags", "fusions", "kv_replicator"),
+    ),
     # optimizer_config is given without ZeRO, mixed_precision_config is None: all three are off. XLA_USE_BF16 makes
     # every float BF16, the variable of the runtime rounds stochastically.
     Expected(
@@ -158,6 +166,8 @@ TABLE: tuple[Expected, ...] = (
     Expected("nxd_arguments.py", refused=("mixed_precision_config",), at=(8, 16, 20)),
     Expected("nxd_rounding_by_flag.py", refused=("NEURON_RT_STOCHASTIC_ROUNDING_EN",), at=(7,)),
     Expected("nxd_misspelt.py", refused=("use_master_weight", "use_master_weights"), at=(1, 2)),
+    Expected("nxd_zero_for_large.py", refused=("zero_one_enabled",), at=(6, 7)),
+    Expected("nxd_nxdt_from_outside.yaml", refused=("precision.type",)),
     Expected("nxd_zero_from_environment.py", refused=("zero_one_enabled",), at=(5, 12)),
     # SMP, torch/distributed/fsdp/api.py MixedPrecision. Gradients are summed in FP32 here: docs/migrating.md.
     Expected("smp_fsdp.py", fsdp(BF16, BF16, FP32), quiet=True),
@@ -208,6 +218,11 @@ TABLE: tuple[Expected, ...] = (
         half(BF16) | {"reduce": BF16, "buffers": BF16},
         {"optimizer.clip": 0.3},
     ),
+    # A table of dtypes and a class, both of the file; _fsdp_api.py: cast_forward_inputs off.
+    Expected("smp_dtype_table.py", half(BF16) | {"output": BF16, "cast_inputs": "none"}, quiet=True),
+    # The default of an argument is not what the caller hands over.
+    Expected("smp_default_argument.py", refused=("param_dtype",), at=(6, 7)),
+    Expected("smp_dtype_by_name.py", refused=("param_dtype",), at=(8, 9)),
     Expected("smp_no_policy.py", refused=("mixed_precision",), at=(10, 11, 13, 14)),
     Expected("smp_two_policies.py", refused=("MixedPrecision",), at=(7, 8, 12, 13)),
     Expected("smp_history_argument.py", refused=("amax_history_len",), at=(11, 13)),
@@ -331,6 +346,19 @@ TABLE: tuple[Expected, ...] = (
         {"parallel.zero": True, "optimizer.clip": 1.0},
         quiet=True,
     ),
+    # Comments and texts decide nothing.
+    Expected(
+        "colossalai_commented.py",
+        half(FP16, FP16, output=FP32, scaling=dynamic(2.0**12, NO_FLOOR, 2000, 2, None)),
+        {"optimizer.clip": 1.0},
+        quiet=True,
+    ),
+    Expected(
+        "colossalai_unpacked.py",
+        half(FP16, FP16, cast_inputs="root", scaling=dynamic(2.0**12, 1.0, 1000, 2, 2.0**32)),
+        {"parallel.zero": True, "optimizer.clip": 1.5},
+        quiet=True,
+    ),
     Expected("colossalai_choice.py", refused=("plugin",), at=tuple(range(16, 25))),
     Expected("colossalai_precision_argument.py", refused=("precision",), at=(12, 16)),
     Expected("colossalai_misspelt.py", refused=("growth_intervall", "growth_interval"), at=(4, 7)),
@@ -355,6 +383,7 @@ TABLE: tuple[Expected, ...] = (
             "parallel.pipeline": 1,
             "parallel.zero": True,
         },
+        unsaid=INTERN_BESIDE,
     ),
     # initialize/launch.py args_sanity_check: tf32 is FP32 with the two switches; zero1 of 1 is off.
     Expected(
@@ -434,6 +463,7 @@ TABLE: tuple[Expected, ...] = (
             "parallel.pipeline": 2,
             "parallel.zero": True,
         },
+        unsaid=INTERN_BESIDE,
     ),
     # model/modeling_moe.py: experts by num_experts; GShard's gate drops tokens over a capacity, which must be said.
     Expected(
@@ -554,6 +584,25 @@ TABLE: tuple[Expected, ...] = (
         dict.fromkeys(("compute", "parameters", "gradients", "reduce"), FP16) | {"masters": FP32, "output": FP32},
         notes=("set_fp32_attr_to_module",),
     ),
+    # What is assigned later counts.
+    Expected(
+        "internevo_overridden.py",
+        half(FP16, FP16, output=FP32, scaling=dynamic(2.0**10, 1.0, 1000, 2, 2.0**24)),
+        {
+            "model.heads": 32,
+            "model.hidden": 4096,
+            "model.layers": 16,
+            "model.norm": "rms",
+            "optimizer.clip": 0.5,
+            "parallel.overlap": True,
+            "parallel.bucket": 512 * 1024 * 1024,
+            "parallel.tensor": 1,
+            "parallel.pipeline": 1,
+            "parallel.zero": True,
+        },
+        quiet=True,
+    ),
+    Expected("internevo_by_cluster.py", refused=("dtype",), at=(5, 7, 8)),
     Expected("internevo_isp.py", refused=("isp", "tensor.mode")),
     Expected("internevo_star_import.py", refused=("configs._base_",), at=(4, 5)),
     Expected("internevo_bad_dtype.py", refused=("dtype", "torch.bfloat16")),
@@ -673,6 +722,25 @@ TABLE: tuple[Expected, ...] = (
     Expected("nemo_bridge_moments.py", half(BF16, BF16, moments=BF16), {"parallel.zero": True}, quiet=True),
     # There, unlike in NeMo, bf16_with_mxfp8_mixed is E4M3.
     Expected("nemo_bridge_mxfp8.py", half(BF16, fp8=plugin_fp8("mx", "e4m3")), quiet=True),
+    # There: hyphens are underscores; weights are not gathered in FP8; mixed_precision overwrites ddp.
+    Expected(
+        "nemo_bridge_container.py",
+        half(
+            FP16,
+            FP16,
+            scaling=dynamic(2.0**32, 1.0, 1000, 2, None),
+            fp8=plugin_fp8("blockwise", power_2_scales=True),
+        ),
+        {"parallel.zero": True, "optimizer.clip": 0.6},
+    ),
+    Expected(
+        "nemo_main_guard.py",
+        half(BF16, fp8=plugin_fp8("current", parameters=True, first_layers=1, last_layers=2)),
+        quiet=True,
+    ),
+    Expected("nemo_recipe_by_name.py", refused=("mixed_precision",), at=(10,)),
+    # megatron_gpt_model.py build_transformer_config raises: fp8 without a format.
+    Expected("nemo_fp8_without_format.yaml", refused=("fp8_hybrid",)),
     Expected("nemo_bridge_nvfp4.py", refused=("bf16_with_nvfp4_mixed",), at=(4,)),
     # megatron_base_model.py configure_optimizers raises: FP16 has no O2.
     Expected("nemo_o2_fp16.yaml", refused=("megatron_amp_O2",)),

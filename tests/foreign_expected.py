@@ -681,6 +681,13 @@ TABLE: tuple[Expected, ...] = (
     Expected("nemo_gpt_script.py", half(BF16), {"parallel.zero": True}, quiet=True),
     # examples/speechlm/conf: hydra's _target_ is the class; autocast_enabled of null is off.
     Expected("nemo_speech.yaml", half(BF16), {"parallel.zero": True, "optimizer.clip": 0.7}, quiet=True),
+    # nemo_run's export of a recipe: _call_ of false is the thing itself; strategy.ddp is overwritten by the plugin.
+    Expected(
+        "nemo_run_export.yaml",
+        half(BF16, BF16, fp8=plugin_fp8("current", parameters=True, first_layers=1, last_layers=1)),
+        {"parallel.zero": True, "optimizer.clip": 0.9},
+        quiet=True,
+    ),
     # nemo_automodel/components/distributed/config.py FSDP2Config: mp_policy is FSDP2's.
     Expected("nemo_automodel.yaml", half(BF16) | {"output": FP32, "cast_inputs": "all"}, quiet=True),
     # megatron_base_model.py build_model_parallel_config: without O2 autocast over FP32 weights, stages send FP16;
@@ -733,6 +740,14 @@ TABLE: tuple[Expected, ...] = (
         ),
         {"parallel.zero": True, "optimizer.clip": 0.6},
     ),
+    # What a run of Bridge writes beside its checkpoints: every field, most of them defaults; the optimizer's dtypes
+    # count with use_precision_aware_optimizer only.
+    Expected(
+        "nemo_bridge_run_config.yaml",
+        half(FP16, FP16, scaling=dynamic(2.0**16, 2.0, 400, 3, None)),
+        {"parallel.zero": True, "optimizer.clip": 1.0},
+        quiet=True,
+    ),
     Expected(
         "nemo_main_guard.py",
         half(BF16, fp8=plugin_fp8("current", parameters=True, first_layers=1, last_layers=2)),
@@ -745,6 +760,7 @@ TABLE: tuple[Expected, ...] = (
     # megatron_base_model.py configure_optimizers raises: FP16 has no O2.
     Expected("nemo_o2_fp16.yaml", refused=("megatron_amp_O2",)),
     Expected("nemo_precision_argument.py", refused=("precision",), at=(15, 16)),
+    Expected("nemo_docs_two_trainers.py", refused=("fp16_mixed",), at=(10, 17)),
     Expected("nemo_either_plugin.py", refused=("plugins",), at=(7,)),
     Expected("nemo_misspelt.py", refused=("fp8_amax_history_length", "fp8_amax_history_len"), at=(6,)),
 )

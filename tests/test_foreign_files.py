@@ -1,14 +1,17 @@
 """Files of five systems' users come to the plan that the system's own source gives them, or are refused by name."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaprec.errors import UserError
+from megaprec.plan import plan
 from tests.foreign_expected import TABLE, Expected
 from tools.precision import understand
+from tools.run import known_keys
 
 FOLDER = Path(__file__).parent / "foreign_files"
 USUAL: dict[str, Any] = {"optimizer.clip": 1.0, "parallel.zero": True, "parallel.zero_size": 0}
@@ -32,6 +35,12 @@ def test_no_entry_expects_a_file_to_be_read_and_refused_or_to_be_quiet_and_noted
     for entry in TABLE:
         assert bool(entry.plan) != bool(entry.refused), entry.file
         assert not (entry.quiet and entry.notes), entry.file
+
+
+@pytest.mark.parametrize("entry", READ)
+def test_what_the_table_expects_is_a_plan_and_run_file_keys_that_there_can_be(entry: Expected) -> None:
+    assert replace(plan("fp32"), **entry.plan).compute == entry.plan["compute"]
+    assert set(entry.settings) <= known_keys()
 
 
 @pytest.mark.parametrize("entry", REFUSED)

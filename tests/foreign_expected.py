@@ -202,7 +202,7 @@ TABLE: tuple[Expected, ...] = (
     ),
     # All six fields in order; keep_low_precision_grads with reductions in the dtype of the weights.
     Expected("smp_fp8_off.py", fsdp(BF16, BF16, BF16, gradients=BF16, cast_inputs="all"), quiet=True),
-    Expected("smp_llama_script.py", fsdp(BF16, FP32, BF16), quiet=True),
+    Expected("smp_llama_script.py", fsdp(BF16, FP32, BF16), notes=("max_grad_norm",)),
     # The policy that FSDP is given counts, the two others are only there.
     Expected("smp_tutorial_policies.py", fsdp(BF16, BF16, BF16)),
     # accelerate/utils/dataclasses.py FullyShardedDataParallelPlugin.set_mixed_precision: all of a policy in one dtype.
@@ -254,7 +254,7 @@ TABLE: tuple[Expected, ...] = (
         "colossalai_gpt2_torch.py",
         autocast(FP16, output=FP16, scaling=TORCH_SCALE),
         {"optimizer.clip": 1.0},
-        quiet=True,
+        notes=("dtype=torch.half",),  # of the model that the file builds, not of how it is trained
     ),
     Expected(
         "colossalai_launch_dict.py",
@@ -686,7 +686,7 @@ TABLE: tuple[Expected, ...] = (
         "nemo_run_export.yaml",
         half(BF16, BF16, fp8=plugin_fp8("current", parameters=True, first_layers=1, last_layers=1)),
         {"parallel.zero": True, "optimizer.clip": 0.9},
-        quiet=True,
+        notes=("grad_reduce_in_fp32",),  # of DistributedDataParallelConfig, which the plugin overwrites
     ),
     # nemo_automodel/components/distributed/config.py FSDP2Config: mp_policy is FSDP2's.
     Expected("nemo_automodel.yaml", half(BF16) | {"output": FP32, "cast_inputs": "all"}, quiet=True),

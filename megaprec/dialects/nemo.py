@@ -228,7 +228,7 @@ def _contradictions(reading: Reading, asked: MegatronMixedPrecision, half: torch
         reading.refuse(wide[0], getattr(asked, wide[0]), "needs use_precision_aware_optimizer = true")
     if asked.main_params_dtype not in (None, torch.float32):
         reading.refuse("main_params_dtype", asked.main_params_dtype, "masters are float32 here")
-    if asked.exp_avg_dtype != asked.exp_avg_sq_dtype:
+    if (asked.exp_avg_dtype or torch.float32) != (asked.exp_avg_sq_dtype or torch.float32):
         why = f"both moments have one dtype here: make it that of exp_avg_dtype, {asked.exp_avg_dtype}"
         reading.refuse("exp_avg_sq_dtype", asked.exp_avg_sq_dtype, why)
     if asked.fp16_min_loss_scale > asked.fp16_initial_loss_scale:

@@ -82,6 +82,7 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
         "pipeline": compute,
         "reduce": _by(reading, synced[asked.grad_sync_dtype], "grad_sync_dtype"),
         **all_of(("gradients", "masters", "moments"), reading.always(torch.float32)),
+        **_summed(reading, asked, synced[asked.grad_sync_dtype]),
         "remainders": _by(reading, remainders, "optim_name"),
         "scaling": _scaling(reading, asked, half),
         "fp8": _by(reading, _fp8(asked), *FP8_KEYS),
@@ -92,6 +93,13 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
         "parallel.zero": _by(reading, asked.optim_name in DISTRIBUTED, "optim_name"),
     }
     return reading.resolved(decisions, settings)
+
+
+def _summed(reading: Reading, asked: Nemo1, synced: torch.dtype) -> dict[str, Decision]:
+    """Megatron-core's distributed optimizer adds gradients up in the dtype in which it reduces them."""
+    if asked.optim_name != "mcore_distributed_optim":
+        return {}
+    return {"gradients": _by(reading, synced, "grad_sync_dtype", "optim_name")}
 
 
 def _by(reading: Reading, value: Any, *keys: str) -> Decision:

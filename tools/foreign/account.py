@@ -18,11 +18,9 @@ from tools.foreign.values import Condition, Entry
 LAYOUT_KEYS = frozenset({"tp_size", "pp_size"})
 """Keys of layouts only: where their value is not known, nothing about precision is lost."""
 OPEN_KEYS = frozenset(
-    (
-        "num_attention_heads num_kv_attention_heads embed_split_hidden vocab_size hidden_size num_layers mlp_ratio "
-        "checkpoint num_chunks max_position_embeddings reduce_bucket_size multiple_of tensor pipeline weight size "
-        "max_grad_norm clip_grad"
-    ).split(" ")
+    {"num_attention_heads", "num_kv_attention_heads", "embed_split_hidden", "vocab_size", "hidden_size", "num_layers"}
+    | {"mlp_ratio", "checkpoint", "num_chunks", "max_position_embeddings", "reduce_bucket_size", "multiple_of"}
+    | {"tensor", "pipeline", "weight", "size", "max_grad_norm", "clip_grad"}
 )
 """Keys of models, layouts and clipping: where their value is not known, the run file's own counts."""
 
@@ -51,12 +49,16 @@ class Saying:
 
 
 class Account:
-    """What a file says, and what is left to be named. where: the file, for messages."""
+    """What a file says, and what is left to be named.
+
+    where: the file, for messages. echoes: what is said where something else overwrites it.
+    """
 
     def __init__(self, where: str, mentions: Iterable[Mention]) -> None:
         self.where = where
         self.left = {mention.node: mention for mention in mentions}
         self.sayings: list[Saying] = []
+        self.echoes: list[Saying] = []
         self.problems: list[str] = []
         self.notes: list[str] = []
 

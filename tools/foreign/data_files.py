@@ -17,64 +17,49 @@ except ImportError:  # an optional extra
 
 MOST_ALIASES = 100
 MOST_VALUES = 50_000
-OTHER_BRANCHES = ("tokenizer", "data", "dataset", "exp_manager", "logger")
 
 
 class TooLarge(Exception):
     """A file that describes more values than any configuration has."""
 
 
-def from_json(text: str) -> Table | None:
-    """The object that JSON text is; None if it is none."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return _Tables().of(content) if isinstance(content, dict) else None
+class Data:
+    """A tree of settings. things: the objects in it that are described by `_target_`."""
 
-
-def from_toml(text: str) -> Table | None:
-    """The table that TOML text is; None if it is none."""
-    try:
-        return _Tables().of(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return None
-
-
-def from_yaml(path: Path, text: str) -> Table | None:
-    """The mapping that YAML text is; None if it is none. Raises UserError if it is no YAML, or PyYAML is missing.
-
-    Only plain values are made. Aliases are counted, so that a small file cannot stand for a huge one.
-    """
-    if yaml is None:
-        raise UserError(f"{path}: reading YAML needs PyYAML: pip install 'megaprec[yaml]'")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader))
-        if aliases > MOST_ALIASES:
-            raise UserError(f"{path}: {aliases} aliases in YAML, more than the {MOST_ALIASES} that are followed")
-        node = yaml.compose(text, loader)
-        return _YamlTables(path).of(node) if isinstance(node, yaml.MappingNode) else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}") from error
-    except RecursionError as error:
-        raise UserError(f"{path}: YAML that is nested too deeply") from error
+    def __init__(self, maker: "_Tables", content: Any) -> None:
+        made = maker.of(content)
+        self.things = maker.things
+        self.table = made if isinstance(made, Table) else Table({"the file": Entry(made)}, 1)
 
 
 class _Tables:
-    """Makes tables of plain data; each key gets a node number of its own, by which it is accounted for."""
+    """Makes tables of plain data; each key gets a node number of its own, by which it is accounted for.
+
+    A table with `_target_`, Hydra's name of a class or function, is the thing that a call of it makes.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self.things: list[Thing] = []
+
+    def made(self, table: Table) -> Any:
+        """The table, or the thing that it describes."""
+        name = table.get("_target_")
+        if not isinstance(name, str):
+            return table
+        function = External(name, imported=True)
+        if table.get("_call_") is False:
+            return function
+        given = {key: e for key, e in table.entries.items() if not str(key).startswith("_") and e.value is not None}
+        self.things.append(Thing(f"{name}(...)", table.line, function=function, arguments=Table(given, table.line)))
+        return self.things[-1]
 
     def of(self, value: Any) -> Any:
         self.count += 1
         if self.count > MOST_VALUES:
             raise TooLarge
         if isinstance(value, dict):
-            return Table({key: Entry(self.of(inner), 0, self.number()) for key, inner in value.items()}, 1)
+            return self.made(Table({key: Entry(self.of(inner), 0, self.number()) for key, inner in value.items()}, 1))
         return Row({"items": tuple(self.of(item) for item in value)}) if isinstance(value, list) else value
 
     def number(self) -> int:
@@ -101,7 +86,7 @@ class _YamlTables(_Tables):
             table = Table(line=line)
             for key, inner in value.value:
                 table.entries |= self._entries(key, inner)
-            return table
+            return self.made(table)
         if isinstance(value, yaml.SequenceNode):
             return Row({"items": tuple(self.of(item) for item in value.value)})
         if value.tag.startswith("tag:yaml.org,2002:python") or value.tag.startswith("!"):
@@ -116,26 +101,51 @@ class _YamlTables(_Tables):
         return {str(name): Entry(self.of(inner), key.start_mark.line + 1, self.number())}
 
 
+def from_json(text: str) -> Data | None:
+    """The object that JSON text is; None if it is none."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return Data(_Tables(), content) if isinstance(content, dict) else None
+
+
+def from_toml(text: str) -> Data | None:
+    """The table that TOML text is; None if it is none."""
+    try:
+        return Data(_Tables(), tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return None
+
+
+def from_yaml(path: Path, text: str) -> Data | None:
+    """The mapping that YAML text is; None if it is none. Raises UserError if it is no YAML, or PyYAML is missing.
+
+    Only plain values are made. Aliases are counted, so that a small file cannot stand for a huge one.
+    """
+    if yaml is None:
+        raise UserError(f"{path}: reading YAML needs PyYAML: pip install 'megaprec[yaml]'")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader))
+        if aliases > MOST_ALIASES:
+            raise UserError(f"{path}: {aliases} aliases in YAML, more than the {MOST_ALIASES} that are followed")
+        node = yaml.compose(text, loader)
+        return Data(_YamlTables(path), node) if isinstance(node, yaml.MappingNode) else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or 'cannot be read'}") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: YAML that is nested too deeply") from error
+
+
 def _plain_scalar(value: Any, line: int) -> Any:
     """A scalar; an interpolation of OmegaConf's, and what must be filled in, is not known."""
     if isinstance(value, str) and ("${" in value or value == "???"):
         why = "must be filled in" if value == "???" else "is an interpolation, which is not followed"
         return Thing(value, line, why)
     return value if isinstance(value, bool | int | float | str | None) else str(value)
-
-
-def targets_in(table: Table) -> list[Thing]:
-    """The objects that a tree describes by `_target_`, Hydra's name of the class or function that makes one."""
-    found: list[Thing] = []
-    for entry in table.entries.values():
-        values = entry.value.items if isinstance(entry.value, Row) else (entry.value,)
-        for value in (value for value in values if isinstance(value, Table)):
-            found += targets_in(value)
-    if isinstance(name := table.get("_target_"), str):
-        given = {k: e for k, e in table.entries.items() if not str(k).startswith("_") and e.value is not None}
-        function = External(name, imported=True)
-        found.append(Thing(f"{name}(...)", table.line, function=function, arguments=Table(given, table.line)))
-    return found
 
 
 def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
@@ -147,11 +157,12 @@ def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
             yield Mention(entry.node, str(key), entry.line, f"{name} = {shown}")
         values = entry.value.items if isinstance(entry.value, Row) else (entry.value,)
         for value in values:
-            if isinstance(value, Table):
-                yield from mentions_in_data(value, name)
+            inner = value.arguments if isinstance(value, Thing) else value
+            if isinstance(inner, Table):
+                yield from mentions_in_data(inner, name)
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, Row):
         return "[...]"
-    return value.text if isinstance(value, Thing) else str(value)
+    return value.text if isinstance(value, Thing) else value.name if isinstance(value, External) else str(value)

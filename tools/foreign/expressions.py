@@ -253,7 +253,7 @@ class Expressions(ABC):
 
     def _compare(self, node: ast.Compare) -> Any:
         left, right = self.value(node.left), self.value(node.comparators[0])
-        if len(node.ops) > 1 or not (isinstance(left, PLAIN) and isinstance(right, PLAIN | Row)):
+        if len(node.ops) > 1 or not (isinstance(left, PLAIN) and isinstance(right, (*PLAIN, Row))):
             return self.unknown(node, reason_of(left, right))
         return self._compared(node, left, right)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from megaprec.dialects import nemo
 from tools.foreign.account import Account, Saying
-from tools.foreign.nemo_forms import bridge_fields, held_plugins
+from tools.foreign.nemo_forms import bridge_fields, echo_of, held_plugins
 from tools.foreign.plain import fields_of
 from tools.foreign.statements import Statements
 from tools.foreign.systems import (
@@ -38,6 +38,8 @@ class Gatherer:
         for thing in self.found.things:
             if thing.function is not None:
                 self._thing(thing, thing.function)
+                if (echo := echo_of(thing, thing.function)) is not None:
+                    self.account.echoes.append(echo)
         for saying in held_plugins(self.found.things, self._is_meant):
             self.account.add(saying)
         for scope in self.found.scopes:
@@ -52,6 +54,8 @@ class Gatherer:
         maker, elsewhere = maker_of(function)
         if function.last in VALUES:
             self._recipe(thing)
+        elif function.last == "TrainingArguments":
+            self._training_arguments(thing)
         elif elsewhere and MAKERS[function.last][0].spot is None:
             return
         elif elsewhere:
@@ -85,6 +89,22 @@ class Gatherer:
             handed_on = id(thing) in self.handed_on
             self.account.add(Saying(spot, own, thing.line, name, thing.conditions, handed_on, adds))
 
+    def _training_arguments(self, thing: Thing) -> None:
+        """Arguments of transformers' Trainer under FSDP, which make a policy of one dtype."""
+        fields = fields_of(thing, ())
+        if "fsdp" not in fields or not self._is_meant(thing):
+            return
+        on = {name: fields[name] for name in ("bf16", "fp16") if name in fields and fields[name].value is not False}
+        self.tables.read.add(id(thing))
+        self.account.take(thing.node, *(fields[name].node for name in ("bf16", "fp16") if name in fields))
+        dtypes = {"bf16": "bfloat16", "fp16": "float16"}
+        for name, entry in on.items():
+            value = dtypes[name] if entry.value is True else entry.value
+            policy = {key: replace(entry, value=value) for key in ("param_dtype", "reduce_dtype", "buffer_dtype")}
+            self.account.add(Saying(SMP_POLICY, policy, entry.line, "TrainingArguments(...)", thing.conditions, True))
+        clip = fields.get("max_grad_norm", Entry(1.0, thing.line))
+        self.account.add(Saying(("smp", ""), {"max_grad_norm": clip}, thing.line, "TrainingArguments(...)", adds=True))
+
     def _leave_out(self, thing: Thing, function: External, maker: Maker) -> None:
         """Names a call that does not count, and strikes its arguments."""
         self.account.take(*(entry.node for entry in fields_of(thing, maker.order).values()))
@@ -117,8 +137,8 @@ class Gatherer:
                 self._say_name(spot, item, Entry(item, line, entry.node), name)
             elif isinstance(item, Thing) and not self._says_itself(item):
                 if item.function is None or item.why:
-                    unknown = Saying(spot, {name: Entry(item, line)}, line, f"{name} of {holder.text}")
-                    self.account.add(unknown)
+                    whose = f"{name} of {holder.function.last if holder.function else holder.text}(...)"
+                    self.account.add(Saying(spot, {name: Entry(item, line)}, line, whose, handed_on=True))
             elif isinstance(item, External) and not item.imported:
                 self.account.add(Saying(spot, {name: Entry(item, line)}, line, f"{name} of {holder.text}"))
 

@@ -59,6 +59,7 @@ OTHER_NUMBERS = (
     "jnp.",
     "tf.",
 )
+FP32 = ("torch.float", "torch.float32")
 LONGEST_NAME = 60
 
 
@@ -94,6 +95,8 @@ def bears_on_precision(name: str) -> bool:
     if len(name) > LONGEST_NAME or lower in GENERIC:
         return False
     words = lower.replace("-", "_").split("_")
+    if "overlap" in words:
+        return False
     if lower in VOCABULARY or WORDS & set(words) or any(phrase in lower for phrase in PHRASES):
         return True
     return len(name) > 7 and bool(_near(lower))
@@ -124,7 +127,8 @@ def mentions_in(tree: ast.Module) -> Iterator[Mention]:
 def _in_call(node: ast.Call) -> Iterator[Mention]:
     function = shortened(node.func)
     name = function.rpartition(".")[2]
-    if bears_on_precision(name) and not function.startswith(OTHER_NUMBERS):
+    idle = name == "set_default_dtype" and shortened(node.args[0]) in FP32 if node.args else False
+    if bears_on_precision(name) and not function.startswith(OTHER_NUMBERS) and not idle:
         yield Mention(id(node), name, node.lineno, shortened(node))
     if function.startswith((*MAKING_TENSORS, *OTHER_NUMBERS)):
         return

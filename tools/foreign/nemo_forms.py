@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tools.foreign.account import Saying
+import torch
+
+from megaprec.dialects import nemo
+from tools.foreign.account import Account, Saying
 from tools.foreign.plain import Unreadable, plain
 from tools.foreign.systems import BRIDGE, NEMO, OPTIMIZER_KEYS, maker_of
-from tools.foreign.values import Entry, External, Thing
+from tools.foreign.values import Entry, External, Row, Thing
 
 FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
 RECIPES = ("pretrain_recipe", "finetune_recipe", "pretrain_recipe_performance")
@@ -22,6 +25,9 @@ BY_MODEL: Mapping[str, str] = {
     "nemotronh_56b": "nemotron_h_bf16_with_fp8_current_scaling_mixed",
     "nemotron_nano_12b_v2": "nanov2_bf16_with_fp8_current_scaling_mixed",
 }
+OVERWRITTEN = ("DistributedDataParallelConfig", "OptimizerConfig", "MegatronStrategy")
+ECHOED = ("grad_reduce_in_fp32", "pipeline_dtype", "params_dtype", "autocast_dtype")
+ECHOED += tuple(key for key in nemo.MegatronMixedPrecision.model_fields if key.startswith(("fp8", "fp4")))
 UNSURE = ("hyena",)
 """Models whose recipes take an argument that changes precision in ways of their own."""
 
@@ -57,16 +63,54 @@ def held_plugins(things: Iterable[Thing], is_meant: Callable[[Any], bool]) -> It
             yield from _of_bridge(thing)
 
 
+def echo_of(thing: Thing, function: External) -> Saying | None:
+    """What an object says of precision that the precision plugin overwrites (update_config_with_dtype_overrides)."""
+    if function.last not in OVERWRITTEN and not function.last.endswith("ModelProvider"):
+        return None
+    said = {str(key): entry for key, entry in {**thing.arguments.entries, **thing.attributes}.items()}
+    echoed = {key: entry for key, entry in said.items() if key in (*FLAGS, *ECHOED)}
+    return Saying(NEMO, echoed, thing.line, function.last) if echoed else None
+
+
+def note_overwritten(account: Account, plugin: Mapping[str, tuple[Any, Entry]]) -> None:
+    """Notes what objects say that differs from the precision plugin, which overwrites it."""
+    if not plugin:
+        return
+    named = {key: value for key, (value, _) in plugin.items()}
+    fields = {**nemo.RECIPES.get(str(named.get("recipe")), {}), **named}
+    for echo in account.echoes:
+        account.take(*(entry.node for entry in echo.fields.values()))
+        for key, entry in echo.fields.items():
+            value, meant = _echoed(entry.value), _meant(key, fields)
+            if value is not None and value != meant:
+                account.note(entry.line, f"{key} = {value} of {echo.name}: the precision plugin overwrites it: {meant}")
+
+
+def _echoed(value: Any) -> Any:
+    try:
+        value = plain(value)
+    except Unreadable as why:
+        return f"unknown ({why})"
+    return value.removeprefix("torch.").replace("half", "float16") if isinstance(value, str) else value
+
+
+def _meant(key: str, fields: Mapping[str, Any]) -> Any:
+    """The value of a field as the plugin has it."""
+    half = nemo.HALVES.get(str(fields.get("precision", "32")))
+    if key in FLAGS:
+        return half == nemo.HALVES[FLAGS[key]]
+    default = nemo.MegatronMixedPrecision.model_fields[key].default
+    value = fields.get(key, default)
+    return _echoed(str(value)) if isinstance(value, torch.dtype) else _echoed(value)
+
+
 def _of_recipe(recipe: Thing, function: External) -> Iterator[Saying]:
     model = function.name.split(".")[-2] if "." in function.name else ""
-    plugin = _attribute(_attribute(recipe, "trainer"), "plugins")
-    if plugin is not None and (not isinstance(plugin, Thing) or plugin.function or plugin.why != "is not in the file"):
-        if isinstance(plugin, Thing) and (plugin.function is None or maker_of(plugin.function)[0] is None):
-            yield Saying(NEMO, {"plugins": Entry(plugin, recipe.line)}, recipe.line, f"{recipe.text}.trainer.plugins")
-        fields: dict[str, Entry] = {}
+    plugin = _entry(_attribute(recipe, "trainer"), "plugins")
+    if plugin is not None and plugin.node:
+        fields = _replaced(plugin, "plugins")
     else:
-        fields = _default_plugin(recipe, model)
-        fields |= _assigned(plugin)
+        fields = _default_plugin(recipe, model) | _assigned(plugin.value if plugin else None)
     optimizer = _attribute(_attribute(recipe, "optim"), "config")
     fields |= {key: entry for key, entry in _assigned(optimizer).items() if key in OPTIMIZER_KEYS}
     if fields:
@@ -94,18 +138,12 @@ def _named(precision: Any) -> Any:
 
 
 def _of_bridge(config: Thing) -> Iterator[Saying]:
-    plugin = _attribute(config, "mixed_precision")
-    fields: dict[str, Entry] = {"library": Entry("bridge", config.line)}
-    if isinstance(plugin, str):
-        entry = config.attributes.get("mixed_precision") or config.arguments.entries["mixed_precision"]
-        fields["recipe"] = entry
-    elif isinstance(plugin, Thing) and plugin.function and maker_of(plugin.function)[0] is not None:
-        fields = {}
-    elif isinstance(plugin, Thing) and plugin.why != "is not in the file":
-        fields["recipe"] = Entry(plugin, config.line)
+    plugin = _entry(config, "mixed_precision")
+    if plugin is not None and plugin.node:
+        fields = _replaced(plugin, "mixed_precision")
     else:
-        fields["recipe"] = Entry("bf16_mixed", config.line)
-        fields |= _assigned(plugin)
+        fields = {"recipe": Entry("bf16_mixed", config.line)} | _assigned(plugin.value if plugin else None)
+    fields |= {"library": Entry("bridge", config.line)} if fields else {}
     optimizer = {**_assigned(_attribute(config, "optimizer")), **_assigned(_attribute(config, "ddp"))}
     own = bridge_fields(fields) if fields else {}
     own |= {key: entry for key, entry in optimizer.items() if key in OPTIMIZER_KEYS}
@@ -115,11 +153,26 @@ def _of_bridge(config: Thing) -> Iterator[Saying]:
         yield Saying(NEMO, own, config.line, f"{name}()", config.conditions, True, adds)
 
 
-def _attribute(value: Any, name: str) -> Any:
-    """An attribute that was assigned or looked at, or an argument; None if neither."""
+def _replaced(plugin: Entry, name: str) -> dict[str, Entry]:
+    """The fields that say a plugin that was assigned: none where the call that makes it says itself."""
+    value = plugin.value
+    values = value.items if isinstance(value, Row) else (value,)
+    if isinstance(value, str):
+        return {"recipe": plugin}
+    if all(isinstance(v, Thing) and v.function and maker_of(v.function)[0] is not None for v in values):
+        return {}
+    return {name: plugin}
+
+
+def _entry(value: Any, name: str) -> Entry | None:
+    """The entry of an attribute that was assigned or looked at, or of an argument; None if neither."""
     if not isinstance(value, Thing):
         return None
-    entry = value.attributes.get(name) or value.arguments.entries.get(name)
+    return value.attributes.get(name) or value.arguments.entries.get(name)
+
+
+def _attribute(value: Any, name: str) -> Any:
+    entry = _entry(value, name)
     return None if entry is None else entry.value
 
 

@@ -1,10 +1,13 @@
 """Values of a file as plain numbers, texts, lists and dicts, as the dialects take them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megaprec.dialects.reading import TORCH_DTYPES
 from tools.foreign.systems import VALUES, WORLD_GROUPS
 from tools.foreign.values import Entry, External, Function, Row, Table, Thing
+
+NOT_PYTHON = ("${", "???", "!")
 
 
 class Unreadable(Exception):
@@ -19,7 +22,7 @@ def plain(value: Any) -> Any:
         if value.open:
             plain(value.open[0])
             raise Unreadable("it takes in a dict that is not known")
-        return {str(key): plain(entry.value) for key, entry in value.entries.items()}
+        return _of_entries(value.entries)
     if isinstance(value, Row):
         return [plain(item) for item in value.items]
     if isinstance(value, Thing):
@@ -48,7 +51,8 @@ def _of_thing(value: Thing) -> Any:
     if value.function and not (value.why or value.positional or value.arguments.entries) and _is_dtype(value.function):
         return value.function.name  # torch.bfloat16(), as the documentation of one system has it
     why = value.why or "comes of a call that is not run"
-    raise Unreadable(f"`{value.text}` {why}{'' if value.why.startswith('depends on') else assumed(value.text)}")
+    can_assume = not value.why.startswith("depends on") and not value.text.startswith(NOT_PYTHON)
+    raise Unreadable(f"`{value.text}` {why}{assumed(value.text) if can_assume else ''}")
 
 
 def assumed(text: str) -> str:
@@ -68,7 +72,18 @@ def _recipe(value: Thing, name: str) -> dict[str, Any]:
     for opened in value.arguments.open:
         plain(opened)
         raise Unreadable("it takes in a dict that is not known")
-    return {"recipe": name} | {str(key): plain(entry.value) for key, entry in fields.items()}
+    return {"recipe": name} | _of_entries(fields)
+
+
+def _of_entries(entries: Mapping[Any, Entry]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, entry in entries.items():
+        try:
+            made[str(key)] = plain(entry.value)
+        except Unreadable as why:
+            place = f" (line {entry.line})" if entry.line else ""
+            raise Unreadable(f"its {key}{place}: {why}") from why
+    return made
 
 
 def fields_of(value: Thing, order: tuple[str, ...]) -> dict[str, Entry]:

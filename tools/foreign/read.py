@@ -12,13 +12,14 @@ from typing import Any
 
 from megaprec.errors import UserError, did_you_mean
 from tools.foreign.account import Account
-from tools.foreign.data_files import TooLarge, from_json, from_toml, from_yaml, mentions_in_data, targets_in
+from tools.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml, mentions_in_data
 from tools.foreign.expressions import TooMuch
 from tools.foreign.gather import Gatherer, reachable
 from tools.foreign.mentions import mentions_in
+from tools.foreign.nemo_forms import note_overwritten
 from tools.foreign.statements import Statements
-from tools.foreign.systems import Spot
-from tools.foreign.values import Entry, Table
+from tools.foreign.systems import NEMO, Spot
+from tools.foreign.values import Entry
 from tools.foreign.yaml_forms import read_flat, read_forms
 from tools.toml import Given
 
@@ -42,10 +43,10 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
     """
     text = _text(path)
     assumptions = dict(_assumption(item) for item in assume)
-    table = _data(path, text)
     try:
-        if table is not None:
-            account = _account_of_data(path, table)
+        data = _data(path, text)
+        if data is not None:
+            account = _account_of_data(path, data)
             _need_python(path, assume, pick)
         else:
             account = _account_of_python(path, text, assumptions, pick)
@@ -54,6 +55,7 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
             f"{path}: more than a configuration could need to say: give the part about precision"
         ) from error
     fields = account.settle()
+    note_overwritten(account, fields.get(NEMO, {}))
     account.close()
     if account.problems:
         raise UserError(*dict.fromkeys(account.problems))
@@ -75,7 +77,7 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read ({reason})") from error
 
 
-def _data(path: Path, text: str) -> Table | None:
+def _data(path: Path, text: str) -> Data | None:
     """The file as data; None if it is Python. A name that tells the format is believed."""
     kind = path.suffix.lower()
     if kind in (".yaml", ".yml"):
@@ -87,10 +89,10 @@ def _data(path: Path, text: str) -> Table | None:
     return None if kind == ".py" else from_toml(text) or from_json(text)
 
 
-def _needed(path: Path, table: Table | None, what: str) -> Table:
-    if table is None:
+def _needed(path: Path, data: Data | None, what: str) -> Data:
+    if data is None:
         raise UserError(f"{path}: not {what}")
-    return table
+    return data
 
 
 def _need_python(path: Path, assume: Sequence[str], pick: str) -> None:
@@ -98,15 +100,15 @@ def _need_python(path: Path, assume: Sequence[str], pick: str) -> None:
         raise UserError(f"{option}: {path} is no Python, so nothing in it is open")
 
 
-def _account_of_data(path: Path, table: Table) -> Account:
-    account = Account(str(path), mentions_in_data(table))
-    if not read_forms(table, account):
+def _account_of_data(path: Path, data: Data) -> Account:
+    account = Account(str(path), mentions_in_data(data.table))
+    if not read_forms(data.table, account):
         found = Statements(ast.Module([], []), {})
-        found.scope.names["the file"] = table
-        found.things += targets_in(table)
+        found.scope.names["the file"] = data.table
+        found.things += data.things
         Gatherer(found, account, None).gather()
     if not account.sayings:
-        read_flat(table, account)
+        read_flat(data.table, account)
     return account
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megaprec.dialects import nemo_v1
 from tools.foreign.account import Account, Saying
 from tools.foreign.systems import NEMO, NXD, NXD_OPTIMIZER, SMP_FP8, SMP_POLICY, SMP_POLICY2
-from tools.foreign.values import Entry, Table
+from tools.foreign.values import Entry, Table, Thing
 
 Moves = Mapping[str, str]
 NEMO1 = ("trainer.precision", "trainer.gradient_clip_val")
@@ -26,7 +26,8 @@ NXDT_ENVIRONMENT = {
     "neuron_rt_stochastic_rounding_en": "NEURON_RT_STOCHASTIC_ROUNDING_EN",
 }
 NO_NUMBERS = ("grad_div_ar_fusion", "gradient_accumulation_fusion", "grad_allreduce_chunk_size_mb")
-OFF = ("model.fp16_lm_cross_entropy", "model.fsdp", "model.fp8_interval", "downcast_bf16")
+OFF = ("model.fp16_lm_cross_entropy", "model.fsdp", "downcast_bf16", "model.fp8_dot_product_attention")
+OFF += ("model.fp8_multi_head_attention",)
 """Switches that change no number while they are off."""
 
 
@@ -48,9 +49,9 @@ def find(tree: Table, path: str) -> Entry | None:
     place: Any = tree
     for name in tables:
         entry = place.entries.get(name)
-        if entry is None or not isinstance(entry.value, Table):
+        place = entry.value.arguments if entry and isinstance(entry.value, Thing) else entry and entry.value
+        if not isinstance(place, Table):
             return None
-        place = entry.value
     return place.entries.get(last)
 
 
@@ -102,7 +103,7 @@ def _nxdt(tree: Table, account: Account) -> Iterator[Saying]:
     _strike(tree, account, ["precision", *own, *environment, *idle])
     if manual:
         fields |= {key: Entry(False, kind.line) for key in own.values()} | _moved(tree, own)
-    yield Saying(NXD, fields, kind.line, "precision")
+    yield Saying(NXD, fields, kind.line, "precision.type")
     if manual and (variables := _moved(tree, environment)):
         yield Saying(("nxd", "environment"), {k: _as_text(e) for k, e in variables.items()}, kind.line, "precision")
     yield Saying(NXD_OPTIMIZER, _nxdt_optimizer(tree, kind.line), kind.line, "distributed_strategy")
@@ -133,6 +134,9 @@ def _automodel(tree: Table, account: Account) -> Iterator[Saying]:
         account.note(strategy.line, "distributed.mp_policy is not given: Automodel's default, BF16 reduced in FP32")
         values = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "bfloat16"}
         fields = {key: Entry(value, strategy.line) for key, value in values.items()}
+    held = find(tree, "model.torch_dtype")
+    if held is not None and str(held.value).removeprefix("torch.") == "float32":  # masters are FP32 in any case
+        account.take(held.node)
     yield Saying(SMP_POLICY2, fields, strategy.line, "distributed.mp_policy")
 
 

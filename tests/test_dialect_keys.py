@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megaprec.dialects import colossalai, internevo, nemo, nxd, smp
+from megaprec.dialects import colossalai, internevo, nemo, nemo_v1, nxd, smp
+from megaprec.dialects import colossalai_plugins as plugins
 from megaprec.dialects.reading import NORMS, Keys, Resolved
-from megaprec.dialects.scaling import GradScaler
+from megaprec.dialects.scaling import FLOOR, GradScaler
 from megaprec.dialects.translate import DIALECTS, differences
 from megaprec.fp8.recipe import FP8Recipe
 from megaprec.plan import LossScaling
@@ -58,6 +59,22 @@ ATTENTION: tuple[Row, ...] = (
     ("fp8_dpa", True, {"dot_product_attention": True}),
     ("fp8_mha", True, {"multi_head_attention": True}),
 )
+UNSCALED = {"scaling": LossScaling()}
+HYBRID: dict[str, Any] = {"plugin": {"kind": "HybridParallelPlugin"}}
+DDP: dict[str, Any] = {"plugin": {"kind": "TorchDDPPlugin"}, "mixed_precision": "fp16"}
+PLUGIN: tuple[Row, ...] = (
+    ("initial_scale", 4, {"scaling.initial": 4}),
+    ("min_scale", 2, {"scaling.minimum": 2}),
+    ("growth_factor", 3, {"scaling.growth_factor": 3}),
+    ("backoff_factor", 0.1, {"scaling.backoff_factor": 0.1}),
+    ("growth_interval", 9, {"scaling.growth_interval": 9}),
+    ("hysteresis", 3, {"scaling.hysteresis": 3}),
+    ("max_scale", 2.0**40, {"scaling.maximum": 2.0**40}),
+    ("max_norm", 0.5, {"optimizer.clip": 0.5}),
+    ("use_fp8", True, {"fp8": FP8Recipe("current")}),
+    ("fp8_communication", True, {"notes": 1}),
+)
+V1: dict[str, Any] = {"v1": {"precision": "bf16", "megatron_amp_O2": True}}
 CASES: list[Case] = [
     *rows(
         "nxd",
@@ -67,6 +84,15 @@ CASES: list[Case] = [
         ("use_master_weights", False, fields("masters moments", BF16)),
         ("use_fp32_grad_acc", False, fields("gradients reduce", BF16)),
         ("use_master_weights_in_ckpt", True, {"masters_in_checkpoint": True}),
+        ("precision_type", "fp32", fields("compute residual pipeline parameters", FP32)),
+    ),
+    *rows(
+        "nxd",
+        nxd.Environment,
+        "environment",
+        ZERO,
+        ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1", {"rounding": "stochastic"}),
+        ("XLA_DOWNCAST_BF16", "1", {}),  # what makes the masters FP32 there, and changes nothing here
     ),
     *rows(
         "nxd",
@@ -109,6 +135,7 @@ CASES: list[Case] = [
         ("output_dtype", "bfloat16", {"output": BF16}),
         ("cast_forward_inputs", False, {"cast_inputs": "none"}),
     ),
+    *rows("smp", smp.Smp, "", {"mixed_precision": {}}, ("max_grad_norm", 0.5, {"optimizer.clip": 0.5})),
     *rows("smp", GradScaler, "grad_scaler", {"grad_scaler": {}}, *TORCH_SCALER),
     *rows(
         "smp",
@@ -129,6 +156,7 @@ CASES: list[Case] = [
     *recipe(
         "DelayedScaling",
         ("margin", 3, {"margin": 3}),
+        ("interval", 1, {}),  # the only value of later releases
         ("fp8_format", smp.Format.E4M3, {"format": "e4m3"}),
         ("amax_history_len", 32, {"history_length": 32}),
         ("amax_compute_algo", "most_recent", {"amax_algo": "most_recent"}),
@@ -201,6 +229,77 @@ CASES: list[Case] = [
         ("growth_interval", 9, {"scaling.growth_interval": 9}),
         ("hysteresis", 3, {"scaling.hysteresis": 3}),
         ("max_scale", 2.0**40, {"scaling.maximum": 2.0**40}),
+    ),
+    *rows(
+        "colossalai",
+        colossalai.Naive,
+        "fp16",
+        {"fp16": {"mode": "NAIVE"}},
+        ("dynamic_grad_scale", False, {"scaling": LossScaling("constant", 2.0**16)}),
+        ("initial_scale", 4, {"scaling.initial": 4}),
+        ("min_scale", 2, {"scaling.minimum": 2}),
+        ("growth_factor", 3, {"scaling.growth_factor": 3}),
+        ("backoff_factor", 0.1, {"scaling.backoff_factor": 0.1}),
+        ("growth_interval", 9, {"scaling.growth_interval": 9}),
+        ("hysteresis", 3, {"scaling.hysteresis": 3}),
+        ("max_scale", 2.0**40, {"scaling.maximum": 2.0**40}),
+        ("verbose", True, {}),  # prints more there
+    ),
+    *rows("colossalai", colossalai.Config, "", TORCH, ("clip_grad_norm", 0.5, {"optimizer.clip": 0.5})),
+    *rows(
+        "colossalai",
+        colossalai.Config,
+        "",
+        {"plugin": {"kind": "TorchDDPPlugin"}},
+        (
+            "mixed_precision",
+            "fp16",
+            {"compute": FP16, "output": FP16, "scaling": LossScaling("dynamic", 2.0**16, FLOOR, 2.0, 0.5, 2000, 1)},
+        ),
+    ),
+    *rows("colossalai", plugins.TorchDDPPlugin, "plugin", DDP, ("fp8_communication", True, {"notes": 1})),
+    *rows(
+        "colossalai",
+        plugins.HybridParallelPlugin,
+        "plugin",
+        HYBRID,
+        ("precision", "bf16", fields("compute residual pipeline parameters gradients reduce", BF16) | UNSCALED),
+        ("zero_stage", 1, {"parallel.zero": True}),
+        ("tp_size", 2, {"parallel.tensor": 2}),
+        ("pp_size", 2, {"parallel.pipeline": 2}),
+        *PLUGIN,
+    ),
+    *rows(
+        "colossalai",
+        plugins.HybridParallelPlugin,
+        "plugin",
+        {"plugin": {"kind": "HybridParallelPlugin", "zero_stage": 1}},
+        ("communication_dtype", "float32", {"reduce": FP32}),
+    ),
+    *rows(
+        "colossalai",
+        plugins.LowLevelZeroPlugin,
+        "plugin",
+        {"plugin": {"kind": "LowLevelZeroPlugin"}},
+        ("precision", "bf16", fields("compute residual pipeline parameters gradients reduce", BF16) | UNSCALED),
+        ("communication_dtype", "float32", {"reduce": FP32}),
+        ("master_weights", False, {"masters": FP16}),
+        ("cast_inputs", False, {"cast_inputs": "none"}),
+        ("stage", 2, {}),  # who keeps gradients, not what they are
+        ("norm_type", 2, {}),
+        *PLUGIN,
+    ),
+    *rows(
+        "colossalai",
+        plugins.GeminiPlugin,
+        "plugin",
+        {"plugin": {"kind": "GeminiPlugin"}},
+        ("precision", "bf16", fields("compute residual pipeline parameters gradients reduce output", BF16) | UNSCALED),
+        ("master_weights", False, {"masters": FP16}),
+        ("force_outputs_fp32", True, {"output": FP32}),
+        ("tp_size", 2, {"parallel.tensor": 2}),
+        ("norm_type", 2, {}),
+        *PLUGIN,
     ),
     *rows(
         "internevo",
@@ -351,6 +450,78 @@ CASES: list[Case] = [
         ("num_layers_at_start_in_bf16", 1, {"fp8.first_layers": 1}),
         ("num_layers_at_end_in_bf16", 1, {"fp8.last_layers": 1}),
     ),
+    *rows(
+        "nemo",
+        nemo.MegatronMixedPrecision,
+        "",
+        {**BF16_MIXED, "use_precision_aware_optimizer": True, "main_grads_dtype": "bfloat16"},
+        ("use_precision_aware_optimizer", True, {}),  # by itself it changes nothing
+        ("main_grads_dtype", "float32", {"gradients": FP32}),
+    ),
+    *rows(
+        "nemo",
+        nemo.MegatronMixedPrecision,
+        "",
+        {**BF16_MIXED, "use_precision_aware_optimizer": True, "exp_avg_dtype": "float32"},
+        ("exp_avg_sq_dtype", "float32", {}),  # must be that of exp_avg_dtype
+        ("clip_grad", 0.5, {"optimizer.clip": 0.5}),
+        ("use_distributed_optimizer", False, {"parallel.zero": False}),
+    ),
+    *rows(
+        "nemo",
+        nemo.MegatronMixedPrecision,
+        "",
+        {**BF16_MIXED, "use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "float32"},
+        ("exp_avg_dtype", "float32", {}),
+    ),
+    *rows(
+        "nemo",
+        nemo_v1.Nemo1,
+        "v1",
+        V1,
+        ("precision", 32, fields("compute residual pipeline parameters", FP32)),
+        ("megatron_amp_O2", False, fields("parameters residual", FP32)),
+        ("optim_name", "distributed_fused_adam", {"remainders": True, "parallel.zero": True}),
+        ("grad_sync_dtype", "bf16", {"reduce": BF16}),
+        ("gradient_clip_val", 0.5, {"optimizer.clip": 0.5}),
+        ("fp32_residual_connection", True, {"residual": FP32}),
+    ),
+    *rows(
+        "nemo",
+        nemo_v1.Nemo1,
+        "v1",
+        {"v1": {"precision": 16}},
+        ("native_amp_init_scale", 4.0, {"scaling.initial": 4}),
+        ("native_amp_growth_interval", 4, {"scaling.growth_interval": 4}),
+        ("hysteresis", 4, {"scaling.hysteresis": 4}),
+    ),
+    *rows(
+        "nemo",
+        nemo_v1.Nemo1,
+        "v1",
+        {"v1": {**V1["v1"], "fp8_hybrid": True}},
+        ("fp8", True, {"fp8": FP8Recipe(reduce_over="stage")}),
+    ),
+    *rows(
+        "nemo",
+        nemo_v1.Nemo1,
+        "v1",
+        {"v1": {**V1["v1"], "fp8": True, "fp8_hybrid": True}},
+        ("fp8_e4m3", True, {"fp8.format": "e4m3"}),
+        ("fp8_margin", 2, {"fp8.margin": 2}),
+        ("fp8_interval", 1, {}),
+        ("fp8_amax_history_len", 16, {"fp8.history_length": 16}),
+        ("fp8_amax_compute_algo", "most_recent", {"fp8.amax_algo": "most_recent"}),
+        ("fp8_params", True, {"fp8.parameters": True}),
+        ("reduce_amax", False, {"fp8.reduce_amax": False}),
+    ),
+    *rows(
+        "nemo",
+        nemo_v1.Nemo1,
+        "v1",
+        {"v1": {**V1["v1"], "fp8": True, "fp8_e4m3": True}},
+        ("fp8_hybrid", True, {}),  # fp8_e4m3 wins
+    ),
 ]
 
 
@@ -394,16 +565,17 @@ def test_a_key_changes_what_it_decides_and_nothing_else(
     assert settled == {name for name in changes if name.partition(".")[0] in ("model", "parallel", "optimizer")}
 
 
-TABLES = {"mode", "optimizer_config", "grad_scaler", "hybrid_zero_optimizer", "parallel", "fp16"}
-REFUSED = {"fp4", "fp4_recipe"}
+TABLES = {"kind", "environment", "plugin", "v1", "mp_policy", "fp8_autocast"}
+TABLES |= {"mode", "optimizer_config", "grad_scaler", "hybrid_zero_optimizer", "parallel", "fp16"}
+REFUSED = {"fp4", "fp4_recipe", "main_params_dtype", "XLA_USE_BF16"}
 
 
 def test_every_key_of_every_class_is_tried() -> None:
     classes = {kind for _, kind, *_ in CASES}
     skipped = {(kind, key) for kind in classes for key in TABLES | REFUSED}
-    skipped |= {(kind, "recipe") for kind in smp.RECIPES.values()}
+    skipped |= {(kind, "recipe") for kind in smp.RECIPES.values()} | {(smp.Smp, "mixed_precision")}
     known = {(kind, key) for kind in classes for key in kind.model_fields} - skipped
     assert known == {(kind, key.rpartition(".")[2]) for _, kind, _, key, *_ in CASES}
-    systems = (nxd, smp, colossalai, internevo, nemo)
+    systems = (nxd, smp, colossalai, plugins, internevo, nemo, nemo_v1)
     defined = {k for m in systems for k in vars(m).values() if isinstance(k, type) and issubclass(k, Keys)}
-    assert defined - classes == {Keys, smp.Smp, colossalai.Config}  # tables of tables
+    assert defined - classes == {Keys, plugins.Plugin}  # what others are made from

@@ -247,7 +247,7 @@ def test_every_field_has_an_origin(system: str) -> None:
         (
             "colossalai",
             {"fp16": {}},
-            [r"precision.colossalai.fp16.mode is missing: use one of APEX, TORCH, PARALLEL .*"],
+            [r"precision.colossalai.fp16.mode is missing: use one of APEX, TORCH, PARALLEL, NAIVE .*"],
         ),
         ("colossalai", None, [r"precision.colossalai.fp16 = None: must be a table of keys with a mode .*"]),
         (

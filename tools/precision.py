@@ -167,6 +167,8 @@ def understand(path: Path, overrides: Sequence[str] = (), assume: Sequence[str] 
 
 def _toml(path: Path) -> Mapping[str, Any]:
     """The file as TOML; empty if it is anything else."""
+    if path.suffix.lower() in (".py", ".yaml", ".yml", ".json"):
+        return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # whoever reads it next says what it is

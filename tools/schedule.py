@@ -22,6 +22,7 @@ from parallel.schedule import SENDS, Cost, Op, Schedule
 from parallel.simulate import Refused, Span, bubble, idle, in_flight, peak, simulate
 from parallel.textbook import TEXTBOOK, Sizes
 from tools.checks import read_schedule
+from tools.notes import add_strict, tell_notes
 from tools.run import RunConfig, load_run
 from tools.timeline import Panel, as_text, draw
 from tools.trace import TIMELINE, read_trace, write_trace
@@ -65,6 +66,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, action="append", default=[], metavar="FILE", help=f"writes, by suffix, {FORMS}"
     )
+    add_strict(parser)
     parser.set_defaults(run=main)
 
 
@@ -73,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     for path in args.output:
         if path.suffix not in (".svg", ".png", ".json", ".txt"):
             raise UserError(f"--output {path}: what is to be written follows from the suffix: {FORMS}")
-    case = _of_run(load_run(args.file, args.overrides), args) if args.file else _of_options(args)
+    case = _of_file(args) if args.file else _of_options(args)
     try:
         check(case.schedule)
     except Refused as refusal:
@@ -88,6 +90,12 @@ def main(args: argparse.Namespace) -> int:
         _write(case, predicted, path)
         print(f"written    {path}")
     return 0
+
+
+def _of_file(args: argparse.Namespace) -> _Case:
+    config = load_run(args.file, args.overrides)
+    tell_notes(config.notes, args.strict)
+    return _of_run(config, args)
 
 
 def _of_options(args: argparse.Namespace) -> _Case:

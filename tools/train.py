@@ -27,6 +27,7 @@ from tools.convert.initial import open_initial
 from tools.corpus import Corpus, check_sources, open_corpus, open_made
 from tools.fp8 import check_fp8
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
+from tools.notes import add_strict, tell_notes
 from tools.own_model import require_builtin
 from tools.plots import plot_run
 from tools.resume import check_resumable
@@ -44,12 +45,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--export-hf", metavar="DIR", help="also leave the trained model there as a Hugging Face folder"
     )
+    add_strict(parser)
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs `megaprec train`."""
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
+    tell_notes(config.notes, args.strict)
     if joined_world():
         return _run_rank(config, export)
     if export:

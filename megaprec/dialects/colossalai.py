@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BeforeValidator, Field
 
-from megaprec.dialects.colossalai_plugins import Plugin, express_plugin, plugin_class, resolve_plugin
+from megaprec.dialects.colossalai_plugins import FP8_TRAVEL, Plugin, express_plugin, plugin_class, resolve_plugin
 from megaprec.dialects.reading import NORMS, Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR, SCALER_KEYS, GradScaler, cap, torch_scaling, torch_words
 from megaprec.errors import did_you_mean
@@ -203,13 +203,13 @@ def _plugged(reading: Reading, asked: Config) -> Resolved:
         note = "mixed_precision: the Booster ignores it beside a plugin that decides precision itself"
         return replace(resolved, notes=(*resolved.notes, note)) if asked.mixed_precision else resolved
     _refuse_stub(reading, asked)
-    if asked.fp16 is not None and asked.mixed_precision is None:
-        return _torch(reading, asked.fp16)
-    if not asked.mixed_precision:
+    notes = (FP8_TRAVEL,) if getattr(plugin, "fp8_communication", False) else ()
+    if asked.fp16 is None and asked.mixed_precision is None:
         reading.done()
         plain = all_of(("compute", "pipeline", "parameters"), reading.by(torch.float32, "mixed_precision"))
-        return reading.resolved(plain, {})
-    return _torch(reading, {"mode": "TORCH"})
+        return reading.resolved(plain, {}, notes)
+    resolved = _torch(reading, asked.fp16 or {"mode": "TORCH"})
+    return replace(resolved, notes=(*resolved.notes, *notes))
 
 
 def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:

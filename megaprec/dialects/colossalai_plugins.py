@@ -24,6 +24,7 @@ from megaprec.fp8.recipe import FP8Recipe
 from megaprec.plan import LossScaling
 
 TABLE = "plugin"
+FP8_TRAVEL = "plugin.fp8_communication: not done here, where gradients travel in precision.reduce"
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SCALE = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "max_scale")
 
@@ -116,7 +117,7 @@ def resolve_plugin(reading: Reading, asked: Plugin) -> Resolved:
         "scaling": _scaling(reading, asked),
         "fp8": reading.by(FP8Recipe("current") if asked.use_fp8 else None, f"{TABLE}.use_fp8"),
     }
-    notes = ("plugin.fp8_communication: here gradients travel in precision.reduce",) if asked.fp8_communication else ()
+    notes = (FP8_TRAVEL,) if asked.fp8_communication else ()
     return reading.resolved(decisions, _settings(reading, asked), notes)
 
 

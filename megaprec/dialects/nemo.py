@@ -284,7 +284,9 @@ def _fp8(asked: MegatronMixedPrecision) -> FP8Recipe | None:
 
 
 def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
-    idle = [key for key in FP8_KEYS if asked.fp8 is None and f"{PREFIX}.{key}" in reading.given]
+    defaults = {key: MegatronMixedPrecision.model_fields[key].default for key in FP8_KEYS}
+    changed = [key for key in FP8_KEYS if getattr(asked, key) not in (defaults[key], None, False)]
+    idle = [key for key in changed if asked.fp8 is None and f"{PREFIX}.{key}" in reading.given]
     notes = [f"{', '.join(idle)} without fp8: they change nothing"] if idle else []
     if asked.fp8 and asked.fp8_margin and asked.fp8_recipe != "delayed":
         notes.append(f'fp8_margin = {asked.fp8_margin} with fp8_recipe = "{asked.fp8_recipe}": {NO_MARGIN}')

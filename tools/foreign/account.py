@@ -113,7 +113,7 @@ class Account:
             self.note(saying.line, f"{saying.name} is not handed on to anything: left out")
         if len(different) > 1:
             lines = ", ".join(f"{s.name} in line {s.line}" for s in different)
-            self.refuse(different[1].line, f"it is a second one, and they differ: {lines}; name one with --pick")
+            self.refuse(different[1].line, f"a second one, and they differ: {lines}; name one with --pick")
         return different[0].known
 
     def _read(self, saying: Saying, refused: bool) -> None:

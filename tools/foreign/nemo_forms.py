@@ -14,7 +14,7 @@ import torch
 from megaprec.dialects import nemo
 from tools.foreign.account import Account, Saying
 from tools.foreign.plain import Unreadable, plain
-from tools.foreign.systems import BRIDGE, NEMO, OPTIMIZER_KEYS, maker_of
+from tools.foreign.systems import BRIDGE, BRIDGE_KEYS, NEMO, OPTIMIZER_KEYS, maker_of
 from tools.foreign.values import Entry, External, Row, Thing
 
 FLAGS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32"}
@@ -46,8 +46,10 @@ def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
         own["recipe"] = replace(own["recipe"], value=name)
         if "mxfp8" in name:
             own.setdefault("fp8", Entry("e4m3", line))  # NeMo's recipe of this name is hybrid
-    elif "fp8" in own:
+    elif "fp8" in own and own["fp8"].value is not None:
         own.setdefault("fp8_recipe", Entry("tensorwise", line))
+    elif "fp8_recipe" in own and own["fp8_recipe"].value == "tensorwise":  # its default, which changes nothing
+        own.pop("fp8_recipe")
     return own
 
 
@@ -68,7 +70,7 @@ def echo_of(thing: Thing, function: External) -> Saying | None:
     if function.last not in OVERWRITTEN and not function.last.endswith("ModelProvider"):
         return None
     said = {str(key): entry for key, entry in {**thing.arguments.entries, **thing.attributes}.items()}
-    echoed = {key: entry for key, entry in said.items() if key in (*FLAGS, *ECHOED)}
+    echoed = {key: entry for key, entry in said.items() if key in (*FLAGS, *ECHOED, *BRIDGE_KEYS)}
     return Saying(NEMO, echoed, thing.line, function.last) if echoed else None
 
 
@@ -99,6 +101,7 @@ def _meant(key: str, fields: Mapping[str, Any]) -> Any:
     half = nemo.HALVES.get(str(fields.get("precision", "32")))
     if key in FLAGS:
         return half == nemo.HALVES[FLAGS[key]]
+    key = BRIDGE_KEYS.get(key, key)
     default = nemo.MegatronMixedPrecision.model_fields[key].default
     value = fields.get(key, default)
     return _echoed(str(value)) if isinstance(value, torch.dtype) else _echoed(value)

@@ -23,7 +23,7 @@ from tools.foreign.values import Entry
 from tools.foreign.yaml_forms import read_flat, read_forms
 from tools.toml import Given
 
-LARGEST = 512 * 1024  # bytes; configurations are far smaller, and what is larger would take seconds to read
+LARGEST, MOST_PARTS = 256 * 1024, 20_000  # bytes, commas and brackets; what has more would take seconds to read
 KNOWN = "mixed_precision_config, MixedPrecision(...), fp16 = dict(mode=...), model = dict(dtype=...), bf16_mixed()"
 
 
@@ -51,9 +51,8 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
         else:
             account = _account_of_python(path, text, assumptions, pick)
     except (TooMuch, TooLarge, RecursionError) as error:
-        raise UserError(
-            f"{path}: more than a configuration could need to say: give the part about precision"
-        ) from error
+        why = "more work than a configuration asks for: give the part about precision"
+        raise UserError(f"{path}: {why}") from error
     fields = account.settle()
     note_overwritten(account, fields.get(NEMO, {}))
     account.close()
@@ -67,14 +66,16 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > LARGEST:
-            raise UserError(
-                f"{path}: {path.stat().st_size} bytes, more than any configuration has: is it the right one?"
-            )
-        return path.read_text(encoding="utf-8")
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise UserError(f"{path}: {size} bytes, more than any configuration has: is it the right one?")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"{path}: cannot be read ({reason})") from error
+    if sum(text.count(sign) for sign in ",([{") > MOST_PARTS:
+        raise UserError(f"{path}: more values than a configuration has: give the part about precision")
+    return text
 
 
 def _data(path: Path, text: str) -> Data | None:
@@ -136,12 +137,13 @@ def _picked(path: Path, found: Statements, name: str) -> frozenset[int] | None:
 
 
 def _refuse_star_imports(tree: ast.Module, account: Account) -> None:
-    """A star import may bring any name; where nothing else says anything it is the likely place."""
-    if account.sayings:
+    """A star import may bring any name; where the file does not say the dtype itself, it is the likely place."""
+    if any("dtype" in saying.fields or saying.spot[0] != "internevo" for saying in account.sayings):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            account.refuse(node.lineno, f"from {node.module} import *: what it brings is not known: give that file")
+            why = "it may bring the precision, which is not in this file: write it here, or give that file"
+            account.refuse(node.lineno, f"from {node.module} import *: {why}")
 
 
 def _parsed(path: Path, text: str) -> ast.Module:

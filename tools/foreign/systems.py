@@ -114,7 +114,7 @@ _POLICY = Maker(
     remarks=_IGNORED_CLASSES,
 )
 _SCALER_AFTER_DEVICE = frozenset({"device", "process_group"})
-_BRIDGE_KEYS = {
+BRIDGE_KEYS = {
     "fp8_param": "fp8_params",
     "loss_scale": "fp16_loss_scale",
     "initial_loss_scale": "fp16_initial_loss_scale",
@@ -208,7 +208,7 @@ MAKERS: Mapping[str, tuple[Maker, ...]] = {
         ),
     ),
     "MegatronMixedPrecision": (Maker(NEMO, NEMO_ORDER, NEMO_PACKAGES),),
-    "MixedPrecisionConfig": (Maker(NEMO, (), ("megatron",), _BRIDGE_KEYS, adds={"library": "bridge"}),),
+    "MixedPrecisionConfig": (Maker(NEMO, (), ("megatron",), BRIDGE_KEYS, adds={"library": "bridge"}),),
     **{name: (Maker(NEMO, (), NEMO_PACKAGES, adds={"recipe": name}),) for name in nemo.RECIPES},
     "get_mixed_precision_config": (Maker(NEMO, ("recipe",), ("megatron",), adds={"library": "bridge"}),),
     "Trainer": (

@@ -22,6 +22,7 @@ from rich.console import Console
 from megaprec.errors import UserError
 from tools.corpus import open_corpus
 from tools.launch import joined_world
+from tools.notes import add_strict, tell_notes
 from tools.parity.certificate import Certificate, certificate, entry, not_run, write
 from tools.parity.compare import Noise, compare
 from tools.parity.gather import Record, gather
@@ -66,6 +67,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are applied (default: 3)")
     parser.add_argument("--full", action="store_true", help="do not make the run small: its own size and data")
     parser.add_argument("--json", action="store_true", help="print the certificate and nothing else")
+    add_strict(parser)
     parser.add_argument(FLAG, action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=main)
 
@@ -79,6 +81,7 @@ def main(args: argparse.Namespace) -> int:
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
     config = load_run(args.file, args.overrides)
+    tell_notes(config.notes, args.strict)
     torch.set_num_threads(1)  # as in the ranks
     with tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder, _told(args.json) as tell:
         made = proven(config, args, Path(folder), tell)

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from megaprec.dialects import colossalai, internevo, nemo, nxd, smp
+from megaprec.dialects import colossalai, colossalai_plugins, internevo, nemo, nemo_v1, nxd, smp
 from megaprec.dialects.reading import Keys
 from megaprec.dialects.scaling import GradScaler
 from tests.test_readme import ROOT
@@ -14,9 +14,13 @@ PAGE = (ROOT / "docs" / "migrating.md").read_text()
 SECTIONS = {"NxD": nxd, "SMP": smp, "Colossal-AI": colossalai, "InternEvo": internevo, "NeMo": nemo}
 
 
+PARTS = {colossalai: (colossalai_plugins,), nemo: (nemo_v1,)}
+
+
 def known(dialect: ModuleType) -> set[str]:
     """All keys of all tables of a dialect."""
-    tables = [kind for kind in vars(dialect).values() if isinstance(kind, type) and issubclass(kind, Keys)]
+    kinds = [kind for module in (dialect, *PARTS.get(dialect, ())) for kind in vars(module).values()]
+    tables = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Keys)]
     return {key for table in tables for key in table.model_fields}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megaprec.dialects import colossalai, internevo, nemo, nxd, smp
+from megaprec.dialects.internevo_model import STDS
 from megaprec.dialects.reading import NORMS, Keys, Resolved
 from megaprec.dialects.scaling import GradScaler
 from megaprec.dialects.translate import DIALECTS, differences
@@ -39,6 +40,8 @@ def recipe(name: str, *keys: Row) -> Iterator[Case]:
     return rows("smp", smp.RECIPES[name], "fp8_autocast.fp8_recipe", around, *put)
 
 
+LATER_STD = dict.fromkeys(STDS.values(), 0.02) | {"shrink": "layer"}
+INTERNLM_STD = {"embedding": 0.0052, "head": 0.0052, "qkv": 0.006, "output": 0.006, "up": 0.006, "down": 0.006}
 ZERO = {"optimizer_config": {"zero_one_enabled": True}}
 TORCH, PARALLEL = {"fp16": {"mode": "TORCH"}}, {"fp16": {"mode": "PARALLEL"}}
 O1, O2 = {"fp16": {"mode": "APEX"}}, {"fp16": {"mode": "APEX", "opt_level": "O2"}}
@@ -206,33 +209,66 @@ CASES: list[Case] = [
         "internevo",
         internevo.Model,
         "",
-        {"dtype": "torch.half", "hidden_size": 2048},
+        {"dtype": "torch.half", "hidden_size": 2048, "num_attention_heads": 16},
         (
             "dtype",
             "torch.tf32",
-            fields("compute residual pipeline parameters gradients reduce", FP32)
-            | {"tf32": True, "scaling": LossScaling()},
+            fields("compute residual pipeline parameters gradients reduce buffers", FP32)
+            | {"tf32": True, "scaling": LossScaling(), "attention": BF16},
         ),
         ("checkpoint", True, {"parallel.recompute": "full", "parallel.recompute_fraction": 1.0}),
-        ("num_attention_heads", 4, {"model.heads": 4}),
-        ("embed_split_hidden", True, {"notes": 1}),
+        ("num_attention_heads", 4, {"model.heads": 4, "model.kv_heads": 4, "model.head_dim": 512}),
+        ("embed_split_hidden", True, {"notes": 2}),
         ("vocab_size", 100, {"model.vocab": 100}),
-        ("embed_grad_scale", 0.1, {"model.embedding_grad_scale": 0.1}),
-        ("parallel_output", False, {"notes": 1}),
-        ("hidden_size", 64, {"model.hidden": 64}),
+        ("embed_grad_scale", 0.1, {"model.embedding_grad_scale": 0.1, "model.head_grad_scale": 0.1}),
+        ("parallel_output", False, {"notes": 2}),
+        ("hidden_size", 64, {"model.hidden": 64, "model.head_dim": 4, "model.ffn": 256}),
         ("num_layers", 3, {"model.layers": 3}),
         ("mlp_ratio", 8 / 3, {"model.ffn": 5632}),  # 5461 rounded up to 256s
-        ("apply_post_layer_norm", True, {"notes": 1}),
+        ("apply_post_layer_norm", True, {"notes": 2}),
         ("norm_type", "layernorm", {"model.norm": "layer"}),
         ("layer_norm_epsilon", 1e-6, {"model.norm_eps": 1e-6}),
-        ("use_flash_attn", False, {"notes": 1}),
+        ("use_flash_attn", False, {"notes": 2, "scores": FP16}),
         ("num_chunks", 2, {"parallel.chunks": 2, "parallel.schedule": "interleaved"}),
         ("residual_in_fp32", True, fields("residual pipeline", FP32)),
         ("use_fp32_norm", True, {"keep_fp32": NORMS}),
-        ("drop_rate", 0.1, {"model.dropout": 0.1}),
+        ("drop_rate", 0.1, {"model.dropout": 0.1}),  # where it is dropped is settled by the model
         ("attn_drop_rate", 0.1, {"model.attention_dropout": 0.1}),
-        ("no_bias", False, {"model.qkv_bias": True, "model.output_bias": True}),
-        ("dropout_selective_checkpoint", True, {"notes": 1}),
+        ("dropout_selective_checkpoint", True, {"notes": 2}),
+        ("rope_base", 500, {"model.rope_base": 500.0}),
+        ("use_swiglu", False, {"model.mlp": "gelu"}),
+        ("use_scaled_init", False, {"model.init": INTERNLM_STD | {"output": 0.0015, "down": 0.0015, "shrink": "none"}}),
+        (
+            "use_dynamic_ntk_rope",
+            True,
+            {"model.rope_scaling": {"kind": "dynamic", "original_max_position_embeddings": 2048}, "notes": 2},
+        ),
+        (
+            "model_type",
+            "LLAMA2",
+            {"model.init": LATER_STD, "notes": 2},
+        ),
+    ),
+    *rows(
+        "internevo",
+        internevo.Model,
+        "",
+        {"use_dynamic_ntk_rope": True, "hidden_size": 2048},
+        (
+            "max_position_embeddings",
+            64,
+            {"model.rope_scaling": {"kind": "dynamic", "original_max_position_embeddings": 64}},
+        ),
+    ),
+    *rows(
+        "internevo",
+        internevo.Model,
+        "",
+        {"model_type": "LLAMA2", "hidden_size": 2048},
+        ("num_kv_attention_heads", 8, {"model.kv_heads": 8}),
+        ("no_bias", True, {"model.qkv_bias": False, "model.output_bias": False}),
+        ("adapt_hf", True, {"notes": 1}),
+        *((key, 0.01, {"model.init": LATER_STD | {name: 0.01}}) for key, name in STDS.items()),
     ),
     *rows(
         "internevo",
@@ -395,7 +431,8 @@ def test_a_key_changes_what_it_decides_and_nothing_else(
 
 
 TABLES = {"mode", "optimizer_config", "grad_scaler", "hybrid_zero_optimizer", "parallel", "fp16"}
-REFUSED = {"fp4", "fp4_recipe"}
+REFUSED = {"fp4", "fp4_recipe", "norm_head", "is_reward", "deepnorm", "init_type"}
+REFUSED |= {"num_experts", "moe_use_residual", "moe_type"}
 
 
 def test_every_key_of_every_class_is_tried() -> None:

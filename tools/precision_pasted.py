@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.dialects import nemo, nxd, smp
-from megaprec.dialects.reading import Keys
+from megaprec.dialects.reading import UNKNOWN, Keys
 from megaprec.dialects.scaling import GradScaler
 from megaprec.errors import UserError
 
@@ -64,7 +64,8 @@ class Pasted:
     notes: list[str] = field(default_factory=list)
 
     def add(self, dialect: str, table: str, values: Mapping[str, Any]) -> None:
-        """Notes a part of a dialect's configuration."""
+        """Notes a part of a dialect's configuration. Only InternEvo's tells what is not known from what is not there."""
+        values = values if dialect == "internevo" else _known(values)
         config = self.tables.setdefault(dialect, {})
         if table:
             config[table] = values
@@ -157,7 +158,8 @@ class _Values:
         values |= {word.arg: word.value for word in node.keywords if word.arg}
         config = self._literals(values, f"{name}, line {node.lineno}")
         for more in (word.value for word in node.keywords if not word.arg):
-            config |= self._literals({"": more}, f"{name}, line {node.lineno}").get("", {})
+            found = self._literals({"": more}, f"{name}, line {node.lineno}")[""]
+            config |= found if isinstance(found, Mapping) else {}
         if dialect == "nemo" and name in nemo.RECIPES:
             config["recipe"] = name
         earlier = self.found.tables.get(dialect, {})
@@ -166,13 +168,14 @@ class _Values:
         self.found.add(dialect, table, config)
 
     def _literals(self, values: Mapping[str, ast.expr], where: str) -> dict[str, Any]:
-        """Those of the values that can be known; the others are noted."""
+        """The values; one that cannot be known is UNKNOWN, and noted."""
         known: dict[str, Any] = {}
         for key, node in values.items():
             try:
                 known[key] = self.value(node)
             except _Unknown:
                 self.found.notes.append(f"{where}: {key} = {ast.unparse(node)} is not known from here, so left out")
+                known[key] = UNKNOWN
         return known
 
     def value(self, node: ast.expr) -> Any:
@@ -210,6 +213,12 @@ class _Values:
         if isinstance(node.func, ast.Attribute) and _is_dotted(node.func) and not node.args and not node.keywords:
             return ast.unparse(node.func)  # torch.bfloat16(), as one of the systems' own examples has it
         raise _Unknown
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A table without the keys of which the value is not known."""
+    known = {key: value for key, value in values.items() if value is not UNKNOWN}
+    return {key: _known(value) if isinstance(value, Mapping) else value for key, value in known.items()}
 
 
 def _is_dotted(node: ast.expr) -> bool:

@@ -89,7 +89,7 @@ CASES: list[Case] = [
         smp.MixedPrecision,
         "mixed_precision",
         {"mixed_precision": {}},
-        ("param_dtype", "bfloat16", fields("compute residual pipeline parameters reduce output", BF16)),
+        ("param_dtype", "bfloat16", fields("compute attention residual pipeline parameters reduce output", BF16)),
         ("reduce_dtype", torch.bfloat16, {"reduce": BF16}),
         ("buffer_dtype", "torch.bfloat16", {"buffers": BF16}),
         ("cast_forward_inputs", True, {"cast_inputs": "all"}),
@@ -107,7 +107,11 @@ CASES: list[Case] = [
         smp.MixedPrecisionPolicy,
         "mp_policy",
         {"mp_policy": {}},
-        ("param_dtype", "half", fields("compute residual pipeline parameters reduce output", FP16) | {"notes": 1}),
+        (
+            "param_dtype",
+            "half",
+            fields("compute attention residual pipeline parameters reduce output", FP16) | {"notes": 1},
+        ),
         ("reduce_dtype", "half", {"reduce": FP16}),
         ("output_dtype", "bfloat16", {"output": BF16}),
         ("cast_forward_inputs", False, {"cast_inputs": "none"}),
@@ -166,7 +170,7 @@ CASES: list[Case] = [
         "fp16",
         O1,
         ("opt_level", "O2", fields("residual pipeline parameters reduce", FP16) | {"output": FP32, "keep_fp32": NORMS}),
-        ("patch_torch_functions", False, fields("compute output", FP32)),
+        ("patch_torch_functions", False, fields("compute attention output", FP32)),
     ),
     *rows(
         "colossalai",
@@ -176,9 +180,10 @@ CASES: list[Case] = [
         (
             "enabled",
             False,
-            fields("compute residual pipeline parameters reduce", FP32) | {"keep_fp32": (), "scaling": LossScaling()},
+            fields("compute attention residual pipeline parameters reduce", FP32)
+            | {"keep_fp32": (), "scaling": LossScaling()},
         ),
-        ("cast_model_type", "bfloat16", fields("compute residual pipeline parameters reduce", BF16)),
+        ("cast_model_type", "bfloat16", fields("compute attention residual pipeline parameters reduce", BF16)),
         ("keep_batchnorm_fp32", "False", {"keep_fp32": ()}),
         ("master_weights", False, fields("masters gradients", FP16)),
         ("loss_scale", 128.0, {"scaling": LossScaling("constant", 128.0)}),
@@ -213,7 +218,7 @@ CASES: list[Case] = [
         (
             "dtype",
             "torch.tf32",
-            fields("compute residual pipeline parameters gradients reduce buffers", FP32)
+            fields("compute attention residual pipeline parameters gradients reduce buffers", FP32)
             | {"tf32": True, "scaling": LossScaling(), "attention": BF16},
         ),
         ("checkpoint", True, {"parallel.recompute": "full", "parallel.recompute_fraction": 1.0}),
@@ -267,7 +272,7 @@ CASES: list[Case] = [
         {"model_type": "LLAMA2", "hidden_size": 2048},
         ("num_kv_attention_heads", 8, {"model.kv_heads": 8}),
         ("no_bias", True, {"model.qkv_bias": False, "model.output_bias": False}),
-        ("adapt_hf", True, {"notes": 1}),
+        ("adapt_hf", True, {"notes": 2}),
         *((key, 0.01, {"model.init": LATER_STD | {name: 0.01}}) for key, name in STDS.items()),
     ),
     *rows(
@@ -318,7 +323,8 @@ CASES: list[Case] = [
         (
             "precision",
             16,
-            fields("compute residual parameters", FP16) | {"pipeline": FP32, "scaling": LossScaling("dynamic")},
+            fields("compute attention residual parameters", FP16)
+            | {"pipeline": FP32, "scaling": LossScaling("dynamic")},
         ),
         ("autocast_enabled", True, {"parameters": FP32, "residual": FP32, "notes": 1}),
         ("grad_reduce_in_fp32", False, fields("gradients reduce", BF16)),
@@ -331,7 +337,8 @@ CASES: list[Case] = [
         (
             "recipe",
             "fp16_mixed",
-            fields("compute residual parameters pipeline gradients reduce", FP16) | {"scaling": LossScaling("dynamic")},
+            fields("compute attention residual parameters pipeline gradients reduce", FP16)
+            | {"scaling": LossScaling("dynamic")},
         ),
     ),
     *rows(
@@ -340,7 +347,7 @@ CASES: list[Case] = [
         "",
         AUTOCAST,
         ("params_dtype", "bfloat16", fields("parameters residual", BF16)),
-        ("autocast_dtype", "float32", {"compute": FP32}),
+        ("autocast_dtype", "float32", fields("compute attention", FP32)),
     ),
     *rows(
         "nemo",

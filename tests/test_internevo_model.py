@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,6 +203,13 @@ def test_what_internevo_would_not_build_or_says_otherwise_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=line):
         run_of(given, *overrides)
+
+
+@pytest.mark.parametrize("name", ["sizes alone", "stretched", "LLAMA2 without biases, halves"])
+def test_a_saved_run_of_a_dict_is_the_same_run(name: str, tmp_path: Path) -> None:
+    run = run_of({**DICTS[name], "dtype": "torch.tf32"})
+    again = load_run(run.save_resolved(tmp_path))
+    assert dict(again) == dict(run) and again.plan == run.plan
 
 
 def test_a_key_whose_value_is_not_known_is_not_at_its_default() -> None:

@@ -64,7 +64,7 @@ class Pasted:
     notes: list[str] = field(default_factory=list)
 
     def add(self, dialect: str, table: str, values: Mapping[str, Any]) -> None:
-        """Notes a part of a dialect's configuration. Only InternEvo's tells what is not known from what is not there."""
+        """Notes a part of a dialect's configuration. Only InternEvo's is told what is there but not known."""
         values = values if dialect == "internevo" else _known(values)
         config = self.tables.setdefault(dialect, {})
         if table:

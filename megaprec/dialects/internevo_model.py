@@ -309,7 +309,7 @@ def _about_defaults(reading: Reading, model: Model) -> Iterator[str]:
 
 def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The dict that comes nearest to the keys of [model] in `settings`; no model where there are no sizes."""
-    config = {key: settings[name] for key, name in _TRAINED.items() if settings.get(name)}
+    config = {key: settings[name] for key, name in _TRAINED.items() if name in settings}
     if settings.get("model.embedding_grad_scale", 1) != 1:
         config["embed_grad_scale"] = settings["model.embedding_grad_scale"]
     m = {name.removeprefix("model."): value for name, value in settings.items() if name.startswith("model.")}

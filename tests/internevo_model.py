@@ -195,6 +195,7 @@ class InternEvo:
     def _rows(self, part: str, tensor: Tensor) -> dict[str, Tensor]:
         """Query, key and value out of rows that are packed, with halves of each head where neighbours were."""
         groups, d = self.heads // self.kv_heads, self.head_dim
+        rows: dict[str, Tensor]
         if part == "Wqkv":
             rows = dict(zip(("query", "key", "value"), tensor.chunk(3), strict=True))
         elif part == "wqkv":

@@ -438,7 +438,7 @@ def test_a_key_changes_what_it_decides_and_nothing_else(
 
 
 TABLES = {"mode", "optimizer_config", "grad_scaler", "hybrid_zero_optimizer", "parallel", "fp16"}
-REFUSED = {"fp4", "fp4_recipe", "norm_head", "is_reward", "deepnorm", "init_type"}
+REFUSED = {"fp4", "fp4_recipe", "norm_head", "is_reward", "output_tf32", "deepnorm", "init_type"}
 REFUSED |= {"num_experts", "moe_use_residual", "moe_type"}
 
 

@@ -22,6 +22,7 @@ from parallel.context import Context
 from parallel.dropout import Place
 from tests.families import BATCH, LENGTH, Job, step_all
 from tests.internevo_model import InternEvo
+from tools.precision import understand
 from tools.precision_modules import logical_tensors
 from tools.run import RunConfig, load_run
 from tools.toml import toml
@@ -188,6 +189,7 @@ def test_one_size_makes_a_whole_model_of_internevos_defaults(size: str) -> None:
         ({**SIZES, "model_type": "INTERNLM_MoE"}, [], "model_type = .*not read: .*INTERNLM, INTERNLM2_PUBLIC, LLAMA2"),
         ({**SIZES, "num_experts": 4}, [], "num_experts = 4.*mixtures of experts"),
         ({**SIZES, "is_reward": True}, [], "is_reward = true.*reward"),
+        ({**SIZES, "output_tf32": True}, [], "output_tf32 = true.*not supported"),
         ({**LATER, "model_type": "INTERNLM2_PUBLIC", "norm_head": True}, [], "norm_head = true.*not supported"),
         ({**LATER, "model_type": "LLAMA2", "deepnorm": True}, [], "deepnorm = true"),
         ({**LATER, "model_type": "LLAMA2", "apply_post_layer_norm": True}, [], "apply_post_layer_norm = true"),
@@ -221,6 +223,19 @@ def test_a_key_whose_value_is_not_known_is_not_at_its_default() -> None:
     assert not any("mlp_ratio 4" in note for note in resolved.notes)
     with pytest.raises(UserError, match=r"precision.internevo.dtype = \(not known\): numbers hang on it"):
         resolve({"dtype": UNKNOWN})
+
+
+def test_what_internevos_file_says_beside_the_model_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.py"
+    file.write_text(
+        'model_type = "LLAMA2"\nuse_fp32_norm = True\nHEADS = 4\n'
+        "model = dict(num_attention_heads=HEADS, num_kv_attention_heads=UNSAID, hidden_size=64, no_bias=True)\n"
+    )
+    found = understand(file)
+    assert found.settings["model.qkv_bias"].value is False
+    assert found.plan.keep_fp32
+    assert "model.kv_heads" not in found.settings
+    assert any("num_kv_attention_heads: not known from here" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

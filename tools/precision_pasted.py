@@ -42,6 +42,7 @@ TABLES = {
 }
 """Tables by the name that their system gives them: the dialect and its table."""
 MARKS = {"model": {"dtype", "num_attention_heads", "embed_grad_scale"}, "parallel": {"zero1"}}  # one must be in it
+BESIDE_MODEL = ("model_type", "use_fp32_norm", "output_tf32")  # what InternEvo's files say of the model outside of it
 ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -259,6 +260,8 @@ def _recognise(named: Mapping[str, Any], found: Pasted, inside: bool = False) ->
         elif not inside:
             _recognise(value, found, inside=True)
     flat = {key: value for key, value in named.items() if not isinstance(value, Mapping)}
+    if "internevo" in found.tables and (beside := {key: flat[key] for key in BESIDE_MODEL if key in flat}):
+        found.add("internevo", "", beside)
     if set(flat) & set(nxd.MixedPrecisionConfig.model_fields):
         found.add("nxd", "", flat)
     elif isinstance(flat.get("plugins"), str):

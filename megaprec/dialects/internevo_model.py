@@ -88,6 +88,7 @@ class Model(Keys):
     parallel_output: bool = True
     norm_head: bool = False
     is_reward: bool = False
+    output_tf32: bool = False
     deepnorm: bool = False
     num_experts: Any = None
     moe_use_residual: Any = None
@@ -120,6 +121,7 @@ NUMERIC = ("model_type", "dtype", "use_flash_attn", "residual_in_fp32", "use_fp3
 """Keys that a plan cannot be made without knowing."""
 REFUSED = {
     "norm_head": "a head whose rows are normalised is not supported",
+    "output_tf32": "a head in FP32 with TF32 products in a 16-bit model is not supported",
     "is_reward": "a reward model has no vocabulary to be trained on",
     "deepnorm": "InternEvo refuses it too",
 }  # if true

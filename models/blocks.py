@@ -98,13 +98,14 @@ class Attention(nn.Module):
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        plan = self.context.plan
-        if (place is not None and self.config.attention_dropout > 0) or plan.scores != plan.sensitive:
+        plan, by_products = self.context.plan, bf16_attention.worthwhile(query)  # which rounds them in any case
+        rounded = plan.scores != plan.sensitive and not by_products
+        if rounded or (place is not None and self.config.attention_dropout > 0):
             return self._mix_plainly(query, key, value, place, hidden).to(plan.compute)
         if slow_half(query):
             query, key, value = query.float(), key.float(), value.float()
         hidden = None if self._sees_all(query) and hidden is None else self._hidden(query, hidden)
-        if bf16_attention.worthwhile(query):
+        if by_products:
             return bf16_attention.attend(query, key, value, hidden).to(plan.compute)
         seen = None if hidden is None else ~hidden
         mixed = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None)

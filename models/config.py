@@ -140,7 +140,7 @@ class ModelConfig(BaseModel):
         default=1.0, gt=0, le=1, description="what the embedding's gradient is multiplied by, a tied head's part not"
     )
     head_grad_scale: float = Field(
-        default=1.0, gt=0, le=1, description="what the gradient of the head's weight is multiplied by, no other"
+        default=1.0, gt=0, le=1, description="what the gradient of the head's weight is multiplied by, and no other one"
     )
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
     init: InitialStd = Field(

@@ -17,7 +17,7 @@ from megaprec.layout import layout_of
 from megaprec.plan import plan
 from models.blocks import Attention
 from models.config import ModelConfig
-from models.stages import Stage, cuts
+from models.stages import Cut, Stage, cuts
 from parallel.context import Context
 from parallel.dropout import Place
 from tests.families import BATCH, LENGTH, Job, step_all
@@ -176,6 +176,7 @@ def test_one_size_makes_a_whole_model_of_internevos_defaults(size: str) -> None:
         (SIZES, ["model.qkv_bias=false"], "model.qkv_bias = false .* contradicts .*which says true"),
         (SIZES, ["model.norm_eps=1e-6"], r"model.norm_eps = 1e-06 .* contradicts .*\(InternEvo's default\)"),
         (SIZES, ["model.window=4"], "model.window = 4 .* contradicts InternEvo, always"),
+        (SIZES, ["model.init_std=0.01"], "model.init_std = 0.01 .* contradicts InternEvo, always"),
         (SIZES, ["model.preset=llama-demo"], r"model.preset = .*: \[precision.internevo\] describes the model"),
         ({"norm_type": "layernorm"}, [], "norm_type = .*describes a model, and none of num_layers, hidden_size, .*"),
         ({"mlp_ratio": 2.0}, [], "mlp_ratio = 2.0.*describes a model"),
@@ -299,6 +300,16 @@ def test_scores_and_weights_are_rounded_if_the_plan_says_so(dtype: str) -> None:
 
     assert rounded.dtype == held
     assert distance(rounded) < 2 * unit
+
+
+def test_a_fraction_of_each_chunk_is_made_again_from_its_first_layer_on_rounded_down() -> None:
+    """`PackedFlashInternLm1D`: lid < int(num_layers * checkpoint), where num_layers are those of the chunk."""
+    run = run_of({**SIZES, "num_layers": 5, "checkpoint": 0.5, "num_chunks": 2, "parallel": {"pipeline": 1}})
+    for layers, again in ((range(3), {"0"}), (range(3, 5), {"3"}), (range(5), {"0", "1"})):
+        cut = Cut(0, layers, first=False, last=False)
+        assert Stage(run.model, Context(plan("fp32"), recompute=run.recompute), cut).again == again
+    assert run_of({**SIZES, "checkpoint": True}).recompute.whole(7) == 7
+    assert run_of({**SIZES, "checkpoint": False}).recompute.whole(7) == 0
 
 
 def test_dropout_is_where_internevo_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,9 +138,10 @@ ALWAYS: Mapping[str, Any] = {
     "mlp_bias": False,
     "tied": False,
     "experts": 0,
+    "init_std": 0.02,
     "factory": "",
 }
-"""Keys of [model] that InternEvo leaves no choice about."""
+"""Keys of [model] that InternEvo leaves no choice about; init_std is of no use where `model.init` names everything."""
 
 
 def model_settings(reading: Reading, model: Model) -> dict[str, Decision]:

@@ -220,10 +220,15 @@ def test_a_key_whose_value_is_not_known_is_not_at_its_default() -> None:
     open_ = {"model.heads", "model.kv_heads", "model.head_dim", "model.ffn", "model.dropout"}
     assert not open_ & set(resolved.settings)
     assert resolved.settings["model.layers"].value == 2
-    assert any("num_attention_heads, mlp_ratio, drop_rate: not known" in note for note in resolved.notes)
+    assert any("drop_rate, mlp_ratio, num_attention_heads: not known" in note for note in resolved.notes)
     assert not any("mlp_ratio 4" in note for note in resolved.notes)
-    with pytest.raises(UserError, match=r"precision.internevo.dtype = \(not known\): numbers hang on it"):
-        resolve({"dtype": UNKNOWN})
+    for numeric in ({"dtype": UNKNOWN}, {"grad_scaler": UNKNOWN}, {"grad_scaler": {"fp16": {"min_scale": UNKNOWN}}}):
+        with pytest.raises(UserError, match=r" = \(not known\): numbers hang on it: say it as precision.internevo."):
+            resolve(numeric)
+    sizes = {"tensor": {"size": UNKNOWN, "mode": UNKNOWN}, "zero1": UNKNOWN, "pipeline": 2}
+    spread = resolve({"hybrid_zero_optimizer": {"clip_grad_norm": UNKNOWN}, "parallel": sizes})
+    assert set(spread.settings) == {"parallel.pipeline"}
+    assert "clip_grad_norm, parallel.tensor.mode, parallel.tensor.size, parallel.zero1: not known" in spread.notes[1]
 
 
 def test_what_internevos_file_says_beside_the_model_is_read(tmp_path: Path) -> None:

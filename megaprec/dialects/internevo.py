@@ -26,7 +26,7 @@ import torch
 from pydantic import Field
 
 from megaprec.dialects.internevo_model import Model, express_model, has_flash, model_notes, model_settings
-from megaprec.dialects.reading import NORMS, TORCH_DTYPES, Decision, Keys, Reading, Resolved, all_of
+from megaprec.dialects.reading import NORMS, TORCH_DTYPES, UNKNOWN, Decision, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import CEILING, FLOOR, cap
 from megaprec.plan import LossScaling, PrecisionPlan
 
@@ -82,7 +82,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     reading = Reading(SYSTEM, PREFIX, places)
     model = reading.read(Model, config or {})
     scaling = _scaling(reading, model)
-    settings = _settings(reading, model)
+    settings = {key: said for key, said in _settings(reading, model).items() if not _hangs_on_unknown(reading, key)}
     reading.done()
     dtype = reading.by(TORCH_DTYPES.get(model.dtype, torch.float32), "dtype")
     wide = reading.always(torch.float32)
@@ -103,9 +103,19 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     return reading.resolved(decisions, settings, tuple(_notes(reading, model)))
 
 
+def _hangs_on_unknown(reading: Reading, key: str) -> bool:
+    """Whether a run-file key follows from a default of InternEvo's only because the value given there is not known."""
+    return any(f"{PREFIX}.{theirs}" in reading.unknown for theirs, ours in DEFAULTED.items() if ours == key)
+
+
+DEFAULTED = {"hybrid_zero_optimizer.clip_grad_norm": "optimizer.clip", "parallel.zero1": "parallel.zero"}
+
+
 def _scaling(reading: Reading, model: Model) -> Decision:
     scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
     start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
+    for key in sorted(key for key in reading.unknown if key.startswith(f"{PREFIX}.grad_scaler")):
+        reading.refuse(key.removeprefix(f"{PREFIX}."), UNKNOWN, f"numbers hang on it: say it as {key} = ...")
     if not start.min_scale <= start.initial_scale <= scaler.max_scale:
         why = f"must lie between min_scale {start.min_scale:g} and max_scale {scaler.max_scale:g}"
         reading.refuse("grad_scaler.fp16.initial_scale", start.initial_scale, why)
@@ -161,7 +171,9 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
         if getattr(asked, name) is not None and (size := _size(reading, name, getattr(asked, name))) is not None:
             settings[f"parallel.{name}"] = reading.by(size, f"parallel.{name}", f"parallel.{name}.size")
     mode = asked.tensor.get("mode", "mtp") if isinstance(asked.tensor, Mapping) else "mtp"
-    if mode not in SEQUENCE:
+    if mode is UNKNOWN:
+        reading.unknown.add(f"{PREFIX}.parallel.tensor.mode")
+    elif mode not in SEQUENCE:
         reading.refuse("parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}")
     elif SEQUENCE[mode]:
         settings["parallel.sequence"] = reading.by(True, "parallel.tensor", "parallel.tensor.mode")
@@ -179,6 +191,9 @@ SEQUENCE = {"mtp": False, "msp": True, "fsp": True}  # mode of tensor parallelis
 
 def _size(reading: Reading, name: str, value: Any) -> int | None:
     size = value.get("size", -1 if name == "zero1" else 1) if isinstance(value, Mapping) else value
+    if size is UNKNOWN:
+        reading.unknown.add(f"{PREFIX}.parallel.{name}.size")
+        return None
     if isinstance(size, int) and not isinstance(size, bool) and (size > 0 or name == "zero1"):
         return size
     reading.refuse(f"parallel.{name}", value, "must be a number of ranks, or dict(size=...)")
@@ -189,6 +204,8 @@ def _notes(reading: Reading, model: Model) -> list[str]:
     notes = []
     if f"{PREFIX}.dtype" not in reading.given:
         notes.append("dtype is not given: InternEvo takes torch.float16")
+    if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown)):
+        notes.append(f"{unknown}: not known from here, so what hangs on it is for the run file to say")
     given = {key for key in ("embed_split_hidden", "parallel_output") if f"{PREFIX}.{key}" in reading.given}
     layout = [key for key in sorted(given) if key == "embed_split_hidden" or not model.parallel_output]
     if layout:

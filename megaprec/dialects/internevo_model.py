@@ -306,8 +306,6 @@ def _about_defaults(reading: Reading, model: Model) -> Iterator[str]:
     said = ", ".join(f"{key} {value}" for key, value in missing.items() if value is not None)
     if said:
         yield f"not given, so as InternEvo's model type {model.model_type} has them: {said}"
-    if unknown := [key for key in Model.model_fields if f"{reading.prefix}.{key}" in reading.unknown]:
-        yield f"{', '.join(unknown)}: not known from here, so what hangs on them is for the run file's [model] to say"
 
 
 def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str, Any]:

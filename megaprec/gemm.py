@@ -59,11 +59,13 @@ class Gemm:
 
     dtype: of the factors: activations, weights and gradients are cast to it. out: of y. tf32: FP32 products see no more
     of their factors than TF32 has, on a CPU; elsewhere that is for the switches of `megaprec.tf32` to say.
+    grad_scale: what gradients of the weight are multiplied by; those of x are not.
     """
 
     dtype: torch.dtype
     out: torch.dtype
     tf32: bool = False
+    grad_scale: float = 1.0
 
     def now(self) -> "Gemm":
         """This one."""
@@ -87,11 +89,12 @@ class Gemm:
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
         """-> [n, k]."""
-        return product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
+        made = product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
+        return made if self.grad_scale == 1 else made.mul_(self.grad_scale)
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
         """total [n, k] += grad.T @ x, where `total` may be wider than the factors. first: written over it."""
-        add_product_(total, grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32, first)
+        add_product_(total, grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32, first, self.grad_scale)
 
 
 def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
@@ -111,15 +114,20 @@ def lacks_tf32(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor, tf32: bool = False, first: bool = False) -> None:
-    """total += a @ b, or total = a @ b if it is the first, where `total` may be wider than the factors. The product is
-    rounded before it is added."""
+def add_product_(
+    total: Tensor, a: Tensor, b: Tensor, tf32: bool = False, first: bool = False, scale: float = 1.0
+) -> None:
+    """total += scale * a @ b, or total = that if it is the first, where `total` may be wider than the factors. The
+    product is rounded before it is scaled and added."""
     if total.dtype == a.dtype and not slow_half(a) and not (tf32 and lacks_tf32(a)):
-        total.addmm_(a, b, beta=0 if first else 1)  # 0 times what is there is 0, even of what is not finite
-    elif first:
-        total.copy_(product(a, b, tf32))
+        total.addmm_(a, b, beta=0 if first else 1, alpha=scale)  # 0 times what is there is 0, even if not finite
+        return
+    made = product(a, b, tf32)
+    made = made if scale == 1 else made.mul_(scale)
+    if first:
+        total.copy_(made)
     else:
-        _add_(total, product(a, b, tf32))
+        _add_(total, made)
 
 
 def _add_(total: Tensor, product: Tensor) -> None:

@@ -44,6 +44,7 @@ class PrecisionPlan:
     """compute: dtype of products and of activations between layers.
     residual: dtype of the residual stream, to which each branch of a layer adds; the embedding begins it.
     pipeline: dtype of what pipeline stages send each other.
+    attention: dtype in which query, key and value enter attention's two products; positions are turned before.
     parameters: dtype of the weights that the layers hold.
     keep_fp32: patterns (`fnmatch`) of logical names; a parameter that matches one is held, used and reduced in the
         sensitive dtype.
@@ -55,6 +56,8 @@ class PrecisionPlan:
     moments: dtype of the optimizer's averages.
     rounding: of masters into weights: to the nearest, or up or down with the probability that makes the mean exact.
     sensitive: dtype of norms, softmax, router and loss.
+    scores: dtype that attention's scores and weights are rounded to. That of `sensitive`: they need not be, and are
+        only in bf16 on a CPU with instructions for it.
     buffers: dtype of the model's tables, such as rotary angles.
     output: dtype of the logits that a model hands out, and from which the loss is computed, in `sensitive`.
     cast_inputs: which modules have their floating inputs cast to the dtype that they compute in: the model itself
@@ -73,6 +76,7 @@ class PrecisionPlan:
     compute: torch.dtype
     residual: torch.dtype
     pipeline: torch.dtype
+    attention: torch.dtype
     parameters: torch.dtype
     keep_fp32: tuple[str, ...] = ()
     gradients: torch.dtype = torch.float32
@@ -82,6 +86,7 @@ class PrecisionPlan:
     moments: torch.dtype = torch.float32
     rounding: Literal["nearest", "stochastic"] = "nearest"
     sensitive: torch.dtype = torch.float32
+    scores: torch.dtype = torch.float32
     buffers: torch.dtype = torch.float32
     output: torch.dtype = torch.float32
     cast_inputs: Literal["none", "root", "inner", "all"] = "root"
@@ -120,6 +125,8 @@ class PrecisionPlan:
             f"residual = {dtype_name(self.residual)} is narrower than compute = {dtype_name(self.compute)}": (
                 self.residual.itemsize >= self.compute.itemsize
             ),
+            f"scores = {dtype_name(self.scores)} must be that of attention, {dtype_name(self.attention)}, or "
+            f"{dtype_name(self.sensitive)}": self.scores in (self.attention, self.sensitive),
             f"split masters need bf16 parameters and FP32 masters, not {named['parameters']} and {named['masters']}": (
                 not self.remainders or (self.parameters, self.masters) == (torch.bfloat16, torch.float32)
             ),
@@ -198,8 +205,8 @@ def plan(
     if unknown := [f"precision.{key} = {name!r} is not known" for key, name in named.items() if name not in DTYPES]:
         raise UserError(*(f"{problem}: use one of {', '.join(DTYPES)}" for problem in unknown))
     fields: dict[str, Any] = {key: DTYPES[name] for key, name in named.items()}
-    fields |= dict.fromkeys(("sensitive", "buffers", "output"), DTYPES[wide]) | dict.fromkeys(
-        ("residual", "pipeline"), DTYPES[compute]
+    fields |= dict.fromkeys(("sensitive", "scores", "buffers", "output"), DTYPES[wide]) | dict.fromkeys(
+        ("residual", "pipeline", "attention"), DTYPES[compute]
     )
     fields |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite} | others
     fields["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")

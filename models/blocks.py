@@ -7,6 +7,7 @@ key/value heads than ranks, neighbours hold the same one.
 
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,11 +33,13 @@ def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads, of all tokens before or the last `window` ones.
 
+    Query, key and value enter its two products in the plan's `attention` dtype, whatever the layers compute in. Scores
+    and weights are in the sensitive dtype, or rounded to that of `scores`.
     hidden: bool [b, 1, s, s], True where a token (row) does not attend to another, if that is not the same in all
     samples.
     """
 
-    def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
+    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__()
         self.config, self.context, self.name = config, context, name
         kv_shards = min(context.tp.size, config.kv_heads)
@@ -47,14 +50,17 @@ class Attention(nn.Module):
             Rows(f"{name}.value", kv_width, kv_shards),
         ]
         self.own = [r.rows // (r.shards or context.tp.size) for r in stack]
-        self.qkv = ColumnParallelLinear(context, config.hidden, stack, bias=config.qkv_bias, std=config.init_std)
+        self.qkv = ColumnParallelLinear(
+            context, config.hidden, stack, bias=config.qkv_bias, std=config.initial_std("qkv")
+        )
         if config.qk_norm:
             self.query_norm, self.key_norm = (
                 RMSNorm(context, config.head_dim, name=f"{name}.{which}_norm", eps=config.norm_eps, own=True)
                 for which in ("query", "key")
             )
+        std = config.initial_std("output", layer)
         self.output = RowParallelLinear(
-            context, width, config.hidden, name=f"{name}.output", bias=config.output_bias, std=config.output_std
+            context, width, config.hidden, name=f"{name}.output", bias=config.output_bias, std=std
         )
 
     def forward(
@@ -80,7 +86,7 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
-        query, key, value = (z.permute(1, 2, 0, 3) for z in (query, key, value))
+        query, key, value = (z.permute(1, 2, 0, 3).to(self.context.plan.attention) for z in (query, key, value))
         if rotary is not None or self.config.qk_norm:
             value = value.contiguous()  # a view would keep all of the product that it is a part of
         return self._mix(query, key, value, place, hidden).permute(2, 0, 1, 3).flatten(2)
@@ -88,30 +94,34 @@ class Attention(nn.Module):
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, hidden: Tensor | None = None
     ) -> Tensor:
-        """[b, n, s, d] each, with fewer key/value heads; softmax in the sensitive dtype. Returns [b, n, s, d]."""
+        """[b, n, s, d] each, with fewer key/value heads. Returns [b, n, s, d] in the dtype of products."""
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        if place is not None and self.config.attention_dropout > 0:
-            return self._mix_with_dropout(query, key, value, place, hidden)
+        plan, by_products = self.context.plan, bf16_attention.worthwhile(query)  # which rounds them in any case
+        rounded = plan.scores != plan.sensitive and not by_products
+        if rounded or (place is not None and self.config.attention_dropout > 0):
+            return self._mix_plainly(query, key, value, place, hidden).to(plan.compute)
         if slow_half(query):
             query, key, value = query.float(), key.float(), value.float()
         hidden = None if self._sees_all(query) and hidden is None else self._hidden(query, hidden)
-        if bf16_attention.worthwhile(query):
-            return bf16_attention.attend(query, key, value, hidden).to(self.context.plan.compute)
+        if by_products:
+            return bf16_attention.attend(query, key, value, hidden).to(plan.compute)
         seen = None if hidden is None else ~hidden
         mixed = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None)
-        return mixed.to(self.context.plan.compute)
+        return mixed.to(plan.compute)
 
-    def _mix_with_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, place: Place, hidden: Tensor | None
+    def _mix_plainly(
+        self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, hidden: Tensor | None
     ) -> Tensor:
-        """Written out, because the fused kernel draws its mask from a generator that knows nothing of layouts."""
-        wide = self.context.plan.sensitive
-        scores = query.to(wide) @ key.to(wide).transpose(2, 3) / self.config.head_dim**0.5
-        weights = scores.masked_fill(self._hidden(query, hidden), float("-inf")).softmax(-1)
+        """Written out: the fused kernel draws its dropout from a generator that knows nothing of layouts, and rounds
+        neither scores nor weights. Returns the dtype of the weights."""
+        rounded = self.context.plan.scores
+        made = torch.promote_types(rounded, torch.float32) if slow_half(query) else rounded
+        scores = query.to(made) @ key.to(made).transpose(2, 3) / self.config.head_dim**0.5
+        weights = scores.to(rounded).masked_fill(self._hidden(query, hidden), float("-inf")).softmax(-1)
         weights = attention_dropout(weights, self.config.attention_dropout, self.context, f"{self.name}.weights", place)
-        return (weights @ value.to(wide)).to(query.dtype)
+        return weights.to(made) @ value.to(made)
 
     def _sees_all(self, query: Tensor) -> bool:
         """Whether every token attends to all before it: there is no window, or it is as long as the sequence."""
@@ -125,18 +135,18 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout on both branches.
+    """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout where it is asked for.
 
     x, the residual stream, and what comes of it, are in a dtype of their own; the branches compute in that of products.
     """
 
-    def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
+    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__()
         self.config, self.context, self.name = config, context, name
         self.attention_norm = make_norm(config, context, f"{name}.attention_norm")
-        self.attention = Attention(config, context, f"{name}.attention")
+        self.attention = Attention(config, context, f"{name}.attention", layer)
         self.mlp_norm = make_norm(config, context, f"{name}.mlp_norm")
-        self.mlp = (MixtureOfExperts if config.experts else MLP)(config, context, f"{name}.mlp")
+        self.mlp = (MixtureOfExperts if config.experts else MLP)(config, context, f"{name}.mlp", layer)
 
     def forward(
         self,
@@ -145,13 +155,15 @@ class Block(nn.Module):
         place: Place | None,
         hidden: Tensor | None = None,
     ) -> Tensor:
+        stream = self.config.dropout_at == "stream"
+        x = self._drop(x, "input", place) if stream else x
         normally = partial(self.context.recompute.run, "norm")
         mixed = normally(self.attention_norm, x, into=lambda y: self.attention(y, rotary, place, hidden))
         attended = (x + self._drop(mixed, "attention", place)).to(x.dtype)
         fed = normally(
             self.mlp_norm, x if self.config.parallel_residual else attended, into=lambda y: self._feed(y, place)
         )
-        return (attended + self._drop(fed, "mlp", place)).to(x.dtype)
+        return (attended + (fed if stream else self._drop(fed, "mlp", place))).to(x.dtype)
 
     def _feed(self, y: Tensor, place: Place | None) -> Tensor:
         return self.mlp(y, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megaprec.errors import UserError
+from models.initial import InitialStd, Matrix
 from models.rope import RopeScaling
 
 FFN_MULTIPLE = 64  # a derived feed-forward width is rounded up to this, so that tensor parallelism can cut it
@@ -128,12 +129,26 @@ class ModelConfig(BaseModel):
     router_z_loss: float = Field(
         default=0.0, ge=0, description="weight of the loss that keeps a router's logits small, of each such layer"
     )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on embeddings and residual branches")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, where dropout_at says")
+    dropout_at: Literal["branches", "stream"] = Field(
+        default="branches",
+        description="branches: the embedding, and what attention and feed-forward add; stream: all that enters a "
+        "block, and what attention adds, as in InternEvo",
+    )
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on attention weights")
     embedding_grad_scale: float = Field(
         default=1.0, gt=0, le=1, description="what the embedding's gradient is multiplied by, a tied head's part not"
     )
+    head_grad_scale: float = Field(
+        default=1.0, gt=0, le=1, description="what the gradient of the head's weight is multiplied by, and no other one"
+    )
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
+    init: InitialStd = Field(
+        default=InitialStd(),
+        strict=False,
+        description="the same by kind of matrix, like {embedding = 0.01, qkv = 0.006}; keys: "
+        + ", ".join(InitialStd.model_fields),
+    )
     factory: str = Field(
         default="",
         description='a model of one\'s own, as "file.py:function" or "package.module:function" (docs/parity.md); '
@@ -203,10 +218,14 @@ class ModelConfig(BaseModel):
         """Features of each head that rotary positions turn."""
         return int(self.head_dim * self.rotary_fraction)
 
+    def initial_std(self, matrix: Matrix, layer: int = 0) -> float:
+        """Standard deviation of the initial weights of a kind of matrix, in the layer of this number from 0."""
+        return self.init.std(matrix, self.init_std, self.layers, layer)
+
     @property
-    def output_std(self) -> float:
-        """Of initial weights of layers that write into the residual stream: smaller the more there are (GPT-2)."""
-        return self.init_std / (2 * self.layers) ** 0.5
+    def undrawn(self) -> "ModelConfig":
+        """The same model with initial weights of zero, which take no time to draw: where nobody looks at them."""
+        return self.model_copy(update={"init_std": 0.0, "init": InitialStd()})
 
     @property
     def layer_parameters(self) -> int:

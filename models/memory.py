@@ -83,7 +83,7 @@ def kept_bytes(
     """
     recipe = plan.fp8 and replace(plan.fp8, backend="torch")  # which keeps as much, and can be asked without numbers
     axis, held = _Alone("tp", 0, tp), replace(plan, masters=plan.parameters, fp8=recipe)
-    config = config.model_copy(update={"init_std": 0.0})  # else weights that nobody sees are drawn
+    config = config.undrawn
     known: dict[tuple[int, bool, bool], Kept] = {}
     for cut in cuts:
         alike = len(cut.layers), cut.first, cut.last

@@ -14,13 +14,14 @@ from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
 class MLP(nn.Module):
     """gelu(x up) down, or gated: (silu(x gate) * (x up)) down."""
 
-    def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
+    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__()
         self.kind, self.recompute = config.mlp, context.recompute
         stack = [Rows(f"{name}.{part}", config.ffn) for part in (("gate", "up") if self.kind == "swiglu" else ("up",))]
-        self.inner = ColumnParallelLinear(context, config.hidden, stack, bias=config.mlp_bias, std=config.init_std)
+        up, down = config.initial_std("up", layer), config.initial_std("down", layer)
+        self.inner = ColumnParallelLinear(context, config.hidden, stack, bias=config.mlp_bias, std=up)
         self.down = RowParallelLinear(
-            context, config.ffn, config.hidden, name=f"{name}.down", bias=config.mlp_bias, std=config.output_std
+            context, config.ffn, config.hidden, name=f"{name}.down", bias=config.mlp_bias, std=down
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ class Expert(MLP):
     x: tokens [n, hidden] that every tp rank has. The result is this rank's share, and so is the gradient of x.
     """
 
-    def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
-        super().__init__(config, context, name)
+    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
+        super().__init__(config, context, name, layer)
         self.tp, self.deferred = context.tp, context.deferred
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,12 +54,14 @@ class Expert(MLP):
 class MixtureOfExperts(nn.Module):
     """Sum over a token's experts of their weight times their result, with the router in the sensitive dtype."""
 
-    def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
+    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__()
         self.config, self.context = config, context
         whole = Part.cut(f"{name}.router.weight", (config.experts, config.hidden), None, context.tp)
         self.router = parameter(context, [whole], config.init_std, partial=True)
-        self.experts = nn.ModuleList(Expert(config, context, f"{name}.experts.{n}") for n in range(config.experts))
+        self.experts = nn.ModuleList(
+            Expert(config, context, f"{name}.experts.{n}", layer) for n in range(config.experts)
+        )
 
     def forward(self, x: Tensor, place: Place | None) -> Tensor:
         """x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; the same for the result."""

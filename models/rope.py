@@ -146,7 +146,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 class Rotate(torch.autograd.Function):
-    """Turns the first features of x by the angles of their position, in the dtype of the tables.
+    """Turns the first features of x by the angles of their position, in FP32 or wider, whatever the tables are held in.
 
     x [s, b, n, d]; cosine, sine [s, 1, 1, r / 2], where r <= d features turn. The backward pass turns the other way.
     """
@@ -165,6 +165,7 @@ class Rotate(torch.autograd.Function):
 def _turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     half = cosine.shape[-1]
     turning, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
+    cosine, sine = (table.to(torch.promote_types(table.dtype, torch.float32)) for table in (cosine, sine))
     first, second = turning.to(cosine.dtype).chunk(2, -1)  # at once: promotion would widen each factor anew
     turned = torch.empty_like(x)
     turned[..., :half] = (first * cosine).addcmul_(second, sine, value=-1)

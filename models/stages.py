@@ -60,7 +60,7 @@ class Stage(nn.Module):
         self.config, self.context, self.cut = config, context, cut
         if cut.first:
             self.embedding = VocabParallelEmbedding(
-                context, config.vocab, config.hidden, name="embedding", tied=tied, std=config.init_std
+                context, config.vocab, config.hidden, name="embedding", tied=tied, std=config.initial_std("embedding")
             )
             if config.positions == "learned":
                 whole = Part.cut("positions.weight", (config.max_positions, config.hidden), None, context.tp)
@@ -74,14 +74,15 @@ class Stage(nn.Module):
 
     def _make_block(self, n: str) -> Block:
         within = self.context.recompute.within(whole=n in self.again)
-        return Block(self.config, replace(self.context, recompute=within), f"layers.{n}")
+        return Block(self.config, replace(self.context, recompute=within), f"layers.{n}", int(n))
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         if self.config.tied and self.cut.first:
             return self.embedding.weight
         name = "embedding.weight" if self.config.tied else "head.weight"
         rows = Part.cut(name, (self.config.vocab, self.config.hidden), 0, self.context.tp)
-        return parameter(self.context, [rows], self.config.init_std, tied=tied)
+        std = self.config.initial_std("embedding" if self.config.tied else "head")
+        return parameter(self.context, [rows], std, tied=tied)
 
     def forward(self, x: Tensor, place: Place | None = None, packing: Packing = WHOLE) -> Tensor:
         length = x.shape[0] * (self.context.tp.size if self.context.cut_sequence and not self.cut.first else 1)
@@ -103,11 +104,13 @@ class Stage(nn.Module):
             first = self.context.tp.rank * len(x) if self.context.cut_sequence else 0
             own = slice(first, first + len(x))
             x = Add.apply(x, self.positions, own if positions is None else positions.t()[own])
+        if self.config.dropout_at == "stream":
+            return x  # the first block drops all that enters it
         return dropout(x, self.config.dropout, self.context, "embedding", place)
 
     def _logits(self, x: Tensor) -> Tensor:
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
-        products = c.products_of_head(layout_of(self.head).parts[0].name)
+        products = c.products_of_head(layout_of(self.head).parts[0].name, self.config.head_grad_scale)
         return c.recompute.run(
             "norm",
             self.final_norm,

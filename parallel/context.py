@@ -51,10 +51,10 @@ class Context:
             hold(weight, held)
         return FP8Gemm(self.fp8, reach, parts[0].dim, wide, held)
 
-    def products_of_head(self, name: str) -> Gemm:
+    def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
         """The same for what comes out as logits, which stay in the dtype of the products; never FP8."""
         dtype = self.plan.computes(name)
-        return Gemm(dtype, dtype, self.plan.tf32)
+        return Gemm(dtype, dtype, self.plan.tf32, grad_scale)
 
     @property
     def cut_sequence(self) -> bool:

@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from models.engine import Engine, Share
 from models.stages import Stage
 from parallel.kinds import schedule
+from parallel.recompute import KEEP, Recompute
 from tests.layouts import Fragment, Recording, assemble
 from tests.ranks import run_ranks
 
@@ -149,12 +150,13 @@ def config_of(case: Case) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """One training step: our model, its logical weights, tokens and targets [b, s]."""
+    """One training step: our model, its logical weights, tokens and targets [b, s], and what is made again."""
 
     config: ModelConfig
     weights: dict[str, Tensor]
     tokens: Tensor
     targets: Tensor
+    recompute: Recompute = KEEP
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
         seq_length=length,
         sequence=sequence,
         make_optimizer=make_optimizer,
+        recompute=job.recompute,
     )
     logits: list[Tensor] = []
     if engine.last in engine.stages:

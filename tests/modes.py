@@ -32,6 +32,7 @@ class Mode:
     sent: str
     residual: str = ""  # those of products if not given
     logits: str = ""  # those of products if not given
+    attention: str = ""  # those of products if not given: query, key and value, between attention's two products
     tables: str = "fp32"
     kept: tuple[str, ...] = ()
     tf32: bool = False
@@ -39,7 +40,7 @@ class Mode:
     @property
     def unit(self) -> float:
         """The largest relative error of a rounding to the coarsest dtype that activations pass through."""
-        dtypes = {self.weights, self.products, self.logits or self.products}
+        dtypes = {self.weights, self.products, self.logits or self.products, self.attention or self.products}
         return max(2.0**-11 if self.tf32 else 0.0, *(torch.finfo(DTYPES[name]).eps / 2 for name in dtypes))
 
 
@@ -89,14 +90,28 @@ MODES = {
     "APEX O2": Mode("colossalai", apex("O2"), H, H, F, H, F, F, H, kept=("norm",)),
     "APEX O3": Mode("colossalai", apex("O3"), H, H, H, H, H, F, H),
     "PARALLEL": Mode("colossalai", {"fp16": {"mode": "PARALLEL", "initial_scale": 2.0**13}}, H, H, H, H, F, F, H),
-    "InternEvo bf16": Mode("internevo", {"dtype": "torch.bfloat16", **START}, B, B, B, B, F, F, B),
-    "InternEvo fp16": Mode("internevo", {"dtype": "torch.float16", **START}, H, H, H, H, F, F, H),
-    "InternEvo tf32": Mode("internevo", {"dtype": "torch.tf32"}, F, F, F, F, F, F, F, tf32=True),
+    "InternEvo bf16": Mode("internevo", {"dtype": "torch.bfloat16", **START}, B, B, B, B, F, F, B, tables=B),
+    "InternEvo fp16": Mode("internevo", {"dtype": "torch.float16", **START}, H, H, H, H, F, F, H, tables=H),
+    "InternEvo bf16 without flash attention": Mode(
+        "internevo", {"dtype": "torch.bfloat16", "use_flash_attn": False, **START}, B, B, B, B, F, F, B, tables=B
+    ),
+    "InternEvo tf32": Mode("internevo", {"dtype": "torch.tf32"}, F, F, F, F, F, F, F, tf32=True, attention=B),
+    "InternEvo tf32 without flash attention": Mode(
+        "internevo", {"dtype": "torch.tf32", "use_flash_attn": False}, F, F, F, F, F, F, F, tf32=True
+    ),
     "InternEvo bf16, norms fp32": Mode(
-        "internevo", {"dtype": "torch.bfloat16", "use_fp32_norm": True, **START}, B, B, B, B, F, F, B, kept=("norm",)
+        "internevo",
+        {"dtype": "torch.bfloat16", "use_fp32_norm": True, **START},
+        *(B, B, B, B, F, F, B),
+        tables=B,
+        kept=("norm",),
     ),
     "InternEvo bf16, residual fp32": Mode(
-        "internevo", {"dtype": "torch.bfloat16", "residual_in_fp32": True, **START}, B, B, B, B, F, F, F, residual=F
+        "internevo",
+        {"dtype": "torch.bfloat16", "residual_in_fp32": True, **START},
+        *(B, B, B, B, F, F, F),
+        tables=B,
+        residual=F,
     ),
     "NeMo bf16-mixed": Mode("nemo", {"precision": "bf16-mixed"}, B, B, F, F, F, F, B),
     "NeMo 16-mixed": Mode(

@@ -12,6 +12,7 @@ import torch
 
 from megaprec.dialects import colossalai, internevo, nemo, nemo_v1, nxd, smp
 from megaprec.dialects import colossalai_plugins as plugins
+from megaprec.dialects.internevo_model import STDS
 from megaprec.dialects.reading import NORMS, Keys, Resolved
 from megaprec.dialects.scaling import FLOOR, GradScaler
 from megaprec.dialects.translate import DIALECTS, differences
@@ -40,6 +41,8 @@ def recipe(name: str, *keys: Row) -> Iterator[Case]:
     return rows("smp", smp.RECIPES[name], "fp8_autocast.fp8_recipe", around, *put)
 
 
+LATER_STD = dict.fromkeys(STDS.values(), 0.02) | {"shrink": "layer"}
+INTERNLM_STD = {"embedding": 0.0052, "head": 0.0052, "qkv": 0.006, "output": 0.006, "up": 0.006, "down": 0.006}
 ZERO = {"optimizer_config": {"zero_one_enabled": True}}
 TORCH, PARALLEL = {"fp16": {"mode": "TORCH"}}, {"fp16": {"mode": "PARALLEL"}}
 O1, O2 = {"fp16": {"mode": "APEX"}}, {"fp16": {"mode": "APEX", "opt_level": "O2"}}
@@ -112,7 +115,7 @@ CASES: list[Case] = [
         smp.MixedPrecision,
         "mixed_precision",
         {"mixed_precision": {}},
-        ("param_dtype", "bfloat16", fields("compute residual pipeline parameters reduce output", BF16)),
+        ("param_dtype", "bfloat16", fields("compute attention residual pipeline parameters reduce output", BF16)),
         ("reduce_dtype", torch.bfloat16, {"reduce": BF16}),
         ("buffer_dtype", "torch.bfloat16", {"buffers": BF16}),
         ("cast_forward_inputs", True, {"cast_inputs": "all"}),
@@ -130,7 +133,11 @@ CASES: list[Case] = [
         smp.MixedPrecisionPolicy,
         "mp_policy",
         {"mp_policy": {}},
-        ("param_dtype", "half", fields("compute residual pipeline parameters reduce output", FP16) | {"notes": 1}),
+        (
+            "param_dtype",
+            "half",
+            fields("compute attention residual pipeline parameters reduce output", FP16) | {"notes": 1},
+        ),
         ("reduce_dtype", "half", {"reduce": FP16}),
         ("output_dtype", "bfloat16", {"output": BF16}),
         ("cast_forward_inputs", False, {"cast_inputs": "none"}),
@@ -191,7 +198,7 @@ CASES: list[Case] = [
         "fp16",
         O1,
         ("opt_level", "O2", fields("residual pipeline parameters reduce", FP16) | {"output": FP32, "keep_fp32": NORMS}),
-        ("patch_torch_functions", False, fields("compute output", FP32)),
+        ("patch_torch_functions", False, fields("compute attention output", FP32)),
     ),
     *rows(
         "colossalai",
@@ -201,9 +208,10 @@ CASES: list[Case] = [
         (
             "enabled",
             False,
-            fields("compute residual pipeline parameters reduce", FP32) | {"keep_fp32": (), "scaling": LossScaling()},
+            fields("compute attention residual pipeline parameters reduce", FP32)
+            | {"keep_fp32": (), "scaling": LossScaling()},
         ),
-        ("cast_model_type", "bfloat16", fields("compute residual pipeline parameters reduce", BF16)),
+        ("cast_model_type", "bfloat16", fields("compute attention residual pipeline parameters reduce", BF16)),
         ("keep_batchnorm_fp32", "False", {"keep_fp32": ()}),
         ("master_weights", False, fields("masters gradients", FP16)),
         ("loss_scale", 128.0, {"scaling": LossScaling("constant", 128.0)}),
@@ -305,33 +313,66 @@ CASES: list[Case] = [
         "internevo",
         internevo.Model,
         "",
-        {"dtype": "torch.half", "hidden_size": 2048},
+        {"dtype": "torch.half", "hidden_size": 2048, "num_attention_heads": 16},
         (
             "dtype",
             "torch.tf32",
-            fields("compute residual pipeline parameters gradients reduce", FP32)
-            | {"tf32": True, "scaling": LossScaling()},
+            fields("compute attention residual pipeline parameters gradients reduce buffers", FP32)
+            | {"tf32": True, "scaling": LossScaling(), "attention": BF16},
         ),
         ("checkpoint", True, {"parallel.recompute": "full", "parallel.recompute_fraction": 1.0}),
-        ("num_attention_heads", 4, {"model.heads": 4}),
-        ("embed_split_hidden", True, {"notes": 1}),
+        ("num_attention_heads", 4, {"model.heads": 4, "model.kv_heads": 4, "model.head_dim": 512}),
+        ("embed_split_hidden", True, {"notes": 2}),
         ("vocab_size", 100, {"model.vocab": 100}),
-        ("embed_grad_scale", 0.1, {"model.embedding_grad_scale": 0.1}),
-        ("parallel_output", False, {"notes": 1}),
-        ("hidden_size", 64, {"model.hidden": 64}),
+        ("embed_grad_scale", 0.1, {"model.embedding_grad_scale": 0.1, "model.head_grad_scale": 0.1}),
+        ("parallel_output", False, {"notes": 2}),
+        ("hidden_size", 64, {"model.hidden": 64, "model.head_dim": 4, "model.ffn": 256}),
         ("num_layers", 3, {"model.layers": 3}),
         ("mlp_ratio", 8 / 3, {"model.ffn": 5632}),  # 5461 rounded up to 256s
-        ("apply_post_layer_norm", True, {"notes": 1}),
+        ("apply_post_layer_norm", True, {"notes": 2}),
         ("norm_type", "layernorm", {"model.norm": "layer"}),
         ("layer_norm_epsilon", 1e-6, {"model.norm_eps": 1e-6}),
-        ("use_flash_attn", False, {"notes": 1}),
+        ("use_flash_attn", False, {"notes": 2, "scores": FP16}),
         ("num_chunks", 2, {"parallel.chunks": 2, "parallel.schedule": "interleaved"}),
         ("residual_in_fp32", True, fields("residual pipeline", FP32)),
         ("use_fp32_norm", True, {"keep_fp32": NORMS}),
-        ("drop_rate", 0.1, {"model.dropout": 0.1}),
+        ("drop_rate", 0.1, {"model.dropout": 0.1}),  # where it is dropped is settled by the model
         ("attn_drop_rate", 0.1, {"model.attention_dropout": 0.1}),
-        ("no_bias", False, {"model.qkv_bias": True, "model.output_bias": True}),
-        ("dropout_selective_checkpoint", True, {"notes": 1}),
+        ("dropout_selective_checkpoint", True, {"notes": 2}),
+        ("rope_base", 500, {"model.rope_base": 500.0}),
+        ("use_swiglu", False, {"model.mlp": "gelu"}),
+        ("use_scaled_init", False, {"model.init": INTERNLM_STD | {"output": 0.0015, "down": 0.0015, "shrink": "none"}}),
+        (
+            "use_dynamic_ntk_rope",
+            True,
+            {"model.rope_scaling": {"kind": "dynamic", "original_max_position_embeddings": 2048}, "notes": 2},
+        ),
+        (
+            "model_type",
+            "LLAMA2",
+            {"model.init": LATER_STD, "notes": 2},
+        ),
+    ),
+    *rows(
+        "internevo",
+        internevo.Model,
+        "",
+        {"use_dynamic_ntk_rope": True, "hidden_size": 2048},
+        (
+            "max_position_embeddings",
+            64,
+            {"model.rope_scaling": {"kind": "dynamic", "original_max_position_embeddings": 64}},
+        ),
+    ),
+    *rows(
+        "internevo",
+        internevo.Model,
+        "",
+        {"model_type": "LLAMA2", "hidden_size": 2048},
+        ("num_kv_attention_heads", 8, {"model.kv_heads": 8}),
+        ("no_bias", True, {"model.qkv_bias": False, "model.output_bias": False}),
+        ("adapt_hf", True, {"notes": 2}),
+        *((key, 0.01, {"model.init": LATER_STD | {name: 0.01}}) for key, name in STDS.items()),
     ),
     *rows(
         "internevo",
@@ -381,7 +422,8 @@ CASES: list[Case] = [
         (
             "precision",
             16,
-            fields("compute residual parameters", FP16) | {"pipeline": FP32, "scaling": LossScaling("dynamic")},
+            fields("compute attention residual parameters", FP16)
+            | {"pipeline": FP32, "scaling": LossScaling("dynamic")},
         ),
         ("autocast_enabled", True, {"parameters": FP32, "residual": FP32, "notes": 1}),
         ("grad_reduce_in_fp32", False, fields("gradients reduce", BF16)),
@@ -394,7 +436,8 @@ CASES: list[Case] = [
         (
             "recipe",
             "fp16_mixed",
-            fields("compute residual parameters pipeline gradients reduce", FP16) | {"scaling": LossScaling("dynamic")},
+            fields("compute attention residual parameters pipeline gradients reduce", FP16)
+            | {"scaling": LossScaling("dynamic")},
         ),
     ),
     *rows(
@@ -403,7 +446,7 @@ CASES: list[Case] = [
         "",
         AUTOCAST,
         ("params_dtype", "bfloat16", fields("parameters residual", BF16)),
-        ("autocast_dtype", "float32", {"compute": FP32}),
+        ("autocast_dtype", "float32", fields("compute attention", FP32)),
     ),
     *rows(
         "nemo",
@@ -567,7 +610,18 @@ def test_a_key_changes_what_it_decides_and_nothing_else(
 
 TABLES = {"kind", "environment", "plugin", "v1", "mp_policy", "fp8_autocast"}
 TABLES |= {"mode", "optimizer_config", "grad_scaler", "hybrid_zero_optimizer", "parallel", "fp16"}
-REFUSED = {"fp4", "fp4_recipe", "main_params_dtype", "XLA_USE_BF16"}
+REFUSED = {
+    "fp4",
+    "fp4_recipe",
+    "main_params_dtype",
+    "XLA_USE_BF16",
+    "norm_head",
+    "is_reward",
+    "output_tf32",
+    "deepnorm",
+    "init_type",
+}
+REFUSED |= {"num_experts", "moe_use_residual", "moe_type"}
 
 
 def test_every_key_of_every_class_is_tried() -> None:

@@ -117,17 +117,39 @@ INTERNEVO = some(
     num_layers=st.integers(1, 9),
     num_chunks=st.integers(1, 3),
     embed_grad_scale=st.sampled_from([1, 0.1]),
-    norm_type=st.sampled_from(["rmsnorm", "layernorm"]),
+    use_flash_attn=st.booleans(),
+    drop_rate=st.sampled_from([0.0, 0.1]),
+    attn_drop_rate=st.sampled_from([0.0, 0.1]),
     grad_scaler=some(fp16=some(initial_scale=SCALES, growth_interval=st.integers(1, 3000)), **FACTORS),
     hybrid_zero_optimizer=some(clip_grad_norm=SCALES),
     parallel=some(
         zero1=st.sampled_from([-1, 1, 2, {"size": 4}]), tensor=st.sampled_from([1, {"size": 2, "mode": "fsp"}])
     ),
-) | st.builds(
-    lambda hidden, ratio: {"hidden_size": hidden, "mlp_ratio": ratio},
-    st.sampled_from([192, 1000, 2048, 4096]),
-    st.sampled_from([1.0, 8 / 3, 2.5, 4.0]),
 )
+WHOLE: dict[str, Any] = {
+    "dtype": st.sampled_from(["torch.bfloat16", "torch.tf32"]),
+    "num_layers": st.integers(1, 9),
+    "num_attention_heads": st.sampled_from([1, 4, 8]),
+    "mlp_ratio": st.sampled_from([1.0, 8 / 3, 2.5, 2.6, 4.0]),
+    "norm_type": st.sampled_from(["rmsnorm", "layernorm"]),
+    "layer_norm_epsilon": st.sampled_from([1e-5, 1e-6]),
+    "embed_grad_scale": st.sampled_from([1, 0.1]),
+    "rope_base": st.sampled_from([500, 1e6]),
+    "use_swiglu": st.booleans(),
+    "use_flash_attn": st.booleans(),
+    "use_scaled_init": st.booleans(),
+}
+LATER: dict[str, Any] = {
+    "num_kv_attention_heads": st.sampled_from([None, 1, 4]),
+    "no_bias": st.booleans(),
+    "ffn_other_init_std": st.sampled_from([0.01, 0.02]),
+    "out_head_init_std": st.sampled_from([0.01, 0.02]),
+}
+NTK: dict[str, Any] = {"use_dynamic_ntk_rope": st.booleans(), "max_position_embeddings": st.sampled_from([64, 2048])}
+HIDDEN = st.sampled_from([192, 1000, 2048, 4096])
+INTERNEVO |= some({"hidden_size": HIDDEN}, **WHOLE, **NTK)
+INTERNEVO |= some({"hidden_size": HIDDEN, "model_type": st.just("LLAMA2")}, **WHOLE, **LATER)
+INTERNEVO |= some({"hidden_size": HIDDEN, "model_type": st.just("INTERNLM2_PUBLIC")}, **WHOLE, **LATER, **NTK)
 NEMO_FIELDS = {
     "pipeline_dtype": st.just("float32"),
     "grad_reduce_in_fp32": st.booleans(),

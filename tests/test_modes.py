@@ -84,7 +84,7 @@ class Together:
 def watched(seen: Seen) -> Iterator[None]:
     """Notes what is multiplied, what goes from stage to stage and what is summed over dp."""
     product, send, start = gemm.product, Links.send, Buffer.start_reduce
-    rounded_product = gemm.product_tf32
+    rounded_product, mix = gemm.product_tf32, Attention._mix
 
     def noted_product(a: Tensor, b: Tensor, *more: Any) -> Tensor:
         seen.note("products", a.dtype)
@@ -96,6 +96,11 @@ def watched(seen: Seen) -> Iterator[None]:
         made = rounded_product(a, b)
         seen.wrong += not torch.equal(made, round_tf32(a) @ round_tf32(b))
         return made
+
+    def noted_mix(attention: Attention, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Tensor:
+        for tensor in (query, key, value):
+            seen.note("attention", tensor.dtype)
+        return mix(attention, query, key, value, *more)
 
     def noted_send(links: Links, i: Any, tensor: Tensor) -> None:
         seen.note("sent", tensor.dtype)
@@ -120,6 +125,7 @@ def watched(seen: Seen) -> Iterator[None]:
     with (
         patch.object(gemm, "product", noted_product),
         patch.object(gemm, "product_tf32", noted_tf32),
+        patch.object(Attention, "_mix", noted_mix),
         patch.object(Links, "send", noted_send),
         patch.object(Buffer, "start_reduce", noted_reduce),
     ):
@@ -245,6 +251,7 @@ def test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_th
     expected = {"norms compute in": F, "norms are given": residual, "norms make": mode.products}
     expected |= {"layers are given": residual, "layers make": residual, "branches make": mode.products}
     expected |= {"logits": mode.logits or mode.products, "tables": mode.tables}
+    expected["attention"] = mode.attention or mode.products
     if "pp" in LAYOUTS[layout]:
         expected["sent"] = mode.sent
     for what, dtype in expected.items():

@@ -104,7 +104,7 @@ def test_a_dialect_is_read_from_a_file_and_changed_on_the_command_line(tmp_path:
         ["precision.colossalai.fp16.mode=TORCH", "precision.patience=3"],
         ["precision.colossalai.fp16.mode=AMP_TYPE.APEX", "precision.colossalai.fp16.opt_level=O2"],
         ["precision.colossalai.fp16.mode=PARALLEL", "precision.on_nonfinite=raise"],
-        ["precision.internevo.dtype=torch.tf32", "precision.internevo.num_layers=2"],
+        ["precision.internevo.dtype=torch.tf32", "precision.internevo.embed_grad_scale=0.1"],
         ["precision.nemo.precision=16"],
     ],
 )

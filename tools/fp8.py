@@ -100,10 +100,9 @@ def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Re
 def _stage(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
     """The whole model as a tensor rank of the run holds it, without memory."""
     plan, tp = replace(config.plan, fp8=recipe), Axis("tp", 0, config.parallel.tensor)
-    bare = model.model_copy(update={"init_std": 0.0})  # without initial weights, which would take long to draw
     context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp))
     with torch.device("meta"):
-        return Stage(bare, context, cuts(model, 1, config.train.seq_length)[0])
+        return Stage(model.undrawn, context, cuts(model, 1, config.train.seq_length)[0])
 
 
 def _recipe(recipe: FP8Recipe) -> str:

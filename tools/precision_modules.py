@@ -32,7 +32,7 @@ class Row:
 
 def logical_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of a model, a tied head once. The vocabulary must be known."""
-    one = config.model_copy(update={"layers": 1, "init_std": 0.0})  # initial weights would take long to draw
+    one = config.undrawn.model_copy(update={"layers": 1})
     with torch.device("meta"):
         stage = Stage(one, Context(plan("fp32")), cuts(one, 1, 1)[0])
     shapes: dict[str, tuple[int, ...]] = {}

@@ -41,6 +41,7 @@ FOLLOWS = {
     "parameters": "compute",
     "residual": "compute",
     "pipeline": "residual",
+    "attention": "compute",
     "reduce": "gradients",
     "scaling": "compute",
 }
@@ -58,7 +59,7 @@ def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
     """The plan that the two tables describe; its origins are for `with_origins`. Raises UserError."""
     p, wide = precision, "fp64" if precision.compute == "fp64" else "fp32"
     recipe = None if fp8.kind == "none" else FP8Recipe(**{f.name: getattr(fp8, f.name) for f in fields(FP8Recipe)})
-    held = {name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in ("buffers", "output")}
+    held = {name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in _WIDENED}
     return plan(
         p.compute,
         loss_scaling(p),
@@ -70,6 +71,7 @@ def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
         moments=p.moments,
         residual=DTYPES[p.residual],
         pipeline=DTYPES[p.pipeline],
+        attention=DTYPES[p.attention],
         **held,
         keep_fp32=p.keep_fp32,
         rounding=p.rounding,
@@ -105,8 +107,8 @@ def native(plan: PrecisionPlan) -> dict[str, Any]:
         return "fp32" if dtype == wide else dtype_name(dtype)
 
     keys: dict[str, Any] = {key: getattr(plan, key) for key in _PLAIN}
-    keys |= {key: dtype_name(getattr(plan, key)) for key in ("compute", "parameters", "residual", "pipeline")}
-    keys |= {key: name(getattr(plan, key)) for key in ("gradients", "reduce", "moments", "buffers", "output")}
+    keys |= {key: dtype_name(getattr(plan, key)) for key in _NAMED}
+    keys |= {key: name(getattr(plan, key)) for key in ("gradients", "reduce", "moments", *_WIDENED)}
     keys["masters"] = "split" if plan.remainders else "fp32" if plan.masters == wide else "none"
     keys |= {key: getattr(plan.scaling, field) for key, field in SCALING.items()}
     keys |= {"max_scale": plan.scaling.maximum or 0.0}
@@ -116,6 +118,8 @@ def native(plan: PrecisionPlan) -> dict[str, Any]:
     return {f"precision.{k}": v for k, v in keys.items()} | {f"fp8.{k}": v for k, v in fp8.items()}
 
 
+_NAMED = ("compute", "parameters", "residual", "pipeline", "attention")
+_WIDENED = ("scores", "buffers", "output")  # of which "fp32" means FP64 in a run in FP64
 _PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_checkpoint", "tf32")
 
 
@@ -140,6 +144,9 @@ def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tu
         resolved = DIALECTS[name].resolve(_nested(leaves), places)
     except UserError as error:
         return (), problems + list(error.problems)
+    if "model.layers" in resolved.settings and (preset := given.get("model.preset")):
+        whole = f"[precision.{name}] describes the model; keep one of them"
+        problems.append(f"model.preset = {toml(preset.value)} ({preset.origin}): {whole}")
     for key, decision in resolved.settings.items():
         problems += _settle(given, key, Given(decision.value, decision.origin), decision.given, known)
     origins: dict[str, str] = {}

@@ -135,6 +135,15 @@ FEATURES: tuple[Feature, ...] = (
         "runs",
         ("test_modes::test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_them", KEY),
     ),
+    Feature(
+        "attention in a narrower dtype than the model (`use_flash_attn` in FP32), its scores rounded",
+        ("?", "?", "?", "yes", "?"),
+        "runs",
+        (
+            "test_modes::test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_them",
+            "test_internevo_model::test_scores_and_weights_are_rounded_if_the_plan_says_so",
+        ),
+    ),
     Feature("dtype of buffers", ("no", "yes", "no", "part", "no"), "read", (KEY,)),
     Feature(
         "which inputs are cast, dtype of outputs",

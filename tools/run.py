@@ -39,7 +39,8 @@ from tools.unknown import unknown
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
 # keys of [model] that do not make it another model
-FREE = {"dropout", "attention_dropout", "init_std", "router_aux_loss", "router_z_loss", "embedding_grad_scale"}
+FREE = {"dropout", "dropout_at", "attention_dropout", "init_std", "init", "router_aux_loss", "router_z_loss"}
+FREE |= {"embedding_grad_scale", "head_grad_scale"}
 PLAINER = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
@@ -336,11 +337,18 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
     for name, value in said.model_dump().items():
         chosen = given.setdefault(f"model.{name}", Given(value, origin))
         left_open = name in ("vocab", "head_dim") and chosen.value == 0
-        if chosen.value != value and name not in free and not left_open:
+        if not _same(getattr(said, name), chosen.value) and name not in free and not left_open:
             there = f"it is {toml(value)} in {origin}; leave it out, or leave train.init_from out"
             yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
     if tokenizer:
         given.setdefault("data.tokenizer", Given(str(tokenizer), origin))
+
+
+def _same(said: Any, chosen: Any) -> bool:
+    """Whether a value as it was given is the one that is meant; keys that a table leaves out have their default."""
+    if not isinstance(said, BaseModel) or not isinstance(chosen, Mapping):
+        return said == chosen
+    return {**type(said)().model_dump(), **chosen} == said.model_dump()
 
 
 def _explained(table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, Given]) -> Iterator[str]:

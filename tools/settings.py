@@ -159,6 +159,14 @@ class Precision(Table):
         default_factory=lambda known: known["residual"],
         description="dtype of what pipeline stages send each other; default: residual",
     )
+    attention: Literal["fp32", "bf16", "fp16", "fp64"] = Field(
+        default_factory=lambda known: known["compute"],
+        description="dtype in which query, key and value enter attention, after their positions; default: compute",
+    )
+    scores: Literal["fp32", "bf16", "fp16"] = Field(
+        default="fp32",
+        description="dtype that attention's scores and weights are rounded to; fp32: as a fused kernel has them",
+    )
     buffers: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of tables, as of rotary angles")
     output: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="dtype of logits that are handed out")
     cast_inputs: Literal["none", "root", "inner", "all"] = Field(

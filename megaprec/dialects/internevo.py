@@ -12,67 +12,25 @@ both have a dynamic loss scale. "torch.tf32" is FP32 whose products may be made 
                                                     reduce_bucket_size
     [precision.internevo.parallel]                  zero1, tensor, pipeline: sizes; zero1 of 1 is off, -1 all ranks
 
-Keys of the model that are not given are left to the run file. Where InternEvo overlooks something megaprec does not:
-TF32 and FP32 gradients are clipped, a NaN counts as an overflow, and clip_grad_norm = 0 turns off nothing else.
+A dict that gives a size describes a whole model, see `internevo_model`; one that gives none leaves it to the run file.
+In float32 and tf32 flash attention is given query, key and value in BF16; without it scores and weights are rounded to
+the dtype (`internlm/model/modules/multi_head_attention.py`). So are the tables of positions (`modules/embedding.py`).
+Where InternEvo overlooks something megaprec does not: TF32 and FP32 gradients are clipped, a NaN counts as an overflow,
+and clip_grad_norm = 0 turns off nothing else.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from megaprec.dialects.reading import NORMS, TORCH_DTYPES, Decision, Keys, Reading, Resolved, all_of, name_of
+from megaprec.dialects.internevo_model import Model, express_model, has_flash, model_notes, model_settings
+from megaprec.dialects.reading import NORMS, TORCH_DTYPES, UNKNOWN, Decision, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import CEILING, FLOOR, cap
-from megaprec.errors import did_you_mean
 from megaprec.plan import LossScaling, PrecisionPlan
 
 SYSTEM, PREFIX = "InternEvo", "precision.internevo"
-DTYPES = ("float16", "half", "bfloat16", "float32", "tf32")
-FFN_MULTIPLE = 256  # the feed-forward width is rounded up to this
-
-
-def _dtype(value: object) -> object:
-    name = name_of(value) if isinstance(value, torch.dtype) else value
-    if isinstance(name, str):
-        name = name.removeprefix("torch.")
-        if name not in DTYPES:
-            would = ", ".join(f'"torch.{known}"' for known in DTYPES)
-            raise ValueError(f"no such dtype: use {would}{did_you_mean(name, DTYPES, 'torch.{}')}")
-    return name
-
-
-def _fraction(value: object) -> object:
-    return float(value) if isinstance(value, bool) else value
-
-
-class Model(Keys):
-    """Keys of `model = dict(...)`; None: the run file's [model] decides."""
-
-    dtype: Annotated[str, BeforeValidator(_dtype)] = "float16"
-    checkpoint: Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1)] = 0.0
-    num_attention_heads: int | None = Field(default=None, gt=0)
-    embed_split_hidden: bool | None = None
-    vocab_size: int | None = Field(default=None, gt=0)
-    embed_grad_scale: float = Field(default=1, gt=0, le=1)
-    parallel_output: bool | None = None
-    hidden_size: int | None = Field(default=None, gt=0)
-    num_layers: int | None = Field(default=None, gt=0)
-    mlp_ratio: float | None = Field(default=None, gt=0)
-    apply_post_layer_norm: bool = False
-    norm_type: Literal["rmsnorm", "layernorm"] | None = None
-    layer_norm_epsilon: float | None = Field(default=None, gt=0)
-    use_flash_attn: bool | None = None
-    num_chunks: int = Field(default=1, gt=0)
-    residual_in_fp32: bool = False
-    use_fp32_norm: bool = False
-    drop_rate: float | None = Field(default=None, ge=0, lt=1)
-    attn_drop_rate: float | None = Field(default=None, ge=0, lt=1)
-    no_bias: bool | None = None
-    dropout_selective_checkpoint: bool | None = None
-    grad_scaler: Any = None
-    hybrid_zero_optimizer: Any = None
-    parallel: Any = None
 
 
 class GradScaler(Keys):
@@ -114,16 +72,6 @@ class Parallel(Keys):
 SCALE_KEYS = ("grad_scaler.growth_factor", "grad_scaler.backoff_factor", "grad_scaler.max_scale")
 SCALE_KEYS += ("grad_scaler.hysteresis", "grad_scaler.fp16.initial_scale", "grad_scaler.fp16.min_scale")
 SCALE_KEYS += ("grad_scaler.fp16.growth_interval",)
-MODEL_KEYS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "num_attention_heads": ("model.heads", int),
-    "vocab_size": ("model.vocab", int),
-    "hidden_size": ("model.hidden", int),
-    "num_layers": ("model.layers", int),
-    "norm_type": ("model.norm", {"rmsnorm": "rms", "layernorm": "layer"}.__getitem__),
-    "layer_norm_epsilon": ("model.norm_eps", float),
-    "drop_rate": ("model.dropout", float),
-    "attn_drop_rate": ("model.attention_dropout", float),
-}
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
@@ -134,13 +82,18 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     reading = Reading(SYSTEM, PREFIX, places)
     model = reading.read(Model, config or {})
     scaling = _scaling(reading, model)
-    settings = _settings(reading, model)
+    settings = {key: said for key, said in _settings(reading, model).items() if not _hangs_on_unknown(reading, key)}
     reading.done()
     dtype = reading.by(TORCH_DTYPES.get(model.dtype, torch.float32), "dtype")
     wide = reading.always(torch.float32)
     residual = reading.by(torch.float32, "residual_in_fp32") if model.residual_in_fp32 else dtype
+    half = torch.bfloat16 if dtype.value == torch.float32 else dtype.value  # flash attention knows no FP32
+    attention = reading.by(half if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype")
+    scores = reading.by(torch.float32 if model.use_flash_attn else dtype.value, "use_flash_attn", "dtype")
     decisions = {
-        **all_of(("compute", "parameters", "gradients", "reduce"), dtype),
+        **all_of(("compute", "parameters", "gradients", "reduce", "buffers"), dtype),
+        "attention": attention,
+        "scores": scores,
         **all_of(("masters", "moments", "output", "sensitive"), wide),
         **all_of(("residual", "pipeline"), residual),
         "tf32": reading.by(model.dtype == "tf32", "dtype"),
@@ -150,9 +103,19 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
     return reading.resolved(decisions, settings, tuple(_notes(reading, model)))
 
 
+def _hangs_on_unknown(reading: Reading, key: str) -> bool:
+    """Whether a run-file key follows from a default of InternEvo's only because the value given there is not known."""
+    return any(f"{PREFIX}.{theirs}" in reading.unknown for theirs, ours in DEFAULTED.items() if ours == key)
+
+
+DEFAULTED = {"hybrid_zero_optimizer.clip_grad_norm": "optimizer.clip", "parallel.zero1": "parallel.zero"}
+
+
 def _scaling(reading: Reading, model: Model) -> Decision:
     scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
     start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
+    for key in sorted(key for key in reading.unknown if key.startswith(f"{PREFIX}.grad_scaler")):
+        reading.refuse(key.removeprefix(f"{PREFIX}."), UNKNOWN, f"numbers hang on it: say it as {key} = ...")
     if not start.min_scale <= start.initial_scale <= scaler.max_scale:
         why = f"must lie between min_scale {start.min_scale:g} and max_scale {scaler.max_scale:g}"
         reading.refuse("grad_scaler.fp16.initial_scale", start.initial_scale, why)
@@ -173,26 +136,13 @@ def _scaling(reading: Reading, model: Model) -> Decision:
 
 def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
     """What else the configuration decides, by run-file key."""
-    settings: dict[str, Decision] = {}
-    for key, (name, convert) in MODEL_KEYS.items():
-        if (value := getattr(model, key)) is not None:
-            settings[name] = reading.by(convert(value), key)
-    if model.mlp_ratio is not None:
-        if model.hidden_size is None:
-            reading.refuse("mlp_ratio", model.mlp_ratio, "needs hidden_size beside it")
-        else:
-            width = -(-int(model.hidden_size * model.mlp_ratio) // FFN_MULTIPLE) * FFN_MULTIPLE
-            settings["model.ffn"] = reading.by(width, "mlp_ratio", "hidden_size")
-    if model.embed_grad_scale != 1:
-        settings["model.embedding_grad_scale"] = reading.by(float(model.embed_grad_scale), "embed_grad_scale")
+    settings = model_settings(reading, model)
     if model.checkpoint:
         settings["parallel.recompute"] = reading.by("full", "checkpoint")
         settings["parallel.recompute_fraction"] = reading.by(model.checkpoint, "checkpoint")
     if model.num_chunks > 1:
         settings["parallel.schedule"] = reading.by("interleaved", "num_chunks")
         settings["parallel.chunks"] = reading.by(model.num_chunks, "num_chunks")
-    if model.no_bias is not None:
-        settings |= all_of(("model.qkv_bias", "model.output_bias"), reading.by(not model.no_bias, "no_bias"))
     if model.hybrid_zero_optimizer is not None:
         settings |= _optimizer(reading, model.hybrid_zero_optimizer)
     if model.parallel is not None:
@@ -221,7 +171,9 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
         if getattr(asked, name) is not None and (size := _size(reading, name, getattr(asked, name))) is not None:
             settings[f"parallel.{name}"] = reading.by(size, f"parallel.{name}", f"parallel.{name}.size")
     mode = asked.tensor.get("mode", "mtp") if isinstance(asked.tensor, Mapping) else "mtp"
-    if mode not in SEQUENCE:
+    if mode is UNKNOWN:
+        reading.unknown.add(f"{PREFIX}.parallel.tensor.mode")
+    elif mode not in SEQUENCE:
         reading.refuse("parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}")
     elif SEQUENCE[mode]:
         settings["parallel.sequence"] = reading.by(True, "parallel.tensor", "parallel.tensor.mode")
@@ -239,6 +191,9 @@ SEQUENCE = {"mtp": False, "msp": True, "fsp": True}  # mode of tensor parallelis
 
 def _size(reading: Reading, name: str, value: Any) -> int | None:
     size = value.get("size", -1 if name == "zero1" else 1) if isinstance(value, Mapping) else value
+    if size is UNKNOWN:
+        reading.unknown.add(f"{PREFIX}.parallel.{name}.size")
+        return None
     if isinstance(size, int) and not isinstance(size, bool) and (size > 0 or name == "zero1"):
         return size
     reading.refuse(f"parallel.{name}", value, "must be a number of ranks, or dict(size=...)")
@@ -249,24 +204,22 @@ def _notes(reading: Reading, model: Model) -> list[str]:
     notes = []
     if f"{PREFIX}.dtype" not in reading.given:
         notes.append("dtype is not given: InternEvo takes torch.float16")
-    layout = [
-        key for key in ("embed_split_hidden", "parallel_output", "use_flash_attn") if getattr(model, key) is False
-    ]
-    layout += ["embed_split_hidden"] if model.embed_split_hidden else []
+    if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown)):
+        notes.append(f"{unknown}: not known from here, so what hangs on it is for the run file to say")
+    given = {key for key in ("embed_split_hidden", "parallel_output") if f"{PREFIX}.{key}" in reading.given}
+    layout = [key for key in sorted(given) if key == "embed_split_hidden" or not model.parallel_output]
     if layout:
         notes.append(
             f"{', '.join(layout)}: the same numbers either way; here the vocabulary of embedding and logits "
-            "is cut over tensor ranks, and torch chooses the attention kernel"
+            "is cut over tensor ranks"
         )
-    if model.dropout_selective_checkpoint is not None:
+    if f"{PREFIX}.dropout_selective_checkpoint" in reading.given:
         notes.append(
             "dropout_selective_checkpoint: the same numbers either way; here parallel.recompute says what is made again"
         )
     if communication := [*_about_communication(model.parallel)]:
         notes.append(f"{', '.join(communication)}: how ranks communicate, with the same numbers either way")
-    if model.apply_post_layer_norm:
-        notes.append("apply_post_layer_norm: InternEvo accepts it and normalises before each layer all the same")
-    return notes
+    return [*notes, *model_notes(reading, model)]
 
 
 def _about_communication(parallel: object) -> Iterator[str]:
@@ -283,7 +236,6 @@ COMMUNICATION = {"zero1": ("fsdp",), "pipeline": ("interleaved_overlap",), "weig
 _SAME = {
     "num_chunks": "parallel.chunks",
     "checkpoint": "parallel.recompute_fraction",
-    "embed_grad_scale": "model.embedding_grad_scale",
 }  # InternEvo's key -> ours, of the same value
 _OF_OPTIMIZER = {
     "clip_grad_norm": "optimizer.clip",
@@ -302,30 +254,24 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
         config["residual_in_fp32"] = True
     if plan.keep_fp32:
         config["use_fp32_norm"] = True
+    if not has_flash(plan):
+        config["use_flash_attn"] = False
     if scaling.kind == "dynamic":
         start = (scaling.initial, scaling.minimum, scaling.growth_interval)
         fp16 = dict(zip(Fp16.model_fields, start, strict=True))
         rest = {"growth_factor": scaling.growth_factor, "backoff_factor": scaling.backoff_factor}
         rest |= {"max_scale": scaling.maximum or CEILING, "hysteresis": scaling.hysteresis}
         config["grad_scaler"] = {"fp16": fp16} | rest
-    return [config | _expressed_settings(settings)]
+    return [config | express_model(plan, settings) | _expressed_settings(settings)]
 
 
 def _expressed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    back = {"model.norm": {"rms": "rmsnorm", "layer": "layernorm"}}
     config: dict[str, Any] = {}
-    for key, (name, _) in MODEL_KEYS.items():
-        if name in settings and settings[name] != 0:
-            config[key] = back.get(name, {}).get(settings[name], settings[name])
     for key, name in _SAME.items():
         if settings.get(name):
             config[key] = settings[name]
-    if "model.ffn" in settings and "model.hidden" in settings:
-        config["mlp_ratio"] = settings["model.ffn"] / settings["model.hidden"]
     if optimizer := {key: settings[name] for key, name in _OF_OPTIMIZER.items() if name in settings}:
         config["hybrid_zero_optimizer"] = optimizer
-    if "model.qkv_bias" in settings and settings["model.qkv_bias"] == settings.get("model.output_bias"):
-        config["no_bias"] = not settings["model.qkv_bias"]
     sizes = {name: settings[f"parallel.{name}"] for name in ("tensor", "pipeline") if f"parallel.{name}" in settings}
     parallel: dict[str, Any] = {name: {"size": size} for name, size in sizes.items()}
     if settings.get("parallel.sequence"):

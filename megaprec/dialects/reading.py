@@ -78,6 +78,16 @@ def member(kind: type[Enum]) -> BeforeValidator:
     return BeforeValidator(find)
 
 
+class Unknown:
+    """The value of a key that is there but cannot be known, as where a file computes it: not the key's default."""
+
+    def __repr__(self) -> str:
+        return "(not known)"
+
+
+UNKNOWN = Unknown()
+
+
 @dataclass(frozen=True)
 class Decision:
     """A value and what decided it. given: the user did, with a key; otherwise a default or the system itself."""
@@ -117,10 +127,14 @@ class Reading:
     def __init__(self, system: str, prefix: str, places: Mapping[str, str] | None = None) -> None:
         self.system, self.prefix, self.places = system, prefix, places or {}
         self.given: set[str] = set()
+        self.unknown: set[str] = set()
         self.problems: list[str] = []
 
     def read(self, kind: type[K], values: object, table: str = "") -> K:
-        """`values`, a mapping or an instance, as `kind`; what is wrong with a key is noted, and the key left out."""
+        """`values`, a mapping or an instance, as `kind`; what is wrong with a key is noted, and the key left out.
+
+        A key of `kind` whose value is UNKNOWN is remembered in `unknown`, and left out too.
+        """
         if isinstance(values, kind):
             self.given |= {self._full(table, name) for name in values.model_fields_set}
             return values
@@ -128,6 +142,9 @@ class Reading:
             self.problems.append(f"{self._said(table, values)}: must be a table of keys ({self.system})")
             values = {}
         wrong: set[str] = set()
+        unknown = {name for name, value in values.items() if value is UNKNOWN and name in kind.model_fields}
+        self.unknown |= {self._full(table, name) for name in unknown}
+        values = {name: value for name, value in values.items() if name not in unknown}
         try:
             made = kind.model_validate(dict(values))
         except ValidationError as error:
@@ -178,9 +195,9 @@ class Reading:
     ) -> Resolved:
         """The plan made of `decisions`, fields of PrecisionPlan; what they leave out is megaprec's own default.
 
-        The residual stream is in the dtype of products unless they say otherwise.
+        The residual stream and attention are in the dtype of products unless they say otherwise.
         """
-        decisions = {"residual": decisions["compute"], **decisions}
+        decisions = {**all_of(("residual", "attention"), decisions["compute"]), **decisions}
         own = {f.name: f"megaprec's own: {self.system} has no key for it" for f in fields(PrecisionPlan)}
         origin = own | {name: decision.origin for name, decision in decisions.items()}
         origin.pop("origin")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
+from pydantic import BaseModel
 
 from megaprec.dialects import colossalai, internevo, nemo, nxd, smp
 from megaprec.dialects.reading import Resolved
@@ -75,7 +76,8 @@ def differences(asked: PrecisionPlan, said: PrecisionPlan) -> list[str]:
     return [f"{name} = {shown(a)}; it has {shown(b)}" for name, a, b in pairs if a != b]
 
 
-def _settings(asked: Mapping[str, Any], resolved: Resolved) -> list[str]:
+def _settings(given: Mapping[str, Any], resolved: Resolved) -> list[str]:
+    asked = {key: _keys(value) for key, value in given.items()}
     said = {key: decision.value for key, decision in resolved.settings.items()}
     lines = [
         f"{key} = {shown(value)}; it has no key for it"
@@ -84,6 +86,11 @@ def _settings(asked: Mapping[str, Any], resolved: Resolved) -> list[str]:
     ]
     lines += [f"{k} = {shown(asked[k])}; it has {shown(v)}" for k, v in said.items() if k in asked and asked[k] != v]
     return lines + [f"{key} would become {shown(value)}" for key, value in said.items() if key not in asked]
+
+
+def _keys(value: Any) -> Any:
+    """A table as the keys in it that are not at their defaults, any other value as it is."""
+    return value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else value
 
 
 def shown(value: Any) -> str:

@@ -10,19 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megaprec.dialects.reading import UNKNOWN
 from tools.foreign.mentions import Mention
-from tools.foreign.plain import Unreadable, plain
+from tools.foreign.plain import LAYOUT_KEYS, OPEN_KEYS, Unreadable, plain
 from tools.foreign.systems import Spot
 from tools.foreign.values import Condition, Entry
-
-LAYOUT_KEYS = frozenset({"tp_size", "pp_size"})
-"""Keys of layouts only: where their value is not known, nothing about precision is lost."""
-OPEN_KEYS = frozenset(
-    {"num_attention_heads", "num_kv_attention_heads", "embed_split_hidden", "vocab_size", "hidden_size", "num_layers"}
-    | {"mlp_ratio", "checkpoint", "num_chunks", "max_position_embeddings", "reduce_bucket_size", "multiple_of"}
-    | {"tensor", "pipeline", "weight", "size", "max_grad_norm", "clip_grad"}
-)
-"""Keys of models, layouts and clipping: where their value is not known, the run file's own counts."""
 
 
 @dataclass(eq=False)
@@ -133,6 +125,8 @@ class Account:
         if key in LAYOUT_KEYS:
             return
         if key in OPEN_KEYS:
+            if saying.spot[0] == "internevo":  # what is there but not known is not at its default either
+                saying.known[key] = (UNKNOWN, entry)
             self.note(entry.line, f"{key} of {saying.name}: {why}: left to the run file")
         else:
             self.refuse(entry.line, f"{key} of {saying.name}: {why}")

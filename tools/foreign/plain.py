@@ -3,11 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaprec.dialects.reading import TORCH_DTYPES
+from megaprec.dialects.reading import TORCH_DTYPES, UNKNOWN
 from tools.foreign.systems import VALUES, WORLD_GROUPS
 from tools.foreign.values import Entry, External, Function, Row, Table, Thing
 
 NOT_PYTHON = ("${", "???", "!")
+
+
+LAYOUT_KEYS = frozenset({"tp_size", "pp_size"})
+"""Keys of layouts only: where their value is not known, nothing about precision is lost."""
+OPEN_KEYS = frozenset(
+    {"num_attention_heads", "num_kv_attention_heads", "embed_split_hidden", "vocab_size", "hidden_size", "num_layers"}
+    | {"mlp_ratio", "checkpoint", "num_chunks", "max_position_embeddings", "reduce_bucket_size", "multiple_of"}
+    | {"tensor", "pipeline", "weight", "size", "max_grad_norm", "clip_grad"}
+)
+"""Keys of models, layouts and clipping: where their value is not known, the run file's own counts."""
 
 
 class Unreadable(Exception):
@@ -81,6 +91,9 @@ def _of_entries(entries: Mapping[Any, Entry]) -> dict[str, Any]:
         try:
             made[str(key)] = plain(entry.value)
         except Unreadable as why:
+            if key in OPEN_KEYS:
+                made[str(key)] = UNKNOWN
+                continue
             place = f" (line {entry.line})" if entry.line else ""
             raise Unreadable(f"its {key}{place}: {why}") from why
     return made

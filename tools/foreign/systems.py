@@ -263,7 +263,7 @@ LEGACY = frozenset({"type"})
 """Keys of a `model` that make it another system's."""
 LOOSE: Mapping[str, Mapping[str, str]] = {
     "colossalai": {"clip_grad_norm": "clip_grad_norm"},
-    "internevo": {"use_fp32_norm": "use_fp32_norm", "model_type": "model_type"},
+    "internevo": {"use_fp32_norm": "use_fp32_norm", "model_type": "model_type", "output_tf32": "output_tf32"},
 }
 """Variables at the top of a file that belong to a system's configuration, where the file has one: name -> key."""
 ENVIRONMENT = _words("NEURON_RT_STOCHASTIC_ROUNDING_EN XLA_USE_BF16 XLA_DOWNCAST_BF16")

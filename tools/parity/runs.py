@@ -16,7 +16,13 @@ from tools.settings import FP8, Data, Precision
 from tools.toml import toml
 
 NUMBERS = ("compute", "parameters", "gradients", "reduce", "masters", "moments", "rounding", "pipeline", "buffers")
-NUMBERS += ("residual", "output", "tf32")  # keys of [precision] that are dtypes, or only make sense with some
+NUMBERS += (
+    "residual",
+    "attention",
+    "scores",
+    "output",
+    "tf32",
+)  # keys of [precision] that are dtypes, or only make sense with some
 RESETS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")  # what documents change, of [data]
 EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 2.0**-3}
 

@@ -1,0 +1,358 @@
+"""Which model InternEvo's loader builds of `model = dict(...)`, in a run file's keys, and back.
+
+A dict that gives one of SIZES describes a whole model. What it leaves out is InternEvo's default, never megaprec's, and
+no key of [model] may say otherwise. A dict that gives none of them leaves the architecture to the run file's [model];
+it may say how that is trained, but keys that describe a model are refused there.
+
+Three model types are read, as `internlm/model/modeling_internlm.py`, `modeling_internlm2.py` and `modeling_llama.py` at
+c628a8c build them: INTERNLM, whose attention always has biases and as many key/value heads as heads, INTERNLM2_PUBLIC
+and LLAMA2. In all three positions turn whole heads, norms stand before each branch, the feed-forward has no biases, its
+gated width is rounded up to a multiple of 256 (`modules/mlp.py`), and the head is not the embedding.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BeforeValidator, Field
+
+from megaprec.dialects.reading import UNKNOWN, Decision, Keys, Reading, name_of
+from megaprec.errors import did_you_mean
+from megaprec.plan import PrecisionPlan
+
+DTYPES = ("float16", "half", "bfloat16", "float32", "tf32")
+FFN_MULTIPLE = 256  # the width of a gated feed-forward is rounded up to this
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+"""One of these makes a dict the description of a model."""
+
+
+def _dtype(value: object) -> object:
+    name = name_of(value) if isinstance(value, torch.dtype) else value
+    if isinstance(name, str):
+        name = name.removeprefix("torch.")
+        if name not in DTYPES:
+            would = ", ".join(f'"torch.{known}"' for known in DTYPES)
+            raise ValueError(f"no such dtype: use {would}{did_you_mean(name, DTYPES, 'torch.{}')}")
+    return name
+
+
+def _model_type(value: object) -> object:
+    if isinstance(value, str) and value not in LACKS:
+        raise ValueError(f"not read: of InternEvo's model types there are {', '.join(LACKS)}")
+    return value
+
+
+def _fraction(value: object) -> object:
+    return float(value) if isinstance(value, bool) else value
+
+
+class Model(Keys):
+    """Keys of `model = dict(...)` with InternEvo's defaults, and those beside it that concern the model."""
+
+    model_type: Annotated[str, BeforeValidator(_model_type)] = "INTERNLM"
+    dtype: Annotated[str, BeforeValidator(_dtype)] = "float16"
+    num_layers: int = Field(default=48, gt=0)
+    hidden_size: int = Field(default=2048, gt=0)
+    num_attention_heads: int = Field(default=32, gt=0)
+    num_kv_attention_heads: int | None = Field(default=None, ge=0)
+    vocab_size: int = Field(default=50304, gt=0)
+    mlp_ratio: float = Field(default=4.0, gt=0)
+    use_swiglu: bool = True
+    use_flash_attn: bool = True
+    norm_type: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    apply_post_layer_norm: bool = False
+    no_bias: bool = False
+    rope_base: float = Field(default=10000, gt=1)
+    use_dynamic_ntk_rope: bool = False
+    max_position_embeddings: int = Field(default=2048, gt=0)
+    adapt_hf: bool | None = None
+    checkpoint: Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1)] = 0.0
+    dropout_selective_checkpoint: bool = True
+    num_chunks: int = Field(default=1, gt=0)
+    residual_in_fp32: bool = False
+    use_fp32_norm: bool = False
+    embed_grad_scale: float = Field(default=1, gt=0, le=1)
+    drop_rate: float = Field(default=0, ge=0, lt=1)
+    attn_drop_rate: float = Field(default=0, ge=0, lt=1)
+    use_scaled_init: bool = True
+    embedding_init_std: float = Field(default=0.02, gt=0)
+    attn_wqkv_init_std: float = Field(default=0.02, gt=0)
+    attn_other_init_std: float = Field(default=0.02, gt=0)
+    ffn_uplayer_init_std: float = Field(default=0.02, gt=0)
+    ffn_other_init_std: float = Field(default=0.02, gt=0)
+    out_head_init_std: float = Field(default=0.02, gt=0)
+    init_type: Literal["normal", "uniform"] = "normal"
+    embed_split_hidden: bool = False
+    parallel_output: bool = True
+    norm_head: bool = False
+    is_reward: bool = False
+    output_tf32: bool = False
+    deepnorm: bool = False
+    num_experts: Any = None
+    moe_use_residual: Any = None
+    moe_type: Any = None
+    grad_scaler: Any = None
+    hybrid_zero_optimizer: Any = None
+    parallel: Any = None
+
+
+STDS = {
+    "embedding_init_std": "embedding",
+    "out_head_init_std": "head",
+    "attn_wqkv_init_std": "qkv",
+    "attn_other_init_std": "output",
+    "ffn_uplayer_init_std": "up",
+    "ffn_other_init_std": "down",
+}  # key -> key of model.init
+_ONLY_LATER = {"num_kv_attention_heads", "no_bias", "adapt_hf", "deepnorm", "init_type", *STDS}
+LACKS = {
+    "INTERNLM": _ONLY_LATER | {"norm_head"},
+    "INTERNLM2_PUBLIC": set[str](),
+    "LLAMA2": {"norm_head", "max_position_embeddings", "use_dynamic_ntk_rope"},
+}
+"""Model type -> keys that its `build_model_with_cfg` does not take."""
+DESCRIBING = ("num_kv_attention_heads", "mlp_ratio", "use_swiglu", "norm_type", "layer_norm_epsilon", "no_bias")
+DESCRIBING += ("rope_base", "use_dynamic_ntk_rope", "max_position_embeddings", "adapt_hf", "apply_post_layer_norm")
+DESCRIBING += ("use_scaled_init", *STDS, "init_type")
+"""Keys that describe a model, beside SIZES."""
+NUMERIC = ("model_type", "dtype", "use_flash_attn", "residual_in_fp32", "use_fp32_norm")
+"""Keys that a plan cannot be made without knowing."""
+REFUSED = {
+    "norm_head": "a head whose rows are normalised is not supported",
+    "output_tf32": "a head in FP32 with TF32 products in a 16-bit model is not supported",
+    "is_reward": "a reward model has no vocabulary to be trained on",
+    "deepnorm": "InternEvo refuses it too",
+}  # if true
+EXPERTS = ("num_experts", "moe_use_residual", "moe_type")
+NORMS = {"rmsnorm": "rms", "layernorm": "layer"}
+ALWAYS: Mapping[str, Any] = {
+    "family": "llama",
+    "positions": "rope",
+    "rotary_fraction": 1.0,
+    "qk_norm": False,
+    "parallel_residual": False,
+    "window": 0,
+    "bias": False,
+    "mlp_bias": False,
+    "tied": False,
+    "experts": 0,
+    "init_std": 0.02,
+    "factory": "",
+}
+"""Keys of [model] that InternEvo leaves no choice about; init_std is of no use where `model.init` names everything."""
+
+
+def model_settings(reading: Reading, model: Model) -> dict[str, Decision]:
+    """Keys of [model] that the dict decides. Notes problems in `reading`."""
+    _refuse(reading, model)
+    settings = _trained(reading, model)
+    return settings | _described(reading, model) if describes(reading) else settings
+
+
+def describes(reading: Reading) -> bool:
+    """Whether a size is given, so that the dict is a whole model."""
+    return any(is_there(reading, key) for key in SIZES)
+
+
+def is_there(reading: Reading, key: str) -> bool:
+    """Whether the user gave a key, with a value that is known or not."""
+    return f"{reading.prefix}.{key}" in reading.given | reading.unknown
+
+
+def gated(model: Model) -> bool:
+    """Whether the feed-forward has three matrices. InternEvo has no other where it does without flash attention."""
+    return model.use_swiglu or not model.use_flash_attn
+
+
+def _refuse(reading: Reading, model: Model) -> None:
+    """Keys that the model type does not take, that no model here has, or that describe half a model."""
+    kind, whole = model.model_type, describes(reading)
+    for key in (key for key in NUMERIC if f"{reading.prefix}.{key}" in reading.unknown):
+        reading.refuse(key, UNKNOWN, f"numbers hang on it: say it as {reading.prefix}.{key} = ...")
+    for key in (key for key in Model.model_fields if is_there(reading, key)):
+        value = getattr(model, key)
+        if key in EXPERTS:
+            reading.refuse(key, value, "mixtures of experts, model type INTERNLM_MoE, are not read")
+        elif key in LACKS[kind]:
+            have = ", ".join(name for name, lacks in LACKS.items() if key not in lacks)
+            reading.refuse(key, value, f"model type {kind} has no such key in InternEvo, only {have}")
+        elif key in DESCRIBING and not whole:
+            why = f"describes a model, and none of {', '.join(SIZES)} is given beside it: say it in [model]"
+            reading.refuse(key, value, f"{why}, or the whole model here")
+        elif key in REFUSED and value:
+            reading.refuse(key, value, REFUSED[key])
+    if model.apply_post_layer_norm and kind != "INTERNLM":
+        reading.refuse("apply_post_layer_norm", True, "norms after each branch are not supported")
+    if model.init_type != "normal":
+        reading.refuse("init_type", model.init_type, "initial weights are normal here")
+    _refuse_heads(reading, model)
+
+
+def _refuse_heads(reading: Reading, model: Model) -> None:
+    heads, kv_heads = model.num_attention_heads, model.num_kv_attention_heads or model.num_attention_heads
+    if any(f"{reading.prefix}.{key}" in reading.unknown for key in (*SIZES, "num_kv_attention_heads")):
+        return
+    if describes(reading) and model.hidden_size % heads:
+        reading.refuse("num_attention_heads", heads, f"must divide hidden_size {model.hidden_size}")
+    if describes(reading) and heads % kv_heads:
+        reading.refuse("num_kv_attention_heads", kv_heads, f"must divide num_attention_heads {heads}")
+
+
+def _trained(reading: Reading, model: Model) -> dict[str, Decision]:
+    """How any model is trained, by run-file key."""
+    settings: dict[str, Decision] = {}
+    if model.embed_grad_scale != 1:
+        scale = reading.by(float(model.embed_grad_scale), "embed_grad_scale")
+        settings |= {"model.embedding_grad_scale": scale, "model.head_grad_scale": scale}
+    if f"{reading.prefix}.attn_drop_rate" in reading.given:
+        settings["model.attention_dropout"] = reading.by(float(model.attn_drop_rate), "attn_drop_rate")
+    if f"{reading.prefix}.drop_rate" in reading.given:
+        settings["model.dropout"] = reading.by(float(model.drop_rate), "drop_rate")
+        settings["model.dropout_at"] = reading.by("stream", "drop_rate")
+    return settings
+
+
+def _described(reading: Reading, model: Model) -> dict[str, Decision]:
+    """A whole model by run-file key, but for what hangs on keys of unknown value: the run file has the say there."""
+    settings = {f"model.{key}": replace(reading.always(value), given=True) for key, value in ALWAYS.items()}
+    for name, (value, keys) in _architecture(model).items():
+        if not any(f"{reading.prefix}.{key}" in reading.unknown for key in keys):
+            settings[f"model.{name}"] = _decided(reading, value, keys)
+    settings["model.dropout_at"] = reading.always("stream")
+    if not any(f"{reading.prefix}.{key}" in reading.unknown for key in ("use_scaled_init", "use_swiglu", *STDS)):
+        settings["model.init"] = reading.by(initial(model), "use_scaled_init", *STDS)
+    return settings
+
+
+def _decided(reading: Reading, value: Any, keys: tuple[str, ...]) -> Decision:
+    """What no key of [model] may contradict, with the default that the first key has if only others are given."""
+    first, said = reading.by(value, keys[0]), reading.by(value, *keys)
+    together = said.given and not first.given
+    return Decision(value, f"{first.origin}, {said.origin}" if together else said.origin, given=True)
+
+
+def _architecture(model: Model) -> dict[str, tuple[Any, tuple[str, ...]]]:
+    """Key of [model] -> its value, and the keys that it hangs on."""
+    heads, biased = model.num_attention_heads, model.model_type == "INTERNLM" or not model.no_bias
+    width = int(model.hidden_size * model.mlp_ratio)
+    ffn = -(-width // FFN_MULTIPLE) * FFN_MULTIPLE if gated(model) else width
+    longest = {"kind": "dynamic", "original_max_position_embeddings": model.max_position_embeddings}
+    biases = biased, ("no_bias", "model_type") if model.model_type != "INTERNLM" else ("model_type",)
+    return {
+        "layers": (model.num_layers, ("num_layers",)),
+        "hidden": (model.hidden_size, ("hidden_size",)),
+        "heads": (heads, ("num_attention_heads",)),
+        "kv_heads": (model.num_kv_attention_heads or heads, ("num_attention_heads", "num_kv_attention_heads")),
+        "head_dim": (model.hidden_size // heads, ("hidden_size", "num_attention_heads")),
+        "mlp": ("swiglu" if gated(model) else "gelu", ("use_swiglu", "use_flash_attn")),
+        "ffn": (ffn, ("mlp_ratio", "hidden_size", "use_swiglu", "use_flash_attn")),
+        "vocab": (model.vocab_size, ("vocab_size",)),
+        "norm": (NORMS[model.norm_type], ("norm_type",)),
+        "norm_eps": (float(model.layer_norm_epsilon), ("layer_norm_epsilon",)),
+        "rope_base": (float(model.rope_base), ("rope_base",)),
+        "rope_scaling": (
+            longest if model.use_dynamic_ntk_rope else {},
+            ("use_dynamic_ntk_rope", "max_position_embeddings"),
+        ),
+        "qkv_bias": biases,
+        "output_bias": biases,
+    }
+
+
+def initial(model: Model) -> dict[str, Any]:
+    """model.init: what `reset_parameters` of the model type does."""
+    if model.model_type == "INTERNLM":
+        closing = 0.006 if model.use_scaled_init else 0.0015
+        stds = {"embedding": 0.0052, "head": 0.0052, "qkv": 0.006, "output": closing, "up": 0.006, "down": closing}
+    else:
+        stds = {name: float(getattr(model, key)) for key, name in STDS.items()}
+    if gated(model) and not model.use_swiglu:
+        stds["up"] = stds["down"]  # its products are not told apart by name there
+    return stds | {"shrink": "layer" if model.use_scaled_init else "none"}
+
+
+def model_notes(reading: Reading, model: Model) -> Iterator[str]:
+    """How the model was understood where that is not plain, and what is different here."""
+    kind, whole = model.model_type, describes(reading)
+    if whole:
+        yield from _about_defaults(reading, model)
+    elif is_there(reading, "model_type"):
+        yield "model_type: no size is given, so the run file's [model] decides the model"
+    if not model.use_flash_attn:
+        yield "use_flash_attn: without it InternEvo adds -10000 to masked scores; here none of them is ever seen"
+    if kind != "INTERNLM" and whole and not (kind == "INTERNLM2_PUBLIC" if model.adapt_hf is None else model.adapt_hf):
+        yield (
+            "adapt_hf is not set: its positions turn neighbouring features of a head, here features of its two halves; "
+            "the same model with rows of query and key in another order"
+        )
+    if model.use_dynamic_ntk_rope:
+        yield "use_dynamic_ntk_rope: InternEvo stretches by the longest document of a batch, here by the whole sequence"
+    if gated(model) and not model.use_swiglu and model.use_scaled_init and whole:
+        yield "use_swiglu: without flash attention all of the feed-forward begins smaller by depth there, here its last"
+    if kind != "INTERNLM" and 0 < model.checkpoint < 1:
+        yield f"checkpoint: model type {kind} rounds the number of layers up, here down; the same numbers either way"
+    if kind != "INTERNLM" and model.residual_in_fp32 and not model.use_fp32_norm:
+        yield "residual_in_fp32: the norm before attention is given a rounded stream there, here the stream as it is"
+    if model.apply_post_layer_norm:
+        yield "apply_post_layer_norm: InternEvo accepts it and normalises before each layer all the same"
+
+
+def _about_defaults(reading: Reading, model: Model) -> Iterator[str]:
+    silent = LACKS[model.model_type] | {*STDS, "adapt_hf", "init_type"}
+    keys = [key for key in (*SIZES, *DESCRIBING) if key not in silent and not is_there(reading, key)]
+    missing = {key: getattr(model, key) for key in keys}
+    said = ", ".join(f"{key} {value}" for key, value in missing.items() if value is not None)
+    if said:
+        yield f"not given, so as InternEvo's model type {model.model_type} has them: {said}"
+
+
+def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The dict that comes nearest to the keys of [model] in `settings`; no model where there are no sizes."""
+    config = {key: settings[name] for key, name in _TRAINED.items() if name in settings}
+    if settings.get("model.embedding_grad_scale", 1) != 1:
+        config["embed_grad_scale"] = settings["model.embedding_grad_scale"]
+    m = {name.removeprefix("model."): value for name, value in settings.items() if name.startswith("model.")}
+    if not any(m.get(name) for name in ("layers", "hidden", "heads", "vocab")):
+        return config
+    config |= {key: m[name] for key, name in _SIZES.items() if m.get(name)}
+    if m.get("norm"):
+        config["norm_type"] = {ours: theirs for theirs, ours in NORMS.items()}[m["norm"]]
+    if m.get("mlp", "swiglu") != "swiglu":
+        config["use_swiglu"] = False
+    if m.get("ffn") and m.get("hidden"):
+        ratio = m["ffn"] / m["hidden"]
+        config["mlp_ratio"] = ratio if int(m["hidden"] * ratio) == m["ffn"] else (m["ffn"] + 0.5) / m["hidden"]
+    return config | _typed(m, Model.model_construct(**config, use_flash_attn=has_flash(plan)))
+
+
+_TRAINED = {"drop_rate": "model.dropout", "attn_drop_rate": "model.attention_dropout"}
+_SIZES = {"num_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads", "vocab_size": "vocab"}
+_SIZES |= {"layer_norm_epsilon": "norm_eps", "rope_base": "rope_base"}
+
+
+def _typed(m: Mapping[str, Any], sizes: Model) -> dict[str, Any]:
+    """What hangs on the model type, of the one that is nearest."""
+    scaling, init = dict(m.get("rope_scaling") or {}), dict(m.get("init") or {})
+    config: dict[str, Any] = {}
+    if scaling.get("kind") == "dynamic":
+        longest = scaling["original_max_position_embeddings"]
+        config = {"use_dynamic_ntk_rope": True, "max_position_embeddings": longest}
+    scaled = init.get("shrink", "model") != "none"
+    config |= {} if scaled else {"use_scaled_init": False}
+    plain = sizes.model_copy(update={"use_scaled_init": scaled})
+    grouped = m.get("kv_heads", m.get("heads")) != m.get("heads")
+    biased = m.get("qkv_bias", True) and m.get("output_bias", True)
+    if biased and not grouped and init in ({}, initial(plain)):
+        return config
+    config |= {"model_type": "INTERNLM2_PUBLIC", "no_bias": not biased}
+    config |= {"num_kv_attention_heads": m["kv_heads"]} if grouped else {}
+    return config | {key: init.get(name) or m.get("init_std", 0.02) for key, name in STDS.items()}
+
+
+def has_flash(plan: PrecisionPlan) -> bool:
+    """Whether the attention of a plan is what `use_flash_attn` makes of its dtype."""
+    if plan.compute == torch.float32:
+        return plan.attention != plan.compute
+    return plan.scores == plan.sensitive

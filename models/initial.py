@@ -1,0 +1,36 @@
+"""How the first weights are drawn: normal, with a standard deviation for each kind of matrix.
+
+`model.init_std` holds for all of them unless `model.init` names another. Matrices that write into the residual stream
+begin smaller, so that the stream does not grow with depth: by the number of layers as in GPT-2, or by how deep the
+layer lies itself. Biases begin at zero, norms at one.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Matrix = Literal["embedding", "head", "qkv", "output", "up", "down"]
+
+
+class InitialStd(BaseModel):
+    """Standard deviations of initial weights by kind of matrix. Raises pydantic's ValidationError (a ValueError)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    embedding: float = Field(default=0.0, ge=0, description="of the embedding; 0: init_std")
+    head: float = Field(default=0.0, ge=0, description="of an output head of its own; 0: init_std")
+    qkv: float = Field(default=0.0, ge=0, description="of query, key and value; 0: init_std")
+    output: float = Field(default=0.0, ge=0, description="of attention's output, before `shrink`; 0: init_std")
+    up: float = Field(default=0.0, ge=0, description="of the feed-forward's first matrices; 0: init_std")
+    down: float = Field(default=0.0, ge=0, description="of its last one, before `shrink`; 0: init_std")
+    shrink: Literal["model", "layer", "none"] = Field(
+        default="model",
+        description="what `output` and `down` are divided by: the root of twice the number of layers (model), of twice "
+        "the layer's own number counted from 1 (layer), or nothing",
+    )
+
+    def std(self, matrix: Matrix, usual: float, layers: int, layer: int) -> float:
+        """The standard deviation of a matrix of layer `layer`, counted from 0, of `layers`. usual: if none is named."""
+        std: float = getattr(self, matrix) or usual
+        depth = {"model": layers, "layer": layer + 1, "none": 0}[self.shrink]
+        return std / (2 * depth) ** 0.5 if depth and matrix in ("output", "down") else std

@@ -22,6 +22,7 @@ from parallel.context import Context
 from parallel.dropout import Place
 from tests.families import BATCH, LENGTH, Job, step_all
 from tests.internevo_model import InternEvo
+from tools.parity.runs import epsilon, in_float64
 from tools.precision import understand
 from tools.precision_modules import logical_tensors
 from tools.run import RunConfig, load_run
@@ -263,6 +264,14 @@ def test_attention_has_the_dtype_that_flash_attention_leaves_it(
     assert (made.attention, made.scores) == (attention, scores)
     assert "precision.internevo.use_flash_attn" in made.origin["attention"]
     assert "precision.internevo.dtype" in resolve({"dtype": dtype}).plan.origin["attention"]
+
+
+def test_layouts_are_compared_as_exactly_as_attention_is_computed() -> None:
+    """`megaprec parity`: an FP32 run whose attention is in BF16 is as exact as BF16; its twin is all float64."""
+    flash, plain = (run_of({**SIZES, "dtype": "torch.float32", "use_flash_attn": on}) for on in (True, False))
+    assert (epsilon(flash), epsilon(plain)) == (2.0**-7, 2.0**-23)
+    exact = in_float64(run_of({**SIZES, "dtype": "torch.bfloat16", "use_flash_attn": False})).plan
+    assert {exact.attention, exact.scores, exact.buffers} == {torch.float64}
 
 
 def attended(x: Tensor, **changes: Any) -> tuple[Tensor, Tensor, Attention]:

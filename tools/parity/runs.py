@@ -76,7 +76,8 @@ def alone(config: RunConfig) -> RunConfig:
 def epsilon(config: RunConfig) -> float:
     """One unit in the last place of the coarsest numbers that products, or sums of gradients, are made of."""
     plan = config.plan
-    used = [dtype_name(d) for d in (plan.compute, plan.gradients, plan.reduce, plan.pipeline)]
+    made = plan.compute, plan.attention, plan.scores, plan.gradients, plan.reduce, plan.pipeline
+    used = [dtype_name(d) for d in made]
     return max(EPSILON[name] for name in [*used, *(["fp8"] if plan.fp8 else []), *(["tf32"] if plan.tf32 else [])])
 
 

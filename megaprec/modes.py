@@ -52,7 +52,7 @@ _GIVE = "give its Axis, process group or DeviceMesh dim as parallel_mode"
 
 
 def known_group(group: Group, mesh: DeviceMesh | None) -> Axis | dist.ProcessGroup | DeviceMesh | ParallelMode:
-    """The group that was given, or its mode; a string may name a dim of `mesh`. Raises UserError for what is neither."""
+    """The group that was given, or its mode; a string may name a dim of `mesh`. Raises UserError for another."""
     if isinstance(group, Axis | dist.ProcessGroup | DeviceMesh):
         return group
     if isinstance(group, str) and mesh is not None and group in (mesh.mesh_dim_names or ()):

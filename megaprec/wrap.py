@@ -8,8 +8,6 @@ something this does not: values of a part marked FP32 are never rounded, argumen
 (`megaprec.nested`) and by keyword too, integers are left alone, and every container comes back as its own kind.
 """
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any, Self
 
 import torch
@@ -19,21 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm import Axis
 from megaprec.dialects.reading import TORCH_DTYPES
 from megaprec.errors import UserError
+from megaprec.marks import compute_in_fp32, marked_parts
+from megaprec.marks import mark_fp32 as mark_fp32
+from megaprec.marks import module_has_fp32_attr as module_has_fp32_attr
+from megaprec.marks import set_fp32_attr_to_module as set_fp32_attr_to_module
 from megaprec.modes import Group, ParallelMode, axes_of, known_group
 from megaprec.nested import mapped
+from megaprec.patterns import matched, unmatched
 from megaprec.plan import PrecisionPlan
 
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def set_fp32_attr_to_module(module: nn.Module) -> None:
-    """Marks `module`, and all in it, to be held and computed in FP32 when the model is wrapped."""
-    module.is_fp32_module = True  # type: ignore[assignment]
-
-
-def module_has_fp32_attr(module: nn.Module) -> bool:
-    """Whether this very module is marked."""
-    return bool(getattr(module, "is_fp32_module", False))
 
 
 class NaiveAMPModel(nn.Module):
@@ -96,14 +89,18 @@ class NaiveAMPModel(nn.Module):
 class PlannedModel(nn.Module):
     """`model` as a plan has it: its parameters, buffers, inputs and outputs, and in FP32 what `keep_fp32` names.
 
-    A module is kept if a pattern matches the path of one of its parameters. Casts `model` in place. Raises ValueError
-    for a plan whose parameters are wider than its products: that is torch.autocast's to do.
+    A module is kept if a pattern matches the path of one of its parameters. Casts `model` in place. Raises UserError
+    for a pattern that matches none, and for a plan whose parameters are wider than its products: that is
+    torch.autocast's to do.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
         super().__init__()
         if plan.parameters != plan.compute:
-            raise ValueError("parameters wider than compute: run the model under torch.autocast instead")
+            raise UserError("parameters wider than compute: run the model under torch.autocast instead")
+        names = [name for name, _ in model.named_parameters()]
+        if unused := list(unmatched("keep_fp32", plan.keep_fp32, matched(plan.keep_fp32, names), names)):
+            raise UserError(*unused)
         self.model, self.plan = model, plan
         mark_fp32(model, plan.keep_fp32)
         _cast_tensors(model, plan.parameters, plan.buffers)
@@ -118,14 +115,6 @@ class PlannedModel(nn.Module):
             args, kwargs = mapped((args, kwargs), lambda t: t.to(self.plan.compute) if t.is_floating_point() else t)
         outputs = self.model(*args, **kwargs)
         return mapped(outputs, lambda t: t.to(self.plan.output) if t.is_floating_point() else t)
-
-
-def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Marks every module of which a parameter's path in `model` matches one of the patterns (`fnmatch`)."""
-    for path, module in model.named_modules():
-        names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
-        if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
-            set_fp32_attr_to_module(module)
 
 
 @torch.no_grad()
@@ -166,36 +155,19 @@ def _half_or_fp32(dtype: object) -> torch.dtype:
 
 def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtype) -> None:
     """Casts floating parameters and buffers; those of marked parts, wherever else they are used, are FP32."""
-    marked = [module for module in model.modules() if module_has_fp32_attr(module)]
-    kept = {id(tensor) for module in marked for tensor in (*module.parameters(), *module.buffers())}
+    kept = {id(tensor) for _, module in marked_parts(model) for tensor in (*module.parameters(), *module.buffers())}
     for tensors, dtype in ((model.parameters(), parameters), (model.buffers(), buffers)):
         for tensor in tensors:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(torch.float32 if id(tensor) in kept else dtype)
 
 
-def _cast_borders(module: nn.Module, dtype: torch.dtype) -> None:
+def _cast_borders(model: nn.Module, dtype: torch.dtype) -> None:
     """Casts what goes into and comes out of the outermost marked parts."""
-    if module_has_fp32_attr(module):
-        _compute_in_fp32(module, dtype)
-        return
-    for child in module.children():
-        _cast_borders(child, dtype)
+    for _, module in marked_parts(model):
+        compute_in_fp32(module, lambda _: dtype)
 
 
 def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dtype = next(module.parameters(recurse=False)).dtype
     return mapped((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
-
-
-def _compute_in_fp32(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating inputs of `module` to FP32 and its FP32 outputs to `dtype`."""
-
-    def widen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return mapped((args, kwargs), lambda t: t.float() if t.is_floating_point() else t)
-
-    def narrow(_: nn.Module, __: Any, outputs: Any) -> Any:
-        return mapped(outputs, lambda t: t.to(dtype) if t.dtype == torch.float32 else t)
-
-    module.register_forward_pre_hook(widen, with_kwargs=True)
-    module.register_forward_hook(narrow)

@@ -36,6 +36,7 @@ from parallel.context import Context
 from parallel.dropout import Place
 from parallel.executor import Executor
 from parallel.links import Links
+from parallel.marked import compute_marked_in_fp32
 from parallel.recompute import KEEP, Recompute
 from parallel.recording import Recording
 from parallel.schedule import Instruction, Message, Op, Schedule, forward_only
@@ -118,6 +119,8 @@ class Engine:
         context = Context(plan, self.tp, sequence, seed, recompute=recompute, fp8=self.fp8)
         cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage, recompute)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank, make_stage)
+        for stage in self.stages.values():
+            compute_marked_in_fp32(stage, plan)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)

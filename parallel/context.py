@@ -1,6 +1,6 @@
 """What every parallel layer is told about where it runs, as one frozen value."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -55,6 +55,12 @@ class Context:
         """The same for what comes out as logits, which stay in the dtype of the products; never FP8."""
         dtype = self.plan.computes(name)
         return Gemm(dtype, dtype, self.plan.tf32)
+
+    def in_fp32(self) -> "Context":
+        """The same for layers that are held and compute in the sensitive dtype throughout."""
+        wide = self.plan.sensitive
+        plan = replace(self.plan, compute=wide, residual=wide, keep_fp32=("*",), fp8=None)
+        return replace(self, plan=plan, fp8=FP8State())
 
     @property
     def cut_sequence(self) -> bool:

@@ -342,6 +342,11 @@ def test_a_planned_model_has_the_dtypes_of_its_plan(inputs: str, arrives: torch.
     assert inner.seen[0] == arrives
 
 
+def test_a_pattern_of_a_plan_that_matches_no_parameter_is_refused() -> None:
+    with pytest.raises(UserError, match=r'"secnd.weight" matches no parameter.*did you mean second\.weight\?'):
+        PlannedModel(Seen(), plan("bf16", keep_fp32=("first.*", "secnd.weight")))
+
+
 def test_inner_modules_cast_what_they_are_given_if_the_plan_says_so() -> None:
     inner = Seen()
     PlannedModel(inner, plan("bf16", cast_inputs="inner"))(torch.ones(1, 4))

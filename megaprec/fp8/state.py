@@ -14,7 +14,7 @@ tp. Thus each logical tensor has one scale, whatever the layout.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
@@ -102,6 +102,10 @@ class FP8State:
         assert self.recipe is not None
         self.reached.append(reach(self.recipe, parts, self.layers))
         return self.reached[-1]
+
+    def leave_out(self, reached: Reach, why: str) -> None:
+        """Has the products with a registered weight made wide after all; to be called before the first pass."""
+        self.reached[self.reached.index(reached)] = replace(reached, wide=why)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from megaprec.comm import Axis
+from megaprec.errors import UserError
 from megaprec.fp8.gemm import FP8Gemm
 from megaprec.fp8.state import FP8State
 from megaprec.fp8.weights import Held, hold
@@ -35,6 +36,11 @@ class Context:
     def __post_init__(self) -> None:
         if self.plan.fp8 != self.fp8.recipe:
             raise ValueError("products of the plan are in FP8: give the context the FP8State of the same recipe")
+        if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
+            raise UserError(
+                'fp8.history = "te" moves scales on before a layer is made again: recompute modules and no layers, or '
+                'use "step"'
+            )
 
     def products(self, weight: nn.Parameter) -> Products:
         """Who makes the products with a layer's weight [n, k]. What comes out is activations."""

@@ -95,6 +95,22 @@ def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterato
         )
 
 
+def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
+    """What takes a step's scales to be the same in all of its micro-batches."""
+    if fp8.kind == "none" or fp8.history == "step":
+        return
+    if parallel.recompute_fraction or parallel.recompute_layers:
+        yield (
+            'fp8.history "te" moves scales on before a layer is made again: parallel.recompute = "none" or "selective" '
+            'would do, or fp8.history "step"'
+        )
+    if fp8.shadow_every:
+        yield (
+            f'fp8.shadow_every = {fp8.shadow_every} takes the first micro-batch once more, with fp8.history "te" by '
+            'other scales: 0 would do, or fp8.history "step"'
+        )
+
+
 def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
     if not optimizer.native:
         return
@@ -324,5 +340,6 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _zero,
     _recompute,
     _validation,
+    _history,
     _native,
 )

@@ -92,10 +92,7 @@ class ParallelAMPOptimizer:
         self.world, self.device = Axis.world(mesh), device_of(mesh)
         if mesh is None:  # wherever the model is
             self.device = next((p.device for p in parameters_of(parts)), self.device)
-        names = sorted({n.name for p in _laid_out(parts) for n in layout_of(p).parts})
-        require_used("precision.keep_fp32", plan.keep_fp32, names, self.world, self.device)
-        require_used("optimizer.groups", [group.pattern for group in groups], names, self.world, self.device)
-        plan, self.marked = keeping_marked(parts, plan, self.world, self.device)  # logical names
+        plan, self.marked = self._understood(parts, plan, groups)  # the latter: logical names
         self.plan = plan
         self.kernels = self._native() if native else None
         self.scaler = make_scaler(plan.scaling, self.device)
@@ -128,6 +125,15 @@ class ParallelAMPOptimizer:
         self._agreement = Agreement(self.pp, self.world, norm, self.device)
         count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
         self.num_elements = int(self.world.sum_(count).item())
+
+    def _understood(
+        self, parts: Sequence[nn.Module], plan: PrecisionPlan, groups: Sequence[Group]
+    ) -> tuple[PrecisionPlan, tuple[str, ...]]:
+        """The plan with what is marked FP32, and that. Raises UserError for patterns that match nothing anywhere."""
+        names = sorted({n.name for p in _laid_out(parts) for n in layout_of(p).parts})
+        require_used("precision.keep_fp32", plan.keep_fp32, names, self.world, self.device)
+        require_used("optimizer.groups", [group.pattern for group in groups], names, self.world, self.device)
+        return keeping_marked(parts, plan, self.world, self.device)
 
     def _adopt(
         self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], groups: Sequence[Group]

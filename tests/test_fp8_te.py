@@ -68,7 +68,7 @@ def some_amax(dice: random.Random) -> float:
     return dice.choice([0.0, math.inf, math.nan, 1e-44, 3e38])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_rule_is_transformer_engines(seed: int) -> None:
     """Random recipes, 300 updates each, of several micro-batches' amaxes or none."""
     dice = random.Random(seed)

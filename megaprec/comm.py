@@ -50,10 +50,13 @@ class Axis:
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
     @staticmethod
-    def stage(mesh: DeviceMesh | None) -> "Axis":
-        """All ranks of one pipeline stage, dp and tp together. Collective over the world."""
+    def stage(mesh: DeviceMesh | None, own: bool = False) -> "Axis":
+        """All ranks of one pipeline stage, dp and tp together. Collective over the world.
+
+        own: with a group of its own, for messages that are sent while others are under way over dp or tp.
+        """
         dp, tp = Axis.of(mesh, "dp"), Axis.of(mesh, "tp")
-        if dp.size == 1 or tp.size == 1:
+        if (dp.size == 1 or tp.size == 1) and (not own or dp.size == tp.size):
             return tp if dp.size == 1 else dp
         assert mesh is not None
         group = None

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import inf
 
-import torch
 from torch import nn
 
 from megaprec.buffer import Buffer
-from megaprec.comm import Axis
 from megaprec.errors import UserError
 from megaprec.layout import Part, layout_of
 
@@ -76,13 +74,3 @@ def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
         last = min(buffer.size if following is None else pieces[following][0], buffer.last)
         if first < last:
             yield Slice(first - buffer.first, last - buffer.first, *pieces[border][1])
-
-
-def require_used(groups: Sequence[Group], buffers: Sequence[Buffer], world: Axis, device: torch.device) -> None:
-    """Raises UserError on every rank if a pattern matches no parameter on any. Collective over the world."""
-    names = [piece.part.name for buffer in buffers for piece in buffer.pieces]
-    found = [float(any(fnmatchcase(name, group.pattern) for name in names)) for group in groups]
-    used = world.max_(torch.tensor(found, device=device)).tolist() if groups else []
-    if unused := [group.pattern for group, is_used in zip(groups, used, strict=True) if not is_used]:
-        like = f"; logical names are like {names[0]} and {names[-1]}" if names else ""
-        raise UserError(*(f'optimizer.groups: pattern "{pattern}" matches no parameter{like}' for pattern in unused))

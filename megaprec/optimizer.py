@@ -14,7 +14,7 @@ One step, after the backward pass has summed gradients into the buffers:
 The loss must already be a mean over the tokens of all dp ranks, so gradients are summed and never averaged.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, Outcome, StepReport
 from megaprec.fp8.weights import agreed_amaxes
 from megaprec.gathered import gather_tensors, load_tensors
-from megaprec.groups import Group, Slice, by_factors, require_used, slices
+from megaprec.groups import Group, Slice, by_factors, slices
 from megaprec.layout import has_layout, layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.main_gradient import forget
+from megaprec.marks import keeping_marked, parameters_of_marked
 from megaprec.native import Kernels
 from megaprec.overlap import Arrivals, Sums
+from megaprec.patterns import require_used
 from megaprec.plan import PrecisionPlan
 from megaprec.rules import AdamW, Rule, Step
 from megaprec.scaler import make_scaler
@@ -81,7 +83,7 @@ class ParallelAMPOptimizer:
         seed: int = 0,
         native: bool = False,
     ) -> None:
-        self.plan, self.clip, self.weight_decay, self.seed = plan, clip, weight_decay, seed
+        self.clip, self.weight_decay, self.seed = clip, weight_decay, seed
         self.rule: Rule = rule or AdamW()
         if not norm >= 1:
             raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
@@ -90,6 +92,8 @@ class ParallelAMPOptimizer:
         self.world, self.device = Axis.world(mesh), device_of(mesh)
         if mesh is None:  # wherever the model is
             self.device = next((p.device for p in parameters_of(parts)), self.device)
+        plan, self.marked = self._understood(parts, plan, groups)  # the latter: logical names
+        self.plan = plan
         self.kernels = self._native() if native else None
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
@@ -98,20 +102,20 @@ class ParallelAMPOptimizer:
         _require_fitting(parts, self.tp.size)
         self.buffers: list[list[Buffer]] = []  # by model chunk
         self._tied: list[tuple[Buffer, Axis]] = []
-        taken: set[nn.Parameter] = set()
+        taken, wide = set[nn.Parameter](), parameters_of_marked(parts)
         for part in parts:
             mine = [p for p in parameters_of([part]) if p not in taken]
             taken.update(mine)
             self.buffers.append([self._adopt(alike, axes, groups) for alike in _buckets(mine, plan, bucket)])
             for frozen in (p for p in part.parameters() if not p.requires_grad):
-                held = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
+                named = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
+                held = plan.sensitive if frozen in wide else named
                 frozen.data = frozen.data.to(self.device, held)
             for table in part.buffers():  # of models of the user's own; ours have none
                 table.data = table.data.to(self.device)
         self._in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
         for one in (one for buffer in self._in_codes for one in buffer.owned):
             one.held.state.renew = self._renew
-        require_used(groups, self.all_buffers(), self.world, self.device)
         self._slices = [
             (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
         ]
@@ -121,6 +125,15 @@ class ParallelAMPOptimizer:
         self._agreement = Agreement(self.pp, self.world, norm, self.device)
         count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
         self.num_elements = int(self.world.sum_(count).item())
+
+    def _understood(
+        self, parts: Sequence[nn.Module], plan: PrecisionPlan, groups: Sequence[Group]
+    ) -> tuple[PrecisionPlan, tuple[str, ...]]:
+        """The plan with what is marked FP32, and that. Raises UserError for patterns that match nothing anywhere."""
+        names = sorted({n.name for p in _laid_out(parts) for n in layout_of(p).parts})
+        require_used("precision.keep_fp32", plan.keep_fp32, names, self.world, self.device)
+        require_used("optimizer.groups", [group.pattern for group in groups], names, self.world, self.device)
+        return keeping_marked(parts, plan, self.world, self.device)
 
     def _adopt(
         self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], groups: Sequence[Group]
@@ -353,6 +366,11 @@ class ParallelAMPOptimizer:
             offenders=offenders,
             stop=stops > 0,
         )
+
+
+def _laid_out(parts: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """All parameters that have a layout, also those that are not trained."""
+    return (parameter for part in parts for parameter in part.parameters() if has_layout(parameter))
 
 
 def _require_fitting(parts: Sequence[nn.Module], tp: int) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaprec.nested import mapped, tensors
+
 
 @dataclass(frozen=True)
 class Glance:
@@ -117,17 +119,17 @@ class Trace(AbstractContextManager["Trace"]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         caller = self._running[-1] if self._running else None
         self._running.append(path)
-        looks = [self.look(f"input of {_shown(path)}", tensor, caller) for tensor in _tensors((args, kwargs))]
+        looks = [self.look(f"input of {_shown(path)}", tensor, caller) for tensor in _inputs((args, kwargs))]
         self._given[path] = max(looks, default=0.0)
         watch = partial(self._watched, hook=partial(self._input_gradient, path))
-        return _mapped(args, watch), _mapped(kwargs, watch)
+        return mapped(args, watch), mapped(kwargs, watch)
 
     def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self._running.pop()
         caller = self._running[-1] if self._running else None
-        for tensor in _tensors(output):
+        for tensor in filter(Tensor.is_floating_point, tensors(output)):
             self.look(f"output of {_shown(path)}", tensor, path)
-        return _mapped(output, partial(self._watched, hook=partial(self._output_gradient, path, caller)))
+        return mapped(output, partial(self._watched, hook=partial(self._output_gradient, path, caller)))
 
     def _watched(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
         """The tensor under an identity of its own, for what enters a module may be used elsewhere too."""
@@ -162,22 +164,8 @@ def _shown(path: str) -> str:
     return path or "the model"
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All floating-point tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested tuples, lists and dicts with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(item, change) for item in value)
-    return value
+def _inputs(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors that a module is given; not a number beside them, such as the loss scale."""
+    for tensor in tensors(value):
+        if tensor.is_floating_point() and (tensor.dim() or tensor.requires_grad):
+            yield tensor

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import Axis, device_of, sent
+from megaprec.errors import UserError
 from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.fp8.state import FP8State
 from megaprec.gathered import everyones
@@ -36,6 +37,7 @@ from parallel.context import Context
 from parallel.dropout import Place
 from parallel.executor import Executor
 from parallel.links import Links
+from parallel.marked import compute_marked_in_fp32
 from parallel.recompute import KEEP, Recompute
 from parallel.recording import Recording
 from parallel.schedule import Instruction, Message, Op, Schedule, forward_only
@@ -118,6 +120,8 @@ class Engine:
         context = Context(plan, self.tp, sequence, seed, recompute=recompute, fp8=self.fp8)
         cut = cuts(config, self.last + 1, seq_length, layers, schedule.rank_of_stage, recompute)
         self.stages = build(config, context, cut, schedule.rank_of_stage, self.pp.rank, make_stage)
+        for stage in self.stages.values():
+            compute_marked_in_fp32(stage, plan)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)
@@ -130,7 +134,13 @@ class Engine:
         self._shared_ends = config.tied and ends == {self.pp.rank} and self.last > 0
         self._deferred = context.deferred
         self._train = Executor(
-            train, links, self._forward, self._reduce, deferred=self._deferred, complete=self._complete
+            train,
+            links,
+            self._forward,
+            self._reduce,
+            deferred=self._deferred,
+            complete=self._complete,
+            after=self._after,
         )
         self._evaluate = Executor(evaluate, links, self._forward)
 
@@ -170,6 +180,7 @@ class Engine:
         """
         if self.last:
             raise ValueError(f"a micro-batch is examined on one stage, not on {self.last + 1}")
+        self._require_steady_scales("look at a micro-batch alone")
         self._running = self._begin(share, number, torch.tensor(scale, device=self.device))
         self.fp8.roll()  # the step that this is of has done so
         with self._gradients_aside(), self.fp8.replayed(), Trace(self.stages[0]) as trace:
@@ -186,6 +197,7 @@ class Engine:
         that the step comes to is changed. Takes as much memory as the gradients of weights in FP8. Collective over the
         whole mesh.
         """
+        self._require_steady_scales("compare a micro-batch with itself")
         self.fp8.roll()  # or the step would begin so
         optimizer, names = self.optimizer, self.fp8.narrow
         with self._gradients_aside(), self.fp8.autocast(enabled=False):
@@ -199,6 +211,12 @@ class Engine:
             found = compared(wide, narrow, counts, (self.tp, self.dp))
         loss, wide_loss = optimizer.world.sum_(torch.stack([loss, wide_loss])).unbind()
         return Shadow.of(loss.item(), wide_loss.item(), everyones(found, optimizer.world, self.device))
+
+    def _require_steady_scales(self, what: str) -> None:
+        if self.fp8.by_microbatch:
+            raise UserError(
+                f'fp8.history = "te": to {what} is not possible, for its scales come of others; "step" would do'
+            )
 
     def _first_alone(self, share: Share, number: int) -> Tensor:
         """Runs the first micro-batch, forward and backward, through all stages; returns this rank's part of its loss.
@@ -242,6 +260,7 @@ class Engine:
         onset = Onset(offenders, self.optimizer.all_buffers(), self._running.loss)
 
         def after(i: Instruction) -> None:
+            self._after(i)
             if Message.of(i) is None:
                 onset.look(i.microbatch * self.dp.size + self.dp.rank)
 
@@ -309,6 +328,11 @@ class Engine:
         stage is done: they are reduced by the optimizer's step, which takes what is left."""
         if not (stage == 0 and self._shared_ends):
             self.optimizer.reduce(self._chunk[stage])
+
+    def _after(self, i: Instruction) -> None:
+        """Where FP8's histories advance with each micro-batch, they do after its passes."""
+        if i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+            self.fp8.advance()
 
     def _complete(self, stage: int) -> None:
         if not (stage == 0 and self._shared_ends):

@@ -1,10 +1,11 @@
 """What every parallel layer is told about where it runs, as one frozen value."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from megaprec.comm import Axis
+from megaprec.errors import UserError
 from megaprec.fp8.gemm import FP8Gemm
 from megaprec.fp8.state import FP8State
 from megaprec.fp8.weights import Held, hold
@@ -35,6 +36,11 @@ class Context:
     def __post_init__(self) -> None:
         if self.plan.fp8 != self.fp8.recipe:
             raise ValueError("products of the plan are in FP8: give the context the FP8State of the same recipe")
+        if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
+            raise UserError(
+                'fp8.history = "te" moves scales on before a layer is made again: recompute modules and no layers, or '
+                'use "step"'
+            )
 
     def products(self, weight: nn.Parameter) -> Products:
         """Who makes the products with a layer's weight [n, k]. What comes out is activations."""
@@ -55,6 +61,12 @@ class Context:
         """The same for what comes out as logits, which stay in the dtype of the products; never FP8."""
         dtype = self.plan.computes(name)
         return Gemm(dtype, dtype, self.plan.tf32, grad_scale)
+
+    def in_fp32(self) -> "Context":
+        """The same for layers that are held and compute in the sensitive dtype throughout."""
+        wide = self.plan.sensitive
+        plan = replace(self.plan, compute=wide, residual=wide, keep_fp32=("*",), fp8=None)
+        return replace(self, plan=plan, fp8=FP8State())
 
     @property
     def cut_sequence(self) -> bool:

@@ -24,11 +24,12 @@ class RMSNorm(nn.Module):
 
     def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5, own: bool = False) -> None:
         super().__init__()
-        self.eps, self.sensitive, self.out = eps, context.plan.sensitive, context.plan.compute
+        self.context, self.eps = context, eps
         self.weight = vector(context, f"{name}.weight", hidden, 1.0, own)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Normalize.apply(x, self.weight, self.eps, self.sensitive, self.out)
+        plan = self.context.plan
+        return _Normalize.apply(x, self.weight, self.eps, plan.sensitive, plan.compute)
 
 
 class _Normalize(torch.autograd.Function):
@@ -62,13 +63,14 @@ class LayerNorm(nn.Module):
 
     def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps, self.sensitive, self.out = eps, context.plan.sensitive, context.plan.compute
+        self.context, self.eps = context, eps
         self.weight = vector(context, f"{name}.weight", hidden, 1.0)
         self.bias = vector(context, f"{name}.bias", hidden, 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = Widen.apply(self.weight, self.sensitive), Widen.apply(self.bias, self.sensitive)
-        return F.layer_norm(x.to(self.sensitive), weight.shape, weight, bias, self.eps).to(self.out)
+        plan = self.context.plan
+        weight, bias = Widen.apply(self.weight, plan.sensitive), Widen.apply(self.bias, plan.sensitive)
+        return F.layer_norm(x.to(plan.sensitive), weight.shape, weight, bias, self.eps).to(plan.compute)
 
 
 def vector(context: Context, name: str, hidden: int, value: float, own: bool = False) -> nn.Parameter:

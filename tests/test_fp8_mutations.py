@@ -46,9 +46,9 @@ def evaluations_record(patch: pytest.MonkeyPatch) -> None:
 
 
 def casts_of_weights_live_on(patch: pytest.MonkeyPatch) -> None:
-    def cast_of(self: FP8State, name: str, weight: Tensor, make: Callable[[], Any]) -> Any:
+    def cast_of(self: FP8State, name: str, weight: Tensor, moment: int, make: Callable[[], Any]) -> Any:
         if name not in self._casts:
-            self._casts[name] = 0, make()
+            self._casts[name] = (0, 0), make()
         return self._casts[name][1]
 
     patch.setattr(FP8State, "cast_of", cast_of)

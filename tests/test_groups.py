@@ -93,6 +93,19 @@ def test_state_is_taken_over_by_name_into_other_groups() -> None:
     require_close(assemble([rank[2] for rank in ranks]), expected([GROUPS, GROUPS, OTHERS, OTHERS]))
 
 
+def refuse_kept(mesh: DeviceMesh) -> list[str]:
+    make_optimizer(mesh, Case(plan={"keep_fp32": ("output.bias", "norm.weight")}))
+    with pytest.raises(UserError) as raised:
+        make_optimizer(mesh, Case(plan={"keep_fp32": ("outptu.bias", "norm.*", "*norm.bias", "*norm.weight")}))
+    return str(raised.value).splitlines()
+
+
+def test_a_part_to_keep_in_fp32_that_matches_nothing_is_refused_on_every_rank() -> None:
+    for (said,) in run_ranks(refuse_kept, {"pp": 2}):
+        assert said.startswith('precision.keep_fp32: pattern "outptu.bias" matches no parameter')
+        assert said.endswith("did you mean output.bias?")
+
+
 def refuse(mesh: DeviceMesh) -> list[str]:
     """What is said on this rank; a pattern that matches on another stage only is fine."""
     make_optimizer(mesh, Case(options={"groups": [Group("output.bias"), Group("norm.weight")]}))
@@ -105,7 +118,7 @@ def test_a_pattern_that_matches_nothing_is_refused_on_every_rank() -> None:
 
     for said in run_ranks(refuse, {"pp": 2}):
         assert len(said) == 2
-        assert said[0].startswith('optimizer.groups: pattern "Norm.*" matches no parameter; logical names are like ')
+        assert said[0].startswith('optimizer.groups: pattern "Norm.*" matches no parameter; names are like ')
         assert said[1].startswith('optimizer.groups: pattern "bias" matches no parameter')
 
 

@@ -220,6 +220,21 @@ def test_a_run_in_a_dialect_trains_as_the_same_run_in_native_keys(tmp_path: Path
     assert records[0][0]["loss_scale"] == 1024
 
 
+def test_a_run_in_internevos_words_trains_as_the_same_run_in_native_keys(tmp_path: Path) -> None:
+    """The first has no [model]; the second is what the first one came to, as its folder says."""
+    file = write_run(tmp_path)
+    head, _, rest = file.read_text().partition("[model]")
+    bare = tmp_path / "bare.toml"
+    bare.write_text(head + rest[rest.index("[", 1) :])
+    words = ["dtype=torch.bfloat16", "num_layers=2", "hidden_size=32", "num_attention_heads=2", "mlp_ratio=2.0"]
+    keys = [f"precision.internevo.{word}" for word in words]
+    theirs = train_on(bare, *keys, f"train.folder={tmp_path}/theirs", tensor=2)
+    native = theirs / "run.toml"
+    assert "[precision.internevo" not in native.read_text()
+    assert steps(theirs) == steps(train_on(native, f"train.folder={tmp_path}/ours", tensor=2))
+    assert steps(theirs)[-1]["loss"] < steps(theirs)[0]["loss"]
+
+
 MODES = {
     "nxd": "nxd={}",
     "nxd_legacy": "nxd.optimizer_config.zero_one_enabled=false",

@@ -325,6 +325,30 @@ def test_every_key_is_described_in_a_line_with_its_default() -> None:
     assert tomllib.loads(f"x = {lines['train.folder'].split()[1]}") == {"x": "runs/default"}
 
 
+def test_a_part_to_keep_in_fp32_that_matches_no_parameter_is_found_before_launch(run_file: Path) -> None:
+    def kept(*patterns: str) -> list[str]:
+        return [f"precision.keep_fp32={list(patterns)}".replace("'", '"')]
+
+    load_run(run_file, kept("embedding.*", "layers.1.attention.query.weight", "*norm.weight"))
+    with pytest.raises(UserError) as found:
+        load_run(run_file, kept("*norm.weight", "layer.0.mlp.gate.weight", "head"))
+    first, second = found.value.problems
+    assert first.startswith(
+        'precision.keep_fp32: pattern "layer.0.mlp.gate.weight" matches no parameter; names are like'
+    )
+    assert first.endswith("did you mean layers.0.mlp.gate.weight?")
+    assert second.startswith('precision.keep_fp32: pattern "head" matches no parameter')
+    load_run(run_file, [*kept("mine.*"), "model.factory=my.py:build", "log.sample="])  # its names are not known yet
+
+
+def test_the_two_patterns_of_norms_are_one_for_norms_without_biases(run_file: Path) -> None:
+    """Dialects and their translations say both of them, whatever norms a model has."""
+    load_run(run_file, ['precision.keep_fp32=["*norm.weight", "*norm.bias"]'])
+    load_run(run_file, ["precision.internevo.dtype=torch.bfloat16", "precision.internevo.use_fp32_norm=true"])
+    with pytest.raises(UserError, match=r'"\*norm\.bias" matches no parameter'):
+        load_run(run_file, ['precision.keep_fp32=["*norm.bias"]'])
+
+
 def test_a_group_that_matches_no_parameter_is_found_before_launch(run_file: Path) -> None:
     def groups(*patterns: str) -> list[str]:
         return ["optimizer.groups=[" + ", ".join(f'{{pattern = "{p}", lr = 2.0}}' for p in patterns) + "]"]

@@ -1,14 +1,21 @@
 """Wrappers for any torch module: what is cast, what is never rounded, and what comes out."""
 
+from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megaprec.comm import Axis
+from megaprec.errors import UserError
+from megaprec.layout import attach_whole
+from megaprec.modes import ParallelMode
 from megaprec.plan import plan
+from megaprec.tf32 import tf32
 from megaprec.wrap import NaiveAMPModel, PlannedModel, mark_fp32, set_fp32_attr_to_module
 from tests.ranks import run_ranks
 
@@ -129,6 +136,27 @@ def test_a_dtype_that_is_none_is_refused() -> None:
         NaiveAMPModel(Seen(), dtype=torch.int8)
 
 
+@pytest.mark.parametrize("name", ["torch.float16", "torch.half", "torch.bfloat16", "torch.float32"])
+def test_a_dtype_may_be_the_string_of_a_configuration(name: str) -> None:
+    """internlm/initialize/launch.py takes these four and torch.tf32."""
+    model = NaiveAMPModel(Seen(), dtype=name)
+    assert {p.dtype for p in model.parameters()} == {model.dtype} == {getattr(torch, name.removeprefix("torch."))}
+
+
+def test_torch_tf32_is_fp32_and_allows_tf32() -> None:
+    with tf32(False):
+        model = NaiveAMPModel(Seen(), dtype="torch.tf32")
+        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["torch.bf16", "float8", 16, None, torch.float64])
+def test_a_dtype_of_no_model_is_refused_in_one_line(dtype: Any) -> None:
+    with pytest.raises(UserError, match=r"dtype = .*torch\.bfloat16.*torch\.tf32") as refused:
+        NaiveAMPModel(Seen(), dtype=dtype)
+    assert len(refused.value.problems) == 1
+
+
 def test_gradients_of_both_precisions_arrive() -> None:
     inner = Seen()
     set_fp32_attr_to_module(inner.second)
@@ -168,6 +196,134 @@ def test_floating_buffers_are_averaged_over_their_axis_in_training_and_once_in_e
         assert other == [float(rank)]
 
 
+class Foreign(Enum):
+    """Members with names of InternEvo's modes and values of their own."""
+
+    DATA = auto()
+    TENSOR = auto()
+    GLOBAL = auto()
+
+
+def _mean_of_ranks(**arguments: Any) -> float:
+    """What a buffer that is the rank's number comes to by one forward pass."""
+    inner = Seen()
+    inner.table.fill_(float(dist.get_rank()))  # type: ignore[operator]
+    NaiveAMPModel(inner, dtype=torch.float32, **arguments)(torch.ones(1, 4))
+    return inner.table[0].item()  # type: ignore[index]
+
+
+# By what it is called: how the group is given, and the dims of the mesh that it runs along.
+GROUPS: dict[str, tuple[Callable[[DeviceMesh], dict[str, Any]], tuple[str, ...]]] = {
+    "default": (lambda mesh: {"mesh": mesh}, ("dp",)),
+    "member": (lambda mesh: {"mesh": mesh, "parallel_mode": ParallelMode.TENSOR}, ("tp",)),
+    "foreign": (lambda mesh: {"mesh": mesh, "parallel_mode": Foreign.TENSOR}, ("tp",)),
+    "name": (lambda mesh: {"mesh": mesh, "parallel_mode": "PIPELINE"}, ("pp",)),
+    "value": (lambda mesh: {"mesh": mesh, "parallel_mode": "pipe"}, ("pp",)),
+    "dotted": (lambda mesh: {"mesh": mesh, "parallel_mode": "ParallelMode.DATA"}, ("dp",)),
+    "dim of the mesh": (lambda mesh: {"mesh": mesh, "parallel_mode": "tp"}, ("tp",)),
+    "model": (lambda mesh: {"mesh": mesh, "parallel_mode": ParallelMode.MODEL}, ("pp", "tp")),
+    "global": (lambda mesh: {"parallel_mode": "global"}, ("pp", "dp", "tp")),
+    "one dim": (lambda mesh: {"parallel_mode": mesh["dp"]}, ("dp",)),
+    "process group": (lambda mesh: {"parallel_mode": mesh.get_group("tp")}, ("tp",)),
+    "axis": (lambda mesh: {"parallel_mode": Axis.of(mesh, "pp")}, ("pp",)),
+}
+
+
+def _means(mesh: DeviceMesh) -> dict[str, float]:
+    return {name: _mean_of_ranks(**arguments(mesh)) for name, (arguments, _) in GROUPS.items()}
+
+
+def _refused(mesh: DeviceMesh) -> dict[str, str]:
+    """The one line with which each is refused in a world that is cut; empty if it is not."""
+    said = {}
+    for name, arguments in {
+        "default": {},
+        "mesh": {"parallel_mode": mesh},
+        "nameless": {"mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("all",))},
+        "zero1": {"parallel_mode": "zero1", "mesh": mesh},
+        "unknown": {"parallel_mode": "dataa"},
+        "number": {"parallel_mode": 3},
+        "off": {"sync_buffer": False},
+    }.items():
+        try:
+            NaiveAMPModel(Seen(), **arguments)  # type: ignore[arg-type]
+            said[name] = ""
+        except UserError as error:
+            (said[name],) = error.problems
+    later = NaiveAMPModel(Seen(), sync_buffer=False)
+    with pytest.raises(UserError):
+        later.sync_buffer = True
+    return said
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"dp": 2, "tp": 2}])
+def test_every_way_to_name_a_group_averages_over_that_group(axes: dict[str, int]) -> None:
+    sizes = [axes.get(name, 1) for name in ("pp", "dp", "tp")]
+    ranks = torch.arange(4.0).view(sizes)
+    for rank, found in enumerate(run_ranks(_means, axes)):
+        for name, (_, dims) in GROUPS.items():
+            mean = ranks.mean([("pp", "dp", "tp").index(dim) for dim in dims], keepdim=True)
+            assert found[name] == mean.expand_as(ranks).flatten()[rank].item(), name
+
+
+def test_a_group_that_cannot_be_known_is_refused_and_never_left_out_in_silence() -> None:
+    for said in run_ranks(_refused, {"dp": 2, "tp": 2}):
+        assert said.pop("off") == ""
+        assert "ParallelMode.DATA" in said["default"] and "mesh = the mesh" in said["default"]
+        assert "3 dims" in said["mesh"]
+        assert "dims all" in said["nameless"]
+        assert "ParallelMode.ZERO1" in said["zero1"]
+        assert "did you mean data" in said["unknown"]
+        assert "ZERO3_DP" in said["number"]
+
+
+def _plain(mesh: DeviceMesh) -> list[Any]:
+    """In a world of two that was joined again, so that nothing has cut it: the means, then what a cut model meets."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.PrefixStore("again", store))
+    means = [_mean_of_ranks(), _mean_of_ranks(parallel_mode="data"), _mean_of_ranks(parallel_mode=Foreign.GLOBAL)]
+    with pytest.raises(UserError, match=r"ParallelMode\.TENSOR: without a mesh"):
+        NaiveAMPModel(Seen(), parallel_mode=Foreign.TENSOR)
+    cut = Seen()
+    attach_whole(cut, Axis("tp", rank, 2, dist.group.WORLD))
+    with pytest.raises(UserError, match="the model over ranks"):
+        NaiveAMPModel(cut)
+    return means
+
+
+def test_in_a_world_that_nothing_cuts_the_default_is_all_ranks() -> None:
+    assert run_ranks(_plain, {"dp": 2}) == [[0.5, 0.5, 0.5]] * 2
+
+
+def test_alone_every_mode_is_this_rank_and_buffers_stay_as_they_are() -> None:
+    for mode in ParallelMode:
+        model = NaiveAMPModel(Seen(), parallel_mode=mode)
+        assert not model.sync_buffer
+
+
+def _kinds_of_buffers(mesh: DeviceMesh) -> dict[str, Tensor]:
+    model = Seen()
+    rank = dist.get_rank()
+    model.register_buffer("fine", torch.full((2,), THIRD + rank, dtype=torch.float64))
+    model.register_buffer("turn", torch.full((2,), complex(rank, -rank)))
+    model.register_buffer("none", None)
+    NaiveAMPModel(model, dtype=torch.float32, parallel_mode=mesh["dp"], sync_buffer=True)
+    wrapped = NaiveAMPModel(nn.Identity(), dtype=torch.float32, parallel_mode=mesh["dp"])
+    model.fine = torch.full((2,), THIRD + rank, dtype=torch.float64)
+    wrapped.model = model
+    wrapped(torch.ones(1, 4))
+    return dict(model.named_buffers())
+
+
+def test_buffers_of_doubles_and_complex_numbers_are_averaged_as_such() -> None:
+    for buffers in run_ranks(_kinds_of_buffers, {"dp": 2}):
+        assert torch.equal(buffers["fine"], torch.full((2,), THIRD + 0.5, dtype=torch.float64))
+        assert torch.equal(buffers["turn"], torch.full((2,), complex(0.5, -0.5)))
+        assert buffers["count"].item() == 7
+
+
 def test_patterns_mark_the_modules_whose_parameters_they_name() -> None:
     inner = Seen()
     mark_fp32(inner, ("second.*",))
@@ -184,6 +340,11 @@ def test_a_planned_model_has_the_dtypes_of_its_plan(inputs: str, arrives: torch.
     assert (inner.second.weight.dtype, inner.table.dtype) == (torch.float32, torch.float32)
     assert model(torch.ones(1, 4)).dtype == torch.float16
     assert inner.seen[0] == arrives
+
+
+def test_a_pattern_of_a_plan_that_matches_no_parameter_is_refused() -> None:
+    with pytest.raises(UserError, match=r'"secnd.weight" matches no parameter.*did you mean second\.weight\?'):
+        PlannedModel(Seen(), plan("bf16", keep_fp32=("first.*", "secnd.weight")))
 
 
 def test_inner_modules_cast_what_they_are_given_if_the_plan_says_so() -> None:

@@ -6,15 +6,15 @@ known. Every problem is a line: which key, its value, why it cannot be and the n
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel
 
 from megaprec.data.blend import shares
-from megaprec.errors import UserError, did_you_mean
+from megaprec.errors import UserError
 from megaprec.lr import LRSchedule
+from megaprec.patterns import matched, unmatched
 from megaprec.rules import Rule, rule
 from megaprec.scaler import make_scaler
 from models.config import ModelConfig
@@ -95,6 +95,22 @@ def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterato
         )
 
 
+def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
+    """What takes a step's scales to be the same in all of its micro-batches."""
+    if fp8.kind == "none" or fp8.history == "step":
+        return
+    if parallel.recompute_fraction or parallel.recompute_layers:
+        yield (
+            'fp8.history "te" moves scales on before a layer is made again: parallel.recompute = "none" or "selective" '
+            'would do, or fp8.history "step"'
+        )
+    if fp8.shadow_every:
+        yield (
+            f'fp8.shadow_every = {fp8.shadow_every} takes the first micro-batch once more, with fp8.history "te" by '
+            'other scales: 0 would do, or fp8.history "step"'
+        )
+
+
 def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
     if not optimizer.native:
         return
@@ -105,15 +121,14 @@ def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
         )
 
 
-def _groups(optimizer: Optimizer, model: ModelConfig, data: Data) -> Iterator[str]:
+def _patterns(optimizer: Optimizer, precision: Precision, model: ModelConfig, data: Data) -> Iterator[str]:
     """Each pattern means a parameter; those of a model of the user's own are known to the ranks alone."""
-    if not optimizer.groups or model.factory:
+    groups = [group.pattern for group in optimizer.groups]
+    if model.factory or not (groups or precision.keep_fp32):
         return
     names = [*logical_tensors(model if model.vocab else model.with_vocab(data.vocab_size))]
-    for pattern in (group.pattern for group in optimizer.groups):
-        if not any(fnmatchcase(name, pattern) for name in names):
-            like = f"names are like {names[0]} and {names[-1]}"
-            yield f'optimizer.groups: pattern "{pattern}" matches no parameter; {like}{did_you_mean(pattern, names)}'
+    for key, patterns in (("optimizer.groups", groups), ("precision.keep_fp32", precision.keep_fp32)):
+        yield from unmatched(key, patterns, matched(patterns, names), names)
 
 
 def _zero(parallel: Parallel) -> Iterator[str]:
@@ -321,9 +336,10 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _kind_of_scale,
     _scale,
     _rule,
-    _groups,
+    _patterns,
     _zero,
     _recompute,
     _validation,
+    _history,
     _native,
 )

@@ -106,7 +106,8 @@ def _stage(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
 
 
 def _recipe(recipe: FP8Recipe) -> str:
-    history = f", history {recipe.history_length}" if recipe.kind == "delayed" else ""
+    passes = " micro-batches" if recipe.history == "te" else ""
+    history = f", history {recipe.history_length}{passes}" if recipe.kind == "delayed" else ""
     calibrated = "".join(
         [
             ", only recorded" if recipe.calibrating else "",

@@ -28,7 +28,8 @@ SCALING = {
     "hysteresis": "hysteresis",
     "hysteresis_refill": "hysteresis_refill",
 }  # key of [precision] -> field of LossScaling
-BESIDE = ("precision.patience", "precision.on_nonfinite", "fp8.backend")  # native keys that no dialect has words for
+BESIDE = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
+"""Native keys that no dialect has words for."""
 _DEVIANT: Mapping[str, tuple[str, ...]] = {
     "remainders": ("precision.masters",),
     "sensitive": (),

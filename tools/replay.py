@@ -53,6 +53,11 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
             f"step {event['step']} had {event['num_samples']} samples, but train.global_batch is "
             f"{saved.train.global_batch} in {folder}: the run was changed since, so its steps cannot be taken again"
         )
+    if saved.fp8.kind == "delayed" and saved.fp8.history == "te":
+        raise UserError(
+            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: its steps cannot be taken '
+            "again on one process; leave --replay out"
+        )
     config = _alone(saved, folder)
     corpus, start = open_kept(config), _start(config.checkpoint_folder, event["step"])
     host = config.train.device == "cpu" or config.optimizer.native  # as the run itself was

@@ -219,8 +219,14 @@ class FP8(Table):
         default="hybrid", description="hybrid: gradients in E5M2, the rest in E4M3; e4m3: all in E4M3"
     )
     margin: int = Field(default=0, description="delayed scales are 2^margin lower than the largest magnitude asks for")
-    history_length: int = Field(default=1024, gt=0, description="passes that a delayed scale looks back on")
+    history_length: int = Field(
+        default=1024, gt=0, description="steps, or passes of micro-batches, that a delayed scale looks back on"
+    )
     amax_algo: Literal["max", "most_recent"] = Field(default="max", description="which of them decides it")
+    history: Literal["step", "te"] = Field(
+        default="step",
+        description="when delayed scales move on; te: with each micro-batch, as Transformer Engine's, not each step",
+    )
     reduce_amax: bool = Field(default=True, description="ranks agree on delayed scales")
     reduce_over: Literal["world", "stage"] = Field(default="world", description="which ranks do")
     power_2_scales: bool = Field(default=False, description="scales are rounded down to powers of two")

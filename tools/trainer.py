@@ -41,7 +41,7 @@ from tools.shadow import shadow_event, shadow_fields
 from tools.skips import Hopeless, overflow_event
 from tools.stopping import Stopped, listening
 from tools.trace import TIMELINE, write_trace
-from tools.write import print_memory, print_start
+from tools.write import print_marked, print_memory, print_start
 
 
 def optimizer_options(config: RunConfig) -> dict[str, Any]:
@@ -116,6 +116,7 @@ class Trainer:
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
             print_memory(self.engine.optimizer)
+            print_marked(self.engine.optimizer)
             if self.progress.step < self.config.train.steps:  # else run.toml would be untrue of those taken
                 self.config.save_resolved(Path(self.config.train.folder))
         with listening(self._ask_to_stop):

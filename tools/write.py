@@ -82,6 +82,13 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
         print(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
 
 
+def print_marked(optimizer: ParallelAMPOptimizer) -> None:
+    """Which parameters a model of the user's own has marked to stay FP32, if any."""
+    if names := optimizer.marked:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        print(f"marked     {shown}: held and computed in FP32 (set_fp32_attr_to_module)")
+
+
 def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool) -> str:
     whole, cut = optimizer.plan.bytes_per_parameter(len(optimizer.rule.names), in_fp8)
     ranks = optimizer.shards.size

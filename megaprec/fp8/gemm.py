@@ -10,7 +10,9 @@ which are one and the same where a tensor has one scale. What is kept of x until
 a byte an element.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,8 +31,8 @@ from megaprec.gemm import Factor, Gemm
 class FP8Gemm:
     """`Products` with one weight: in FP8 where the autocast of their forward pass says so, else as `wide` makes them.
 
-    cut: the dim of the weight that is cut over tp. held: of a weight that is kept in FP8 alone. Output and gradient of
-    the input are in the wide dtypes.
+    cut: the dim of the weight that is cut over tp. held: of a weight that is kept in FP8 alone. scales, moment: those
+    of the forward pass, where they change within a step. Output and gradient of the input are in the wide dtypes.
     """
 
     state: FP8State
@@ -39,10 +41,16 @@ class FP8Gemm:
     wide: Gemm
     held: Held | None = None
     scope: Scope = OFF
+    scales: Mapping[Role, Tensor] = field(default_factory=dict)
+    moment: int = 0
 
     def now(self) -> "FP8Gemm":
-        """Those of the present autocast; their backward pass may come after it."""
-        return replace(self, scope=self.state.scope)
+        """Those of the present autocast; their backward pass may come after it, and after scales have moved on."""
+        if not self.state.by_microbatch:
+            return replace(self, scope=self.state.scope)
+        roles: tuple[Role, ...] = ("input", "weight")
+        scales = {role: self.state.scale(self.reach.name, role).clone() for role in roles}
+        return replace(self, scope=self.state.scope, scales=scales, moment=self.state.moment)
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
         """x [m, k], weight [n, k] -> y [m, n], and what `keep` keeps of x."""
@@ -52,14 +60,14 @@ class FP8Gemm:
                 self._record(weight, "weight")
             return self.wide.forward(x, self._widened(weight))
         codes, turned = self._codes(x, "input")
-        y = multiply(codes, self._weight(weight)[0], self.wide.out, fast=True, backend=self._recipe.backend)
+        y = multiply(codes, self._weight(weight, first=True)[0], self.wide.out, fast=True, backend=self._recipe.backend)
         return y, self._kept(x, turned)
 
     def keep(self, x: Tensor) -> Factor:
         """x.T in codes; x itself where the gradient of the weight is not made in FP8."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             return (x,)
-        return self._kept(x, self._codes(x, "input")[1])
+        return self._kept(x, self._casts_of(x, "input")[1])
 
     def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
         """grad [m, n], as the input's gradient and as the weight's needs it."""
@@ -95,12 +103,13 @@ class FP8Gemm:
         assert self.state.recipe is not None
         return self.state.recipe
 
-    def _weight(self, weight: Tensor) -> Casts:
-        return self.state.cast_of(self.reach.name, weight, lambda: self._casts(weight.detach()))
+    def _weight(self, weight: Tensor, first: bool = False) -> Casts:
+        make = partial(self._casts, weight.detach(), first)
+        return self.state.cast_of(self.reach.name, weight, self.moment, make)
 
-    def _casts(self, weight: Tensor) -> Casts:
+    def _casts(self, weight: Tensor, first: bool) -> Casts:
         if self.held is None or not self._kept_in_codes(weight):
-            return self._codes(weight, "weight")
+            return self._codes(weight, "weight") if first else self._casts_of(weight, "weight")
         codes = self.held.codes(weight)
         return codes, codes.t()
 
@@ -114,11 +123,16 @@ class FP8Gemm:
         return self.held is not None and weight.dtype == self.held.dtype
 
     def _codes(self, x: Tensor, role: Role) -> Casts:
-        """x and its transpose in codes; the amax is recorded, or agreed on, as the recipe says."""
+        """`_casts_of` where the tensor is seen first in a pass: then its amax is recorded."""
+        if self._recipe.kind == "delayed":
+            self._record(x, role)
+        return self._casts_of(x, role)
+
+    def _casts_of(self, x: Tensor, role: Role) -> Casts:
+        """x and its transpose in codes; a current amax is agreed on as the recipe says."""
         recipe, scale, agree = self._recipe, None, None
         if recipe.kind == "delayed":
-            self._record(x, role)
-            scale = self.state.scale(self.reach.name, role)
+            scale = self.scales[role] if role in self.scales else self.state.scale(self.reach.name, role)
         elif {"input": self.cut == 1, "gradient": self.cut == 0, "weight": self.cut is not None}[role]:
             agree = self._agree if self.state.tp.size > 1 else None
         casts = quantize_both(x, recipe, role, scale=scale, agree=agree)

@@ -5,7 +5,8 @@ later ones. One bank holds all tensors of a pipeline stage, a column each, so th
 single collective, whatever the order in which their modules ran.
 
 A step is what Transformer Engine calls an outermost autocast: however many micro-batches it has, the history advances
-once, after it. Whoever evaluates or recomputes does not record.
+once, after it. Whoever evaluates or recomputes does not record. By the recipe's `history = "te"` a pass of a
+micro-batch is a step, and an amax that is not finite stays in the window, of which no scale is made while it does.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,12 +46,14 @@ class AmaxHistory:
 
         agree: takes the largest of a float32 [n] over the ranks that share these tensors, in place. A tensor that did
         not run on any rank, or that was all zeros, neither advances nor changes its scale; nor does one that was not
-        finite, which `overflowed` then says.
+        finite, which `overflowed` then says, but in Transformer Engine's way it advances.
         """
         self.now.nan_to_num_(torch.inf, torch.inf)  # a maximum over ranks need not keep a NaN
         agree(self.now)
         self.overflowed.copy_(self.now.isinf())
-        moves = (self.now > 0) & ~self.overflowed
+        moves = self.now > 0
+        if self.recipe.history == "step":
+            moves &= ~self.overflowed
         self.history.copy_(torch.where(moves, torch.cat([self.history[1:], self.now[None]]), self.history))
         scale = scale_of(self._amax(), self._limits, self.scale, self.recipe.power_2_scales)
         self.scale.copy_(torch.where(moves, scale, self.scale))

@@ -29,6 +29,9 @@ class FP8Recipe:
     margin: delayed scales are 2**margin lower than what the amax asks for, which leaves room for it to grow.
     history_length: amaxes that a delayed scale looks back on; amax_algo: which of them decides it, or what makes one
     [n] of the histories of n tensors [length, n], the newest last.
+    history: when delayed histories advance. "step": after a step, whose micro-batches share their scales. "te": after
+    each forward pass of a micro-batch, and gradients' after each backward pass, as in Transformer Engine; and an amax
+    that is not finite stays in the window, and its scale as it is while it does.
     reduce_amax: delayed amaxes are agreed on by all ranks of a pipeline stage; if not, by its tensor-parallel ranks
     alone. reduce_over: "world" comes to the same as "stage", for no two stages share a tensor.
     power_2_scales: scales are rounded down to powers of two.
@@ -49,6 +52,7 @@ class FP8Recipe:
     margin: int = 0
     history_length: int = 1024
     amax_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
+    history: Literal["step", "te"] = "step"
     reduce_amax: bool = True
     reduce_over: Literal["world", "stage"] = "world"
     power_2_scales: bool = False
@@ -77,6 +81,16 @@ class FP8Recipe:
             "numbers that they scale; use 0": delayed or not self.margin,
             f"calibrate = {self.calibrate}: only delayed scales come of earlier amaxes, not {self.kind} ones": (
                 delayed or not self.calibrate
+            ),
+            f'history = "{self.history}": only delayed scales have one, not {self.kind} ones; use "step"': (
+                delayed or self.history == "step"
+            ),
+            f'history = "{self.history}": weights are cast for each micro-batch and amaxes are those of products in '
+            "FP8: leave parameters, calibrate and calibrating out": (
+                self.history == "step" or not (self.parameters or self.calibrate or self.calibrating)
+            ),
+            f'history = "{self.history}": a function as amax_algo has another way there: use "max" or "most_recent"': (
+                self.history == "step" or not callable(self.amax_algo)
             ),
             "parameters = true: steps that only record need wide weights: leave calibrate and calibrating out": (
                 not self.parameters or not (self.calibrate or self.calibrating)

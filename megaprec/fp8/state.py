@@ -7,6 +7,9 @@ passes record amaxes; evaluations and replays of a step do not. The next trainin
 over, and so does saving; a step that is then skipped has rolled too, for its amaxes are true of the weights that
 stay, and those that overflowed move no scale.
 
+With the recipe's `history = "te"` the history advances within a pass, after each forward and each backward pass of a
+micro-batch (`advance`). Then each forward pass notes the scales that it saw, and its backward pass casts by the same.
+
 Delayed amaxes are agreed on when the history rolls, in one collective over the tp and dp ranks of the stage, never over
 pp: no other stage has these tensors. Current ones are agreed on over tp, as the tensor is cast, where it is cut over
 tp. Thus each logical tensor has one scale, whatever the layout.
@@ -14,7 +17,7 @@ tp. Thus each logical tensor has one scale, whatever the layout.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
@@ -75,9 +78,11 @@ class FP8State:
         self.rolls = 0  # how often the history has advanced
         self.renew: Callable[[bool], None] | None = None
         self.outdated = True  # whether masters have changed since `renew` was called
+        self.moment = 0  # how often the history has advanced within passes
+        self._before: tuple[Tensor, Tensor] | None = None  # scales and history as the last training pass began
         self._pending = False  # whether amaxes may have been recorded since
         self._inside = False
-        self._casts: dict[str, tuple[int, Casts]] = {}
+        self._casts: dict[str, tuple[tuple[int, int], Casts]] = {}
         self._lost: dict[str, Tensor] | None = None
 
     @staticmethod
@@ -93,7 +98,7 @@ class FP8State:
         tp, dp = Axis.of(mesh, "tp"), Axis.of(mesh, "dp")
         if recipe is None or recipe.kind != "delayed" or not recipe.reduce_amax:
             return FP8State(recipe, layers, tp, tp, dp, device_of(mesh))
-        return FP8State(recipe, layers, tp, Axis.stage(mesh), device=device_of(mesh))
+        return FP8State(recipe, layers, tp, Axis.stage(mesh, own=recipe.history == "te"), device=device_of(mesh))
 
     def register(self, parts: Sequence[Part]) -> Reach:
         """Notes the weight that `parts` are stacked in, and says whether its products are to be in FP8."""
@@ -102,6 +107,10 @@ class FP8State:
         assert self.recipe is not None
         self.reached.append(reach(self.recipe, parts, self.layers))
         return self.reached[-1]
+
+    def leave_out(self, reached: Reach, why: str) -> None:
+        """Has the products with a registered weight made wide after all; to be called before the first pass."""
+        self.reached[self.reached.index(reached)] = replace(reached, wide=why)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -137,13 +146,13 @@ class FP8State:
         """Notes the largest magnitude, of one element, that a tensor has in this pass."""
         self.bank.record(self._place[f"{name}.{role}"], amax)
 
-    def cast_of(self, name: str, weight: Tensor, make: Callable[[], Casts]) -> Casts:
-        """The weight's casts of this pass, made once for every change of the weight: all that changes one counts up
-        its version (`Buffer.start_collect` does it for the parameters of this project's optimizers)."""
-        version, casts = self._casts.get(name, (-1, None))
-        if casts is None or version != weight._version:
-            version, casts = weight._version, make()
-            self._casts[name] = version, casts
+    def cast_of(self, name: str, weight: Tensor, moment: int, make: Callable[[], Casts]) -> Casts:
+        """The weight's casts of this pass, made once for every moment and change of the weight: all that changes one
+        counts up its version (`Buffer.start_collect` does it for the parameters of this project's optimizers)."""
+        made, casts = self._casts.get(name, ((-1, -1), None))
+        if casts is None or made != (weight._version, moment):
+            made, casts = (weight._version, moment), make()
+            self._casts[name] = made, casts
         return casts
 
     @contextmanager
@@ -168,8 +177,11 @@ class FP8State:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """The last training pass once more, with its scales; nothing is recorded."""
-        with self._entered(True, False):
+        """The last training pass once more, with its scales; nothing is recorded, or all of it in the same way."""
+        if self.by_microbatch and self._before is not None and self.names:
+            for kept, before in zip((self.bank.scale, self.bank.history), self._before, strict=True):
+                kept.copy_(before)
+        with self._entered(True, self.by_microbatch):
             yield
 
     @contextmanager
@@ -195,12 +207,16 @@ class FP8State:
         self._inside, self.scope = True, self._scope(enabled, records)
         try:
             yield
+            if not inside and records:
+                self.advance()
         finally:
             self._inside, self.scope = inside, outer
 
     def _begin(self, records: bool) -> None:
         self._casts.clear()
-        if records:
+        if records and self.by_microbatch:
+            self._before = (self.bank.scale.clone(), self.bank.history.clone()) if self.names else None
+        elif records:
             self.roll()
             self._pending = True
         if self.renew is not None and (records or self.outdated):
@@ -223,6 +239,19 @@ class FP8State:
         self._casts.clear()
         if self.names:
             self.bank.roll(self._agree)
+
+    @property
+    def by_microbatch(self) -> bool:
+        """Whether the history advances with each micro-batch."""
+        return self.recipe is not None and self.recipe.history == "te"
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Ends a micro-batch's forward or backward pass, if that is when the history advances. To be called after each
+        where passes of several micro-batches overlap; else the end of an autocast will do. Collective over `stage`."""
+        if self.by_microbatch and self.names:
+            self.bank.roll(self._agree)
+            self.moment += 1
 
     def _agree(self, amaxes: Tensor) -> None:
         self.stage.max_(amaxes)

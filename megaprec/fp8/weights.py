@@ -67,6 +67,12 @@ def hold(parameter: nn.Parameter, held: Held) -> None:
     parameter.megaprec_fp8 = held  # type: ignore[attr-defined]
 
 
+def release(parameter: nn.Parameter) -> None:
+    """Has the parameter kept wide after all; to be called before a buffer takes it over."""
+    if hasattr(parameter, "megaprec_fp8"):
+        delattr(parameter, "megaprec_fp8")
+
+
 def held_of(parameter: nn.Parameter) -> Held | None:
     """What `hold` said; None of a parameter without a gradient, which nobody keeps masters of."""
     return getattr(parameter, "megaprec_fp8", None) if parameter.requires_grad else None

@@ -82,6 +82,11 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"--steps {args.steps}: give at least 1")
     config = load_run(args.file, args.overrides)
     tell_notes(config.notes, args.strict)
+    if config.fp8.kind == "delayed" and config.fp8.history == "te":
+        raise UserError(
+            'fp8.history = "te": scales move on with each micro-batch, of which other numbers of replicas have other '
+            'numbers, so they train other models; parity compares runs with fp8.history = "step"'
+        )
     torch.set_num_threads(1)  # as in the ranks
     with tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder, _told(args.json) as tell:
         made = proven(config, args, Path(folder), tell)

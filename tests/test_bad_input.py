@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(
         shutil.rmtree(checkpoint(fresh, 1))
     what = f"{damaged}/{file} is missing or is not the .* bytes .*" if "model" in file else f"{damaged} is not .*"
     instead = "go on from step_00000001" if keep else "start anew"
-    remedy = f"{damaged} is damaged: restore it, or remove it to {instead}"
+    remedy = f"{damaged} is damaged: restore it, or move it away to {instead}"
     refused(["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={fresh}"], what, remedy)
     refused(["generate", str(fresh), "--prompt", "x"], what)
 

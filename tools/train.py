@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.folder import latest, require_room
 from megaprec.checkpoint.store import INDEX
 from megaprec.data.files import alone, beside
 from megaprec.errors import UserError
@@ -29,6 +29,7 @@ from tools.fp8 import check_fp8
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.own_model import require_builtin
 from tools.plots import plot_run
+from tools.records import EVENTS, METRICS
 from tools.resume import check_resumable
 from tools.run import RunConfig, check_world, load_run
 from tools.shadow import plot_shadow
@@ -82,6 +83,10 @@ def _check_folders(config: RunConfig) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
             raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
+    require_room(config.checkpoint_folder)
+    for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS)):
+        if os.path.lexists(path) and not path.is_file():
+            raise UserError(f"{path} is no file, but the records of steps belong there: move it away")
     if _lock(config).exists():
         with _training(config):
             pass

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.state import load, save
+from megaprec.checkpoint.store import Store
 from megaprec.data.blend import Blend
 from megaprec.data.samples import Samples
 from megaprec.events import NonFiniteStep, StepReport, report_fields
@@ -36,7 +37,7 @@ from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.own_model import stage_maker
 from tools.run import RunConfig
-from tools.saved import Progress
+from tools.saved import Progress, read_progress, read_watch
 from tools.shadow import shadow_event, shadow_fields
 from tools.skips import Hopeless, overflow_event
 from tools.stopping import Stopped, listening
@@ -102,11 +103,12 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> None:
         with warnings.catch_warnings(record=True, action="always") as said:
-            saved = load(checkpoint, self.engine.optimizer, self.engine.fp8)
+            load(checkpoint, self.engine.optimizer, self.engine.fp8)
         for warning in said:
             print(f"warning    {warning.message}")
-        self.progress = Progress(**saved["progress"])
-        self.watch.load_state_dict(saved["watch"])
+        store = Store(checkpoint)
+        self.progress = read_progress(store)
+        self.watch.load_state_dict(read_watch(store))
 
     def run(self) -> None:
         """All steps that are left, or as many as there are until a signal; a checkpoint at the end.

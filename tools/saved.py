@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megaprec.checkpoint.folder import latest, remedy
+from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import INDEX, Store, newer_version
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
@@ -29,6 +31,19 @@ class Progress:
     @property
     def skipped(self) -> int:
         return self.step - self.applied
+
+
+def newest(folder: Path) -> Store | None:
+    """The newest checkpoint in `folder`, opened; None if there is none. Raises UserError for a damaged one."""
+    path = latest(folder)
+    if path is None:
+        return None
+    try:
+        store = Store(path)
+    except UserError as error:
+        raise UserError(*error.problems, f"{path} is damaged: {remedy(path)}") from error
+    require_intact(store, (name for name in store.digests if not name.endswith(".safetensors")))  # loading checks those
+    return store
 
 
 def kept(store: Store, key: str) -> Any:

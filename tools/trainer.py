@@ -31,6 +31,7 @@ from models.packing import Packing
 from models.shadow import Shadow
 from models.stages import Stage
 from parallel.recording import Recording
+from tools.changes import keys_of
 from tools.checks import make_rule
 from tools.convert.initial import start_from
 from tools.corpus import Corpus
@@ -304,7 +305,10 @@ class Trainer:
             "precision": self.config.precision.model_dump(),
             "tokenizer": tokenizer.path.name if tokenizer else "",
             "torch": torch.__version__,
+            "run": keys_of(self.config),
         }
+        if self.corpus.identity:
+            extra["data"] = self.corpus.identity.model_dump()
         beside = [tokenizer.path, tokenizer.path.with_name("tokenizer_config.json")] if tokenizer else []
         files = [file for file in beside if file.is_file()]  # the second says which token ends a document
         folder, keep = self.config.checkpoint_folder, self.config.checkpoint.keep

@@ -338,9 +338,9 @@ def _other_texts(texts: dict[_Part, Source], store: Store | None, allowed: Colle
             was_there = f"{', '.join(map(toml, known))} -> " if part.name not in known else ""
             names = f"{was_there}{toml(part.name)}"
             yield (
-                f"{part.key}: {names}: not the text that {store.path} was trained on (its files have another name, size "
-                "or time, or text_field or max_chars is another): give --allow data to go on with it all the same, or "
-                f"another train.folder{_tokens_there(part)}"
+                f"{part.key}: {names}: not the text that {store.path} was trained on (its files have another name, "
+                "size or time, or text_field or max_chars is another): give --allow data to go on with it anyway, "
+                f"or another train.folder{_tokens_there(part)}"
             )
 
 

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.state import load, save
 from megaprec.checkpoint.store import Store
 from megaprec.data.blend import Blend
+from megaprec.data.intact import accusation
 from megaprec.data.samples import Samples
+from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, StepReport, report_fields
 from megaprec.groups import Group
 from megaprec.optimistic import OptimisticOptimizer
@@ -25,7 +27,7 @@ from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
 from megaprec.tf32 import tf32
 from megaprec.watch import OverflowWatch
-from models.engine import Engine, Share
+from models.engine import Engine, OutsideVocabulary, Share
 from models.optimistic import OptimisticEngine
 from models.packing import Packing
 from models.shadow import Shadow
@@ -236,18 +238,34 @@ class Trainer:
         share = self.share(self.corpus.train, position)
         if self._shadowed(self._taken + 1):
             self._shadows[self._taken + 1] = self.engine.shadow(share, self._taken)
-        before = self.engine.accumulate(share, self._taken, recording)
-        known = [(before, self._count(before))] if before else []
-        self._taken += 1
-        if recording:
-            self._write_timeline(recording)
+        with self._accusing(self.corpus.train):
+            before = self.engine.accumulate(share, self._taken, recording)
+            known = [(before, self._count(before))] if before else []
+            self._taken += 1
+            if recording:
+                self._write_timeline(recording)
+            report = self._update()
+        return [*known, (report, self._count(report))] if report else known
+
+    def _update(self) -> StepReport | None:
         try:
             report = self.engine.update(self._lr())
             if self._stops or self._needs_outcome(self._taken):
                 report = report or self.engine.settle()
         except NonFiniteStep as error:
             report, self._raised = error.report, error
-        return [*known, (report, self._count(report))] if report else known
+        return report
+
+    @contextmanager
+    def _accusing(self, samples: Samples | Blend, position: int | None = None) -> Iterator[None]:
+        """Says of an id outside of the vocabulary where it is. position: of the global batch; default: of the first one
+        whose outcome is not known."""
+        try:
+            yield
+        except OutsideVocabulary as error:
+            start = self.progress.samples if position is None else position
+            place, length = samples.place(start + error.sample), self.config.train.seq_length + 1
+            raise UserError(accusation(*place, length, error.vocab) or str(error)) from error
 
     def _needs_outcome(self, step: int) -> bool:
         """Whether something is done after `step` that must not be done on a guess."""
@@ -285,8 +303,11 @@ class Trainer:
         """
         batch = self.config.train.global_batch
         count = max(1, min(self.config.train.eval_batches, len(samples) // batch))
-        losses = [self.engine.evaluate(self.share(samples, n * batch)) for n in range(count)]
-        return sum(losses) / count
+        total = 0.0
+        for n in range(count):
+            with self._accusing(samples, n * batch):
+                total += self.engine.evaluate(self.share(samples, n * batch))
+        return total / count
 
     def share(self, samples: Samples | Blend, position: int) -> Share:
         """This dp rank's consecutive part of the global batch that begins at `position`."""

@@ -126,6 +126,20 @@ def block_digests(file: Path) -> list[str]:
         return [hashlib.sha256(block).hexdigest() for block in iter(lambda: opened.read(BLOCK), b"")]
 
 
+def accusation(dataset: IndexedDataset, sample: int, first: int, length: int, vocab: int) -> str:
+    """Which id of a sample of `length` tokens that begins with token `first` the vocabulary does not hold; empty if
+    none."""
+    ids = dataset.tokens(first, length)
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if not len(wrong):
+        return ""
+    token = first + int(wrong[0])
+    return (
+        f"sample {sample} has token id {ids[wrong[0]]} {place_of(dataset, token)}, which a vocabulary of {vocab} does "
+        f"not hold; no step was taken with it: restore the file, or build it again"
+    )
+
+
 def place_of(dataset: IndexedDataset, token: int) -> str:
     """Where in the data set a token is, in words."""
     document = int(dataset.documents_of(token, 1)[0])

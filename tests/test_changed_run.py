@@ -16,7 +16,7 @@ OWN = "data.cache="
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file whose run, with data of its own, has been trained for six steps, with checkpoints at 3 and 6; beside it
+    """A run file whose run, with data of its own, has been trained for six steps, with checkpoints at 3 and 6; and
     another text."""
     file = write_run(tmp_path_factory.mktemp("changed"))
     text = (file.parent / "text.txt").read_text(encoding="utf-8")

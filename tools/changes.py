@@ -46,7 +46,7 @@ def changed_keys(store: Store, config: RunConfig, progress: Progress) -> list[st
     for key in was.keys() & now.keys():
         if was[key] != now[key]:
             free = any(fnmatchcase(key, pattern) for pattern in FREELY)
-            rated = key == "train.steps" or key.startswith("lr.")
+            rated = key.startswith("lr.") or (key == "train.steps" and config.lr.schedule != "constant")
             lines.append(f"{key}: {was[key]} -> {now[key]}{MARK if not free or (rated and rates) else ''}")
     return sorted(lines)
 

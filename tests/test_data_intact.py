@@ -26,9 +26,11 @@ from megaprec.plan import plan
 from parallel.context import Context
 from parallel.layers import VocabParallelEmbedding
 from parallel.loss import cross_entropy
+from tests.layouts import Run, batches, make_engine, share_of
 from tests.ranks import run_ranks
 from tests.runs import rewind, steps, train, write_run
 from tests.test_data_command import command
+from tests.test_parity import MODELS
 from tools.cli import main
 from tools.corpus import open_corpus
 from tools.run import load_run
@@ -290,3 +292,26 @@ def test_no_layer_takes_a_strange_id_for_a_zero_row(tp: int, strange: int) -> No
     for x, losses, _ in run_ranks(strangers, {"tp": tp}, vocab=7, strange=strange):
         assert x.isnan().any(-1).tolist() == losses.isnan().tolist() == [[False, True], [False, False]]
         torch.testing.assert_close(losses[~losses.isnan()], torch.full((3,), 7.0).log())
+
+
+def collectives_of_steps(mesh: DeviceMesh, layout: Run) -> list[str]:
+    """Which collectives over the whole mesh two steps of an engine make."""
+    engine, made = make_engine(mesh, layout), list[str]()
+    shares = [share_of(mesh, batch) for batch in batches(layout)]
+    for name in ("start_sum_", "sum_", "max_", "gather", "barrier"):
+        inner = getattr(Axis, name)
+
+        def spy(self: Axis, *args: Any, name: str = name, inner: Any = inner) -> Any:
+            made.extend([name] if self.name == "world" else [])
+            return inner(self, *args)
+
+        setattr(Axis, name, spy)  # this process is this rank's alone
+    for number, share in enumerate(shares):
+        assert engine.step(share, layout.lr, number).outcome == "applied"
+    return made
+
+
+def test_a_good_step_asks_the_whole_mesh_once_as_ever() -> None:
+    layout = Run(MODELS["gpt2"], "bf16", steps=2)
+    for made in run_ranks(collectives_of_steps, {"pp": 2, "tp": 2}, layout=layout):
+        assert [name for name in made if name != "sum_"] == ["start_sum_"] * 2, made

@@ -280,6 +280,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found + ([*places(value[0], (*path, 0))] if isinstance(value, list) and value else [])
 
 
+@pytest.mark.slow
 def test_no_edit_of_an_index_ends_in_a_traceback(file: Path, tmp_path: Path) -> None:
     """Each value in turn is left out, or is another one; a run goes on with it or says what is wrong."""
     run = rewind(file.parent / "run", tmp_path / "run", 6)

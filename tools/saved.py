@@ -66,7 +66,7 @@ def read_watch(store: Store) -> dict[str, Any]:
 def read_model(store: Store) -> ModelConfig:
     """The model. Raises UserError if it is none; keys that the checkpoint lacks have their defaults."""
     _require_known(store, "model", kept(store, "model"), ModelConfig.model_fields)
-    return make_model(kept(store, "model"), str(store.path / INDEX))
+    return make_model(kept(store, "model"), f"{store.path}/{INDEX}")
 
 
 def read_tokenizer(store: Store) -> Path | None:

@@ -93,10 +93,7 @@ class IndexedWriter:
         """
         tokens = np.asarray(ids, dtype=None if len(ids) else np.int64)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            raise UserError(
-                f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {self._vocab_size}; "
-                "give the tokenizer's own vocabulary size"
-            )
+            raise self._outside(tokens, ends)
         first = int(ends[0]) if len(ends) else len(tokens)
         if self._open + first > LONGEST_SEQUENCE:
             self._write_lengths(np.array([self._open]))
@@ -108,6 +105,15 @@ class IndexedWriter:
             self._write_lengths(np.concatenate(([self._open], np.diff(ends))))
             self._documents.write(np.arange(before + 1, self._sequences + 1, dtype="<i8").tobytes())
             self._open = len(tokens) - int(ends[-1])
+
+    def _outside(self, tokens: NDArray[np.integer], ends: NDArray[np.int64]) -> UserError:
+        wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
+        document = self._documents.tell() // 8 - 1 + int(np.searchsorted(ends, wrong, side="right"))
+        return UserError(
+            f"{self._prefix}: token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of "
+            f"{self._vocab_size}, "
+            f"the first is {tokens[wrong]} in document {document}; give the tokenizer's own size"
+        )
 
     def _write_lengths(self, lengths: NDArray[np.integer]) -> None:
         self._lengths.write(lengths.astype("<i4").tobytes())

@@ -74,13 +74,30 @@ class Share:
 
 @dataclass
 class _Running:
-    """What is under way. step is None in evaluation; loss is this rank's part of the mean, before it is scaled."""
+    """What is under way. step is None in evaluation; loss is this rank's part of the mean, before it is scaled.
+
+    outside: bool [rows, s], where the share had ids that the vocabulary does not hold.
+    """
 
     share: Share
     num_tokens: Tensor
     step: int | None
     scale: Tensor
     loss: Tensor
+    outside: Tensor
+
+
+class OutsideVocabulary(UserError):
+    """A step was given an id that the vocabulary does not hold; nothing was changed by it.
+
+    sample: the first such one's number within the global batch.
+    """
+
+    def __init__(self, sample: int, vocab: int) -> None:
+        super().__init__(
+            f"sample {sample} of the global batch has a token id that a vocabulary of {vocab} does not hold"
+        )
+        self.sample, self.vocab = sample, vocab
 
 
 class Engine:
@@ -111,7 +128,7 @@ class Engine:
         evaluation = forward_only(schedule)
         for every in (schedule, evaluation):
             check(every)
-        self.schedule = schedule
+        self.schedule, self._vocab = schedule, config.vocab
         self.device, self.micro_batch, self.trace = device_of(mesh), micro_batch, trace
         self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         self.last, self._last_rank = len(schedule.rank_of_stage) - 1, schedule.rank_of_stage[-1]
@@ -234,10 +251,27 @@ class Engine:
         self._running = self._begin(share, None, self.optimizer.scale)
         with self.fp8.autocast():
             self._evaluate.run()
-        return self.optimizer.world.sum_(self._running.loss).item()
+        loss = self.optimizer.world.sum_(self._running.loss).item()
+        if math.isnan(loss):
+            self._require_ids(self._running)
+        return loss
+
+    def _require_ids(self, run: _Running) -> None:
+        """Raises OutsideVocabulary if some rank's samples hold such an id. Collective, so only asked where the loss is
+        not a number."""
+        wrong = (run.outside.any(1).nonzero()[:, 0] + run.share.first).tolist()
+        first = torch.tensor(-min(wrong, default=math.inf), dtype=torch.float64, device=self.device)
+        sample = -self.optimizer.world.max_(first).item()
+        if math.isfinite(sample):
+            raise OutsideVocabulary(int(sample), self._vocab)
 
     def _explained(self, report: StepReport, run: _Running) -> StepReport:
-        """The report of a skipped step with all that can be said of its offenders; any other as it is."""
+        """The report of a skipped step with all that can be said of its offenders; any other as it is.
+
+        Raises OutsideVocabulary, on every rank, if the step was given ids that the vocabulary does not hold.
+        """
+        if math.isnan(report.loss):
+            self._require_ids(run)
         if report.changed:
             return report
         offenders = report.offenders
@@ -298,7 +332,16 @@ class Engine:
         share = share.on(self.device)
         count = torch.full((), share.targets.numel(), device=self.device) if share.mask is None else share.mask.sum()
         num_tokens = self.dp.sum_(count.double()).clamp(min=1)
-        return _Running(share, num_tokens, step, scale, torch.zeros((), dtype=torch.float64, device=self.device))
+        share, outside = self._inside(share)
+        loss = torch.where(outside.any(), math.nan, 0.0).double()
+        return _Running(share, num_tokens, step, scale, loss, outside)
+
+    def _inside(self, share: Share) -> tuple[Share, Tensor]:
+        """The share with each id that the vocabulary does not hold replaced by one that it does, and where, bool [rows,
+        s]. The loss is NaN then, and so all ranks learn of it with what they agree on anyway: no step is taken."""
+        tokens, targets = (ids.clamp(0, self._vocab - 1) for ids in (share.tokens, share.targets))
+        outside = (tokens != share.tokens) | (targets != share.targets)
+        return replace(share, tokens=tokens, targets=targets), outside
 
     def _forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         run = self._running

@@ -9,6 +9,7 @@ residuals) is computed and stored once instead of tp times.
 Activations are [sequence, batch, features], so that a cut along the sequence is contiguous.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -134,7 +135,8 @@ class VocabParallelEmbedding(nn.Module):
     """Rows of a [vocab, hidden] table cut over tp; each rank looks up the ids it has and the results are summed.
 
     ids: int64 [s, b]. Returns [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
-    parallelism. The table is padded to a multiple of tp rows; padding rows are zero and never looked up.
+    parallelism. The table is padded to a multiple of tp rows; padding rows are zero and never looked up. An id outside
+    of the vocabulary makes its row hold NaN, on any device and without a wait, so that no step is applied with it.
     """
 
     def __init__(
@@ -146,36 +148,50 @@ class VocabParallelEmbedding(nn.Module):
         self.part = layout_of(self.weight).parts[0]
 
     def forward(self, ids: Tensor) -> Tensor:
-        tp = self.context.tp
+        tp, dtype = self.context.tp, self.context.plan.residual
+        inside = ids.clamp(0, self.part.shape[0] - 1)
+        nowhere = inside != ids
         if tp.size == 1:
-            return Lookup.apply(ids, self.weight, None, self.context.plan.residual)
-        local = ids - self.part.start
+            return Lookup.apply(inside, self.weight, None, dtype, nowhere)
+        local = inside - self.part.start
         foreign = (local < 0) | (local >= self.part.local[0])
-        x = Lookup.apply(local.masked_fill(foreign, 0), self.weight, foreign, self.context.plan.residual)
+        x = Lookup.apply(local.masked_fill(foreign, 0), self.weight, foreign, dtype, nowhere)
         return collectives.scatter(x, tp) if self.context.cut_sequence else collectives.reduce(x, tp)
 
 
 class Lookup(torch.autograd.Function):
-    """weight[ids] of `dtype`, zero where `foreign`. The gradient's rows are summed in the main gradient's own dtype."""
+    """weight[ids] of `dtype`, zero where `foreign`, with NaN in a row where `nowhere`.
+
+    The gradient's rows are summed in the main gradient's own dtype.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: nn.Parameter, foreign: Tensor | None, dtype: torch.dtype | None = None
+        ctx: Any,
+        ids: Tensor,
+        weight: nn.Parameter,
+        foreign: Tensor | None,
+        dtype: torch.dtype | None = None,
+        nowhere: Tensor | None = None,
     ) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(ids, foreign)
         rows = weight[ids].to(dtype or weight.dtype)
-        return rows if foreign is None else rows.masked_fill_(foreign.unsqueeze(-1), 0)
+        if foreign is not None:
+            rows.masked_fill_(foreign.unsqueeze(-1), 0)
+        if nowhere is not None:
+            rows[..., 0].masked_fill_(nowhere, math.nan)  # one number is enough: the first norm or product spreads it
+        return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None, None]:  # type: ignore[override]
         ids, foreign = ctx.saved_tensors
         kept = has_main_gradient(ctx.weight)
         total = cleared(ctx.weight) if kept else torch.zeros_like(ctx.weight)
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
         total.index_put_((ids.reshape(-1),), grad.reshape(-1, grad.shape[-1]).to(total.dtype), accumulate=True)
-        return None, None if kept else total, None, None
+        return None, None if kept else total, None, None, None
 
 
 def parameter(

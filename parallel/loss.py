@@ -2,9 +2,11 @@
 
 Each rank knows the logits of its own rows. The largest logit (one MAX over tp), the sum of exponentials and
 the target's logit (one SUM of both) are all it takes, so what travels is three numbers a token. Padding rows of
-the vocabulary are left out, as if their logits were minus infinity.
+the vocabulary are left out, as if their logits were minus infinity. A target outside of the vocabulary has no logit:
+its loss is NaN, so that no step is applied with it.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -43,6 +45,8 @@ class CrossEntropy(torch.autograd.Function):
             if own.shape[1]:
                 sums[1, some] = torch.where(here[some], wide.gather(1, local[some, None]).squeeze(1), 0)
             sums[0, some] = wide.exp_().sum(-1)
+        wanted = targets.reshape(-1)
+        sums[1].masked_fill_((wanted < 0) | (wanted >= vocabulary.shape[0]), math.nan)
         exponentials, target = tp.sum_(sums)
         log_sum = exponentials.log()
         ctx.save_for_backward(rows, local, here, log_sum + largest)

@@ -11,6 +11,14 @@ from tools.convert import torch_files
 from tools.convert.untrusted import described, unpickled
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What this machine remembers of token files is not what the user's own account remembers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def torch_files_read_here() -> Iterator[None]:
     """Torch files are looked into without a process for each look, which takes longer than all the rest.

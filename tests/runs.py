@@ -17,7 +17,7 @@ from megaprec.checkpoint.store import INDEX, Store
 from tests.ranks import run_ranks
 from tools import cli
 from tools.corpus import open_corpus
-from tools.journal import read_metrics
+from tools.records import read_metrics
 from tools.run import load_run
 from tools.trainer import Trainer
 

@@ -145,7 +145,7 @@ def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
     overrides: list[str], lines: list[str], refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("tools.train._run_rank", lambda config: pytest.fail("a rank was started"))
+    monkeypatch.setattr("tools.train._run_rank", lambda *_: pytest.fail("a rank was started"))
     refused(["train", "my.toml", *NEW, *overrides], *lines)
 
 
@@ -162,11 +162,11 @@ def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
         ),
         (
             ["data.vocab_size=320"],
-            [r"\[data\] names another text .* FOLDER/run/data/text.idx .* another train.folder.*"],
+            ["data.vocab_size = 320, but .* 330 tokens: .* copy of .*/text.model, or .*--allow tokenizer.*"],
         ),
         (
             ["data.cache=fresh", "data.max_chars=15000"],
-            ["fresh/text.model is not the tokenizer that .* copy of .*/text.model, .*", "this run cannot go on .*"],
+            [r'data.source: "FOLDER/text.txt": not the text that FOLDER/run/.*step_00000002 .*: give --allow data.*'],
         ),
         (
             ["checkpoint.resume=false"],
@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(
         shutil.rmtree(checkpoint(fresh, 1))
     what = f"{damaged}/{file} is missing or is not the .* bytes .*" if "model" in file else f"{damaged} is not .*"
     instead = "go on from step_00000001" if keep else "start anew"
-    remedy = f"{damaged} is damaged: restore it, or remove it to {instead}"
+    remedy = f"{damaged} is damaged: restore it, or move it away to {instead}"
     refused(["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={fresh}"], what, remedy)
     refused(["generate", str(fresh), "--prompt", "x"], what)
 

@@ -19,7 +19,7 @@ from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
 from tests import runs
 from tools.corpus import open_corpus
-from tools.journal import read_events
+from tools.records import read_events
 from tools.run import load_run
 
 

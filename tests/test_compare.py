@@ -10,7 +10,7 @@ import pytest
 from tests.runs import losses, train, write_run
 from tools import cli
 from tools.compare import COLORS, LAST, Curve, by_loss, read_curves
-from tools.journal import METRICS
+from tools.records import METRICS
 
 MODES = {
     "fp32": ["precision.compute=fp32"],

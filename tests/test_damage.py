@@ -72,10 +72,12 @@ def test_what_is_not_a_byte_of_the_index_is_not_taken_for_one(path: Path) -> Non
 def test_the_checkpoint_before_it_is_named(path: Path) -> None:
     for name in FILES[:2]:
         flip(path / name, 300)
-    said = f"{', '.join(FILES[1::-1])} are not what was saved .*: restore it, or remove it to go on from step_00000001$"
+    said = (
+        f"{', '.join(FILES[1::-1])} are not what was saved .*: restore it, or move it away to go on from step_00000001$"
+    )
     require_refused(path, small(), said)
     shutil.rmtree(checkpoints(path.parent)[0])
-    require_refused(path, small(), "restore it, or remove it to start anew$")
+    require_refused(path, small(), "restore it, or move it away to start anew$")
 
 
 def test_a_byte_that_goes_wrong_on_the_way_to_the_disk_is_found(
@@ -189,7 +191,7 @@ def refused(file: Path, capfd: pytest.CaptureFixture[str]) -> Refused:
         capfd.readouterr()
         assert main([*map(str, arguments)]) == 2
         (line,) = capfd.readouterr().err.splitlines()
-        assert "is damaged: " in line and line.endswith("restore it, or remove it to go on from step_00000003")
+        assert "is damaged: " in line and line.endswith("restore it, or move it away to go on from step_00000003")
         after = {path: path.read_bytes() for path in file.parent.rglob("*") if path.is_file()}
         made = [p for p in after.keys() - before.keys() if p.name != ".lock" and "fresh" not in p.parts]
         assert not made and all(after[path] == before[path] for path in before)

@@ -195,19 +195,26 @@ def test_a_data_set_is_reused_only_for_the_same_text_and_tokenizer(
     ("name", "content"),
     [("out.json", b"{"), ("out.json", b"[]"), ("out.json", b"{}"), ("out.idx", b""), ("out.bin", b"")],
 )
-def test_a_damaged_data_set_is_not_reused(
+def test_a_damaged_data_set_is_refused_and_its_remedy_works(
     tmp_path: Path, tokenizer: Bytes, lines: Path, name: str, content: bytes
 ) -> None:
     build(open_source(str(lines)), tokenizer, tmp_path / "out")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=r"; remove .*out\.idx and the same command makes it anew"):
+        reusable(tmp_path / "out", open_source(str(lines)), tokenizer.path)
+    (tmp_path / "out.idx").unlink()
     assert reusable(tmp_path / "out", open_source(str(lines)), tokenizer.path) is None
+    build(open_source(str(lines)), tokenizer, tmp_path / "out")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_pair_that_others_put_there_is_not_reused(tmp_path: Path, tokenizer: Bytes, lines: Path) -> None:
     build(open_source(str(lines)), tokenizer, tmp_path / "out")
     with IndexedWriter(tmp_path / "out", 257) as writer:
         writer.add_document([1, 2])
-    assert reusable(tmp_path / "out", open_source(str(lines)), tokenizer.path) is None
+    with pytest.raises(UserError, match=r"out has 2 tokens where out\.json says 7"):
+        reusable(tmp_path / "out", open_source(str(lines)), tokenizer.path)
 
 
 def test_a_record_never_vouches_for_a_data_set_made_later(

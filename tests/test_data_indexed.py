@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megaprec.data import indexed
-from megaprec.data.build import check_vocabulary
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
+from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.errors import UserError
 
 
@@ -177,7 +177,9 @@ def test_tokens_and_documents_out_of_range_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", [[-1], [5, 1000], [70000]])
 def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path, ids: list[int]) -> None:
-    with pytest.raises(UserError, match="do not fit a vocabulary of 1000"):
+    with pytest.raises(
+        UserError, match=rf"x: .* do not fit a vocabulary of 1000, the first is {max(ids, key=abs)} in document 1;"
+    ):
         write(tmp_path / "x", [[1], ids])
     assert os.listdir(tmp_path) == []
 
@@ -185,16 +187,20 @@ def test_an_id_outside_the_vocabulary_is_never_written(tmp_path: Path, ids: list
 def test_a_vocabulary_must_hold_every_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed, "CHUNK", 2)
     dataset = IndexedDataset(write(tmp_path / "x", [[1, 2, 41], [3, 4]]))
-    check_vocabulary(dataset, 42)
-    with pytest.raises(UserError, match=r"token ids 1 to 41.*at least 42"):
-        check_vocabulary(dataset, 41)
+    check_vocabulary(dataset, contents_of(dataset), 42)
+    said = (
+        r"x has token ids 1 to 41, which a vocabulary of 41 .* is 41 in document 0 of .*x.bin, token 2: .*at least 42"
+    )
+    with pytest.raises(UserError, match=said):
+        check_vocabulary(dataset, contents_of(dataset), 41)
 
 
 def test_negative_ids_are_in_no_vocabulary(tmp_path: Path) -> None:
     assemble(tmp_path / "x", [2], [0, 1], code=2, ids="i1")
     (tmp_path / "x.bin").write_bytes(struct.pack("<2b", 3, -4))
-    with pytest.raises(UserError, match="token ids -4 to 3"):
-        check_vocabulary(IndexedDataset(tmp_path / "x"), 100)
+    dataset = IndexedDataset(tmp_path / "x")
+    with pytest.raises(UserError, match=r"token ids -4 to 3, .* the first is -4 in document 0 of .*, token 1"):
+        check_vocabulary(dataset, contents_of(dataset), 100)
 
 
 def test_an_exception_while_writing_leaves_nothing(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.test_readme import ROOT, blocks
-from tools.journal import read_metrics
+from tools.records import read_metrics
 from tools.run import load_run
 
 EXAMPLES = ROOT / "examples"

@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tests.test_fp8_training import EXPERTS, fp8, run
 from tests.test_fp8_weights import kept, require_same, state_of
-from tools.journal import read_events
+from tools.records import read_events
 from tools.settings import FP8
 from tools.shadow import PICTURE, SHADOW, alarms, plot_shadow, shadow_event
 

@@ -10,7 +10,7 @@ import pytest
 from megaprec.events import Offender, StepReport
 from tests.runs import train, write_run
 from tests.test_readme import ROOT
-from tools.journal import read_events, read_metrics
+from tools.records import read_events, read_metrics
 
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools import cli
 from tools.corpus import open_corpus
-from tools.journal import read_events
+from tools.records import read_events
 from tools.run import load_run
 from tools.trainer import Trainer
 

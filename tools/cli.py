@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ends the process if the command could not leave its world: see `parallel.mesh.world`.
     """
     os.environ.update(slurm_environment(os.environ))
-    args, joined = _parser().parse_args(argv), dist.is_initialized()
+    args, joined = _parsed(argv), dist.is_initialized()
     try:
         code = _run(args)
     except Exception:
@@ -88,6 +88,17 @@ def _parser() -> argparse.ArgumentParser:
     keys = commands.add_parser("keys", help="list all keys of a run file")
     keys.set_defaults(run=_print_keys)
     return parser
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments. Overrides may stand before and behind options, which argparse does not allow by itself."""
+    parser = _parser()
+    args, left = parser.parse_known_args(argv)
+    if left and (not hasattr(args, "overrides") or any(word.startswith("-") for word in left)):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        args.overrides = [*args.overrides, *left]
+    return args
 
 
 def _print_keys(args: argparse.Namespace) -> int:

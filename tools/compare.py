@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megaprec.errors import UserError
-from tools.journal import METRICS, read_metrics
 from tools.plots import finite_points
+from tools.records import METRICS, odd_lines, read_metrics
 
 LAST = 10  # newest applied steps, over whose loss the mean is taken
 COLORS = ("#1f5fa8", "#e07b00", "#2a9d55", "#d62728", "#8250c4", "#7a5230", "#d957a8", "#6e7781", "#a8a800", "#17a2b8")
@@ -58,6 +58,8 @@ def main(args: argparse.Namespace) -> int:
     if not args.output.absolute().parent.is_dir():
         raise UserError(f"--output {args.output}: there is no folder {args.output.parent}")
     curves = read_curves(args.runs)
+    for note in filter(None, (odd_lines(folder / METRICS) for folder in args.runs)):
+        print(f"note       {note}")
     draw(curves, args.output)
     Console().print(table(curves))
     print(f"written    {args.output}")

@@ -5,18 +5,21 @@ the one that was left beside the data sets, or one that is learned from all text
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.digests import file_digest
+from megaprec.checkpoint.store import Store
 from megaprec.data.blend import Blend
-from megaprec.data.build import check_vocabulary, prepare, reusable
-from megaprec.data.files import alone, beside
+from megaprec.data.build import BuildResult, prepare, reusable
+from megaprec.data.files import alone, beside, write_whole
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.samples import Resets, Samples, count_samples, split
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,20 +28,27 @@ from megaprec.data.workers import cores
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.checks import check_all
+from tools.identity import DataSet, Identity, read_identity
 from tools.progress import building
 from tools.run import RunConfig
+from tools.saved import newest, read_tokenizer
 from tools.toml import toml
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """model: the run's, with its vocabulary known. held_out, tokenizer: None if the run has none."""
+    """model: the run's, with its vocabulary known. held_out, tokenizer: None if the run has none.
+
+    identity: what the data is, None where nobody looked. notes: what is worth knowing of it.
+    """
 
     datasets: tuple[IndexedDataset, ...]
     train: Samples | Blend
     held_out: Samples | Blend | None
     tokenizer: Tokenizer | None
     model: ModelConfig
+    identity: Identity | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class _Part:
 
     key: str
     name: str
+    weight: float
     prefix: Path  # of its data set, which may have to be made
 
     @property
@@ -60,21 +71,49 @@ def check_sources(config: RunConfig) -> None:
     check_all(config, _find_data, _find_tokenizer)
 
 
-def open_corpus(config: RunConfig) -> Corpus:
-    """Builds what is not built yet, and opens it. One process at a time.
+def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
+    """Builds what is not built yet, opens it, and looks at all of it that this machine has not seen. One process at a
+    time.
 
-    Raises UserError for a missing or empty text, a damaged data set, a text too short for a sample, and a data set
-    with tokens that the vocabulary does not hold, for which a given one is read once from end to end.
+    allowed: what may be another one than a checkpoint was trained on, of `identity.ALLOW`.
+    Raises UserError for a missing or empty text, a data set that is not what was built, a text too short for a sample,
+    and a token that the vocabulary does not hold.
     """
     parts, given = _parts(config), _given(config)
     texts = [part for part in parts if not part.ready]
-    model_file = _build(config, texts, given) if texts else given
-    corpus = open_made(config, [part.prefix for part in parts], model_file)
-    for part, dataset in zip(parts, corpus.datasets, strict=True):
-        if part.ready:
-            with _about(config, part, "model.vocab", "data.tokenizer"):
-                check_vocabulary(dataset, corpus.model.vocab)
-    return corpus
+    model_file = _build(config, texts, given, allowed) if texts else given
+    return looked_at(config, open_made(config, [part.prefix for part in parts], model_file))
+
+
+def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
+    """The corpus with its identity. Raises UserError for what must not be trained on."""
+    sets, notes = list[DataSet](), list[str]()
+    tokenizer = corpus.tokenizer.path if corpus.tokenizer else None
+    for part, dataset in zip(_parts(config), corpus.datasets, strict=True):
+        again = f"remove {beside(part.prefix, '.idx')} and the same command makes it anew"
+        with _about(config, part):
+            seen = contents_of(dataset, *([] if part.ready else [again]))
+            record = read_record(dataset.prefix)
+            notes += _other_tokenizer(dataset.prefix, record, tokenizer)
+        with _about(config, part, *(["model.vocab", "data.tokenizer"] if part.ready else [])):
+            check_vocabulary(dataset, seen, corpus.model.vocab)
+        what = {key: value for key, value in asdict(seen).items() if key in DataSet.model_fields}
+        text = record.get("source") if record else None
+        sets.append(DataSet(source=part.name, weight=part.weight, text=text, **what))
+    data, digest = config.data, file_digest(tokenizer) if tokenizer else ""
+    identity = Identity(
+        sets=sets, tokenizer=digest, held_out=data.held_out, shuffle=data.shuffle, seed=config.train.seed
+    )
+    return replace(corpus, identity=identity, notes=tuple(notes))
+
+
+def _other_tokenizer(prefix: Path, record: dict[str, Any] | None, tokenizer: Path | None) -> Iterator[str]:
+    """A note if the data set was built with another tokenizer. Raises UserError if that lies beside it."""
+    if record is None or tokenizer is None or record.get("tokenizer_sha256") == file_digest(tokenizer):
+        return
+    if tokenizer == beside(prefix, ".model"):
+        raise UserError(f"{tokenizer} is not the one that the data set was built with: copy both again or build again")
+    yield f"{tokenizer} is not the file that {prefix} was built with: their tokens must mean the same"
 
 
 def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | None) -> Corpus:
@@ -125,12 +164,12 @@ def _about(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]:
 
 
 def _parts(config: RunConfig) -> list[_Part]:
-    named = [(f"data.blend[{n}].source", one.source) for n, one in enumerate(config.data.blend)]
+    named = [(f"data.blend[{n}].source", one.source, one.weight) for n, one in enumerate(config.data.blend)]
     parts = []
-    for n, (key, name) in enumerate(named or [("data.source", config.data.source)]):
+    for n, (key, name, weight) in enumerate(named or [("data.source", config.data.source, 1.0)]):
         ready = beside(Path(name), ".idx").is_file()
         made = _cache(config) / (f"text{n}" if named else "text")
-        parts.append(_Part(key, name, Path(name) if ready else made))
+        parts.append(_Part(key, name, weight, Path(name) if ready else made))
     return parts
 
 
@@ -198,53 +237,126 @@ def _learned(config: RunConfig) -> Path:
     return beside(_cache(config) / ("blend" if config.data.blend else "text"), ".model")
 
 
-def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None) -> Path:
+@dataclass(frozen=True)
+class _Encoding:
+    """Which tokenizer texts are encoded by. kept: the file of it in the run's newest checkpoint, if it has to be that.
+
+    file: where it lies, or will. vocab_size: how many tokens are learned if it is not there; None if none are.
+    """
+
+    file: Path
+    vocab_size: int | None
+    kept: Path | None = None
+
+    def reusable(self, part: _Part, source: Source) -> BuildResult | None:
+        """The data set of a text, if it is there and is the one that would be made."""
+        return reusable(part.prefix, source, self.file, self.vocab_size)
+
+    @property
+    def there(self) -> bool:
+        """Whether the file is there, and what it has to be."""
+        return self.file.is_file() and (self.kept is None or self.file.read_bytes() == self.kept.read_bytes())
+
+
+def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None, allowed: Collection[str]) -> Path:
     """Makes data sets of texts, one process at a time; returns the tokenizer file they were made with.
 
-    A data set in the run's own folder may be replaced while nothing was trained on it; any other may not.
+    A data set in the run's own folder may be replaced, as long as the run goes on with what it was trained on or is
+    allowed another; one in data.cache may not.
     """
-    sources = {part: _source(config, part) for part in texts}
-    tokenizer, vocab_size = given or _learned(config), None if given else config.data.vocab_size
+    sources, store = {part: _source(config, part) for part in texts}, newest(config.checkpoint_folder)
+    encoding = _encoding(config, given, store if "tokenizer" not in allowed else None)
 
     def there() -> bool:
-        return all(reusable(part.prefix, sources[part], tokenizer, vocab_size) for part in texts)
+        return encoding.there and all(encoding.reusable(part, sources[part]) for part in texts)
 
     if there():
-        return tokenizer
+        return encoding.file
     with alone(_cache(config) / ".lock", partial(_say_busy, _cache(config))):
-        return tokenizer if there() else _build_alone(config, sources, given)
+        if not there():
+            _build_alone(config, sources, encoding, store, allowed)
+    return encoding.file
+
+
+def _encoding(config: RunConfig, given: Path | None, store: Store | None) -> _Encoding:
+    """store: the checkpoint that the run goes on from, whose tokenizer has to stay. Raises UserError if it cannot."""
+    kept = read_tokenizer(store) if store and not given else None
+    if store is None or given or kept is None:
+        return _Encoding(given or _learned(config), None if given else config.data.vocab_size)
+    copy = f"set data.tokenizer to a copy of {kept}, or give --allow tokenizer to have another one learned"
+    if kept.suffix != ".model":
+        raise UserError(f"data.tokenizer is empty, but {store.path} was trained with a tokenizer: {copy}")
+    if (size := load_tokenizer(kept).vocab_size) != config.data.vocab_size:
+        raise UserError(f"data.vocab_size = {config.data.vocab_size}, but the tokenizer has {size} tokens: {copy}")
+    return _Encoding(_learned(config), None, kept)
 
 
 def _say_busy(cache: Path) -> None:
     print(f"waiting for another process, which builds data in {cache}", file=sys.stderr, flush=True)
 
 
-def _build_alone(config: RunConfig, sources: dict[_Part, Source], given: Path | None) -> Path:
-    data, cache, texts = config.data, _cache(config), list(sources)
-    tokenizer, vocab_size = given or _learned(config), None if given else data.vocab_size
-    used = bool(data.cache) or latest(config.checkpoint_folder) is not None
-    for part in texts:
-        made = reusable(part.prefix, sources[part], tokenizer, vocab_size)
-        if made is None and used and beside(part.prefix, ".idx").exists():
-            raise UserError(
-                f"[data] names another text or tokenizer than {part.prefix}.idx was made of: give another "
-                f"{'data.cache' if data.cache else 'train.folder'}, or remove {cache} to have it made anew"
-            )
-    if given is None:
-        pieces = chain.from_iterable(sources.values())
-        with _about(config, texts[0], "data.vocab_size"):
-            train_sentencepiece((text for _, text in pieces), tokenizer.with_suffix(""), data.vocab_size, not used)
+def _build_alone(
+    config: RunConfig,
+    sources: dict[_Part, Source],
+    encoding: _Encoding,
+    store: Store | None,
+    allowed: Collection[str],
+) -> None:
+    data, own, first = config.data, not config.data.cache, next(iter(sources))
+    missing = {part: source for part, source in sources.items() if not encoding.reusable(part, source)}
+    problems = [*_other_texts(missing, store, allowed), *_in_the_way(config, missing, encoding)]
+    if problems:
+        raise UserError(*problems)
+    if encoding.kept and not encoding.there:
+        write_whole(encoding.file, encoding.kept.read_bytes())
+        print(f"restored {encoding.file} from {encoding.kept}", file=sys.stderr, flush=True)
+    elif encoding.vocab_size is not None:
+        texts = chain.from_iterable(sources.values())
+        with _about(config, first, "data.vocab_size"):
+            train_sentencepiece((text for _, text in texts), encoding.file.with_suffix(""), data.vocab_size, own)
     for part, source in sources.items():
         with _about(config, part), building(source) as report:
             prepare(
                 source,
                 part.prefix,
-                tokenizer=tokenizer,
+                tokenizer=encoding.file,
                 workers=data.workers or cores(),
-                overwrite=not used,
+                overwrite=own,
                 on_progress=report,
             )
-    return tokenizer
+
+
+def _other_texts(texts: dict[_Part, Source], store: Store | None, allowed: Collection[str]) -> Iterator[str]:
+    """Problems, if texts that have to be tokenized are not those that the checkpoint was trained on."""
+    if store is None or "data" in allowed:
+        return
+    kept = read_identity(store)
+    for part, source in texts.items():
+        was = next((one for one in kept.sets if one.text == source.identity()), None) if kept else None
+        if was is None and (kept or beside(part.prefix, ".idx").exists()):
+            known = [one.source for one in kept.sets] if kept else []
+            was_there = f"{', '.join(map(toml, known))} -> " if part.name not in known else ""
+            names = f"{was_there}{toml(part.name)}"
+            yield (
+                f"{part.key}: {names}: not the text that {store.path} was trained on (its files have another name, "
+                "size or time, or text_field or max_chars is another): give --allow data to go on with it anyway, "
+                f"or another train.folder{_tokens_there(part)}"
+            )
+
+
+def _tokens_there(part: _Part) -> str:
+    there = beside(part.prefix, ".idx").exists()
+    return f"; {part.key}={part.prefix} goes on with the tokens that are there" if there else ""
+
+
+def _in_the_way(config: RunConfig, texts: dict[_Part, Source], encoding: _Encoding) -> Iterator[str]:
+    """Problems, if data.cache holds what others may be trained on."""
+    if not config.data.cache:
+        return
+    files = [beside(part.prefix, ".idx") for part in texts]
+    files += [encoding.file] if encoding.kept and not encoding.there else []
+    for file in (file for file in files if file.exists()):
+        yield f"[data] names another text or tokenizer than {file} is of; others may need it: give another data.cache"
 
 
 def _vocab(config: RunConfig, tokenizer: Tokenizer | None) -> int:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprec.data.build import BuildResult, check_vocabulary, prepare
+from megaprec.data.build import BuildResult, prepare
 from megaprec.data.files import alone, beside
 from megaprec.data.indexed import IndexedDataset
+from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.data.text import SUFFIXES, Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
@@ -142,8 +143,9 @@ def inspect(args: argparse.Namespace) -> int:
     dataset = IndexedDataset(args.prefix)
     model = args.tokenizer or beside(args.prefix, ".model")
     tokenizer = load_tokenizer(model) if args.tokenizer or model.exists() else None
+    seen = contents_of(dataset)
     if tokenizer:
-        check_vocabulary(dataset, tokenizer.vocab_size)
+        check_vocabulary(dataset, seen, tokenizer.vocab_size)
     for name, value in _counts(dataset).items():
         print(f"{name:<18} {value}")
     for index in _spread(dataset.num_documents, args.samples):

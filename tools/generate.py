@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.folder import checkpoint_at
 from megaprec.checkpoint.intact import require_intact
-from megaprec.checkpoint.store import INDEX, Store
+from megaprec.checkpoint.store import Store
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
 from megaprec.layout import layout_of
 from megaprec.plan import plan
-from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
 from tools.own_model import require_builtin
-from tools.saved import kept
+from tools.saved import read_model, read_tokenizer
 
 
 def add_parser(subparsers: Any) -> None:
@@ -65,8 +64,8 @@ def harmless(text: str) -> str:
 
 def find_checkpoint(path: Path) -> Path:
     """`path`, or the newest checkpoint of the run directory `path`. Raises UserError if there is none."""
-    found = latest(path / "checkpoints") or latest(path) or path
-    if not (found / INDEX).is_file():
+    found = checkpoint_at(path)
+    if found is None:
         there = "has no checkpoint" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
         raise UserError(f"{path} {there}: give a run directory, or one of the folders step_... in its checkpoints")
     return found
@@ -75,17 +74,17 @@ def find_checkpoint(path: Path) -> Path:
 def load_model(path: Path) -> tuple[Stage, Tokenizer]:
     """The whole model in FP32 on the CPU, whatever layout and precision it was trained in, and its tokenizer."""
     store = Store(path)
-    config = ModelConfig(**kept(store, "model"))
+    config = read_model(store)
     require_builtin(config, "megaprec generate")
-    if not (name := kept(store, "tokenizer")):
+    if not (tokenizer := read_tokenizer(store)):
         raise UserError(f"{path} was trained on token ids without a tokenizer, so it cannot read a prompt")
-    require_intact(store, store.files_of("weight") | {name})
+    require_intact(store, store.files_of("weight") | {tokenizer.name})
     stage = Stage(config, Context(plan("fp32")), cuts(config, 1, config.max_positions)[0])
     with torch.no_grad():
         for parameter in stage.parameters():
             for part, first, last in layout_of(parameter).spans():
                 parameter.view(-1)[first:last] = store.read("weight", part.name).reshape(-1)
-    return stage, load_tokenizer(store.file(name))
+    return stage, load_tokenizer(tokenizer)
 
 
 @torch.no_grad()

@@ -1,10 +1,8 @@
 """What a run leaves to be read: metrics.jsonl, TensorBoard events, a progress line. Rank 0 alone keeps it."""
 
-import json
 import math
 import sys
 from collections import deque
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
@@ -13,9 +11,8 @@ from typing import Any, Protocol, TextIO
 from megaprec.data.files import write_whole
 from megaprec.events import to_json
 from tools.progress import Steps
+from tools.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines
 
-METRICS = "metrics.jsonl"
-EVENTS = "events.jsonl"
 PACE = 20  # the newest steps, by whose mean time the rest is estimated
 
 
@@ -36,6 +33,8 @@ class Journal(AbstractContextManager["Journal"]):
         if start == 0:
             _put_aside(folder / METRICS, folder / EVENTS)
         self._metrics, self._events = (_reopen(folder / name, start) for name in (METRICS, EVENTS))
+        if note := lost_steps(folder / METRICS, start):
+            print(f"note       {note}")
         self._scalars = _tensorboard(folder / "tensorboard", start) if tensorboard else None
         self._total, self._every = total, every
         self._pace: deque[float] = deque(maxlen=PACE)
@@ -73,16 +72,6 @@ class Journal(AbstractContextManager["Journal"]):
             print("  ".join((f"step {step}/{self._total}", said, *events)), flush=True)
 
 
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """All whole records of a run: not a last line cut off by a kill. "inf", "-inf" and "nan" are numbers again."""
-    return list(_records(folder / METRICS))
-
-
-def read_events(folder: Path, kind: str = "overflow") -> list[dict[str, Any]]:
-    """All whole events of one kind of a run, oldest first."""
-    return [event for event in _records(folder / EVENTS) if event["event"] == kind]
-
-
 def _put_aside(*paths: Path) -> None:
     """Renames what has records to the first free one of *.old, *.old2, ... and says so."""
     for path in paths:
@@ -95,23 +84,17 @@ def _put_aside(*paths: Path) -> None:
 
 def _reopen(path: Path, start: int) -> TextIO:
     """Opens a file of records to add to it, those of steps after `start` being removed: they happen again."""
-    kept = [record for record in _records(path) if record["step"] <= start]
-    write_whole(path, "".join(to_json(record) + "\n" for record in kept).encode())
+    lines = read_lines(path)
+    kept = [line.content for line in lines if line.record is None or line.record["step"] <= start]
+    write_whole(path, b"".join(content + b"\n" for content in kept))
+    if note := odd_lines(path):
+        print(f"note       {note}")
     return path.open("a", encoding="utf-8")
 
 
 def _write_line(file: TextIO, record: dict[str, Any]) -> None:
     file.write(to_json(record) + "\n")
     file.flush()
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        yield {k: float(v) if isinstance(v, str) and v in ("inf", "-inf", "nan") else v for k, v in record.items()}
 
 
 def _numbers(record: dict[str, Any]) -> str:

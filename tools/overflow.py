@@ -23,7 +23,7 @@ from megaprec.events import LOSS
 from megaprec.plan import dtype_name
 from megaprec.trace import Finding
 from tools.generate import harmless
-from tools.journal import METRICS, read_events
+from tools.records import EVENTS, METRICS, odd_lines, read_events
 from tools.replay import Replay, replay
 
 PIPE_COLUMNS = 120
@@ -51,6 +51,8 @@ def main(args: argparse.Namespace) -> int:
     if args.last < 1:
         raise UserError(f"--last {args.last}: give at least 1")
     events = _chosen(read_events(args.folder), args.step)[-args.last :]
+    if note := odd_lines(args.folder / EVENTS):
+        print(f"note       {note}")
     if not events:
         print(f"{args.folder}: no step was skipped")
         return 0

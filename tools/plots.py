@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tools.journal import read_metrics
+from tools.records import read_metrics
 
 PLOT = "training.png"
 BLUE, ORANGE, RED = "#1f5fa8", "#e07b00", "#d62728"

@@ -1,55 +1,89 @@
-"""Whether a run may go on from the checkpoints in its folder."""
+"""Whether a run may go on from the checkpoints in its folder, and what it says of itself if it does."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from megaprec.checkpoint.folder import latest, remedy
-from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.changes import MARK, changed_keys, lr_jump
 from tools.checks import make_rule
 from tools.corpus import Corpus
+from tools.identity import ALLOW, Difference, other_sets, other_settings, read_identity
 from tools.run import FREE, RunConfig
-from tools.saved import kept
+from tools.saved import newest, read_model, read_progress, read_tokenizer, read_watch
+
+KEPT = {"the data": "data", "the keys": "run"}  # what earlier versions did not keep
 
 
-def check_resumable(config: RunConfig, corpus: Corpus | None = None) -> None:
+def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Collection[str] = ()) -> None:
     """Raises UserError if the run folder's newest checkpoint is none that the run can go on from.
 
-    Without `corpus`, as far as it can be known before there is one.
+    Without `corpus`, as far as it can be known before there is one. allowed: what may be another one, of ALLOW.
     """
-    path = latest(config.checkpoint_folder)
-    if path is None:
+    store = newest(config.checkpoint_folder)
+    if store is None:
         return
     if not config.checkpoint.resume:
         raise UserError(
-            f"checkpoint.resume = false, but {path} is there from an earlier run: "
+            f"checkpoint.resume = false, but {store.path} is there from an earlier run: "
             "give another train.folder, or remove this one"
         )
-    store = _open(path)
-    for key in ("progress", "watch"):
-        kept(store, key)
+    read_progress(store)
+    read_watch(store)
     problems = [*_other_model(store, corpus.model if corpus else config.model), *_no_state(store, config)]
-    if corpus:
-        problems += _other_tokenizer(store, corpus)
+    refused = [found for found in differences(store, config, corpus) if found.what not in allowed]
+    lines = [*problems, *(found.line for found in refused)]
     if problems:
-        raise UserError(*problems, f"this run cannot go on from {path}: give another train.folder")
+        raise UserError(*lines, f"this run cannot go on from {store.path}: give another train.folder")
+    if refused:
+        flags = " ".join(f"--allow {what}" for what in ALLOW if what in {found.what for found in refused})
+        raise UserError(
+            *lines,
+            f"this run cannot go on from {store.path} so: take it back, give {flags} to go on all the same, or give "
+            "another train.folder",
+        )
 
 
-def _open(path: Path) -> Store:
-    try:
-        store = Store(path)
-    except UserError as error:
-        raise UserError(*error.problems, f"{path} is damaged: {remedy(path)}") from error
-    require_intact(store, (name for name in store.digests if not name.endswith(".safetensors")))  # loading checks those
-    return store
+def differences(store: Store, config: RunConfig, corpus: Corpus | None = None) -> list[Difference]:
+    """In what the run's data is other than what the checkpoint was trained on; nothing of what an earlier version did
+    not keep."""
+    identity = read_identity(store)
+    found = [*other_settings(identity, config.data, config.train)] if identity else []
+    if corpus:
+        found += _other_tokenizer(store, corpus)
+        found += other_sets(identity, corpus.identity) if identity and corpus.identity else []
+    return found
+
+
+def resume_lines(config: RunConfig, corpus: Corpus, checkpoint: Path) -> Iterator[str]:
+    """What is to be said of a run that goes on: every key that is another one now, and what is not as it seems."""
+    store = Store(checkpoint)
+    progress = read_progress(store)
+    if progress.step >= config.train.steps:
+        return
+    if missing := [what for what, key in KEPT.items() if key not in store.index]:
+        lacks = f"keeps no record of {' and '.join(missing)} that it was trained with"
+        yield f"note       {checkpoint} {lacks}, so what has changed is not known"
+    if not store.digests:
+        unchecked = "(an earlier version saved it), so nothing tells whether its files are what was saved"
+        yield f"note       {checkpoint} has no digests {unchecked}"
+    told = [found.line for found in differences(store, config, corpus)]
+    keys = [line for line in changed_keys(store, config, progress) if not any(same_key(line, other) for other in told)]
+    yield from (f"changed    {line}{MARK}" for line in told)
+    yield from (f"changed    {line}" for line in keys)
+    yield from (f"note       {line}" for line in lr_jump(store, config, progress))
+
+
+def same_key(line: str, other: str) -> bool:
+    """Whether two lines speak of one key."""
+    return line.partition(":")[0] == other.partition(":")[0]
 
 
 def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
     """Keys that the checkpoint does not know yet have their default in it."""
-    saved, asked = (json.loads(m.model_dump_json()) for m in (ModelConfig(**kept(store, "model")), model))
+    saved, asked = (json.loads(m.model_dump_json()) for m in (read_model(store), model))
     free = set(FREE)
     if model.positions == "rope":
         free.add("max_positions")  # nothing in the model has that size
@@ -69,11 +103,12 @@ def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
         )
 
 
-def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[str]:
+def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[Difference]:
     """Ids mean something else under another tokenizer, though the vocabulary may have the same size."""
-    name, tokenizer = kept(store, "tokenizer"), corpus.tokenizer
-    if name and tokenizer and store.file(name).read_bytes() != tokenizer.path.read_bytes():
-        yield (
-            f"{tokenizer.path} is not the tokenizer that the checkpoint was trained with: set data.tokenizer to "
-            f"a copy of {store.file(name)}, or give the text that it was trained on"
+    was, tokenizer = read_tokenizer(store), corpus.tokenizer
+    if was and (tokenizer is None or was.read_bytes() != tokenizer.path.read_bytes()):
+        is_not = f"{tokenizer.path} is not" if tokenizer else "there is none, which is not"
+        yield Difference(
+            "tokenizer",
+            f"data.tokenizer: {is_not} the tokenizer that the checkpoint was trained with, of which {was} is a copy",
         )

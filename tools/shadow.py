@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from models.shadow import Shadow
-from tools.journal import read_events
 from tools.plots import BLUE, ORANGE, RED
+from tools.records import read_events
 from tools.settings import FP8
 
 SHADOW = "fp8_shadow"

@@ -7,14 +7,16 @@ started by torchrun, Slurm or itself it is one rank of the world it finds. One f
 import argparse
 import os
 import socket
+from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megaprec.checkpoint.folder import latest
+from megaprec.checkpoint.folder import require_room
 from megaprec.checkpoint.store import INDEX
 from megaprec.data.files import alone, beside
 from megaprec.errors import UserError
@@ -24,14 +26,17 @@ from tools.checks import check_all
 from tools.convert.command import write_model
 from tools.convert.formats import open_intact
 from tools.convert.initial import open_initial
-from tools.corpus import Corpus, check_sources, open_corpus, open_made
+from tools.corpus import Corpus, check_sources, looked_at, open_corpus, open_made
 from tools.fp8 import check_fp8
+from tools.identity import ALLOW, Identity
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.notes import add_strict, tell_notes
 from tools.own_model import require_builtin
 from tools.plots import plot_run
-from tools.resume import check_resumable
+from tools.records import EVENTS, METRICS
+from tools.resume import check_resumable, differences
 from tools.run import RunConfig, check_world, load_run
+from tools.saved import newest
 from tools.shadow import plot_shadow
 from tools.trainer import Trainer
 from tools.write import print_outcome
@@ -46,6 +51,13 @@ def add_parser(subparsers: Any) -> None:
         "--export-hf", metavar="DIR", help="also leave the trained model there as a Hugging Face folder"
     )
     add_strict(parser)
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        choices=ALLOW,
+        help="go on from a checkpoint though this is not what it was trained with; once for each",
+    )
     parser.set_defaults(run=main)
 
 
@@ -54,23 +66,27 @@ def main(args: argparse.Namespace) -> int:
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     tell_notes(config.notes, args.strict)
     if joined_world():
-        return _run_rank(config, export)
+        return _run_rank(config, export, args.allow)
     if export:
         require_builtin(config.model, "--export-hf")
     if export and export.exists():
         raise UserError(f"--export-hf {export}: it is there already; give another folder")
-    _open_checked(config)
+    _open_checked(config, args.allow)
     if config.world_size == 1:
-        return _run_rank(config, export)
-    options = ["--export-hf", str(export)] if export else []
+        return _run_rank(config, export, args.allow)
+    options = [*(["--export-hf", str(export)] if export else []), *(f"--allow={what}" for what in args.allow)]
     return launch_local(["train", args.file, *args.overrides, *options], config.world_size, config.train.threads)
 
 
-def _open_checked(config: RunConfig) -> Corpus:
+def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
     """Looks for all that can be wrong before anything is written, then opens or builds the data, and looks again."""
-    check_all(config, _device, _check_native, check_fp8, _check_folders, check_sources, check_resumable, _check_initial)
-    corpus = open_corpus(config)
-    check_resumable(config, corpus)
+
+    def resumable(config: RunConfig) -> None:
+        check_resumable(config, allowed=allowed)
+
+    check_all(config, _device, _check_native, check_fp8, _check_folders, check_sources, resumable, _check_initial)
+    corpus = open_corpus(config, allowed)
+    check_resumable(config, corpus, allowed)
     return corpus
 
 
@@ -85,6 +101,10 @@ def _check_folders(config: RunConfig) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
             raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
+    require_room(config.checkpoint_folder)
+    for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS)):
+        if os.path.lexists(path) and not path.is_file():
+            raise UserError(f"{path} is no file, but the records of steps belong there: move it away")
     if _lock(config).exists():
         with _training(config):
             pass
@@ -112,14 +132,14 @@ def _check_initial(config: RunConfig) -> None:
         open_initial(Path(config.train.init_from))
 
 
-def _run_rank(config: RunConfig, export: Path | None) -> int:
+def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str]) -> int:
     check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
     keep_freed_memory()
     with world(device) as store, ExitStack() as held:
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
-        named = told_by_first(store, lambda: prepare(config, held))
+        named = told_by_first(store, lambda: prepare(config, held, allowed))
         corpus, checkpoint = open_named(config, named)
         Trainer(config, corpus, mesh, checkpoint).run()
         first = dist.get_rank() == 0
@@ -161,23 +181,28 @@ def _local_ranks(config: RunConfig) -> int:
     return config.world_size
 
 
-def prepare(config: RunConfig, held: ExitStack) -> dict[str, Any]:
+def prepare(config: RunConfig, held: ExitStack, allowed: Collection[str] = ()) -> dict[str, Any]:
     """Looks at everything, builds what is missing, and names the paths that the run needs; "" where it needs none.
 
-    The run's folder is this process's alone until `held` lets go of it.
+    The run's folder is this process's alone until `held` lets go of it. allowed: as `check_resumable` has it.
     """
-    corpus = _open_checked(config)
+    corpus = _open_checked(config, allowed)
     try:
         held.enter_context(_training(config))
     except OSError as error:
         raise UserError(
             f'train.folder = "{config.train.folder}": cannot be written to ({error.strerror}); give another'
         ) from error
-    checkpoint = latest(config.checkpoint_folder)
+    store = newest(config.checkpoint_folder)
+    differ = {found.what for found in differences(store, config, corpus)} if store else set()
+    for what in sorted(set(allowed) - differ):
+        print(f"note       --allow {what}: not needed, it is what the checkpoint was trained with, or there is none")
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
         "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
-        "checkpoint": str(checkpoint or ""),
+        "checkpoint": str(store.path if store else ""),
+        "identity": corpus.identity.model_dump() if corpus.identity else None,
+        "notes": corpus.notes,
     }
 
 
@@ -190,4 +215,8 @@ def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path |
     if missing := [path for path in needed if path and not path.is_file()]:
         here = socket.gethostname()
         raise UserError(*(f"{p} is not on {here}: it must be on a filesystem that all ranks share" for p in missing))
-    return open_made(config, prefixes, tokenizer), checkpoint
+    corpus = open_made(config, prefixes, tokenizer)
+    if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
+        looked_at(config, corpus)  # as this machine sees it; rank 0 has done so on the first
+    identity = named["identity"] and Identity.model_validate(named["identity"])
+    return replace(corpus, identity=identity, notes=tuple(named["notes"])), checkpoint

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.state import load, save
+from megaprec.checkpoint.store import Store
 from megaprec.data.blend import Blend
+from megaprec.data.intact import accusation
 from megaprec.data.samples import Samples
+from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, StepReport, report_fields
 from megaprec.groups import Group
 from megaprec.optimistic import OptimisticOptimizer
@@ -24,19 +27,20 @@ from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
 from megaprec.tf32 import tf32
 from megaprec.watch import OverflowWatch
-from models.engine import Engine, Share
+from models.engine import Engine, OutsideVocabulary, Share
 from models.optimistic import OptimisticEngine
 from models.packing import Packing
 from models.shadow import Shadow
 from models.stages import Stage
 from parallel.recording import Recording
+from tools.changes import keys_of
 from tools.checks import make_rule
 from tools.convert.initial import start_from
 from tools.corpus import Corpus
 from tools.journal import Journal
 from tools.own_model import stage_maker
 from tools.run import RunConfig
-from tools.saved import Progress
+from tools.saved import Progress, read_progress, read_watch
 from tools.shadow import shadow_event, shadow_fields
 from tools.skips import Hopeless, overflow_event
 from tools.stopping import Stopped, listening
@@ -102,11 +106,12 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> None:
         with warnings.catch_warnings(record=True, action="always") as said:
-            saved = load(checkpoint, self.engine.optimizer, self.engine.fp8)
+            load(checkpoint, self.engine.optimizer, self.engine.fp8)
         for warning in said:
             print(f"warning    {warning.message}")
-        self.progress = Progress(**saved["progress"])
-        self.watch.load_state_dict(saved["watch"])
+        store = Store(checkpoint)
+        self.progress = read_progress(store)
+        self.watch.load_state_dict(read_watch(store))
 
     def run(self) -> None:
         """All steps that are left, or as many as there are until a signal; a checkpoint at the end.
@@ -234,18 +239,34 @@ class Trainer:
         share = self.share(self.corpus.train, position)
         if self._shadowed(self._taken + 1):
             self._shadows[self._taken + 1] = self.engine.shadow(share, self._taken)
-        before = self.engine.accumulate(share, self._taken, recording)
-        known = [(before, self._count(before))] if before else []
-        self._taken += 1
-        if recording:
-            self._write_timeline(recording)
+        with self._accusing(self.corpus.train):
+            before = self.engine.accumulate(share, self._taken, recording)
+            known = [(before, self._count(before))] if before else []
+            self._taken += 1
+            if recording:
+                self._write_timeline(recording)
+            report = self._update()
+        return [*known, (report, self._count(report))] if report else known
+
+    def _update(self) -> StepReport | None:
         try:
             report = self.engine.update(self._lr())
             if self._stops or self._needs_outcome(self._taken):
                 report = report or self.engine.settle()
         except NonFiniteStep as error:
             report, self._raised = error.report, error
-        return [*known, (report, self._count(report))] if report else known
+        return report
+
+    @contextmanager
+    def _accusing(self, samples: Samples | Blend, position: int | None = None) -> Iterator[None]:
+        """Says of an id outside of the vocabulary where it is. position: of the global batch; default: of the first one
+        whose outcome is not known."""
+        try:
+            yield
+        except OutsideVocabulary as error:
+            start = self.progress.samples if position is None else position
+            place, length = samples.place(start + error.sample), self.config.train.seq_length + 1
+            raise UserError(accusation(*place, length, error.vocab) or str(error)) from error
 
     def _needs_outcome(self, step: int) -> bool:
         """Whether something is done after `step` that must not be done on a guess."""
@@ -283,8 +304,11 @@ class Trainer:
         """
         batch = self.config.train.global_batch
         count = max(1, min(self.config.train.eval_batches, len(samples) // batch))
-        losses = [self.engine.evaluate(self.share(samples, n * batch)) for n in range(count)]
-        return sum(losses) / count
+        total = 0.0
+        for n in range(count):
+            with self._accusing(samples, n * batch):
+                total += self.engine.evaluate(self.share(samples, n * batch))
+        return total / count
 
     def share(self, samples: Samples | Blend, position: int) -> Share:
         """This dp rank's consecutive part of the global batch that begins at `position`."""
@@ -303,7 +327,10 @@ class Trainer:
             "precision": self.config.precision.model_dump(),
             "tokenizer": tokenizer.path.name if tokenizer else "",
             "torch": torch.__version__,
+            "run": keys_of(self.config),
         }
+        if self.corpus.identity:
+            extra["data"] = self.corpus.identity.model_dump()
         beside = [tokenizer.path, tokenizer.path.with_name("tokenizer_config.json")] if tokenizer else []
         files = [file for file in beside if file.is_file()]  # the second says which token ends a document
         folder, keep = self.config.checkpoint_folder, self.config.checkpoint.keep

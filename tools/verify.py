@@ -6,18 +6,17 @@ Exit code: 0 if all is ok, 1 if there are notes, 2 if something is bad.
 """
 
 import argparse
-import hashlib
-import json
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from megaprec.checkpoint.digests import file_digest
 from megaprec.data.files import beside
 from megaprec.data.indexed import CHUNK, IndexedDataset
+from megaprec.data.intact import look, place_of, read_record
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
@@ -89,18 +88,24 @@ def _of_data_set(prefix: Path, given: Path | None) -> Iterator[Finding]:
 
 def _of_ids(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Finding]:
     try:
-        low, high = dataset.token_range()
+        dataset.require_ids()
     except UserError as error:
         yield from ((BAD, "ids", problem) for problem in error.problems)
         return
-    seen = f"{low:,} to {high:,}"
-    if low < 0:
-        yield BAD, "ids", f"{seen}: negative ones are no tokens"
-    elif tokenizer is None:
+    whole = look(beside(dataset.prefix, ".bin"), dataset.dtype, again=True)
+    seen = f"{whole.low:,} to {whole.high:,}"
+    if tokenizer is None and whole.low >= 0:
         yield NOTE, "ids", f"{seen}; no tokenizer to compare with: give --tokenizer"
-    elif high >= tokenizer.vocab_size:
-        yield BAD, "ids", f"{seen}, but {tokenizer.path} has {tokenizer.vocab_size:,} tokens: it is another one's data"
-    else:
+        return
+    size = tokenizer.vocab_size if tokenizer else whole.high + 1
+    if (token := dataset.first_outside(size)) is not None:
+        what = (
+            "negative ones are no tokens"
+            if whole.low < 0
+            else f"but there are {size:,} tokens: it is another one's data"
+        )
+        yield BAD, "ids", f"{seen}: {what}; the first is {dataset.tokens(token, 1)[0]} {place_of(dataset, token)}"
+    elif tokenizer:
         yield OK, "ids", f"{seen}, of {tokenizer.vocab_size:,} tokens in {tokenizer.path}"
 
 
@@ -133,23 +138,19 @@ def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator
         )
         return
     try:
-        record: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        expected = {suffix: record[f"{suffix}_sha256"] for suffix in ("bin", "idx")}
-    except (ValueError, KeyError, TypeError):
-        yield BAD, "record", f"{path.name} is damaged or of an older version: build the data set again"
+        record = read_record(dataset.prefix)
+    except UserError as error:
+        yield from ((BAD, "record", problem) for problem in error.problems)
         return
-    for suffix, digest in expected.items():
-        name = beside(dataset.prefix, f".{suffix}")
-        if _sha256(name) == digest:
-            yield OK, "hash", f"{name.name} is as it was built"
+    assert record is not None
+    for suffix in ("bin", "idx"):
+        file = beside(dataset.prefix, f".{suffix}")
+        ids = dataset.dtype if suffix == "bin" and dataset.dtype.kind != "f" else None
+        if look(file, ids, again=suffix == "idx" or ids is None).sha256 == record[f"{suffix}_sha256"]:
+            yield OK, "hash", f"{file.name} is as it was built"
         else:
-            yield BAD, "hash", f"{name.name} is not what was built: copy it again or build it again"
-    if tokenizer and record.get("tokenizer_sha256") != _sha256(tokenizer.path):
+            yield BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
+    if tokenizer and record.get("tokenizer_sha256") != file_digest(tokenizer.path):
         yield BAD, "tokenizer", f"{tokenizer.path} is not the one that the data set was built with"
     elif tokenizer:
         yield OK, "tokenizer", f"{tokenizer.path} is the one that the data set was built with"
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

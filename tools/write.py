@@ -12,6 +12,7 @@ from parallel.simulate import bubble, simulate
 from tools.corpus import Corpus
 from tools.fp8 import fp8_lines
 from tools.generate import find_checkpoint, generate, harmless, load_model
+from tools.resume import resume_lines
 from tools.run import RunConfig
 
 SAMPLE_TOKENS = 60
@@ -41,6 +42,8 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         f"{t.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
         f"precision  {config.precision.compute}"
     )
+    for note in corpus.notes:
+        print(f"note       {note}")
     for line in fp8_lines(config, model, device):
         print(line)
     if p.pipeline > 1:
@@ -52,6 +55,8 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
             f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"
         )
         print(f"resumed    from {resumed}, {left}")
+        for line in resume_lines(config, corpus, resumed):
+            print(line)
 
 
 def _samples(config: RunConfig, corpus: Corpus) -> str:

@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -17,35 +17,52 @@ from megaprec.layout import Part
 
 INDEX = "checkpoint.json"
 FORMAT = 1
+SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 
 
-class _Chunk(BaseModel):
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Chunk(_Table):
     file: str
-    offset: list[int]
-    shape: list[int]
+    offset: list[Count]
+    shape: list[Count]
 
 
-class _Tensor(BaseModel):
+class _Tensor(_Table):
     dtype: str
-    shape: list[int]
+    shape: list[Count]
     chunks: list[_Chunk]
 
 
-class _Optimizer(BaseModel):
-    steps: int
-    scaler: dict[str, float]
+class _Optimizer(_Table):
+    steps: Count
+    scaler: dict[str, FiniteFloat]
+    rule: dict[str, FiniteFloat] = {}  # earlier versions kept none
+
+    @field_validator("scaler")
+    @classmethod
+    def _is_known(cls, scaler: dict[str, float]) -> dict[str, float]:
+        """A constant scale keeps nothing."""
+        if scaler and (scaler.keys() != SCALER or not scaler["scale"] > 0 or scaler["growth_tracker"] < 0):
+            raise ValueError(f"{scaler} is no state of a loss scaler")
+        return scaler
 
 
-class _FP8(BaseModel):
-    rolls: int
+class _FP8(_Table):
+    rolls: Count
 
 
-class _Index(BaseModel):
+class _Index(_Table):
     """What every checkpoint.json holds, whatever the caller keeps there besides."""
 
-    step: int
+    step: Count
     optimizer: _Optimizer
-    files: dict[str, int]
+    files: dict[str, Count]
     sha256: dict[str, str] = {}  # earlier versions recorded none
     tensors: dict[str, _Tensor]
     fp8: _FP8 = _FP8(rolls=0)  # earlier versions kept none
@@ -59,16 +76,10 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self.path, self._open = path, {}
-        try:
-            content = (path / INDEX).read_bytes()
-            self.index: dict[str, Any] = json.loads(content)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({error})") from error
+        content, self.index = _read(path)
         if not is_sealed(content, self.index):
             raise UserError(f"{path} is damaged: {INDEX} is not what was saved (SHA-256 differs): restore it")
-        found = self.index.get("format") if isinstance(self.index, dict) else None
-        if found != FORMAT:
-            raise UserError(f"{path} has checkpoint format {found!r}; this version reads {FORMAT}")
+        _require_known_format(path, self.index)
         try:
             _Index.model_validate(self.index)
         except ValidationError as error:
@@ -166,3 +177,31 @@ class Store:
             return self._open[file].get_slice(name if kind == "weight" else key)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self.path / file} is damaged: {error}") from error
+
+
+def _read(path: Path) -> tuple[bytes, Any]:
+    """The bytes of checkpoint.json, and what they say."""
+    file = path / INDEX
+    try:
+        if file.exists() and not file.is_file():
+            raise OSError("it is no file")
+        content = file.read_bytes()
+        return content, json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({error})") from error
+
+
+def _require_known_format(path: Path, index: Any) -> None:
+    """The format is a whole number that grows. Digests are in every index that says which data was trained on."""
+    found = index.get("format") if isinstance(index, dict) else None
+    if type(found) is int and found > FORMAT:
+        raise newer_version(path, f"has checkpoint format {found}, and this one reads {FORMAT}")
+    if found != FORMAT or isinstance(found, bool):
+        raise UserError(f"{path} has checkpoint format {found!r}; this version reads {FORMAT}")
+    if "data" in index and OTHERS not in index:
+        raise UserError(f"{path} is damaged: {INDEX} has lost the digests that it was saved with: restore it")
+
+
+def newer_version(path: Path, why: str) -> UserError:
+    """Says that a checkpoint cannot be read yet."""
+    return UserError(f"{path} was saved by a newer version of megaprec: it {why}: update megaprec to go on with it")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Batch, Samples
 from megaprec.errors import UserError
 
@@ -65,6 +66,12 @@ class Blend:
                 for some in zip(*((b.mask, b.documents, b.positions) for b in batches), strict=True)
             ),
         )
+
+    def place(self, position: int) -> tuple[IndexedDataset, int, int]:
+        """As `Samples.place`."""
+        period, place = divmod(position, len(self._pattern))
+        part = int(self._pattern[place])
+        return self.parts[part].place(int(period * self._per_period[part] + self._before[place]))
 
     def labels(self, ids: torch.Tensor) -> list[str]:
         """Each sample's data set, and its number there."""

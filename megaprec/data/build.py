@@ -11,12 +11,14 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from megaprec.data import intact
 from megaprec.data.files import beside, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
 from megaprec.data.text import Source
@@ -72,8 +74,9 @@ def prepare(
     if (tokenizer is None) == (vocab_size is None):
         raise UserError("give either a tokenizer file or a vocabulary size to train one, not both or neither")
     given = load_tokenizer(tokenizer) if tokenizer else None
-    if result := reusable(prefix, source, tokenizer or beside(prefix, ".model"), vocab_size):
-        return result
+    with suppress(*([UserError] if overwrite else [])):  # a damaged one is replaced then
+        if result := reusable(prefix, source, tokenizer or beside(prefix, ".model"), vocab_size):
+            return result
     _refuse_overwriting(prefix, overwrite)
     if vocab_size is not None:
         given = load_tokenizer(train_sentencepiece((text for _, text in source), prefix, vocab_size, overwrite))
@@ -98,10 +101,10 @@ def build(
     what was there before is untouched.
     """
     _refuse_overwriting(prefix, overwrite)
-    made_of, resume = _made_of(source, tokenizer), beside(prefix, ".resume")
-    state = _left(prefix, made_of)
+    wanted, resume = made_of(source, tokenizer), beside(prefix, ".resume")
+    state = _left(prefix, wanted)
     try:
-        _write(source, tokenizer, prefix, made_of, state, workers, on_progress or (lambda *totals: None))
+        _write(source, tokenizer, prefix, wanted, state, workers, on_progress or (lambda *totals: None))
     except Exception as error:
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
@@ -111,43 +114,51 @@ def build(
             ) from error
         raise
     counts = asdict(state.counts)
-    digests = {f"{suffix}_sha256": _sha256(beside(prefix, f".{suffix}")) for suffix in ("bin", "idx")}
-    write_whole(beside(prefix, ".json"), (json.dumps(made_of | counts | digests, indent=2) + "\n").encode())
+    content = json.dumps(wanted | counts | _digests(prefix), indent=2)
+    write_whole(beside(prefix, ".json"), f"{content}\n".encode())
     resume.unlink(missing_ok=True)
     return BuildResult(prefix, tokenizer.path, tokenizer.vocab_size, tokenizer.eos, **counts)
 
 
+def _digests(prefix: Path) -> dict[str, Any]:
+    """Of both files, and of the blocks of a large one, by which some of it can be checked at a start."""
+    files = {suffix: beside(prefix, f".{suffix}") for suffix in ("bin", "idx")}
+    digests: dict[str, Any] = {f"{suffix}_sha256": _sha256(file) for suffix, file in files.items()}
+    if files["bin"].stat().st_size > intact.WHOLE:
+        digests["blocks"] = {"bytes": intact.BLOCK, "sha256": intact.block_digests(files["bin"])}
+    return digests
+
+
 def reusable(prefix: Path, source: Source, tokenizer: Path, vocab_size: int | None = None) -> BuildResult | None:
-    """The data set at `prefix` if it is whole and was made of this source with this tokenizer file, else None.
+    """The data set at `prefix` if it is there and was made of this source with this tokenizer file, else None.
 
-    With `vocab_size`, the tokenizer must have just that size. The ids themselves are not read.
+    With `vocab_size`, the tokenizer must have just that size. Raises UserError if it is damaged, as far as sizes tell;
+    `megaprec.data.intact` looks at the rest.
     """
-    try:
-        record = json.loads(beside(prefix, ".json").read_text("utf-8"))
-        dataset = IndexedDataset(prefix)
-        same = (
-            record["source"] == source.identity()
-            and record["tokenizer_sha256"] == _sha256(tokenizer)
-            and record["tokens"] == dataset.num_tokens
-            and vocab_size in (None, record["vocab_size"])
-        )
-        counts = {name: record[name] for name in ("vocab_size", "eos", "documents", "tokens", "chars")}
-    except (OSError, ValueError, KeyError, TypeError):  # UserError is a ValueError: not whole is not reusable
+    idx = beside(prefix, ".idx")
+    if not idx.exists() or not tokenizer.is_file():
         return None
-    return BuildResult(prefix, tokenizer, **counts, reused=True) if same else None
+    try:
+        record = intact.read_record(prefix)
+        if record is None or not _is_of(record, source, tokenizer, vocab_size):
+            return None
+        if record["tokens"] != (found := IndexedDataset(prefix).num_tokens):
+            raise UserError(f"{prefix} has {found} tokens where {prefix.name}.json says {record['tokens']}")
+    except UserError as error:
+        again = f"remove {idx} and the same command makes it anew"
+        raise UserError(*(f"{line}; {again}" for line in error.problems)) from error
+    counts = {name: record[name] for name in ("vocab_size", "eos", "documents", "tokens", "chars")}
+    return BuildResult(prefix, tokenizer, **counts, reused=True)
 
 
-def check_vocabulary(dataset: IndexedDataset, vocab_size: int) -> None:
-    """`UserError` if a token id lies outside [0, vocab_size). Reads the data set once, in bounded memory."""
-    low, high = dataset.token_range()
-    if low < 0 or high >= vocab_size:
-        raise UserError(
-            f"{dataset.prefix} has token ids {low} to {high}, which a vocabulary of {vocab_size} does not hold; "
-            f"set the vocabulary to at least {high + 1} or give the tokenizer's own data"
-        )
+def _is_of(record: dict[str, Any], source: Source, tokenizer: Path, vocab_size: int | None) -> bool:
+    if lacking := {"source", "vocab_size", "eos", "documents", "tokens", "chars"} - record.keys():
+        raise UserError(f"its record lacks {', '.join(sorted(lacking))}")
+    same = record["source"] == source.identity() and record.get("tokenizer_sha256") == _sha256(tokenizer)
+    return same and vocab_size in (None, record["vocab_size"])
 
 
-def _made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
     """What decides every byte of a data set."""
     return {
         "source": source.identity(),

@@ -93,10 +93,7 @@ class IndexedWriter:
         """
         tokens = np.asarray(ids, dtype=None if len(ids) else np.int64)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            raise UserError(
-                f"token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of {self._vocab_size}; "
-                "give the tokenizer's own vocabulary size"
-            )
+            raise self._outside(tokens, ends)
         first = int(ends[0]) if len(ends) else len(tokens)
         if self._open + first > LONGEST_SEQUENCE:
             self._write_lengths(np.array([self._open]))
@@ -108,6 +105,15 @@ class IndexedWriter:
             self._write_lengths(np.concatenate(([self._open], np.diff(ends))))
             self._documents.write(np.arange(before + 1, self._sequences + 1, dtype="<i8").tobytes())
             self._open = len(tokens) - int(ends[-1])
+
+    def _outside(self, tokens: NDArray[np.integer], ends: NDArray[np.int64]) -> UserError:
+        wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
+        document = self._documents.tell() // 8 - 1 + int(np.searchsorted(ends, wrong, side="right"))
+        return UserError(
+            f"{self._prefix}: token ids {tokens.min()} to {tokens.max()} do not fit a vocabulary of "
+            f"{self._vocab_size}, "
+            f"the first is {tokens[wrong]} in document {document}; give the tokenizer's own size"
+        )
 
     def _write_lengths(self, lengths: NDArray[np.integer]) -> None:
         self._lengths.write(lengths.astype("<i4").tobytes())
@@ -207,7 +213,7 @@ class IndexedDataset:
         """Tokens [start, start + length) of all documents back to back, int64 [length], a copy."""
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise UserError(f"tokens {start} to {start + length} do not exist; {self.prefix} has {self.num_tokens}")
-        self._require_ids()
+        self.require_ids()
         return self._stream[start : start + length].astype(np.int64)
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
@@ -222,7 +228,7 @@ class IndexedDataset:
 
     def token_range(self) -> tuple[int, int]:
         """Smallest and largest token id, read once from end to end in bounded memory; (0, -1) if there is none."""
-        self._require_ids()
+        self.require_ids()
         extremes = [
             (int(chunk.min()), int(chunk.max()))
             for chunk in (self._stream[at : at + CHUNK] for at in range(0, self.num_tokens, CHUNK))
@@ -233,13 +239,23 @@ class IndexedDataset:
         """Largest token id; -1 if there is no token."""
         return self.token_range()[1]
 
+    def first_outside(self, vocab: int) -> int | None:
+        """The first token of all whose id is outside of [0, vocab), None if there is none."""
+        for start in range(0, self.num_tokens, CHUNK):
+            chunk = self._stream[start : start + CHUNK]
+            found = np.flatnonzero((chunk < 0) | (chunk >= vocab))
+            if len(found):
+                return start + int(found[0])
+        return None
+
     def _begin(self, sequence: np.int64) -> int:
         """Token at which `sequence` begins; the number of tokens for the one after the last."""
         if sequence == self.num_sequences:
             return self.num_tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
-    def _require_ids(self) -> None:
+    def require_ids(self) -> None:
+        """Raises UserError for a data set of numbers that are no token ids."""
         if self.dtype.kind == "f":
             raise UserError(f"{self.prefix}.bin holds {self.dtype.name} numbers, which are no token ids")
 

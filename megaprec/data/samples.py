@@ -81,6 +81,11 @@ class Samples:
         """Samples in one epoch."""
         return self._count
 
+    def place(self, position: int) -> tuple[IndexedDataset, int, int]:
+        """Of the sample at a position of the run: its data set, its number there, and its first token there."""
+        number = int(self.batch(position, 1).ids)
+        return self._dataset, number, number * self._seq_length
+
     def labels(self, ids: torch.Tensor) -> list[int]:
         """What samples are called where a person looks for them: their numbers."""
         return ids.tolist()

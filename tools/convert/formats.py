@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+from megaprec.checkpoint.folder import checkpoint_at
 from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
 from tools.convert.hf import is_hf, open_hf
 from tools.convert.megatron import find_megatron, open_megatron
-from tools.convert.native import find_native, open_native
+from tools.convert.native import open_native
 from tools.convert.source import Source
 
 FORMATS = ("hf", "megaprec", "megatron")
@@ -15,7 +16,7 @@ FORMATS = ("hf", "megaprec", "megatron")
 
 def open_intact(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
     """As `open_source`, but raises UserError, too, if a file of a checkpoint of ours is not what was saved."""
-    if checkpoint := find_native(path):
+    if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
         require_intact(store, store.digests)
     return open_source(path, vocab, weights_only)
@@ -26,7 +27,7 @@ def open_source(path: Path, vocab: int | None = None, weights_only: bool = False
     of a Megatron checkpoint the optimizer's state is not looked at; UserError for another."""
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model")
-    checkpoint, hf = find_native(path), is_hf(path)
+    checkpoint, hf = checkpoint_at(path), is_hf(path)
     if weights_only and (checkpoint or hf):
         raise UserError(f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out")
     if checkpoint:

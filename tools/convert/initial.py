@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from megaprec.checkpoint.folder import checkpoint_at
 from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.state import load_weights
 from megaprec.checkpoint.store import INDEX, Store
@@ -17,14 +18,14 @@ from megaprec.layout import Part
 from megaprec.optimizer import ParallelAMPOptimizer
 from models.config import ModelConfig
 from tools.convert.hf import CONFIG, hf_model, hf_tokenizer, is_hf, open_hf
-from tools.convert.native import find_native, native_model, open_native
+from tools.convert.native import native_model, open_native
 from tools.convert.source import Source
 from tools.convert.vocabulary import check_tokenizer, main_file
 
 
 def initial_model(folder: Path) -> tuple[ModelConfig, Path | None, str]:
     """The model of train.init_from, its tokenizer's file if it has one, and what says so. Raises UserError."""
-    if checkpoint := find_native(folder):
+    if checkpoint := checkpoint_at(folder):
         return *native_model(checkpoint), f"{checkpoint / INDEX}"
     _require_hf(folder)
     return hf_model(folder), main_file(hf_tokenizer(folder)), f"{folder / CONFIG}"
@@ -32,7 +33,7 @@ def initial_model(folder: Path) -> tuple[ModelConfig, Path | None, str]:
 
 def open_initial(folder: Path) -> Source:
     """Opens the folder of train.init_from and looks at all of it but the values. Raises UserError."""
-    checkpoint = find_native(folder)
+    checkpoint = checkpoint_at(folder)
     if not checkpoint:
         _require_hf(folder)
     source = open_native(checkpoint) if checkpoint else open_hf(folder)
@@ -53,7 +54,7 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
 
     Collective over the world. UserError, before anything is changed, if a file of a checkpoint is not what was saved.
     """
-    if checkpoint := find_native(folder):
+    if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)
         require_intact(store, store.files_of("weight"), optimizer.world, optimizer.device)
     load_weights(Slices(open_initial(folder)), optimizer)

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
-from megaprec.checkpoint.folder import latest
 from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import FORMAT, INDEX, Store
 from megaprec.errors import UserError
 from megaprec.plan import LossScaling
 from megaprec.watch import OverflowWatch
 from models.config import ModelConfig
-from tools.convert.config import make_model
 from tools.convert.hf import check_tensors
 from tools.convert.rules import Match, logical_shapes
 from tools.convert.source import Facts, Origin, Source
@@ -26,29 +24,23 @@ from tools.convert.target import Place, Target, Write
 from tools.convert.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.transforms import SAME
 from tools.own_model import require_builtin
-from tools.saved import Progress, kept
+from tools.saved import Progress, read_model, read_tokenizer
 
 MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safetensors"
-
-
-def find_native(path: Path) -> Path | None:
-    """`path`, or the newest checkpoint of the run directory `path`; None if there is none."""
-    found = latest(path / "checkpoints") or latest(path) or path
-    return found if (found / INDEX).is_file() else None
 
 
 def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     """The model of a checkpoint and the file of its tokenizer, if there is one."""
     store = Store(path)
-    tokenizer = store.index.get("tokenizer")
-    require_intact(store, [tokenizer] if tokenizer else [])
-    return make_model(kept(store, "model"), f"{path / INDEX}"), store.file(tokenizer) if tokenizer else None
+    tokenizer = read_tokenizer(store) if "tokenizer" in store.index else None
+    require_intact(store, [tokenizer.name] if tokenizer else [])
+    return read_model(store), tokenizer
 
 
 def open_native(path: Path) -> Source:
     """Opens a checkpoint. UserError if it is damaged or does not hold the model it describes."""
     store = Store(path)
-    model = make_model(kept(store, "model"), f"{path / INDEX}")
+    model = read_model(store)
     require_builtin(model, "conversion")
     index = store.index
     _check(path, model, store)

@@ -16,7 +16,7 @@ from megaprec.layout import layout_of
 from megaprec.plan import plan
 from models.stages import Stage, cuts
 from parallel.context import Context
-from tools.convert.formats import open_source
+from tools.convert.formats import open_intact
 from tools.convert.hf import is_hf
 from tools.convert.source import Source
 
@@ -29,7 +29,7 @@ Forward = Callable[[Tensor], Tensor]  # int64 ids [b, s] -> logits [b, s, vocab]
 
 def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
     """One line on how far apart the logits of two folders are. UserError if they are not the same model."""
-    source = open_source(first, vocab)
+    source = open_intact(first, vocab)
     generator = torch.Generator().manual_seed(0)
     length = min(TOKENS, source.model.max_positions)
     ids = torch.randint(source.model.vocab, (SAMPLES, length), generator=generator)
@@ -51,7 +51,7 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
 @torch.no_grad()
 def logits(path: Path, ids: Tensor, dtype: torch.dtype, vocab: int | None = None) -> Tensor:
     """FP32 [b, s, vocab], computed in `dtype`."""
-    forward = _theirs(path, dtype) if is_hf(path) else _ours(open_source(path, vocab), dtype)
+    forward = _theirs(path, dtype) if is_hf(path) else _ours(open_intact(path, vocab), dtype)
     return forward(ids).float()
 
 

@@ -1,0 +1,96 @@
+"""metrics.jsonl and events.jsonl as they are read: a JSON record a line.
+
+A kill can cut the last line short: that step is taken again, and the line goes. Any other line that is no record comes
+from a damaged disk or an editor. It ends nothing and is not thrown away: it stays where it is, is named in a note, and
+the rest is used.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"
+NUMBERS = ("loss", "grad_norm", "loss_scale", "eval_loss")  # of a step, where they are given
+NEEDED = {  # by kind of event, "" for a step's own record: keys that are read
+    "": {"outcome", "loss", "grad_norm", "loss_scale"},
+    "overflow": {"loss_scale", "first_sample", "num_samples", "advice", "offenders"},
+    "fp8_shadow": {"loss_gap", "alarms", "cosines", "saturated", "underflowed"},
+}
+SHOWN = 5  # stretches of lines, or of steps, that a note names
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file of records, counted from 1. record: None if it is none; "inf" and "nan" are numbers in it."""
+
+    number: int
+    content: bytes
+    record: dict[str, Any] | None
+
+
+def read_lines(path: Path) -> list[Line]:
+    """All lines but empty ones, and but a last one that was cut short; none if there is no file."""
+    if not path.is_file():
+        return []
+    contents = path.read_bytes().split(b"\n")  # the last is empty unless it was cut short
+    *lines, last = [Line(number, content, _record(content)) for number, content in enumerate(contents, 1)]
+    return [line for line in lines if line.content.strip()] + ([last] if last.record else [])
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run's steps. "inf", "-inf" and "nan" are numbers again."""
+    return [line.record for line in read_lines(folder / METRICS) if line.record is not None]
+
+
+def read_events(folder: Path, kind: str = "overflow") -> list[dict[str, Any]]:
+    """The events of one kind of a run, oldest first."""
+    records = (line.record for line in read_lines(folder / EVENTS))
+    return [record for record in records if record is not None and record.get("event") == kind]
+
+
+def odd_lines(path: Path) -> str:
+    """A note that names the lines that are no records; empty if there is none."""
+    odd = [line.number for line in read_lines(path) if line.record is None]
+    if not odd:
+        return ""
+    return f"{path}: {_stretches('line', odd)} {'is no record' if len(odd) == 1 else 'are no records'}: kept, not used"
+
+
+def lost_steps(path: Path, last: int) -> str:
+    """A note that names the steps from 1 to `last` of which there is no record; empty if there is none."""
+    there = {line.record["step"] for line in read_lines(path) if line.record is not None}
+    lost = [step for step in range(1, last + 1) if step not in there]
+    return f"{path} has no record of {_stretches('step', lost)}" if lost else ""
+
+
+def _record(content: bytes) -> dict[str, Any] | None:
+    """What the line says, if that is a record."""
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError):  # not UTF-8 is a ValueError too
+        return None
+    if not isinstance(said, dict):
+        return None
+    record = {k: float(v) if isinstance(v, str) and v in ("inf", "-inf", "nan") else v for k, v in said.items()}
+    return record if _is_record(record) else None
+
+
+def _is_record(record: dict[str, Any]) -> bool:
+    kind = record.get("event", "")
+    if type(record.get("step")) is not int or not isinstance(kind, str):
+        return False
+    numbers = all(isinstance(record[key], int | float) for key in NUMBERS if key in record)
+    return numbers and NEEDED.get(kind, set()) <= record.keys()
+
+
+def _stretches(what: str, numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: lines 3, 7 to 9 and 12."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    said = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
+    if len(said) > SHOWN:
+        said = [*said[:SHOWN], f"{sum(map(len, runs[SHOWN:])):,} more"]
+    return f"{what}{'' if len(numbers) == 1 else 's'} {' and '.join(filter(None, (', '.join(said[:-1]), said[-1])))}"

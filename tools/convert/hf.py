@@ -34,6 +34,11 @@ def is_hf(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def find_hf(path: Path) -> Path | None:
+    """`path`, if it is a folder of Hugging Face's."""
+    return path if is_hf(path) else None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. UserError if the file is not there or holds something else."""
     try:

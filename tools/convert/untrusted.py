@@ -24,6 +24,7 @@ import torch
 MEMORY = 4 << 30  # bytes more than torch itself takes
 SECONDS = 300
 HARMLESS = ("megatron.", "transformer_engine.", "numpy.", "signal.", "pathlib.", "enum.", "_io.BytesIO")
+DICTS = ("internlm.core.context.parallel_context.Config",)  # InternEvo's settings, a dict by another name
 # Names, but for a prefix, of what Megatron's distributed optimizer says of steps and the loss scale.
 SAID = tuple(f"optimizer.distributed.dp_group_idx_0.{name}/" for name in ("optimizer", "grad_scaler"))
 METADATA = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
@@ -83,12 +84,14 @@ def _key(key: Any) -> str | int:
 def unpickled(file: Path | io.BytesIO) -> Any:
     """Contents of a torch file, its tensors without values. Raises if it is none, or refers to what is not harmless."""
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # reads the names, makes nothing
-    if foreign := [name for name in names if not name.startswith(HARMLESS) and name != "argparse.Namespace"]:
+    known = ("argparse.Namespace", *DICTS)
+    if foreign := [name for name in names if not name.startswith(HARMLESS) and name not in known]:
         raise ValueError(f"it refers to {', '.join(foreign)}, which is not among the kinds of objects that are let in")
-    inert: list[Callable | tuple[Callable, str]] = [(Inert, name) for name in names if name != "argparse.Namespace"]
+    inert: list[Callable | tuple[Callable, str]] = [(Inert, name) for name in names if name not in known]
+    dicts: list[Callable | tuple[Callable, str]] = [(dict, name) for name in names if name in DICTS]
     if isinstance(file, io.BytesIO):
         file.seek(0)
-    with torch.serialization.safe_globals([argparse.Namespace, *inert]):
+    with torch.serialization.safe_globals([argparse.Namespace, *inert, *dicts]):
         return torch.load(file, map_location="meta", weights_only=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from megaprec.checkpoint.store import Store
-from tools.convert.formats import NAMES, open_intact
+from tools.convert.formats import FORMATS, open_intact
 from tools.convert.source import Source
 from tools.convert.target import digest
 from tools.progress import moving
@@ -51,7 +51,7 @@ def describe(source: Source) -> str:
     model, facts = source.model, source.facts
     lines = [
         f"folder     {source.path}",
-        f"format     {NAMES[source.kind]}",
+        f"format     {FORMATS[source.kind].name}",
         f"model      {model.family}: {', '.join(f'{key} {getattr(model, key)}' for key in SHOWN)}",
     ]
     for kind in source.kinds:

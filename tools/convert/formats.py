@@ -4,29 +4,40 @@ Every reader looks for its own files. A folder that two of them know is refused,
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
-from tools.convert.hf import find_hf, open_hf
+from tools.convert.hf import find_hf, has_weights, open_hf
 from tools.convert.internevo import find_internevo, open_internevo
 from tools.convert.megatron import find_megatron, open_megatron
 from tools.convert.native import find_native, open_native
+from tools.convert.nxd import find_nxd, open_nxd
 from tools.convert.source import Source
 
-TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
-NAMES = {"megaprec": "megaprec", "hf": "Hugging Face", "megatron": "Megatron-LM", "internevo": "InternEvo"}
-FINDERS: dict[str, Callable[[Path], Path | None]] = {
-    "megaprec": find_native,
-    "hf": find_hf,
-    "megatron": find_megatron,
-    "internevo": find_internevo,
+
+@dataclass(frozen=True)
+class Format:
+    """A format that is read. find: the checkpoint's folder, if a folder shows the format. marks: files that show it."""
+
+    name: str
+    find: Callable[[Path], Path | None]
+    open: Callable[[Path], Source]
+    marks: str
+
+
+FORMATS = {
+    "megaprec": Format("megaprec", find_native, open_native, "checkpoint.json"),
+    "hf": Format("Hugging Face", find_hf, open_hf, "config.json"),
+    "megatron": Format(
+        "Megatron-LM", find_megatron, open_megatron, "latest_checkpointed_iteration.txt, mp_rank_00/ or .metadata"
+    ),
+    "internevo": Format("InternEvo", find_internevo, open_internevo, "model_tp0_pp0.pt"),
+    "nxd": Format("NxD", find_nxd, open_nxd, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt or checkpoint.pt"),
 }
-MARKS = (
-    "a megaprec checkpoint has checkpoint.json, a Hugging Face folder config.json, a Megatron checkpoint "
-    "latest_checkpointed_iteration.txt, mp_rank_00/ or .metadata, an InternEvo one model_tp0_pp0.pt"
-)
+TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
 
 def open_intact(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
@@ -45,18 +56,20 @@ def open_source(path: Path, vocab: int | None = None, weights_only: bool = False
         return open_megatron(found, vocab, weights_only)
     if weights_only:
         raise UserError(f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out")
-    opens = {"megaprec": open_native, "hf": open_hf, "internevo": open_internevo}
-    return opens[kind](found)
+    return FORMATS[kind].open(found)
 
 
 def format_of(path: Path) -> tuple[str, Path]:
     """The format that the files of a folder show, and the folder of the checkpoint. UserError for none and for two."""
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model")
-    known = {kind: found for kind, find in FINDERS.items() if (found := find(path))}
+    known = {kind: found for kind, one in FORMATS.items() if (found := one.find(path))}
+    if "nxd" in known and "hf" in known and not has_weights(path):
+        del known["hf"]  # config.json is what says of an NxD checkpoint what the model is
     if len(known) > 1:
-        names = " and of ".join(NAMES[kind] for kind in known)
+        names = " and of ".join(FORMATS[kind].name for kind in known)
         raise UserError(f"{path} has files of {names}: give a folder that has those of one alone")
     if not known:
-        raise UserError(f"{path} has none of the known formats: {MARKS}")
+        marks = "; ".join(f"{one.name} has {one.marks}" for one in FORMATS.values())
+        raise UserError(f"{path} has none of the known formats: {marks}")
     return next(iter(known.items()))

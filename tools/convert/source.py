@@ -49,7 +49,7 @@ class Facts:
 
 
 class Source:
-    """An opened model. kind: as `formats.NAMES` has it. tokenizer: the files that make it up, if any."""
+    """An opened model. kind: as `formats.FORMATS` has it. tokenizer: the files that make it up, if any."""
 
     def __init__(
         self,

@@ -20,8 +20,14 @@ from tools.convert.formats import open_source
 from tools.convert.verify import load_stage
 
 here = pytest.mark.usefixtures("torch_files_read_here")
-MANY = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 6, "hidden_size": 48, "vocab_size": 136}
-EVEN = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 136}
+MANY: dict[str, Any] = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "hidden_size": 48,
+    "vocab_size": 136,
+}
+EVEN: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6, "vocab_size": 136}
 LINEAR: dict[str, Any] = {"qkv_linear": True}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the model, of NxD
     "apart": (EVEN, {}),
@@ -90,14 +96,14 @@ def test_logits_in_float64_are_those_of_transformers(kind: str, grouped: bool, t
     transformers: Any = pytest.importorskip("transformers", reason="needs the extra hf")
     config, whole = wholes(tmp_path, kind, **{**MANY, "num_key_value_heads": 2})
     wide = {name: values.double() for name, values in whole.items()}
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float64
-    )
     if config.get("tie_word_embeddings"):  # the last stage has a copy of its own
         wide["lm_head.weight"] = wide["model.embed_tokens.weight"].clone()
-    model.load_state_dict(wide)
     ids = torch.randint(131, (2, 30), generator=torch.Generator().manual_seed(1))
     with float32_is_float64():
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config), attn_implementation="eager", dtype=torch.float64
+        )
+        model.load_state_dict(wide)
         expected = model.eval()(ids).logits
     form = Form(tp=4, pp=2, qkv_linear=True, fused=True, copies=2, grouped=grouped)
     ours = load_stage(open_source(save(tmp_path / "nxd", config, wide, form)), "fp64")(ids.t()).transpose(0, 1)

@@ -10,10 +10,12 @@ from pathlib import Path
 from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
+from tools.convert.colossalai import find_colossalai, open_colossalai
 from tools.convert.hf import find_hf, has_weights, open_hf
 from tools.convert.internevo import find_internevo, open_internevo
 from tools.convert.megatron import find_megatron, open_megatron
 from tools.convert.native import find_native, open_native
+from tools.convert.nemo import find_nemo, open_nemo
 from tools.convert.nxd import find_nxd, open_nxd
 from tools.convert.source import Source
 
@@ -34,7 +36,9 @@ FORMATS = {
     "megatron": Format(
         "Megatron-LM", find_megatron, open_megatron, "latest_checkpointed_iteration.txt, mp_rank_00/ or .metadata"
     ),
+    "colossalai": Format("Colossal-AI", find_colossalai, open_colossalai, "pytorch_model-00001.bin and its index"),
     "internevo": Format("InternEvo", find_internevo, open_internevo, "model_tp0_pp0.pt"),
+    "nemo": Format("NeMo", find_nemo, open_nemo, "weights/ and context/"),
     "nxd": Format("NxD", find_nxd, open_nxd, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt or checkpoint.pt"),
 }
 TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
@@ -49,11 +53,13 @@ def open_intact(path: Path, vocab: int | None = None, weights_only: bool = False
 
 
 def open_source(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
-    """Opens a folder of any format. vocab: tokens without padding, if a Megatron checkpoint does not say. weights_only:
-    of a Megatron checkpoint the optimizer's state is not looked at; UserError for another."""
+    """Opens a folder of any format. vocab: tokens without padding, if a Megatron or NeMo checkpoint does not say.
+    weights_only: of a Megatron checkpoint the optimizer's state is not looked at; UserError for another."""
     kind, found = format_of(path)
     if kind == "megatron":
         return open_megatron(found, vocab, weights_only)
+    if kind == "nemo":
+        return open_nemo(found, vocab)
     if weights_only:
         raise UserError(f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out")
     return FORMATS[kind].open(found)
@@ -64,6 +70,10 @@ def format_of(path: Path) -> tuple[str, Path]:
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model")
     known = {kind: found for kind, one in FORMATS.items() if (found := one.find(path))}
+    if "colossalai" in known:
+        known.pop("hf", None)  # whose format it is
+    if "nemo" in known:
+        known.pop("megatron", None)  # in whose format NeMo keeps its weights
     if "nxd" in known and "hf" in known and not has_weights(path):
         del known["hf"]  # config.json is what says of an NxD checkpoint what the model is
     if len(known) > 1:

@@ -29,6 +29,7 @@ WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  #
     ("model.safetensors.index.json", "model.safetensors", safetensors_in),
     ("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
 )
+NO_FACTS = Facts()
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 
@@ -67,8 +68,11 @@ def hf_tokenizer(path: Path) -> list[Path]:
     return [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
 
 
-def open_hf(path: Path) -> Source:
-    """Opens a folder. UserError for missing, surplus and misshapen tensors, damaged files and unknown models."""
+def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
+    """Opens a folder, which another system may have written.
+
+    UserError for missing, surplus and misshapen tensors, damaged files and unknown models.
+    """
     model = hf_model(path)
     kind = read_json(path / CONFIG)["model_type"]
     stored = _named_like_the_table(_stored(path), PREFIXES.get(kind, "model."))
@@ -80,7 +84,7 @@ def open_hf(path: Path) -> Source:
         for m in found
         for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
     ]
-    return Source(path, "hf", model, origins, Facts(), hf_tokenizer(path))
+    return Source(path, system, model, origins, facts, hf_tokenizer(path))
 
 
 def origin_of(match: Match, read: Any, dtype: torch.dtype, model: ModelConfig, kind: str = "weight") -> Origin:

@@ -28,7 +28,8 @@ def find_colossalai(path: Path) -> Path | None:
     """The folder of the shards: `path`, or its modeling/."""
     for folder in (path, path / MODELING):
         names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-        if any(SHARD.fullmatch(name) for name in names):
+        indexed = has_weights(folder) or STAGES in names  # shards of ours have such names, and no such index
+        if indexed and any(SHARD.fullmatch(name) for name in names):
             return folder
     return None
 

@@ -1,9 +1,10 @@
 """`megaprec convert SRC DST`: a model from one format into another, verified.
 
-SRC: a Hugging Face folder, a checkpoint or run directory of megaprec, a checkpoint of Megatron-LM or InternEvo; which,
-is seen from its files. What DST becomes, says --to: the first three are written. Works offline, on the CPU, and holds
-about one tensor in memory; killed, it goes on where it was when the same command is given again. DST is there when it
-is whole.
+SRC: a Hugging Face folder, a checkpoint or run directory of megaprec, a checkpoint of Megatron-LM, InternEvo, NxD, NeMo
+or Colossal-AI; which, is seen from its files. What DST becomes, says --to: the first three are written.
+
+Works offline, on the CPU, and holds about one tensor in memory; killed, it goes on where it was when the same command
+is given again. DST is there when it is whole.
 """
 
 import argparse
@@ -42,7 +43,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--grouped-experts", action="store_true", help="a Megatron DST names experts as --moe-grouped-gemm wants them"
     )
-    parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if a Megatron SRC does not say")
+    parser.add_argument(
+        "--vocab", type=int, metavar="N", help="tokens without padding, if a Megatron or NeMo SRC does not say"
+    )
     parser.add_argument("--weights-only", action="store_true", help="leave a Megatron SRC's optimizer state unread")
     parser.add_argument("--verify", choices=("logits",), help="compare the models' FP32 logits too; holds both models")
     parser.set_defaults(run=main)

@@ -141,6 +141,9 @@ def test_the_folder_of_a_run_of_a_tag_and_of_its_model_are_the_same(
     for folder in (run, run / "step_100", run / "step_100/model"):
         assert main(["diff", str(folder), str(tmp_path / "hf")]) == 0
         assert "0 differ" in capsys.readouterr().out
+    shutil.copy(run / "config.json", run / "step_100")
+    assert main(["convert", str(run / "step_100"), str(tmp_path / "compared"), "--verify", "logits"]) == 0
+    assert "FP32 differ by at most 0 " in capsys.readouterr().out
     assert main(["convert", str(run), str(tmp_path / "ours")]) == 0
     assert "not read: the optimizer's state (optim/), scheduler.pt" in capsys.readouterr().out
     assert main(["inspect", str(run)]) == 0
@@ -245,6 +248,8 @@ def test_a_hugging_face_folder_among_them_is_not_guessed(tmp_path: Path) -> None
     run = save(tmp_path / "run", config, whole, Form(tp=2))
     shutil.copy(tmp_path / "hf/model.safetensors", run)
     assert "has files of Hugging Face and of NxD" in refused(run)
+    torch.save({}, tmp_path / "hf/checkpoint.pt")
+    assert open_source(tmp_path / "hf").kind == "hf"
 
 
 @pytest.mark.parametrize("xser", [True, *slow((False,))])

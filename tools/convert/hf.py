@@ -34,14 +34,9 @@ SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def is_hf(path: Path) -> bool:
-    """Whether the folder is one of Hugging Face's."""
-    return (path / CONFIG).is_file()
-
-
 def find_hf(path: Path) -> Path | None:
     """`path`, if it is a folder of Hugging Face's."""
-    return path if is_hf(path) else None
+    return path if (path / CONFIG).is_file() else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.config import from_hugging_face
-from tools.convert.hf import CONFIG, check_tensors, check_tied, hf_tokenizer, origin_of, read_json
+from tools.convert.hf import CONFIG, check_tensors, check_tied, has_weights, hf_tokenizer, origin_of, read_json
 from tools.convert.names import BUFFERS, HUGGING_FACE
 from tools.convert.nxd_tensors import hugging_face
 from tools.convert.rules import matches
@@ -51,7 +51,8 @@ def find_nxd(path: Path) -> Path | None:
     """The checkpoint's folder: `path`, the one above if it is a `model` folder, or the only whole one in it."""
     if path.name == "model" and _has_ranks(path):
         return path.parent
-    if _has_ranks(path / "model") or _has_ranks(path) or (path / MERGED).is_file():
+    merged = (path / MERGED).is_file() and not has_weights(path)  # beside Hugging Face's weights it is some other file
+    if merged or _has_ranks(path / "model") or _has_ranks(path):
         return path
     tags = [tag for tag in sorted(path.iterdir()) if (tag / "checkpoint").is_file() and _has_ranks(tag / "model")]
     whole = [tag for tag in tags if (tag / "done").is_file()]

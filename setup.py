@@ -5,12 +5,13 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PACKAGES = ("megaprec", "parallel", "models", "tools")
-CHECKS = ["pytest>=8", "pyyaml>=6", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", "spmd_types>=0.3"]
+CHECKS = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", "spmd_types>=0.3"]
 DATA = ["pyarrow>=17"]
 YAML = ["pyyaml>=6"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]
+YAML = ["pyyaml>=6"]
 README = Path(__file__).with_name("README.md")
 
 setup(
@@ -34,11 +35,11 @@ setup(
     ],
     extras_require={
         "data": DATA,
-        "yaml": YAML,
         "hf": HF,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
-        "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD],
+        "yaml": YAML,
+        "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD, *YAML],
     },
     entry_points={"console_scripts": ["megaprec = tools.cli:main"]},
     classifiers=[

@@ -8,7 +8,7 @@ import torch
 
 from megaprec.checkpoint.folder import checkpoint_path
 from megaprec.errors import UserError
-from tests.foreign import slow, write_folder
+from tests.foreign import slow
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.cli import main
 from tools.corpus import open_corpus
@@ -40,14 +40,16 @@ def begun(file: Path, init: Path, name: str, **layout: int) -> Path:
 
 
 def test_a_run_begins_with_the_weights_of_a_checkpoint_of_any_origin_and_layout(file: Path, tmp_path: Path) -> None:
-    """A run directory, the folder exported from it, and a checkpoint made of that are the same beginning."""
+    """A run directory, the folders exported from it, and a checkpoint made of one are the same beginning."""
     run = file.parent / "run"
     convert(run, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "converted")
+    convert(run, tmp_path / "megatron", "--to", "megatron", "--tp", 2)
     shutil.copytree(checkpoint(run, 6), tmp_path / "copy")
     expected = steps(begun(file, tmp_path / "hf", "from_hf"))
     assert steps(begun(file, run, "from_run")) == expected
     assert steps(begun(file, tmp_path / "converted", "from_converted")) == expected
+    assert steps(begun(file, tmp_path / "megatron", "from_megatron")) == expected
     for step, other in zip(expected, steps(begun(file, tmp_path / "copy", "tensor", tensor=2, data=2)), strict=True):
         assert step["loss"] == pytest.approx(other["loss"], rel=1e-6)
     last = steps(run)[-1]["loss"]
@@ -99,8 +101,7 @@ def test_a_run_that_went_through_megatrons_files_goes_on_as_if_it_had_not(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_what_is_neither_is_refused(file: Path, tmp_path: Path) -> None:
-    hf = write_folder(tmp_path / "hf", "llama")
-    convert(hf, tmp_path / "megatron", "--to", "megatron")
-    with pytest.raises(UserError, match="megaprec convert makes a checkpoint of Megatron's"):
-        load_run(file, [f"train.init_from={tmp_path}/megatron"])
+def test_what_is_of_no_format_is_refused(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="has none of the known formats"):
+        load_run(file, [f"train.init_from={tmp_path}/empty"])

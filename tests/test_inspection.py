@@ -94,7 +94,7 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
 def test_a_run_from_a_folder_that_is_none_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     (tmp_path / "run.toml").write_text(RUN)
-    none = r"^train.init_from \(command line\): .*none is neither a Hugging Face folder.*"
+    none = r"^train.init_from \(command line\): .*none is not there: give a folder with a model"
     with pytest.raises(UserError, match=f"{none}$"):  # and not a word of the keys that it would have brought
         load_run(tmp_path / "run.toml", [f"train.init_from={tmp_path}/none"])
     with pytest.raises(UserError, match=f"{none}\nmodel.layers = -1 .*$"):

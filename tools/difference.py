@@ -34,7 +34,7 @@ class Difference:
 def add_parser(subparsers: Any) -> None:
     """Adds `diff`."""
     parser = subparsers.add_parser("diff", help="how far apart two models are, by tensor", description=__doc__)
-    parser.add_argument("first", metavar="A", type=Path, help="a folder of any of the three formats")
+    parser.add_argument("first", metavar="A", type=Path, help="a folder of any format that is read")
     parser.add_argument("second", metavar="B", type=Path, help="another")
     parser.add_argument("--top", type=int, default=20, metavar="N", help="how many tensors to show (default: 20)")
     parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if Megatron's args do not say")

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from megaprec.checkpoint.store import Store
-from tools.convert.formats import open_intact
+from tools.convert.formats import FORMATS, open_intact
 from tools.convert.source import Source
 from tools.convert.target import digest
 from tools.progress import moving
@@ -20,13 +20,12 @@ from tools.tables import table_console
 SHOWN = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "ffn", "vocab", "max_positions", "norm", "tied")
 WIDTH = 100  # columns that a line takes at most, unless it is one long word
 UNBROKEN: Any = {"break_long_words": False, "break_on_hyphens": False}
-FORMATS = {"hf": "Hugging Face", "megaprec": "megaprec", "megatron": "Megatron-LM"}
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds `inspect`."""
     parser = subparsers.add_parser("inspect", help="what a model's folder holds", description=__doc__)
-    parser.add_argument("path", metavar="PATH", type=Path, help="a folder of any of the three formats")
+    parser.add_argument("path", metavar="PATH", type=Path, help="a folder of any format that is read")
     parser.add_argument("--tensors", action="store_true", help="every tensor with its shape, dtype and SHA-256")
     parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if Megatron's args do not say")
     parser.set_defaults(run=main)
@@ -52,7 +51,7 @@ def describe(source: Source) -> str:
     model, facts = source.model, source.facts
     lines = [
         f"folder     {source.path}",
-        f"format     {FORMATS[source.kind]}",
+        f"format     {FORMATS[source.kind].name}",
         f"model      {model.family}: {', '.join(f'{key} {getattr(model, key)}' for key in SHOWN)}",
     ]
     for kind in source.kinds:
@@ -68,6 +67,8 @@ def describe(source: Source) -> str:
     for name, said in (("layout", facts.layout), ("precision", facts.precision), ("scaler", facts.scaler)):
         if said:
             lines.append(f"{name:11}{', '.join(f'{key} {value}' for key, value in said.items())}")
+    lines += [f"not read   {facts.unread}"] if facts.unread else []
+    lines += [f"note       {note}" for note in facts.notes]
     lines.append(f"tokenizer  {', '.join(file.name for file in source.tokenizer) or 'none'}")
     return "\n".join(fill(line, WIDTH, subsequent_indent=" " * 11, **UNBROKEN) for line in lines)
 

@@ -319,7 +319,7 @@ class Train(Table):
     seq_length: int = Field(gt=0, description="tokens per sequence")
     init_from: FilePath = Field(
         default="",
-        description="Hugging Face folder or checkpoint whose weights, [model] and tokenizer begin a run; empty: random",
+        description="folder of any format that is read whose weights, [model] and tokenizer begin a run; empty: random",
     )
     seed: int = Field(default=1234, ge=0, description="of weights, dropout and sample order")
     eval_every: int = Field(default=0, ge=0, description="steps between evaluations on the held-out text; 0: never")

@@ -1,8 +1,10 @@
 """`megaprec convert SRC DST`: a model from one format into another, verified.
 
-Formats: a Hugging Face folder, a checkpoint or run directory of megaprec, a Megatron-LM checkpoint. What SRC is, is
-seen from its files; what DST becomes, says --to. Works offline, on the CPU, and holds about one tensor in memory;
-killed, it goes on where it was when the same command is given again. DST is there when it is whole.
+SRC: a Hugging Face folder, a checkpoint or run directory of megaprec, a checkpoint of Megatron-LM, InternEvo, NxD, NeMo
+or Colossal-AI; which, is seen from its files. What DST becomes, says --to: the first three are written.
+
+Works offline, on the CPU, and holds about one tensor in memory; killed, it goes on where it was when the same command
+is given again. DST is there when it is whole.
 """
 
 import argparse
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
-from tools.convert.formats import FORMATS, open_intact
+from tools.convert.formats import TARGETS, open_intact
 from tools.convert.hf import hf_target
 from tools.convert.megatron_write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
@@ -27,12 +29,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def add_parser(subparsers: Any) -> None:
     """Adds `convert`."""
-    parser = subparsers.add_parser(
-        "convert", help="Hugging Face, megaprec, Megatron: each to each", description=__doc__
-    )
-    parser.add_argument("source", metavar="SRC", type=Path, help="a folder of any of the three formats")
+    parser = subparsers.add_parser("convert", help="models of other systems to ours and back", description=__doc__)
+    parser.add_argument("source", metavar="SRC", type=Path, help="a folder of any format that is read")
     parser.add_argument("destination", metavar="DST", type=Path, help="a folder that is not there yet")
-    parser.add_argument("--to", choices=FORMATS, help="format of DST; default: hf for ours, ours for others")
+    parser.add_argument("--to", choices=TARGETS, help="format of DST; default: hf for ours, ours for others")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of a Megatron DST")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages of a Megatron DST")
@@ -43,7 +43,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--grouped-experts", action="store_true", help="a Megatron DST names experts as --moe-grouped-gemm wants them"
     )
-    parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if a Megatron SRC does not say")
+    parser.add_argument(
+        "--vocab", type=int, metavar="N", help="tokens without padding, if a Megatron or NeMo SRC does not say"
+    )
     parser.add_argument("--weights-only", action="store_true", help="leave a Megatron SRC's optimizer state unread")
     parser.add_argument("--verify", choices=("logits",), help="compare the models' FP32 logits too; holds both models")
     parser.set_defaults(run=main)
@@ -81,6 +83,8 @@ def write_model(
         + (f"; left out: {', '.join(left)}" if left else "")
         + (f"; not read: {source.facts.unread}" if source.facts.unread else "")
     )
+    for note in source.facts.notes:
+        print(f"note: {note}")
 
 
 def _target(source: Source, to: str, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:

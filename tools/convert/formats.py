@@ -1,17 +1,48 @@
-"""Which format a folder has, and opening it."""
+"""Which format a folder has, and opening it.
 
+Every reader looks for its own files. A folder that two of them know is refused, for it is not known which is meant.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megaprec.checkpoint.folder import checkpoint_at
 from megaprec.checkpoint.intact import require_intact
 from megaprec.checkpoint.store import Store
 from megaprec.errors import UserError
-from tools.convert.hf import is_hf, open_hf
+from tools.convert.colossalai import find_colossalai, open_colossalai
+from tools.convert.hf import find_hf, has_weights, open_hf
+from tools.convert.internevo import find_internevo, open_internevo
 from tools.convert.megatron import find_megatron, open_megatron
 from tools.convert.native import open_native
+from tools.convert.nemo import find_nemo, open_nemo
+from tools.convert.nxd import find_nxd, open_nxd
 from tools.convert.source import Source
 
-FORMATS = ("hf", "megaprec", "megatron")
+
+@dataclass(frozen=True)
+class Format:
+    """A format that is read. find: the checkpoint's folder, if a folder shows the format. marks: files that show it."""
+
+    name: str
+    find: Callable[[Path], Path | None]
+    open: Callable[[Path], Source]
+    marks: str
+
+
+FORMATS = {
+    "megaprec": Format("megaprec", checkpoint_at, open_native, "checkpoint.json"),
+    "hf": Format("Hugging Face", find_hf, open_hf, "config.json"),
+    "megatron": Format(
+        "Megatron-LM", find_megatron, open_megatron, "latest_checkpointed_iteration.txt, mp_rank_00/ or .metadata"
+    ),
+    "colossalai": Format("Colossal-AI", find_colossalai, open_colossalai, "pytorch_model-00001.bin and its index"),
+    "internevo": Format("InternEvo", find_internevo, open_internevo, "model_tp0_pp0.pt"),
+    "nemo": Format("NeMo", find_nemo, open_nemo, "weights/ and context/"),
+    "nxd": Format("NxD", find_nxd, open_nxd, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt or checkpoint.pt"),
+}
+TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
 
 def open_intact(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
@@ -23,20 +54,33 @@ def open_intact(path: Path, vocab: int | None = None, weights_only: bool = False
 
 
 def open_source(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
-    """Opens a folder of any format. vocab: tokens without padding, if a Megatron checkpoint does not say. weights_only:
-    of a Megatron checkpoint the optimizer's state is not looked at; UserError for another."""
+    """Opens a folder of any format. vocab: tokens without padding, if a Megatron or NeMo checkpoint does not say.
+    weights_only: of a Megatron checkpoint the optimizer's state is not looked at; UserError for another."""
+    kind, found = format_of(path)
+    if kind == "megatron":
+        return open_megatron(found, vocab, weights_only)
+    if kind == "nemo":
+        return open_nemo(found, vocab)
+    if weights_only:
+        raise UserError(f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out")
+    return FORMATS[kind].open(found)
+
+
+def format_of(path: Path) -> tuple[str, Path]:
+    """The format that the files of a folder show, and the folder of the checkpoint. UserError for none and for two."""
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model")
-    checkpoint, hf = checkpoint_at(path), is_hf(path)
-    if weights_only and (checkpoint or hf):
-        raise UserError(f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out")
-    if checkpoint:
-        return open_native(checkpoint)
-    if hf:
-        return open_hf(path)
-    if iteration := find_megatron(path):
-        return open_megatron(iteration, vocab, weights_only)
-    raise UserError(
-        f"{path} has none of the known formats: a megaprec checkpoint has checkpoint.json, a Hugging Face folder "
-        "config.json, a Megatron checkpoint latest_checkpointed_iteration.txt, mp_rank_00/ or .metadata"
-    )
+    known = {kind: found for kind, one in FORMATS.items() if (found := one.find(path))}
+    if "colossalai" in known:
+        known.pop("hf", None)  # whose format it is
+    if "nemo" in known:
+        known.pop("megatron", None)  # in whose format NeMo keeps its weights
+    if "nxd" in known and "hf" in known and not has_weights(path):
+        del known["hf"]  # config.json is what says of an NxD checkpoint what the model is
+    if len(known) > 1:
+        names = " and of ".join(FORMATS[kind].name for kind in known)
+        raise UserError(f"{path} has files of {names}: give a folder that has those of one alone")
+    if not known:
+        marks = "; ".join(f"{one.name} has {one.marks}" for one in FORMATS.values())
+        raise UserError(f"{path} has none of the known formats: {marks}")
+    return next(iter(known.items()))

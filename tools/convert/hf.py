@@ -1,7 +1,7 @@
 """A Hugging Face folder: config.json, weights in safetensors (or an older pytorch_model.bin), tokenizer files."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial as bind
 from math import prod
@@ -25,13 +25,18 @@ from tools.convert.transforms import SAME
 from tools.convert.vocabulary import write_tokenizer
 
 CONFIG = "config.json"
+WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  # an index of shards, or one file
+    ("model.safetensors.index.json", "model.safetensors", safetensors_in),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
+)
+NO_FACTS = Facts()
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def is_hf(path: Path) -> bool:
-    """Whether the folder is one of Hugging Face's."""
-    return (path / CONFIG).is_file()
+def find_hf(path: Path) -> Path | None:
+    """`path`, if it is a folder of Hugging Face's."""
+    return path if (path / CONFIG).is_file() else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -58,20 +63,23 @@ def hf_tokenizer(path: Path) -> list[Path]:
     return [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
 
 
-def open_hf(path: Path) -> Source:
-    """Opens a folder. UserError for missing, surplus and misshapen tensors, damaged files and unknown models."""
+def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
+    """Opens a folder, which another system may have written.
+
+    UserError for missing, surplus and misshapen tensors, damaged files and unknown models.
+    """
     model = hf_model(path)
     kind = read_json(path / CONFIG)["model_type"]
     stored = _named_like_the_table(_stored(path), PREFIXES.get(kind, "model."))
     found = matches(HUGGING_FACE[kind], model)
-    _check_tied(path, model, stored, found)
+    check_tied(path, model, stored, found)
     check_tensors(path, found, stored)
     origins = [
         replace(origin, rows=stored[m.foreign].rows if m.how is SAME else None)
         for m in found
         for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
     ]
-    return Source(path, "hf", model, origins, Facts(), hf_tokenizer(path))
+    return Source(path, system, model, origins, facts, hf_tokenizer(path))
 
 
 def origin_of(match: Match, read: Any, dtype: torch.dtype, model: ModelConfig, kind: str = "weight") -> Origin:
@@ -83,12 +91,14 @@ def origin_of(match: Match, read: Any, dtype: torch.dtype, model: ModelConfig, k
     return Origin(f"{kind}/{match.foreign}", keys, shapes, dtype, lambda: match.how.split(read(), sizes))
 
 
+def has_weights(path: Path) -> bool:
+    """Whether the folder holds weights as Hugging Face's do."""
+    return any((path / name).is_file() for index, single, _ in WEIGHTS for name in (index, single))
+
+
 def _stored(path: Path) -> dict[str, Stored]:
     """All tensors of the folder, by their names there."""
-    for index, single, reader in (
-        ("model.safetensors.index.json", "model.safetensors", safetensors_in),
-        ("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
-    ):
+    for index, single, reader in WEIGHTS:
         if (path / index).is_file():
             return _sharded(path, index, reader)
         if (path / single).is_file():
@@ -121,7 +131,7 @@ def _named_like_the_table(stored: Mapping[str, Stored], prefix: str) -> dict[str
     return {prefix + name: s for name, s in kept.items()}
 
 
-def _check_tied(path: Path, model: ModelConfig, stored: dict[str, Stored], found: Sequence[Match]) -> None:
+def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Sequence[Match]) -> None:
     """A tied head that was saved all the same must be the embedding; it is then left aside."""
     embedding = next(match.foreign for match in found if match.logical == ("embedding.weight",))
     for head in ("lm_head.weight", "embed_out.weight"):

@@ -1,7 +1,7 @@
-"""Weights of a Hugging Face folder, or of a checkpoint of ours, as the first weights of a run, in any layout.
+"""Weights of a model's folder, of any format that is read, as the first weights of a run, in any layout.
 
 Every rank reads what it holds: rows of a tensor that is stored as ours is, the whole tensor where it has to be
-rearranged first.
+rearranged or put together first.
 """
 
 from math import prod
@@ -17,36 +17,34 @@ from megaprec.errors import UserError
 from megaprec.layout import Part
 from megaprec.optimizer import ParallelAMPOptimizer
 from models.config import ModelConfig
-from tools.convert.hf import CONFIG, hf_model, hf_tokenizer, is_hf, open_hf
-from tools.convert.native import native_model, open_native
+from tools.convert.formats import format_of, open_source
+from tools.convert.hf import CONFIG, hf_model, hf_tokenizer
+from tools.convert.native import native_model
 from tools.convert.source import Source
 from tools.convert.vocabulary import check_tokenizer, main_file
 
 
 def initial_model(folder: Path) -> tuple[ModelConfig, Path | None, str]:
     """The model of train.init_from, its tokenizer's file if it has one, and what says so. Raises UserError."""
-    if checkpoint := checkpoint_at(folder):
-        return *native_model(checkpoint), f"{checkpoint / INDEX}"
-    _require_hf(folder)
-    return hf_model(folder), main_file(hf_tokenizer(folder)), f"{folder / CONFIG}"
+    kind, found = format_of(folder)
+    if kind == "megaprec":
+        return *native_model(found), f"{found / INDEX}"
+    if kind == "hf":
+        return hf_model(folder), main_file(hf_tokenizer(folder)), f"{folder / CONFIG}"
+    source = open_weights(folder)
+    return source.model, main_file(source.tokenizer), f"{found}"
 
 
 def open_initial(folder: Path) -> Source:
     """Opens the folder of train.init_from and looks at all of it but the values. Raises UserError."""
-    checkpoint = checkpoint_at(folder)
-    if not checkpoint:
-        _require_hf(folder)
-    source = open_native(checkpoint) if checkpoint else open_hf(folder)
+    source = open_weights(folder)
     check_tokenizer(source.tokenizer, source.model.vocab)
     return source
 
 
-def _require_hf(folder: Path) -> None:
-    if not is_hf(folder):
-        raise UserError(
-            f"{folder} is neither a Hugging Face folder ({CONFIG}) nor a checkpoint or run directory of ours; "
-            "megaprec convert makes a checkpoint of Megatron's"
-        )
+def open_weights(folder: Path) -> Source:
+    """Opens a folder without looking at an optimizer's state. Raises UserError."""
+    return open_source(folder, weights_only=format_of(folder)[0] == "megatron")
 
 
 def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:

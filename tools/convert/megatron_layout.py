@@ -21,6 +21,7 @@ from tools.convert.rules import Cut
 FILE = "model_optim_rng.pt"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fixed there
 LEARNED = "learned_absolute"
+BLOCKS: dict[Cut, int] = {"halves": 2, "thirds": 3}  # how many parts of a tensor are each cut over the ranks
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -30,8 +31,8 @@ def part(whole: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
         return whole
     if cut == "columns":
         return whole.chunk(tp, 1)[rank]
-    if cut == "halves":
-        return torch.cat([half.chunk(tp)[rank] for half in whole.chunk(2)])
+    if cut in BLOCKS:
+        return torch.cat([block.chunk(tp)[rank] for block in whole.chunk(BLOCKS[cut])])
     if cut == "vocabulary":
         rows = padded // tp
         own = whole[rank * rows : (rank + 1) * rows]
@@ -45,11 +46,12 @@ def merged(parts: Iterator[Tensor], cut: Cut, shape: Sequence[int], tp: int) -> 
     if tp == 1 or cut == "whole":
         return first[: shape[0]]
     whole = first.new_empty(shape)
-    own = whole.unflatten(0, (2, -1)) if cut == "halves" else whole
-    dim = 1 if cut in ("halves", "columns") else 0
+    blocks = BLOCKS.get(cut)
+    own = whole.unflatten(0, (blocks, -1)) if blocks else whole
+    dim = 1 if blocks or cut == "columns" else 0
     at = 0
     for values in chain((first,), parts):
-        shown = values.unflatten(0, (2, -1)) if cut == "halves" else values
+        shown = values.unflatten(0, (blocks, -1)) if blocks else values
         length = min(shown.shape[dim], own.shape[dim] - at)
         own.narrow(dim, at, length).copy_(shown.narrow(dim, 0, length))
         at += length

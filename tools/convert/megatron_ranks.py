@@ -132,7 +132,7 @@ def named_over_all(ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, St
     """
     virtual, pp = len(ranks.first.chunks), ranks.sizes[1]
     stages = [_of_stage(ranks, held, p, v) for v in range(virtual) for p in range(pp)]
-    return _numbered_over_stages(ranks.path, stages)
+    return numbered_over_stages(ranks.path, stages, LAYER)
 
 
 def _of_stage(
@@ -153,12 +153,13 @@ def _of_stage(
         if sorted(parts) != [*range(ranks.expert_tp if is_expert(name) else tp)]:
             raise UserError(f"{ranks.path}: tensor-parallel ranks of one stage hold tensors of different names: {name}")
     return {
-        name: [_alike(ranks.path, name, [stored for _, stored in parts[part]]) for part in sorted(parts)]
+        name: [alike(ranks.path, name, [stored for _, stored in parts[part]]) for part in sorted(parts)]
         for name, parts in copies.items()
     }
 
 
-def _alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
+def alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
+    """The first of several copies; reading it raises UserError if another differs."""
     first, *others = copies
     if not others:
         return first
@@ -172,18 +173,21 @@ def _alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
     return Whole(first.shape, first.dtype, read)
 
 
-def _numbered_over_stages(path: Path, stages: list[dict[str, list[Held]]]) -> dict[str, list[Held]]:
-    """Name, with layers counted over all stages -> its parts."""
+def numbered_over_stages(
+    path: Path, stages: Sequence[Mapping[str, list[Held]]], layer: re.Pattern[str]
+) -> dict[str, list[Held]]:
+    """Name, with layers counted over all stages -> its parts. layer: matches what is before a layer's number, the
+    number and the rest of a name."""
     by_name: dict[str, list[Held]] = {}
     before = 0
     for stage in stages:
         for name, parts in stage.items():
-            match = LAYER.match(name)
+            match = layer.match(name)
             shown = f"{match[1]}{int(match[2]) + before}{match[3]}" if match else name
             if shown in by_name:
                 raise UserError(f"{path}: two pipeline stages have {shown}")
             by_name[shown] = parts
-        before += len({match[2] for name in stage if (match := LAYER.match(name))})
+        before += len({match[2] for name in stage if (match := layer.match(name))})
     return by_name
 
 
@@ -205,7 +209,7 @@ def wholes_of(path: Path, found: list[Match], by_name: Mapping[str, list[Held]],
 def _whole_of(path: Path, match: Match, parts: list[Held]) -> Held:
     """The tensor of `match` put together from those of the tensor-parallel ranks."""
     if match.cut == "whole":
-        return _alike(path, match.foreign, parts)
+        return alike(path, match.foreign, parts)
 
     def read() -> Tensor:
         return merged((p.read() for p in parts), match.cut, match.shape, len(parts))

@@ -1,6 +1,6 @@
 """The name tables: Hugging Face's families and Megatron-core's GPT model, row by row."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from models.config import ModelConfig
 from tools.convert.rules import Cut, Rule
@@ -164,4 +164,30 @@ def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[Rule]:
         ),
         Rule(f"{foreign}.linear_fc2.weight", (f"{logical}.down.weight",), SAME, "columns"),
         Rule(f"{foreign}.linear_fc2.bias", (f"{logical}.down.bias",)),
+    ]
+
+
+def internevo(mlp: Mapping[str, str], split_hidden: bool, weight_parallel: bool) -> list[Rule]:
+    """InternEvo's InternLM model (modeling_internlm.py).
+
+    mlp: its names of the feed-forward's layers -> ours. split_hidden: the embedding's features are cut over ranks, not
+    its vocabulary. weight_parallel: the rows of every linear layer are cut, as they lie.
+    """
+    qkv: Cut = "rows" if weight_parallel else "thirds"
+    closing: Cut = "rows" if weight_parallel else "columns"
+    layer = "blocks.N"
+    return [
+        Rule("embedding.weight", ("embedding.weight",), SAME, "columns" if split_hidden else "rows"),
+        *_both(f"{layer}.norm1", "layers.N.attention_norm"),
+        Rule(f"{layer}.mixer.Wqkv.weight", _qkv("weight"), PACKED, qkv),
+        Rule(f"{layer}.mixer.Wqkv.bias", _qkv("bias"), PACKED, qkv),
+        Rule(f"{layer}.mixer.out_proj.weight", (f"{_A}.output.weight",), SAME, closing),
+        Rule(f"{layer}.mixer.out_proj.bias", (f"{_A}.output.bias",), SAME, "rows" if weight_parallel else "whole"),
+        *_both(f"{layer}.norm2", "layers.N.mlp_norm"),
+        *(
+            Rule(f"{layer}.mlp.{theirs}.weight", (f"{_M}.{ours}.weight",), SAME, closing if ours == "down" else "rows")
+            for theirs, ours in mlp.items()
+        ),
+        *_both("norm", "final_norm"),
+        Rule("head.weight", ("head.weight",), SAME, "rows"),
     ]

@@ -12,15 +12,15 @@ import torch
 from models.config import ModelConfig
 from tools.convert.transforms import SAME, Heads, Transform
 
-Cut = Literal["whole", "rows", "columns", "halves", "vocabulary"]
+Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"]
 
 
 @dataclass(frozen=True)
 class Rule:
     """One row. In names `.N.` stands for the number of a layer and `.E.` for that of an expert.
 
-    cut: how Megatron cuts the tensor over tensor-parallel ranks: not at all, its rows, its columns, the rows of each
-    of its two halves, or its rows after padding them. Other systems do not cut.
+    cut: how the system cuts the tensor over tensor-parallel ranks: not at all, its rows, its columns, the rows of
+    each of its two halves or three thirds, or its rows after padding them. Hugging Face does not cut.
     """
 
     foreign: str

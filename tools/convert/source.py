@@ -34,6 +34,7 @@ class Facts:
 
     steps: optimizer steps that were applied. rule: numbers of the optimizer's rule.
     progress, watch, precision, layout: as our checkpoints keep them. unread: what is there and cannot be read.
+    notes: what a user should know of how the folder was understood, a sentence each.
     """
 
     steps: int = 0
@@ -44,10 +45,11 @@ class Facts:
     precision: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
     unread: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class Source:
-    """An opened model. kind: hf, megaprec or megatron. tokenizer: the files that make up its tokenizer, if any."""
+    """An opened model. kind: as `formats.FORMATS` has it. tokenizer: the files that make it up, if any."""
 
     def __init__(
         self,

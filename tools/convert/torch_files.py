@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,25 @@ from tools.convert.tensors import Stored
 
 PROGRAM = Path(__file__).with_name("untrusted.py")
 PATIENCE = 900  # seconds that the other process may take
+AT_ONCE = 1000  # files that it is asked about, for a command line has a longest length
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The number of a tensor that is in another file."""
+
+    number: int
 
 
 def contents(files: Sequence[Path]) -> list[Any]:
     """What torch files hold: dicts (objects of settings too), lists and plain values, a `Stored` for each tensor.
 
-    Anything else is None. UserError if one is damaged or refers to anything but harmless kinds of objects.
+    A `Reference` stands for a tensor that is elsewhere. Anything else is None. UserError if one is damaged or refers to
+    anything but harmless kinds of objects.
     """
-    return [_built(file, answer) for file, answer in zip(files, _ask(files), strict=True)]
+    batches = [files[first : first + AT_ONCE] for first in range(0, len(files), AT_ONCE)]
+    answers = [answer for batch in batches for answer in _ask(batch)]
+    return [_built(file, answer) for file, answer in zip(files, answers, strict=True)]
 
 
 def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
@@ -67,6 +79,8 @@ def _built(file: Path, answer: Any, base: int = 0) -> Any:
         return {key: _built(file, value, base) for key, value in content}
     if kind == "list":
         return [_built(file, value, base) for value in content]
+    if kind == "reference":
+        return Reference(content)
     return content if kind == "plain" else None
 
 

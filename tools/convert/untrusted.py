@@ -24,6 +24,8 @@ import torch
 MEMORY = 4 << 30  # bytes more than torch itself takes
 SECONDS = 300
 HARMLESS = ("megatron.", "transformer_engine.", "numpy.", "signal.", "pathlib.", "enum.", "_io.BytesIO")
+DICTS = ("internlm.core.context.parallel_context.Config",)  # InternEvo's settings, a dict by another name
+REFERENCES = ("torch_xla.utils.serialization.TensorReference",)  # stands for a tensor in a file of its own
 # Names, but for a prefix, of what Megatron's distributed optimizer says of steps and the loss scale.
 SAID = tuple(f"optimizer.distributed.dp_group_idx_0.{name}/" for name in ("optimizer", "grad_scaler"))
 METADATA = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
@@ -46,6 +48,10 @@ class Inert:
         return isinstance(other, Inert) and self.args == other.args
 
 
+class Reference(Inert):
+    """Stands for the number of a tensor that is in another file."""
+
+
 def limit() -> None:
     """From here on this process can neither take much memory or time, nor write files, nor start processes."""
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -62,6 +68,8 @@ def described(value: Any) -> Any:
         storage: Any = value.untyped_storage()
         start = storage._checkpoint_offset + value.storage_offset() * value.dtype.itemsize
         return ["tensor", [str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride()), start]]
+    if isinstance(value, Reference):
+        return ["reference", int(value.state["tid"])]
     if isinstance(value, argparse.Namespace):
         return ["dict", [[k, described(v)] for k, v in vars(value).items()]]
     if isinstance(value, dict):
@@ -83,12 +91,15 @@ def _key(key: Any) -> str | int:
 def unpickled(file: Path | io.BytesIO) -> Any:
     """Contents of a torch file, its tensors without values. Raises if it is none, or refers to what is not harmless."""
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # reads the names, makes nothing
-    if foreign := [name for name in names if not name.startswith(HARMLESS) and name != "argparse.Namespace"]:
+    known = ("argparse.Namespace", *DICTS, *REFERENCES)
+    if foreign := [name for name in names if not name.startswith(HARMLESS) and name not in known]:
         raise ValueError(f"it refers to {', '.join(foreign)}, which is not among the kinds of objects that are let in")
-    inert: list[Callable | tuple[Callable, str]] = [(Inert, name) for name in names if name != "argparse.Namespace"]
+    stands: list[Callable | tuple[Callable, str]] = [(Inert, name) for name in names if name not in known]
+    stands += [(dict, name) for name in names if name in DICTS]
+    stands += [(Reference, name) for name in names if name in REFERENCES]
     if isinstance(file, io.BytesIO):
         file.seek(0)
-    with torch.serialization.safe_globals([argparse.Namespace, *inert]):
+    with torch.serialization.safe_globals([argparse.Namespace, *stands]):
         return torch.load(file, map_location="meta", weights_only=True)
 
 

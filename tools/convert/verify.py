@@ -2,7 +2,7 @@
 
 A rearrangement in the wrong order leaves shapes, norms and even much of the behaviour as they were, so nothing less
 than logits in FP32 within a tight bound tells. A Hugging Face folder is run by transformers, that is by code that knows
-nothing of ours; a checkpoint of ours, or of Megatron, by our model.
+nothing of ours; a checkpoint of ours, or of another system, by our model.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,7 @@ from megaprec.layout import layout_of
 from megaprec.plan import plan
 from models.stages import Stage, cuts
 from parallel.context import Context
-from tools.convert.formats import open_intact
-from tools.convert.hf import is_hf
+from tools.convert.formats import format_of, open_intact
 from tools.convert.source import Source
 
 BOUND = 1e-5  # of the largest difference, for logits of size 1; relative to the largest logit where that is more
@@ -51,7 +50,9 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
 @torch.no_grad()
 def logits(path: Path, ids: Tensor, dtype: torch.dtype, vocab: int | None = None) -> Tensor:
     """FP32 [b, s, vocab], computed in `dtype`."""
-    forward = _theirs(path, dtype) if is_hf(path) else _ours(open_intact(path, vocab), dtype)
+    kind, found = format_of(path)
+    theirs = kind in ("hf", "colossalai")  # one format
+    forward = _theirs(found, dtype) if theirs else _ours(open_intact(path, vocab), dtype)
     return forward(ids).float()
 
 

@@ -7,7 +7,6 @@ from setuptools import find_packages, setup
 PACKAGES = ("megaprec", "parallel", "models", "tools")
 CHECKS = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", "spmd_types>=0.3"]
 DATA = ["pyarrow>=17"]
-YAML = ["pyyaml>=6"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
 TENSORBOARD = ["tensorboard>=2.15"]

@@ -76,6 +76,9 @@ def write_model(
     with moving(f"{source.path} to {destination}", 2 * target.size) as report:
         convert(source, target, destination, report)
     left = [kind for kind in source.kinds if not any(key.startswith(f"{kind}/") for key in target.dtypes)]
+    left += target.left_out
+    for note in source.facts.notes:
+        print(f"note: {note}")
     print(
         f"{destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written once and read back"
         + (f"; left out: {', '.join(left)}" if left else "")

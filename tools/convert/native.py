@@ -73,6 +73,8 @@ def open_native(path: Path) -> Source:
         watch=index.get("watch") or {},
         precision=index.get("precision") or {},
         layout=index.get("layout") or {},
+        special=index.get("special_ids") or {},
+        generation=index.get("generation") or {},
     )
     return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
 
@@ -178,6 +180,8 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "watch": facts.watch or OverflowWatch(LossScaling()).state_dict(),
         "layout": facts.layout,
         "precision": facts.precision,
+        "special_ids": facts.special,
+        "generation": facts.generation,
         "tokenizer": (tokenizer or [file.name for file in source.tokenizer][:1] or [""])[0],
         "torch": torch.__version__,
         "converted_from": {"format": source.kind, "folder": source.path.name},

@@ -34,6 +34,8 @@ class Facts:
 
     steps: optimizer steps that were applied. rule: numbers of the optimizer's rule.
     progress, watch, precision, layout: as our checkpoints keep them. unread: what is there and cannot be read.
+    special: bos_token_id and the like, as config.json has them; generation: what generation_config.json says.
+    notes: what was left aside though it may surprise.
     """
 
     steps: int = 0
@@ -44,6 +46,9 @@ class Facts:
     precision: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
     unread: str = ""
+    special: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class Source:

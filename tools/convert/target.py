@@ -57,7 +57,7 @@ class Target:
     describe: JSON value that tells this conversion from others; a half-done one goes on only if it is the same.
     dtypes: key -> dtype in which it will be read back.
     reserve: makes the files in a folder (unless the flag says that they are made) and returns what to write.
-    finish: writes what is not tensors. reopen: reads the folder.
+    finish: writes what is not tensors. reopen: reads the folder. left_out: what of the model it cannot say.
     """
 
     describe: dict[str, Any]
@@ -66,6 +66,7 @@ class Target:
     reserve: Callable[[Path, bool], list[Write]]
     finish: Callable[[Path], None]
     reopen: Callable[[Path], Source]
+    left_out: tuple[str, ...] = ()
 
 
 def convert(source: Source, target: Target, destination: Path, report: Report) -> None:

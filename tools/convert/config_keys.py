@@ -118,6 +118,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | _EXPERTS
     | {
         "hidden_size": 2048,
+        "intermediate_size": 6144,
         "num_hidden_layers": 24,
         "num_key_value_heads": 4,
         "max_window_layers": 0,  # no key of its class

@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
     if not args.no_verify:
         _verify(config, export)
     if config.world_size == 1:
-        return _run_rank(config, export, verify=False)
+        return _run_rank(config, export, False)
     options = ["--no-verify", *(["--export-hf", str(export)] if export else [])]
     return launch_local(["train", args.file, *args.overrides, *options], config.world_size, config.train.threads)
 

@@ -152,7 +152,8 @@ def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         try:
-            return _made(transformers, config, folder)(ids).logits
+            model = _made(transformers, config)
+            logits = model(ids).logits
         except Exception as error:  # whatever a configuration can provoke there is its fault
             reason = " ".join(str(error).split())[:300]
             raise UserError(
@@ -161,18 +162,23 @@ def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
             ) from error
         finally:
             logging.set_verbosity(verbosity)
+        try:
+            model.save_pretrained(folder)
+        except Exception as error:  # the library of safetensors has one of its own for a full disk
+            raise UserError(f"a small model cannot be written to {folder} ({error}); --no-verify needs none") from error
+        finally:
             if bars:
                 logging.enable_progress_bar()
+    return logits
 
 
-def _made(transformers: Any, config: Json, folder: Path) -> Any:
+def _made(transformers: Any, config: Json) -> Any:
     settings = transformers.AutoConfig.for_model(**config)
     settings._experts_implementation = "eager"  # others have no float64
     model = transformers.AutoModelForCausalLM.from_config(
         settings, attn_implementation="eager", dtype=torch.float64
     ).eval()
     _draw(model)
-    model.save_pretrained(folder)
     return model
 
 

@@ -42,6 +42,8 @@ def from_hugging_face(config: Json) -> ModelConfig:
     keys = Keys(config, kind)
     try:
         fields = _READERS[kind](keys) | {"init_std": keys["initializer_range"]}
+    except UserError:
+        raise
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise UserError(f"config.json of a {kind} model misstates something: {error}") from error
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -85,6 +85,8 @@ def model_of(args: Mapping[str, Any], vocab: int | None) -> ModelConfig:
         known = named(args)
         refuse_others(known)
         return make_model(_model_of(known, vocab), "Megatron's args")
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"Megatron's args lack or misstate {error}") from error
 
@@ -211,8 +213,13 @@ def _require(a: Mapping[str, Any], head_dim: int) -> None:
         return
     if not (all(every) if isinstance(every, list | tuple) else every in (1, None)):
         raise UserError(f"Megatron's moe_layer_freq = {every!r} cannot be converted: all layers must have experts")
+    if _given(a, "moe_router_topk", 2) == 1 and not a.get("moe_router_pre_softmax"):
+        raise UserError("Megatron's moe_router_topk = 1 without moe_router_pre_softmax has no router that learns")
     if _given(a, "add_bias_linear", True):
-        raise UserError("Megatron's add_bias_linear = True cannot be converted with experts, which have no biases here")
+        raise UserError(
+            f"Megatron's add_bias_linear = True beside num_experts = {a['num_experts']} cannot be converted: experts "
+            "have no biases here"
+        )
 
 
 def _cannot(model: ModelConfig) -> Iterator[str]:

@@ -169,7 +169,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
             for m in inside:
                 keys = tuple(f"weight/{name}" for name in m.logical)
                 place = Place(file, starts[m.foreign], bind(_as, kept[m]))
-                writes.append(Write(m.foreign, keys, bind(_join, m, sizes), (place,)))
+                writes.append(Write(m.foreign, keys, bind(_join, m, sizes), (place,), m.how is SAME))
         return writes
 
     def finish(folder: Path) -> None:

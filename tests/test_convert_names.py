@@ -150,7 +150,7 @@ CHANGES: dict[str, tuple[str, Callable[[dict], object], str]] = {
     "scaled attention": ("gpt2", lambda c: c.update(scale_attn_by_inverse_layer_idx=True), "only False or null is"),
     "stretched otherwise": ("llama", lambda c: c.update(rope_scaling={"type": "longrope"}), "rope_type = 'longrope'"),
     "quantized": ("llama", lambda c: c.update(quantization_config={"bits": 4}), "quantization_config .* quantized"),
-    "a cap": ("qwen3", lambda c: c.update(attn_logit_softcapping=5.0), "attn_logit_softcapping = 5.0, which is not known"),
+    "a cap": ("qwen3", lambda c: c.update(attn_logit_softcapping=5.0), "attn_logit_softcapping = 5.0, which is not"),
     "both ways": ("mistral", lambda c: c.update(is_causal=False), "is_causal = False, of which only True is known"),
     "noise": ("mixtral", lambda c: c.update(router_jitter_noise=0.1), "router_jitter_noise = 0.1"),
     "two bases": ("gpt_neox", lambda c: c.update(rope_theta=50.0), "rope_theta = 50.0"),

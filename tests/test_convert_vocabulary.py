@@ -12,7 +12,7 @@ from tools.convert.vocabulary import write_tokenizer
 pytest.importorskip("tokenizers", reason="needs the package tokenizers (pip install megaprec[hf])")
 LINES = ["the model learns quickly and the data is good <sep> more text [MASK] here", "words, numbers 123 456"] * 50
 SYMBOLS = ["<sep>", "[MASK]", "<se", "a b"]  # one within another, one that is no word
-TEXTS = ["<sep>", "the<sep>model", "a b a b", "<sep> x", "[MASK][MASK]", "  the ", "the", "data|is", "<se<sep>"]
+TEXTS = ["<sep>", "the<sep>model", "a b a b", "<sep> x", "[MASK][MASK]", "  the ", "the", "data is", "<se<sep>"]
 
 
 def trained(folder: Path, symbols: list[str], fallback: bool, prefix: bool) -> Path:

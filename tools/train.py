@@ -24,8 +24,8 @@ from tools.checks import check_all
 from tools.convert.command import write_model
 from tools.convert.config_write import to_hugging_face
 from tools.convert.formats import open_intact
-from tools.convert.initial import open_initial, verify_initial
-from tools.convert.probe import check_config
+from tools.convert.initial import open_initial
+from tools.convert.probe import check_config, verify_initial
 from tools.corpus import Corpus, check_sources, open_corpus, open_made
 from tools.fp8 import check_fp8
 from tools.launch import has_own_device, joined_world, launch_local, share_of_cores

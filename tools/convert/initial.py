@@ -16,9 +16,8 @@ from megaprec.errors import UserError
 from megaprec.layout import Part
 from megaprec.optimizer import ParallelAMPOptimizer
 from models.config import ModelConfig
-from tools.convert.hf import CONFIG, hf_model, hf_tokenizer, is_hf, open_hf, read_json
+from tools.convert.hf import CONFIG, hf_model, hf_tokenizer, is_hf, open_hf
 from tools.convert.native import find_native, native_model, open_native
-from tools.convert.probe import check_config
 from tools.convert.source import Source
 from tools.convert.vocabulary import check_tokenizer, main_file
 
@@ -29,14 +28,6 @@ def initial_model(folder: Path) -> tuple[ModelConfig, Path | None, str]:
         return *native_model(checkpoint), f"{checkpoint / INDEX}"
     _require_hf(folder)
     return hf_model(folder), main_file(hf_tokenizer(folder)), f"{folder / CONFIG}"
-
-
-def verify_initial(folder: Path) -> str:
-    """One line on whether transformers computes the same of the folder's config.json; empty for checkpoints of ours.
-    UserError if it does not."""
-    if find_native(folder):
-        return ""
-    return check_config(read_json(folder / CONFIG), f"train.init_from: {folder / CONFIG}")
 
 
 def open_initial(folder: Path) -> Source:

@@ -24,7 +24,8 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.config import from_hugging_face
 from tools.convert.config_keys import ALIASES
-from tools.convert.hf import CONFIG, open_hf
+from tools.convert.hf import CONFIG, open_hf, read_json
+from tools.convert.native import find_native
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit
@@ -48,6 +49,14 @@ def check_config(config: Json, name: str) -> str:
             "largest; --no-verify goes on all the same"
         )
     return f"{name}: a small model of this kind computes what that of transformers does (float64, within {apart:.1g})"
+
+
+def verify_initial(folder: Path) -> str:
+    """One line on whether transformers computes the same of the folder's config.json; empty for checkpoints of ours.
+    UserError if it does not."""
+    if find_native(folder):
+        return ""
+    return check_config(read_json(folder / CONFIG), f"train.init_from: {folder / CONFIG}")
 
 
 def reduced(config: Json) -> dict[str, Any]:

@@ -103,6 +103,9 @@ class ModelConfig(BaseModel):
     window: int = Field(
         default=0, ge=0, description="tokens that a token attends to, itself and those before; 0: all before"
     )
+    window_layers: tuple[int, ...] = Field(
+        default=(), strict=False, description="numbers of the layers that have the window, the first is 0; empty: all"
+    )
     bias: bool = Field(
         default_factory=_by_family(False, gpt2=True, gpt_neox=True),
         description="default of the three biases below; default: gpt2 and gpt_neox only",
@@ -134,6 +137,12 @@ class ModelConfig(BaseModel):
         default="branches",
         description="branches: the embedding, and what attention and feed-forward add; stream: all that enters a "
         "block, and what attention adds, as in InternEvo",
+    )
+    embedding_dropout: float = Field(
+        default_factory=lambda known: known["dropout"],
+        ge=0,
+        lt=1,
+        description="probability, on embeddings, unless dropout_at is stream; default: dropout",
     )
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on attention weights")
     embedding_grad_scale: float = Field(
@@ -178,8 +187,15 @@ class ModelConfig(BaseModel):
             yield f"kv_heads {self.kv_heads} does not divide heads {self.heads}: {fits} would"
         if self.positions != "rope" and (self.rope_scaling.kind != "none" or self.rotary_fraction != 1):
             yield f'positions "{self.positions}": rope_scaling and rotary_fraction are of positions = "rope"'
+        yield from self._window_problems()
         if self.experts:
             yield from self._expert_problems()
+
+    def _window_problems(self) -> Iterator[str]:
+        if self.window_layers and not self.window:
+            yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
+        if sorted({*self.window_layers} & {*range(self.layers)}) != [*self.window_layers]:
+            yield f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1}, rising"
 
     def _rotary_problems(self) -> Iterator[str]:
         turning, scaling = self.rotary_dims, self.rope_scaling.kind
@@ -204,6 +220,11 @@ class ModelConfig(BaseModel):
     def with_vocab(self, vocab: int) -> "ModelConfig":
         """The same model over a vocabulary of `vocab` tokens."""
         return ModelConfig(**{**self.model_dump(), "vocab": vocab})
+
+    def of_layer(self, number: int) -> "ModelConfig":
+        """The model as one layer sees it: the same, or without the window that this layer does not have."""
+        has_none = self.window_layers and number not in self.window_layers
+        return self.model_copy(update={"window": 0, "window_layers": ()}) if has_none else self
 
     @property
     def num_parameters(self) -> int:
@@ -264,8 +285,10 @@ class ModelConfig(BaseModel):
         return 2 * weights + self.attention_flops(seq_length)
 
     def attention_flops(self, seq_length: int) -> int:
-        """Those of one block's attention that have no weight, likewise."""
-        return 4 * min(seq_length, self.window or seq_length) * self.heads * self.head_dim
+        """Those of one block's attention that have no weight, likewise; of the mean block, if some have a window."""
+        windowed = len(self.window_layers) or self.layers
+        seen = windowed * min(seq_length, self.window or seq_length) + (self.layers - windowed) * seq_length
+        return 4 * seen * self.heads * self.head_dim // self.layers
 
     def again_flops(self, seq_length: int) -> int:
         """Those of one block that is made again as a whole in its backward pass, likewise. A block ends with a product

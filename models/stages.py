@@ -74,7 +74,7 @@ class Stage(nn.Module):
 
     def _make_block(self, n: str) -> Block:
         within = self.context.recompute.within(whole=n in self.again)
-        return Block(self.config, replace(self.context, recompute=within), f"layers.{n}", int(n))
+        return Block(self.config.of_layer(int(n)), replace(self.context, recompute=within), f"layers.{n}", int(n))
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         if self.config.tied and self.cut.first:
@@ -89,12 +89,21 @@ class Stage(nn.Module):
         if self.cut.first:
             x = self._embed(x, place, packing.positions)
         rotary = self._rotary(length, x.device, packing.positions) if self.config.positions == "rope" else None
-        documents, window = packing.documents, self.config.window
-        hidden = None if documents is None else hidden_pairs(length, window, documents, x.device)
+        hidden = self._hidden(length, x.device, packing.documents)
         for n, block in self.layers.items():
-            run = partial(block, rotary=rotary, place=place, hidden=hidden)
+            run = partial(block, rotary=rotary, place=place, hidden=hidden.get(self._window(n)))
             x = recomputed(run, x) if n in self.again else run(x)
         return self._hand_out(self._logits(x), place) if self.cut.last else x
+
+    def _window(self, n: str) -> int:
+        return self.config.of_layer(int(n)).window
+
+    def _hidden(self, length: int, device: torch.device, documents: Tensor | None) -> dict[int, Tensor]:
+        """By the windows that layers here have: what a token does not attend to; empty if samples are taken whole."""
+        if documents is None:
+            return {}
+        windows = {self._window(n) for n in self.layers}
+        return {window: hidden_pairs(length, window, documents, device) for window in windows}
 
     def _embed(self, ids: Tensor, place: Place | None, positions: Tensor | None) -> Tensor:
         x = self.embedding(ids)
@@ -106,7 +115,7 @@ class Stage(nn.Module):
             x = Add.apply(x, self.positions, own if positions is None else positions.t()[own])
         if self.config.dropout_at == "stream":
             return x  # the first block drops all that enters it
-        return dropout(x, self.config.dropout, self.context, "embedding", place)
+        return dropout(x, self.config.embedding_dropout, self.context, "embedding", place)
 
     def _logits(self, x: Tensor) -> Tensor:
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED

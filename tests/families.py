@@ -123,6 +123,11 @@ CASES: dict[str, Case] = {
         "qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, {"window": 3}
     ),
     "qwen3": Case("qwen3", {"head_dim": 10}, {"head_dim": 10}),
+    "qwen3 window of the last layer": Case(
+        "qwen3",
+        {"head_dim": 6, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        {"head_dim": 6, "window": 3, "window_layers": (1,)},
+    ),
     "qwen3 biased kv1": Case(
         "qwen3",
         {"head_dim": 4, "attention_bias": True, "num_key_value_heads": 1},

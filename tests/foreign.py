@@ -72,7 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-stretched": {"model_type": "llama", **_LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3},
     "llama-yarn": {"model_type": "llama", **_LLAMA, "rope_scaling": YARN},
 }
-WITHOUT_MEGATRON = {"gpt_neox", "mistral", "llama-yarn"}  # parallel residual, window, yarn
+WITHOUT_MEGATRON = {"gpt_neox", "llama-yarn"}  # parallel residual, yarn
 
 
 def usually(few: Iterable[str], all_kinds: Iterable[str] = CONFIGS) -> list[Any]:

@@ -16,7 +16,8 @@ from megaprec.plan import plan
 from models.stages import Stage, cuts
 from parallel.context import Context
 from tests.foreign import CONFIGS, WITHOUT_MEGATRON, write_folder
-from tools.convert.config import from_hugging_face, model_type, to_hugging_face
+from tools.convert.config import from_hugging_face
+from tools.convert.config_write import model_type, to_hugging_face
 from tools.convert.hf import open_hf
 from tools.convert.megatron_layout import args_of, merged, model_of, part, part_shape
 from tools.convert.names import HUGGING_FACE, megatron
@@ -146,12 +147,13 @@ CHANGES: dict[str, tuple[str, Callable[[dict], object], str]] = {
     "unknown model": ("llama", lambda c: c.update(model_type="bert"), "model_type 'bert' is not known: there are gpt2"),
     "no model": ("llama", lambda c: c.pop("model_type"), "model_type None is not known"),
     "another gelu": ("gpt2", lambda c: c.update(activation_function="relu"), "activation_function = 'relu'"),
-    "scaled attention": ("gpt2", lambda c: c.update(scale_attn_by_inverse_layer_idx=True), "only False is known"),
-    "half of a window": (
-        "qwen2", lambda c: c.update(use_sliding_window=True, sliding_window=8, max_window_layers=2), "from 2 on",
-    ),
-    "stretched otherwise": ("llama", lambda c: c.update(rope_scaling={"rope_type": "longrope"}), "rope_scaling kind"),
-    "no size": ("llama", lambda c: c.pop("hidden_size"), "lacks or misstates 'hidden_size'"),
+    "scaled attention": ("gpt2", lambda c: c.update(scale_attn_by_inverse_layer_idx=True), "only False or null is"),
+    "stretched otherwise": ("llama", lambda c: c.update(rope_scaling={"type": "longrope"}), "rope_type = 'longrope'"),
+    "quantized": ("llama", lambda c: c.update(quantization_config={"bits": 4}), "quantization_config .* quantized"),
+    "a cap": ("qwen3", lambda c: c.update(attn_logit_softcapping=5.0), "attn_logit_softcapping = 5.0, which is not"),
+    "both ways": ("mistral", lambda c: c.update(is_causal=False), "is_causal = False, of which only True is known"),
+    "noise": ("mixtral", lambda c: c.update(router_jitter_noise=0.1), "router_jitter_noise = 0.1"),
+    "two bases": ("gpt_neox", lambda c: c.update(rope_theta=50.0), "rope_theta = 50.0"),
     "text for a size": ("llama", lambda c: c.update(num_hidden_layers="4"), "layers Input should be a valid int"),
     "no layers": ("llama", lambda c: c.update(num_hidden_layers=0), "layers Input should be greater than 0"),
 }  # fmt: skip

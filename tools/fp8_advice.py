@@ -98,8 +98,7 @@ def _tokens(name: str, tokens: int, model: ModelConfig) -> int:
 def others(config: RunConfig, model: ModelConfig) -> float:
     """FLOPs of a rank's forward products that FP8 does not reach in any case: attention's own and the output head."""
     tokens = config.train.micro_batch * config.train.seq_length
-    seen = min(config.train.seq_length, model.window or config.train.seq_length)
-    attention = model.layers * 4 * seen * model.heads * model.head_dim
+    attention = model.layers * model.attention_flops(config.train.seq_length)
     return tokens * (attention + model.head_flops()) / config.parallel.tensor
 
 

@@ -9,11 +9,12 @@ from textwrap import fill
 from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
+from megaprec.checkpoint.digests import raw
 from megaprec.checkpoint.store import Store
 from tools.convert.formats import FORMATS, open_intact
 from tools.convert.source import Source
-from tools.convert.target import digest
 from tools.progress import moving
 from tools.tables import table_console
 
@@ -86,11 +87,18 @@ def _digests(source: Source, report: Any) -> tuple[Table, dict[str, str]]:
     found = {}
     for key in source.shapes:
         values = source.read(key)
-        found[key] = digest(values)
+        found[key] = _digest(values)
         table.add_row(key, str(list(values.shape)), str(values.dtype).removeprefix("torch."), found[key])
         report(values.nbytes, f"reading {key}")
     wholes = {kind: "".join(f"{key} {found[key]}\n" for key in sorted(source.keys(kind))) for kind in source.kinds}
     return table, {kind: hashlib.sha256(lines.encode()).hexdigest() for kind, lines in sorted(wholes.items())[::-1]}
+
+
+def _digest(values: Tensor) -> str:
+    """SHA-256 of dtype, shape and values."""
+    made = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}\n".encode())
+    made.update(raw(values))
+    return made.hexdigest()
 
 
 def _nbytes(source: Source, key: str) -> int:

@@ -39,8 +39,8 @@ from tools.unknown import unknown
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
 # keys of [model] that do not make it another model
-FREE = {"dropout", "dropout_at", "attention_dropout", "init_std", "init", "router_aux_loss", "router_z_loss"}
-FREE |= {"embedding_grad_scale", "head_grad_scale"}
+FREE = {"dropout", "dropout_at", "embedding_dropout", "attention_dropout", "init_std", "init", "router_aux_loss"}
+FREE |= {"router_z_loss", "embedding_grad_scale", "head_grad_scale"}
 PLAINER = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
@@ -334,7 +334,8 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
         yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
         return
     free = FREE | ({"max_positions"} if said.positions == "rope" else set())
-    for name, value in said.model_dump().items():
+    follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()  # a dropout that is given
+    for name, value in said.model_dump(exclude=follows).items():
         chosen = given.setdefault(f"model.{name}", Given(value, origin))
         left_open = name in ("vocab", "head_dim") and chosen.value == 0
         if not _same(getattr(said, name), chosen.value) and name not in free and not left_open:

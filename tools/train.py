@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaprec.checkpoint.folder import require_room
+from megaprec.checkpoint.folder import latest, require_room
 from megaprec.checkpoint.store import INDEX
 from megaprec.data.files import alone, beside
 from megaprec.errors import UserError
@@ -24,8 +24,10 @@ from parallel.mesh import make_mesh, told_by_first, world
 from tools.allocator import keep_freed_memory
 from tools.checks import check_all
 from tools.convert.command import write_model
+from tools.convert.config_write import to_hugging_face
 from tools.convert.formats import open_intact
 from tools.convert.initial import open_initial
+from tools.convert.probe import check_config, verify_initial
 from tools.corpus import Corpus, check_sources, looked_at, open_corpus, open_made
 from tools.fp8 import check_fp8
 from tools.identity import ALLOW, Identity
@@ -58,6 +60,11 @@ def add_parser(subparsers: Any) -> None:
         choices=ALLOW,
         help="go on from a checkpoint though this is not what it was trained with; once for each",
     )
+    parser.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="do not compare a small model of train.init_from and --export-hf with that of transformers",
+    )
     parser.set_defaults(run=main)
 
 
@@ -66,15 +73,18 @@ def main(args: argparse.Namespace) -> int:
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     tell_notes(config.notes, args.strict)
     if joined_world():
-        return _run_rank(config, export, args.allow)
+        return _run_rank(config, export, args.allow, not args.no_verify)
     if export:
         require_builtin(config.model, "--export-hf")
     if export and export.exists():
         raise UserError(f"--export-hf {export}: it is there already; give another folder")
     _open_checked(config, args.allow)
+    if not args.no_verify:
+        _verify(config, export)
     if config.world_size == 1:
-        return _run_rank(config, export, args.allow)
-    options = [*(["--export-hf", str(export)] if export else []), *(f"--allow={what}" for what in args.allow)]
+        return _run_rank(config, export, args.allow, verify=False)
+    options = ["--no-verify", *(["--export-hf", str(export)] if export else [])]
+    options += [f"--allow={what}" for what in args.allow]
     return launch_local(["train", args.file, *args.overrides, *options], config.world_size, config.train.threads)
 
 
@@ -132,14 +142,26 @@ def _check_initial(config: RunConfig) -> None:
         open_initial(Path(config.train.init_from))
 
 
-def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str]) -> int:
+def _verify(config: RunConfig, export: Path | None) -> None:
+    """Raises UserError if transformers computes another model of what the run begins with or leaves."""
+    lines = []
+    if config.train.init_from and not latest(config.checkpoint_folder):
+        lines.append(verify_initial(Path(config.train.init_from)))
+    if export:
+        model = config.model.with_vocab(config.model.vocab or config.data.vocab_size)
+        lines.append(check_config(to_hugging_face(model, "float32"), f"--export-hf {export}"))
+    for line in filter(None, lines):
+        print(line)
+
+
+def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], verify: bool) -> int:
     check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
     keep_freed_memory()
     with world(device) as store, ExitStack() as held:
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
-        named = told_by_first(store, lambda: prepare(config, held, allowed))
+        named = told_by_first(store, lambda: prepare(config, held, allowed, export, verify))
         corpus, checkpoint = open_named(config, named)
         Trainer(config, corpus, mesh, checkpoint).run()
         first = dist.get_rank() == 0
@@ -181,12 +203,20 @@ def _local_ranks(config: RunConfig) -> int:
     return config.world_size
 
 
-def prepare(config: RunConfig, held: ExitStack, allowed: Collection[str] = ()) -> dict[str, Any]:
+def prepare(
+    config: RunConfig,
+    held: ExitStack,
+    allowed: Collection[str] = (),
+    export: Path | None = None,
+    verify: bool = False,
+) -> dict[str, Any]:
     """Looks at everything, builds what is missing, and names the paths that the run needs; "" where it needs none.
 
     The run's folder is this process's alone until `held` lets go of it. allowed: as `check_resumable` has it.
     """
     corpus = _open_checked(config, allowed)
+    if verify:
+        _verify(config, export)
     try:
         held.enter_context(_training(config))
     except OSError as error:

@@ -8,16 +8,19 @@ is given again. DST is there when it is whole.
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megaprec.errors import UserError
+from tools.convert.config_write import to_hugging_face
 from tools.convert.formats import TARGETS, open_intact
-from tools.convert.hf import hf_target
+from tools.convert.hf import CONFIG, hf_target, read_json
 from tools.convert.megatron_write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
+from tools.convert.probe import check_config
 from tools.convert.source import Source
 from tools.convert.target import Target, convert
 from tools.convert.verify import compare_logits
@@ -48,6 +51,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--weights-only", action="store_true", help="leave a Megatron SRC's optimizer state unread")
     parser.add_argument("--verify", choices=("logits",), help="compare the models' FP32 logits too; holds both models")
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not compare a small model of config.json with that of transformers"
+    )
     parser.set_defaults(run=main)
 
 
@@ -57,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None
     layout = MegatronLayout(args.tp, args.pp, args.ep, args.layers == "te", args.grouped_experts)
-    write_model(source, to, args.destination, dtype, layout)
+    write_model(source, to, args.destination, dtype, layout, verify=not args.no_verify)
     if args.verify:
         print(compare_logits(source.path, args.destination, args.vocab))
     return 0
@@ -69,15 +75,24 @@ def write_model(
     destination: Path,
     dtype: torch.dtype | None = None,
     layout: MegatronLayout | None = None,
+    verify: bool = False,
 ) -> None:
-    """Writes `source` to `destination` in the format `to`, with progress on a terminal, and says what was written."""
+    """Writes `source` to `destination` in the format `to`, with progress on a terminal, and says what was written.
+
+    verify: every config.json in this, read or written, is proven to be understood as transformers does.
+    """
     if destination.exists():
         raise UserError(f"{destination} is there already: give another folder, or remove it")
     check_tokenizer(source.tokenizer, source.model.vocab)
     target = _target(source, to, dtype, layout or MegatronLayout())
+    for line in _verified(source, to, destination) if verify else ():
+        print(line)
     with moving(f"{source.path} to {destination}", 2 * target.size) as report:
         convert(source, target, destination, report)
     left = [kind for kind in source.kinds if not any(key.startswith(f"{kind}/") for key in target.dtypes)]
+    left += target.left_out
+    for note in source.facts.notes:
+        print(f"note: {note}")
     print(
         f"{destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written once and read back"
         + (f"; left out: {', '.join(left)}" if left else "")
@@ -85,6 +100,13 @@ def write_model(
     )
     for note in source.facts.notes:
         print(f"note: {note}")
+
+
+def _verified(source: Source, to: str, destination: Path) -> Iterator[str]:
+    if source.kind == "hf":
+        yield check_config(read_json(source.path / CONFIG), f"{source.path / CONFIG}")
+    if to == "hf":
+        yield check_config(to_hugging_face(source.model, "float32"), f"{destination / CONFIG}")
 
 
 def _target(source: Source, to: str, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:

@@ -1,7 +1,7 @@
-"""What a model is, in our words and in those of Hugging Face's config.json.
+"""The model that a Hugging Face config.json describes.
 
-What one side says and the other cannot is an error, never dropped. Of dropout, GPT-2's three probabilities become our
-two: that of the residual branches stands for the embeddings too.
+Every key of the file is read here, known not to matter, or refused by name (`config_keys`). What one side says and the
+other cannot is an error, never dropped.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +11,15 @@ from pydantic import ValidationError
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from models.rope import ORIGINAL, PARAMETERS
+from tools.convert.config_keys import Keys, require
+from tools.convert.config_rope import rope
 
-TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+GELU = {
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python_tanh"), "gelu"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu_exact"),
+}
+SILU = ("silu", "swish")
+LAYER_TYPES = {"full_attention": False, "attention": False, "sliding_attention": True}
 Json = Mapping[str, Any]
 
 
@@ -29,133 +35,193 @@ def make_model(fields: Json, origin: str) -> ModelConfig:
 
 
 def from_hugging_face(config: Json) -> ModelConfig:
-    """The model that a config.json describes. UserError for an architecture or a switch that is not known."""
+    """The model that a config.json describes. UserError for an architecture, a key or a value that is not known."""
     kind = config.get("model_type")
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise UserError(f"model_type {kind!r} is not known: there are {', '.join(_READERS)}")
+    keys = Keys(config, kind)
     try:
-        fields = _READERS[kind](config)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"config.json of a {kind} model lacks or misstates {error}") from error
-    return make_model({"init_std": config.get("initializer_range", 0.02), **fields}, "config.json")
+        fields = _READERS[kind](keys) | {"init_std": keys["initializer_range"]}
+    except UserError:
+        raise
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise UserError(f"config.json of a {kind} model misstates something: {error}") from error
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        keys[key]  # `special_ids` has them
+    if unread := list(keys.unread()):
+        raise UserError(*unread)
+    return make_model(fields, "config.json")
 
 
-def _gpt2(c: Json) -> dict[str, Any]:
-    _require(c, activation_function=TANH_GELU, scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,))
+def special_ids(config: Json) -> dict[str, Any]:
+    """Ids of the tokens that begin and end a text, and that fill up, as a config.json or its family says."""
+    keys = Keys(config, config["model_type"])
+    return {key: keys[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def _gpt2(c: Keys) -> dict[str, Any]:
+    _require_layers_alike(c, 0, c["n_layer"])
+    _require_own_heads(c, c["n_embd"] // c["n_head"])
     return {
         "family": "gpt2",
         "layers": c["n_layer"],
         "hidden": c["n_embd"],
         "heads": c["n_head"],
-        "ffn": c.get("n_inner") or 4 * c["n_embd"],
+        "mlp": GELU[require(c["activation_function"], "activation_function", tuple(GELU))],
+        "ffn": 4 * c["n_embd"] if c["n_inner"] is None else c["n_inner"],
         "vocab": c["vocab_size"],
         "max_positions": c["n_positions"],
-        "norm_eps": c.get("layer_norm_epsilon", 1e-5),
-        "tied": c.get("tie_word_embeddings", True),
-        "dropout": c.get("resid_pdrop", 0.1),
-        "attention_dropout": c.get("attn_pdrop", 0.1),
+        "norm_eps": c["layer_norm_epsilon"],
+        "tied": c["tie_word_embeddings"],
+        "dropout": c["resid_pdrop"],
+        "embedding_dropout": c["embd_pdrop"],
+        "attention_dropout": c["attn_pdrop"],
     }
 
 
-def _common(c: Json) -> dict[str, Any]:
-    """What all families with rotary positions say alike."""
-    rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+def _common(c: Keys) -> dict[str, Any]:
+    """What all families with rotary positions say alike, but for the positions."""
     return {
-        "family": c["model_type"],
+        "family": c.kind.removesuffix("_moe"),
         "layers": c["num_hidden_layers"],
         "hidden": c["hidden_size"],
         "heads": c["num_attention_heads"],
-        "kv_heads": c.get("num_key_value_heads") or c["num_attention_heads"],
-        "head_dim": c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"],
         "ffn": c["intermediate_size"],
         "vocab": c["vocab_size"],
         "max_positions": c["max_position_embeddings"],
-        "norm_eps": c.get("rms_norm_eps", 1e-6),
-        "rope_base": float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
-        "rope_scaling": _scaling(rope, c["max_position_embeddings"]),
-        "tied": c.get("tie_word_embeddings", False),
-        "attention_dropout": c.get("attention_dropout", 0.0),
+        "tied": c["tie_word_embeddings"],
+        "attention_dropout": c["attention_dropout"],
     }
 
 
-def _scaling(rope: Json, length: int) -> dict[str, Any]:
-    """Our rope_scaling. Where a length is not given, theirs is that of the model."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return {}
-    other = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
-    given = {key: value for key, value in rope.items() if key not in other and value is not None}
-    if ORIGINAL in PARAMETERS.get(kind, ()):
-        given.setdefault(ORIGINAL, length)
-    return {"kind": kind, **given}
-
-
-def _neox(c: Json) -> dict[str, Any]:
-    _require(c, hidden_act=(*TANH_GELU, "gelu"))
-    rope, bias = c.get("rope_parameters") or {}, c.get("attention_bias", True)
+def _neox(c: Keys) -> dict[str, Any]:
+    _require_layers_alike(c, 0, c["num_hidden_layers"])
+    _require_own_heads(c, c["hidden_size"] // c["num_attention_heads"])
+    base, fraction, bias = c["rotary_emb_base"], c["rotary_pct"], c["attention_bias"]
+    turned = rope(c, base, fraction, "rotary_emb_base")
+    for key, used in (("rope_theta", turned["rope_base"]), ("partial_rotary_factor", turned["rotary_fraction"])):
+        require(c[key], key, (used, None))  # transformers goes by rotary_emb_base and rotary_pct
     return {
-        **_common({**c, "rope_theta": c.get("rotary_emb_base", c.get("rope_theta", 10000.0))}),
-        "mlp": "gelu" if c.get("hidden_act") in TANH_GELU else "gelu_exact",
-        "norm_eps": c.get("layer_norm_eps", 1e-5),
+        **_common(c),
+        **turned,
+        "mlp": GELU[require(c["hidden_act"], "hidden_act", tuple(GELU))],
+        "norm_eps": c["layer_norm_eps"],
         "qkv_bias": bias,
         "output_bias": bias,
-        "parallel_residual": c.get("use_parallel_residual", True),
-        "rotary_fraction": rope.get("partial_rotary_factor", c.get("rotary_pct", 0.25)),
-        "dropout": c.get("hidden_dropout", 0.0),
+        "parallel_residual": c["use_parallel_residual"],
+        "dropout": c["hidden_dropout"],
     }
 
 
-def _llama(c: Json) -> dict[str, Any]:
-    _require(c, hidden_act=("silu", "swish"))
-    bias = c.get("attention_bias", False)
-    return {**_common(c), "qkv_bias": bias, "output_bias": bias, "mlp_bias": c.get("mlp_bias", False)}
-
-
-def _mistral(c: Json) -> dict[str, Any]:
-    _require(c, hidden_act=("silu", "swish"))
-    return {**_common(c), "window": c.get("sliding_window") or 0}
-
-
-def _qwen2(c: Json) -> dict[str, Any]:
-    _require(c, hidden_act=("silu", "swish"))
-    return {**_common(c), "qkv_bias": True, "window": _window_of_all_layers(c)}
-
-
-def _qwen3(c: Json) -> dict[str, Any]:
-    return {**_llama(c), "family": "qwen3", "window": _window_of_all_layers(c)}
-
-
-def _qwen3_moe(c: Json) -> dict[str, Any]:
-    _require(c, decoder_sparse_step=(1,), mlp_only_layers=([], None))
+def _rms(c: Keys) -> dict[str, Any]:
+    """What the families after Llama say alike."""
+    require(c["hidden_act"], "hidden_act", SILU)
+    require(c["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
+    kv_heads, head_dim = c["num_key_value_heads"], c["head_dim"]
+    turned = rope(c, c["rope_theta"])
+    require(turned["rotary_fraction"], "partial_rotary_factor", (1.0,))
     return {
-        **_qwen3({**c, "intermediate_size": c["moe_intermediate_size"]}),
-        "experts": c.get("num_experts") or c["num_local_experts"],
-        "experts_per_token": c["num_experts_per_tok"],
-        "router_aux_loss": c.get("router_aux_loss_coef", 0.001),
-        "norm_topk": c.get("norm_topk_prob", False),
+        **_common(c),
+        **turned,
+        "kv_heads": c["num_attention_heads"] if kv_heads is None else kv_heads,
+        "head_dim": c["hidden_size"] // c["num_attention_heads"] if head_dim is None else head_dim,
+        "norm_eps": c["rms_norm_eps"],
     }
 
 
-def _mixtral(c: Json) -> dict[str, Any]:
+def _llama(c: Keys) -> dict[str, Any]:
+    _require_layers_alike(c, 0, c["num_hidden_layers"])
+    bias = c["attention_bias"]
+    return {**_rms(c), "qkv_bias": bias, "output_bias": bias, "mlp_bias": c["mlp_bias"]}
+
+
+def _mistral(c: Keys) -> dict[str, Any]:
+    window = _window(c)
+    _require_layers_alike(c, window, c["num_hidden_layers"])
+    return {**_rms(c), "window": window}
+
+
+def _qwen2(c: Keys) -> dict[str, Any]:
+    return {**_rms(c), "qkv_bias": True, **_windows(c)}
+
+
+def _qwen3(c: Keys) -> dict[str, Any]:
+    bias = c["attention_bias"]
+    return {**_rms(c), "qkv_bias": bias, "output_bias": bias, **_windows(c)}
+
+
+def _qwen3_moe(c: Keys) -> dict[str, Any]:
+    """The width of a feed-forward without experts is asked for and left aside: there is none."""
+    window, bias = _window(c) if c["use_sliding_window"] else 0, c["attention_bias"]
+    _require_layers_alike(c, window, c["num_hidden_layers"])
+    if c["sliding_window"] is not None and window:
+        require(c["max_window_layers"], "max_window_layers", (0, None))  # transformers gives the window to all layers
+    c.asked.add("max_window_layers")
     return {
-        **_mistral(c),
-        "experts": c["num_local_experts"],
-        "experts_per_token": c["num_experts_per_tok"],
-        "router_aux_loss": c.get("router_aux_loss_coef", 0.001),
+        **_rms(c),
+        "ffn": c["moe_intermediate_size"],
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "window": window,
+        **_experts(c, c["num_experts"]),
+        "norm_topk": c["norm_topk_prob"],
     }
 
 
-def _window_of_all_layers(c: Json) -> int:
-    """Qwen's window, which it can give to the layers from one on. UserError if only some have it."""
-    if not c.get("use_sliding_window") or not c.get("sliding_window"):
-        return 0
-    first = c.get("max_window_layers", 28)
-    if 0 < first < c["num_hidden_layers"]:
-        raise UserError(f"config.json gives a window to the layers from {first} on; all must have it, or none")
-    return 0 if first else c["sliding_window"]
+def _mixtral(c: Keys) -> dict[str, Any]:
+    return {**_mistral(c), **_experts(c, c["num_local_experts"])}
 
 
-_READERS: dict[str, Callable[[Json], dict[str, Any]]] = {
+def _experts(c: Keys, number: Any) -> dict[str, Any]:
+    aux = c["router_aux_loss_coef"]
+    return {"experts": number, "experts_per_token": c["num_experts_per_tok"], "router_aux_loss": aux}
+
+
+def _window(c: Keys) -> Any:
+    """sliding_window as ours: none is 0 here, and null there."""
+    window = c["sliding_window"]
+    if window == 0:
+        raise UserError("config.json has sliding_window = 0, with which no token attends to anything: null is none")
+    if c.has("use_sliding_window") and c.kind in ("mistral", "mixtral"):
+        require(c.given["use_sliding_window"], "use_sliding_window", (window is not None,))
+        c.asked.add("use_sliding_window")
+    return window or 0
+
+
+def _windows(c: Keys) -> dict[str, Any]:
+    """Qwen's window, which some of its layers may have: those that layer_types says, else those from one on."""
+    window, layers = _window(c) if c["use_sliding_window"] else 0, c["num_hidden_layers"]
+    c.asked.add("sliding_window")
+    first, types = c["max_window_layers"], c["layer_types"]
+    has = [number >= first for number in range(layers)] if types is None else _types(types, layers)
+    if types is not None and any(has) and not window:
+        raise UserError("config.json has layer_types with sliding_attention, but no sliding_window that is in use")
+    chosen = tuple(number for number, one in enumerate(has) if one) if window else ()
+    return {"window": window if chosen else 0, "window_layers": () if len(chosen) == layers else chosen}
+
+
+def _types(types: Any, layers: int) -> list[bool]:
+    """Which layers have the window."""
+    if not isinstance(types, list) or len(types) != layers:
+        raise UserError(f"config.json has layer_types of {len(types)} layers, but num_hidden_layers = {layers}")
+    return [LAYER_TYPES[require(one, "layer_types", tuple(LAYER_TYPES))] for one in types]
+
+
+def _require_layers_alike(c: Keys, window: Any, layers: int) -> None:
+    """For families whose layers are all alike to transformers, whatever layer_types says."""
+    types = c["layer_types"]
+    if types is not None and set(_types(types, layers)) - {window > 0}:
+        alike = "sliding_attention" if window else "full_attention"
+        raise UserError(f"config.json has layer_types, but transformers gives all layers of a {c.kind} model {alike}")
+
+
+def _require_own_heads(c: Keys, width: int) -> None:
+    """For families that do not read head_dim."""
+    c.asked.add("head_dim")
+    require(c.given.get("head_dim"), "head_dim", (width, None))
+
+
+_READERS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "gpt_neox": _neox,
     "llama": _llama,
@@ -165,160 +231,3 @@ _READERS: dict[str, Callable[[Json], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
 }
-
-
-def _require(config: Json, **allowed: tuple[Any, ...]) -> None:
-    for key, values in allowed.items():
-        if key in config and config[key] not in values:
-            would = " or ".join(map(repr, values))
-            raise UserError(f"config.json has {key} = {config[key]!r}, of which only {would} is known")
-
-
-def _is_plain(m: ModelConfig) -> bool:
-    """What the families after Llama have in common."""
-    common = m.positions == "rope" and m.norm == "rms" and m.mlp == "swiglu" and not m.parallel_residual
-    return common and m.rotary_fraction == 1
-
-
-def _own_heads(m: ModelConfig) -> bool:
-    return m.kv_heads == m.heads and m.heads * m.head_dim == m.hidden
-
-
-def _no_extras(m: ModelConfig) -> bool:
-    return not (m.experts or m.qk_norm or m.window)
-
-
-def _biases(m: ModelConfig) -> tuple[bool, bool, bool]:
-    return m.qkv_bias, m.output_bias, m.mlp_bias
-
-
-NONE, ALL = (False, False, False), (True, True, True)
-# Whether a model_type can say all of a model.
-_SAYS: dict[str, Callable[[ModelConfig], bool]] = {
-    "gpt2": lambda m: (
-        (m.positions, m.norm, m.mlp, _biases(m)) == ("learned", "layer", "gelu", ALL)
-        and not m.parallel_residual
-        and _own_heads(m)
-        and _no_extras(m)
-    ),
-    "gpt_neox": lambda m: (
-        (m.positions, m.norm, m.qkv_bias, m.mlp_bias) == ("rope", "layer", m.output_bias, True)
-        and m.mlp != "swiglu"
-        and _own_heads(m)
-        and _no_extras(m)
-    ),
-    "llama": lambda m: _is_plain(m) and m.qkv_bias == m.output_bias and _no_extras(m),
-    "qwen2": lambda m: _is_plain(m) and _biases(m) == (True, False, False) and not (m.experts or m.qk_norm),
-    "qwen3": lambda m: _is_plain(m) and m.qk_norm and m.qkv_bias == m.output_bias and not (m.mlp_bias or m.experts),
-    "qwen3_moe": lambda m: _is_plain(m) and m.qk_norm and m.qkv_bias == m.output_bias and m.experts > 0,
-    "mistral": lambda m: _is_plain(m) and _biases(m) == NONE and not (m.experts or m.qk_norm),
-    "mixtral": lambda m: _is_plain(m) and _biases(m) == NONE and m.experts > 0 and m.norm_topk and not m.qk_norm,
-}
-ARCHITECTURES = {
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
-
-
-def model_type(model: ModelConfig) -> str:
-    """The Hugging Face family that can say all of `model`, its own if that can. UserError if there is none."""
-    for kind in (model.family, *_SAYS):
-        if _SAYS[kind](model):
-            return kind
-    keys = "norm positions mlp qkv_bias output_bias mlp_bias kv_heads head_dim qk_norm experts window"
-    said = ", ".join(f"{key} = {getattr(model, key)}" for key in keys.split())
-    raise UserError(f"no Hugging Face family that is known here has all of: {said}")
-
-
-def to_hugging_face(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json of `model`, with weights in `dtype` (float32, bfloat16, ...)."""
-    kind = model_type(model)
-    shared = {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        "torch_dtype": dtype,
-        "vocab_size": model.vocab,
-        "tie_word_embeddings": model.tied,
-        "initializer_range": model.init_std,
-    }
-    return shared | (_gpt2_config(model) if kind == "gpt2" else _rotary_config(model, kind))
-
-
-def _gpt2_config(m: ModelConfig) -> dict[str, Any]:
-    return {
-        "n_layer": m.layers,
-        "n_embd": m.hidden,
-        "n_head": m.heads,
-        "n_inner": m.ffn,
-        "n_positions": m.max_positions,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": m.norm_eps,
-        "resid_pdrop": m.dropout,
-        "embd_pdrop": m.dropout,
-        "attn_pdrop": m.attention_dropout,
-    }
-
-
-def _rotary_config(m: ModelConfig, kind: str) -> dict[str, Any]:
-    scaling = m.rope_scaling
-    said = {key: getattr(scaling, key) for key in PARAMETERS[scaling.kind] if getattr(scaling, key)}
-    said |= {} if scaling.truncate else {"truncate": False}
-    common = {
-        "num_hidden_layers": m.layers,
-        "hidden_size": m.hidden,
-        "num_attention_heads": m.heads,
-        "intermediate_size": m.ffn,
-        "max_position_embeddings": said.pop(ORIGINAL) if scaling.kind == "dynamic" else m.max_positions,
-        "rope_theta": m.rope_base,
-        "rope_scaling": {"rope_type": scaling.kind, **said} if said else None,
-        "attention_dropout": m.attention_dropout,
-    }
-    return common | (_neox_config(m) if kind == "gpt_neox" else _llama_config(m, kind))
-
-
-def _neox_config(m: ModelConfig) -> dict[str, Any]:
-    return {
-        "hidden_act": "gelu" if m.mlp == "gelu_exact" else "gelu_new",
-        "layer_norm_eps": m.norm_eps,
-        "use_parallel_residual": m.parallel_residual,
-        "rotary_pct": m.rotary_fraction,
-        "rotary_emb_base": m.rope_base,
-        "attention_bias": m.output_bias,
-        "hidden_dropout": m.dropout,
-    }
-
-
-def _llama_config(m: ModelConfig, kind: str) -> dict[str, Any]:
-    """The families after Llama; each has some keys of its own."""
-    shared = {
-        "num_key_value_heads": m.kv_heads,
-        "head_dim": m.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": m.norm_eps,
-    }
-    experts = {"num_experts_per_tok": m.experts_per_token, "router_aux_loss_coef": m.router_aux_loss}
-    qwen = {"use_sliding_window": m.window > 0, "sliding_window": m.window or None, "max_window_layers": 0}
-    own: dict[str, dict[str, Any]] = {
-        "llama": {"attention_bias": m.output_bias, "mlp_bias": m.mlp_bias},
-        "mistral": {"sliding_window": m.window or None},
-        "mixtral": {"sliding_window": m.window or None, "num_local_experts": m.experts, **experts},
-        "qwen2": qwen,
-        "qwen3": {"attention_bias": m.output_bias, **qwen},
-        "qwen3_moe": {
-            "attention_bias": m.output_bias,
-            "num_experts": m.experts,
-            "norm_topk_prob": m.norm_topk,
-            "moe_intermediate_size": m.ffn,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            **experts,
-            **qwen,
-        },
-    }
-    return shared | own[kind]

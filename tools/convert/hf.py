@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.data.tokenizer import load_tokenizer
+from megaprec.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.convert.config import from_hugging_face, model_type, to_hugging_face
+from tools.convert.config import from_hugging_face, special_ids
+from tools.convert.config_keys import notes
+from tools.convert.config_write import ARCHITECTURES, model_type, to_hugging_face, unsaid
 from tools.convert.names import BUFFERS, HUGGING_FACE, PREFIXES
 from tools.convert.rules import Match, heads, matches
 from tools.convert.source import Facts, Origin, Source
@@ -22,9 +24,9 @@ from tools.convert.target import Place, Target, Write
 from tools.convert.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.torch_files import tensors_in
 from tools.convert.transforms import SAME
-from tools.convert.vocabulary import write_tokenizer
+from tools.convert.vocabulary import main_file, write_tokenizer
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  # an index of shards, or one file
     ("model.safetensors.index.json", "model.safetensors", safetensors_in),
     ("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
@@ -68,8 +70,8 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
 
     UserError for missing, surplus and misshapen tensors, damaged files and unknown models.
     """
-    model = hf_model(path)
-    kind = read_json(path / CONFIG)["model_type"]
+    model, config = hf_model(path), read_json(path / CONFIG)
+    kind = config["model_type"]
     stored = _named_like_the_table(_stored(path), PREFIXES.get(kind, "model."))
     found = matches(HUGGING_FACE[kind], model)
     check_tied(path, model, stored, found)
@@ -79,6 +81,9 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
         for m in found
         for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
     ]
+    generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
+    said = tuple(f"{path}: {note}" for note in notes(config, ARCHITECTURES[kind]))
+    facts = replace(facts, special=special_ids(config), generation=generation, notes=(*facts.notes, *said))
     return Source(path, system, model, origins, facts, hf_tokenizer(path))
 
 
@@ -174,13 +179,14 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
             for m in inside:
                 keys = tuple(f"weight/{name}" for name in m.logical)
                 place = Place(file, starts[m.foreign], bind(_as, kept[m]))
-                writes.append(Write(m.foreign, keys, bind(_join, m, sizes), (place,)))
+                writes.append(Write(m.foreign, keys, bind(_join, m, sizes), (place,), m.how is SAME))
         return writes
 
     def finish(folder: Path) -> None:
         weights = next(iter(kept.values()))
-        _write_json(folder / CONFIG, to_hugging_face(model, str(weights).removeprefix("torch.")) | special_ids(source))
-        _write_json(folder / "generation_config.json", special_ids(source))
+        ids = source.facts.special or tokenizer_ids(source)
+        _write_json(folder / CONFIG, to_hugging_face(model, str(weights).removeprefix("torch.")) | ids)
+        _write_json(folder / GENERATION, source.facts.generation or ids)
         if len(shards) > 1:
             where = {m.foreign: file for file, inside in shards.items() for m in inside}
             index = {"metadata": {"total_size": size}, "weight_map": where}
@@ -188,7 +194,8 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
         write_tokenizer(source.tokenizer, folder)
 
     dtypes = {f"weight/{name}": kept[match] for match in found for name in match.logical}
-    return Target({"to": "hf", "dtype": str(dtype), "shard": shard_bytes}, size, dtypes, reserve, finish, open_hf)
+    describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
+    return Target(describe, size, dtypes, reserve, finish, open_hf, tuple(unsaid(model)))
 
 
 def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
@@ -215,11 +222,17 @@ def _shards(kept: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, li
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
-def special_ids(source: Source) -> dict[str, int | None]:
-    """Ids of the tokens that begin and end a document, as far as the tokenizer has them."""
-    files = [file for file in source.tokenizer if file.name != "tokenizer_config.json"]
-    eos = load_tokenizer(files[0]).eos if files else None
-    return {"bos_token_id": eos, "eos_token_id": eos}
+def tokenizer_ids(source: Source) -> dict[str, int | None]:
+    """Ids of the tokens that begin and end a document, as far as the tokenizer has them.
+
+    A model that was trained here without the first has seen the second before each document.
+    """
+    file = main_file(source.tokenizer)
+    if file is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    tokenizer = load_tokenizer(file)
+    begins = tokenizer.bos if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    return {"bos_token_id": tokenizer.eos if begins is None else begins, "eos_token_id": tokenizer.eos}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from tools.convert.hf import check_tensors, origin_of
 from tools.convert.megatron_buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
 from tools.convert.megatron_distributed import Contents, read_chunked, read_common, whole_tensors
+from tools.convert.megatron_keys import unknown
 from tools.convert.megatron_layout import TRACKER, model_of
 from tools.convert.megatron_order import EMBEDDING, HEAD, odd, sizes_of
 from tools.convert.megatron_ranks import RANK, Held, Whole, named_over_all, read_ranks, wholes_of
@@ -134,7 +135,11 @@ def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, 
     layout |= {"expert": ep} if ep > 1 else {}
     compute = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
     progress = progress if iteration else {}
-    return Facts(steps, scaler, progress=progress, precision={"compute": compute}, layout=layout)
+    special = {key: args[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in args}
+    others = ", ".join(unknown(args))
+    notes = (f"args that are not known here, and were not read: {others}",) if others else ()
+    precision = {"compute": compute}
+    return Facts(steps, scaler, progress=progress, precision=precision, layout=layout, special=special, notes=notes)
 
 
 def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Held]]) -> None:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megaprec.errors import UserError
 from tools.convert.megatron import find_megatron, open_megatron
 from tools.convert.megatron_experts import expert_of, local_name
-from tools.convert.megatron_layout import FILE, TRACKER, args_of, part, part_shape, rank_folder
+from tools.convert.megatron_layout import FILE, TRACKER, args_of, part, part_shape, rank_folder, unsaid
 from tools.convert.megatron_order import as_registered
 from tools.convert.megatron_state import MOMENTS, decayed
 from tools.convert.names import megatron
@@ -78,7 +78,8 @@ def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronL
     writer = _Writer(source, layout, weights)
     describe = {"to": "megatron", "dtype": str(dtype), "layout": astuple(layout)}
     size = sum(prod(source.shapes[key]) * kept.itemsize for key, kept in writer.dtypes.items())
-    return Target(describe, size, writer.dtypes, writer.reserve, writer.finish, _reopen)
+    left_out = tuple(unsaid(model, writer.args)) + (("the tokenizer",) if source.tokenizer else ())
+    return Target(describe, size, writer.dtypes, writer.reserve, writer.finish, _reopen, left_out)
 
 
 def _reopen(path: Path) -> Source:
@@ -111,6 +112,7 @@ class _Writer:
         unit = DIVISIBLE * layout.tp
         self.padded = -(-model.vocab // unit) * unit
         self.args = args_of(model, self.padded, layout.tp, layout.pp, layout.fused_norms, weights)
+        self.args |= source.facts.special
         self.args |= {"expert_model_parallel_size": layout.ep, "moe_grouped_gemm": layout.grouped}
         self.matches = matches(megatron(layout.fused_norms, False, model), model)
         self.has_state = set(MOMENTS) <= set(source.kinds)

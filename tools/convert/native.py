@@ -52,7 +52,7 @@ def open_native(path: Path) -> Source:
             (tuple(e["shape"]),),
             getattr(torch, e["dtype"]),
             bind(_assembled, store, key, files),
-            bind(_rows, store, key),
+            bind(_rows, store, key, files),
         )
         for key, e in sorted(index["tensors"].items(), key=lambda item: item[0].split("/", 1)[::-1])
     ]
@@ -65,6 +65,8 @@ def open_native(path: Path) -> Source:
         watch=index.get("watch") or {},
         precision=index.get("precision") or {},
         layout=index.get("layout") or {},
+        special=index.get("special_ids") or {},
+        generation=index.get("generation") or {},
     )
     return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
 
@@ -99,8 +101,13 @@ def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> l
     return [whole]
 
 
-def _rows(store: Store, key: str, top: int, bottom: int) -> Tensor:
-    row = store.index["tensors"][key]["shape"][1:]
+def _rows(store: Store, key: str, files: dict[str, dict[str, Stored]], top: int, bottom: int) -> Tensor:
+    entry = store.index["tensors"][key]
+    if [chunk["shape"] for chunk in entry["chunks"]] == [entry["shape"]]:
+        stored = files[entry["chunks"][0]["file"]].get(_name(key))
+        if stored is not None and list(stored.shape) == entry["shape"]:
+            return stored.rows(top, bottom)
+    row = entry["shape"][1:]
     return store.rectangle(key, [top, *(0 for _ in row)], [bottom - top, *row])
 
 
@@ -120,7 +127,8 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
             tensors = {_name(key): (dtypes[key], source.shapes[key]) for key in inside}
             starts = reserve_safetensors(folder / file, tensors, write)
             writes += [
-                Write(key, (key,), _only, (Place(file, starts[_name(key)], bind(_as, dtypes[key])),)) for key in inside
+                Write(key, (key,), _only, (Place(file, starts[_name(key)], bind(_as, dtypes[key])),), straight=True)
+                for key in inside
             ]
         return writes
 
@@ -170,6 +178,8 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "watch": facts.watch or OverflowWatch(LossScaling()).state_dict(),
         "layout": facts.layout,
         "precision": facts.precision,
+        "special_ids": facts.special,
+        "generation": facts.generation,
         "tokenizer": (tokenizer or [file.name for file in source.tokenizer][:1] or [""])[0],
         "torch": torch.__version__,
         "converted_from": {"format": source.kind, "folder": source.path.name},

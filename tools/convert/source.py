@@ -7,6 +7,7 @@ several logical ones: they are its `Origin`. It is read once, its parts are kept
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+
+PIECE = 4 << 20  # bytes that are read at a time of a tensor that is only copied: they stay in the processor's caches
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Facts:
 
     steps: optimizer steps that were applied. rule: numbers of the optimizer's rule.
     progress, watch, precision, layout: as our checkpoints keep them. unread: what is there and cannot be read.
+    special: bos_token_id and the like, as config.json has them; generation: what generation_config.json says.
     notes: what a user should know of how the folder was understood, a sentence each.
     """
 
@@ -45,6 +49,8 @@ class Facts:
     precision: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=dict)
     unread: str = ""
+    special: dict[str, Any] = field(default_factory=dict)
+    generation: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -83,6 +89,17 @@ class Source:
         """Rows [top, bottom) of a logical tensor."""
         some = self._origin[key].rows
         return some(top, bottom) if some else self.read(key)[top:bottom]
+
+    def pieces(self, key: str) -> Iterator[Tensor]:
+        """A logical tensor's rows, some at a time in their order; all at once if they cannot be read apart."""
+        origin, shape = self._origin[key], self.shapes[key]
+        if origin.rows is None or not shape:
+            yield self.read(key)
+            return
+        self.loads[origin.name] += 1
+        step = max(1, PIECE // max(1, prod(shape[1:]) * origin.dtype.itemsize))
+        for top in range(0, shape[0], step):
+            yield origin.rows(top, min(top + step, shape[0]))
 
     def read(self, key: str) -> Tensor:
         """A logical tensor. The other parts of its foreign tensor stay in memory, for they are asked for next."""

@@ -90,6 +90,8 @@ def _key(key: Any) -> str | int:
 
 def unpickled(file: Path | io.BytesIO) -> Any:
     """Contents of a torch file, its tensors without values. Raises if it is none, or refers to what is not harmless."""
+    if isinstance(file, Path):
+        _require_zip(file)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # reads the names, makes nothing
     known = ("argparse.Namespace", *DICTS, *REFERENCES)
     if foreign := [name for name in names if not name.startswith(HARMLESS) and name not in known]:
@@ -101,6 +103,18 @@ def unpickled(file: Path | io.BytesIO) -> Any:
         file.seek(0)
     with torch.serialization.safe_globals([argparse.Namespace, *stands]):
         return torch.load(file, map_location="meta", weights_only=True)
+
+
+def _require_zip(file: Path) -> None:
+    """Raises if a file is none that torch.save has made since torch 1.6, and says what it is instead."""
+    with open(file, "rb") as opened:
+        begins = opened.read(32)
+    if begins.startswith(b"\x80"):
+        raise ValueError("it has the form that torch.save had before torch 1.6, which is not read here: save it anew")
+    if begins.startswith(b"version https://git-lfs"):
+        raise ValueError("it is a pointer of Git LFS, not the file itself: git lfs pull fetches that")
+    if not begins.startswith(b"PK"):
+        raise ValueError("it is no file of torch.save")
 
 
 class Metadata(pickle.Unpickler):

@@ -5,6 +5,7 @@ format brings with it: special tokens such as `</s>` that are spelled out in a t
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megaprec.errors import UserError
 SPACE = "\u2581"  # SentencePiece's sign for a space
 CONFIG = "tokenizer_config.json"
 BPE = 2  # model_type in SentencePiece's trainer_spec
+USER_DEFINED = 4  # type of a piece
 PROBE = 'Ünï — 数字 😀\u200d👩 \t  def f(x):\n\n    return {"a": 1.5e-3}  # x\x00\x07\r\n' + "aaa   " * 9 + "\u0301é"
 
 
@@ -55,8 +57,22 @@ def write_tokenizer(files: Sequence[Path], folder: Path) -> None:
         (folder / CONFIG).write_text(json.dumps(_config(content, tokenizer), indent=2, ensure_ascii=False))
     for extra in (f for f in files if f.name == "special_tokens_map.json"):
         (folder / extra.name).write_bytes(extra.read_bytes())
-    if load_tokenizer(folder / "tokenizer.json").encode(PROBE) != tokenizer.encode(PROBE):
+    probe = PROBE + _spelled(file)
+    if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
         raise UserError(f"{file} cannot be put as a tokenizer.json: it would split texts otherwise")
+
+
+def _spelled(file: Path) -> str:
+    """A text with every user-defined symbol of a SentencePiece model, amid others and alone."""
+    symbols = [] if file.suffix == ".json" else _user_defined(file)
+    return "".join(f"a{symbol} {symbol}{symbol}b" for symbol in symbols).replace(SPACE, " ")
+
+
+def _user_defined(file: Path) -> list[str]:
+    """Pieces that a SentencePiece model splits off wherever they stand, the longest first."""
+    pieces = [dict(_fields(value)) for number, value in _fields(file.read_bytes()) if number == 1]
+    found = [piece[1].decode() for piece in pieces if piece.get(3) == USER_DEFINED]
+    return sorted(found, key=lambda symbol: (-len(symbol), symbol))
 
 
 def _config(content: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -77,10 +93,15 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
     dummy_prefix = _check_model(file)
     pieces = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
     special = [i for i in pieces.values() if model.is_control(i) or model.is_unknown(i)]
-    plain = {p: i for p, i in pieces.items() if not (i in special or model.is_byte(i) or model.is_unused(i))}
+    odd = {*special, *(pieces[symbol] for symbol in _user_defined(file))}
+    plain = {p: i for p, i in pieces.items() if not (i in odd or model.is_byte(i) or model.is_unused(i))}
     space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     prefix = [{"type": "Prepend", "prepend": SPACE}] if dummy_prefix else []
+    symbols = _user_defined(file)
+    split = {"type": "Split", "pattern": {"Regex": "|".join(map(re.escape, symbols))}, "behavior": "Isolated"}
+    fallback = any(map(model.is_byte, pieces.values()))
+    bytes_back = [{"type": "ByteFallback"}] if fallback else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if dummy_prefix else []
     return {
         "version": "1.0",
@@ -88,9 +109,9 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [_added(model.id_to_piece(i), i) for i in sorted(special)],
         "normalizer": {"type": "Sequence", "normalizers": [*prefix, space]},
-        "pre_tokenizer": None,
+        "pre_tokenizer": {**split, "invert": False} if symbols else None,
         "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+        "decoder": {"type": "Sequence", "decoders": [back, *bytes_back, {"type": "Fuse"}, *strip]},
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -98,8 +119,8 @@ def _as_tokenizer_json(file: Path) -> dict[str, Any]:
             "continuing_subword_prefix": None,
             "end_of_word_suffix": None,
             "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
+            "byte_fallback": fallback,
+            "ignore_merges": bool(symbols),  # a symbol is no merge of pieces
             "vocab": pieces,
             "merges": [[a, b] for a, b in _merges(plain, model)],
         },

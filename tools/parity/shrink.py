@@ -78,8 +78,9 @@ def _model(config: RunConfig, most: Most) -> ModelConfig:
     hidden = max(8, heads * head_dim * model.hidden // (model.heads * model.head_dim))
     length = _length(config, most)
     vocab = like(model.vocab or config.data.vocab_size, VOCAB, most.tensor)
+    layers = min(model.layers, max(4, most.pipeline * _chunks(config)))
     sizes: dict[str, Any] = {
-        "layers": min(model.layers, max(4, most.pipeline * _chunks(config))),
+        "layers": layers,
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -89,6 +90,7 @@ def _model(config: RunConfig, most: Most) -> ModelConfig:
         "experts": min(model.experts, max(4, 2 * model.experts_per_token)),
         "max_positions": min(model.max_positions, 2 * length),
         "window": _window(model.window, config.train.seq_length, length),
+        "window_layers": window_layers(model, layers),
     }
     return ModelConfig(**{**model.model_dump(), **sizes})
 
@@ -110,6 +112,14 @@ def _chunks(config: RunConfig) -> int:
 def _window(window: int, before: int, after: int) -> int:
     """As large a share of the sequence as it was."""
     return min(window, max(2, window * after // before)) if window else 0
+
+
+def window_layers(model: ModelConfig, layers: int) -> tuple[int, ...]:
+    """Those of so many layers that have the window, spread as they are over the model's; some have it, some not."""
+    if not model.window_layers or len(model.window_layers) == model.layers:
+        return ()
+    kept = tuple(n for n in range(layers) if n * model.layers // layers in model.window_layers)
+    return kept[: layers - 1] or (layers - 1,)
 
 
 def _length(config: RunConfig, most: Most) -> int:

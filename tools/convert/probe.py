@@ -1,0 +1,214 @@
+"""The proof that a config.json was understood: transformers' own model of it computes what ours does.
+
+Real weights would prove it too (`verify`), but take as long as the model is large. Here a config.json is made small
+first: few layers, heads and features, windows and lengths shrunk alike, layers of each kind kept. Both models get the
+same random weights through a folder that transformers writes, and the same tokens, more of them than any window or
+length. In float64 two models that compute the same differ by rounding alone; one key read otherwise is far above it.
+"""
+
+import importlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from tools.convert.config import from_hugging_face
+from tools.convert.config_keys import ALIASES
+from tools.convert.hf import CONFIG, open_hf, read_json
+from tools.convert.native import find_native
+from tools.convert.verify import load_stage
+
+BOUND = 1e-9  # of the largest difference, relative to the largest logit
+LAYERS, HEAD, FFN, VOCAB, EXPERTS, LENGTH = 4, 16, 48, 64, 4, 48
+ORIGINAL = "original_max_position_embeddings"
+Json = Mapping[str, Any]
+
+
+def check_config(config: Json, name: str) -> str:
+    """One line on how far apart the two models are. UserError if they are not the same; `name` is what says them.
+
+    Without transformers the line says that nothing was compared.
+    """
+    try:
+        apart = difference(json.dumps(reduced(config)))
+    except ImportError:
+        return f"{name} was not compared with transformers, which is not installed: pip install 'megaprec[hf]'"
+    if not apart <= BOUND:
+        raise UserError(
+            f"{name}: transformers computes another model: the logits of a small one differ by {apart:.3g} of the "
+            "largest; --no-verify goes on all the same"
+        )
+    return f"{name}: a small model of this kind computes what that of transformers does (float64, within {apart:.1g})"
+
+
+def verify_initial(folder: Path) -> str:
+    """One line on whether transformers computes the same of the folder's config.json; empty for checkpoints of ours.
+    UserError if it does not."""
+    if find_native(folder):
+        return ""
+    return check_config(read_json(folder / CONFIG), f"train.init_from: {folder / CONFIG}")
+
+
+def reduced(config: Json) -> dict[str, Any]:
+    """config.json of a small model of the same kind: what is no size is as it was."""
+    model = from_hugging_face(config)
+    names = ALIASES["gpt2"] if config["model_type"] == "gpt2" else {}
+    small = {key: value for key, value in config.items() if key not in names}
+    for key, value in (_sizes(config, model) | _lengths(config, model)).items():
+        small[names.get(key, key)] = value
+    return small | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
+    """Those of features, layers, heads and experts. A key that config.json lacks stays away where it has a meaning."""
+    grouped = config.get("num_key_value_heads") is not None
+    kv_heads = min(model.kv_heads, 2)
+    heads = kv_heads * min(model.heads // model.kv_heads, 2)
+    if model.kv_heads != model.heads and not grouped:
+        heads = model.heads  # of which the family's default is a part
+    head_dim = next(d for d in count(HEAD, 2) if turns(model, d))
+    sizes = {
+        "hidden_size": heads * head_dim,
+        "num_attention_heads": heads,
+        "vocab_size": min(model.vocab, VOCAB),
+        "num_hidden_layers": min(model.layers, LAYERS),
+        ("n_inner" if config["model_type"] == "gpt2" else "intermediate_size"): FFN,
+    }
+    sizes |= {"num_key_value_heads": kv_heads} if grouped else {}
+    sizes |= {"head_dim": head_dim} if config.get("head_dim") is not None else {}
+    if model.experts:
+        key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
+        sizes[key] = min(model.experts, max(EXPERTS, model.experts_per_token + 1))
+        sizes |= {"moe_intermediate_size": FFN} if config["model_type"] == "qwen3_moe" else {}
+    return sizes
+
+
+def turns(model: ModelConfig, head_dim: int) -> bool:
+    """Whether rotary positions suit heads of this width."""
+    turning = int(head_dim * model.rotary_fraction)
+    return model.positions != "rope" or (turning > 2 and turning % 2 == 0)
+
+
+def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
+    """Those that tokens are counted by, all shrunk alike, and which layers have the window."""
+    longest, layers = min(model.max_positions, LENGTH), min(model.layers, LAYERS)
+
+    def shrunk(length: int, least: int) -> int:
+        return min(length, max(least, length * longest // model.max_positions))
+
+    lengths: dict[str, Any] = {"max_position_embeddings": longest}
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key):
+            original = config[key].get(ORIGINAL)
+            lengths[key] = dict(config[key]) | ({ORIGINAL: shrunk(original, 8)} if original else {})
+    if config.get(ORIGINAL):
+        lengths[ORIGINAL] = shrunk(config[ORIGINAL], 8)
+    if model.window:
+        lengths["sliding_window"] = shrunk(model.window, 5)
+    if types := config.get("layer_types"):
+        lengths["layer_types"] = _spread(types, layers)
+    elif model.window and config.get("use_sliding_window") and not config["model_type"].endswith("_moe"):
+        has = [not model.window_layers or n in model.window_layers for n in range(model.layers)]
+        lengths["max_window_layers"] = _spread(has, layers).index(True)
+    return lengths
+
+
+def _spread(kinds: list[Any], layers: int) -> list[Any]:
+    """What so many layers are, spread as `kinds` are over all; the last ones are of the kinds that would be missing."""
+    chosen = [kinds[n * len(kinds) // layers] for n in range(layers)]
+    missing = [kind for kind in dict.fromkeys(kinds) if kind not in chosen]
+    return chosen[: layers - len(missing)] + missing
+
+
+@cache
+def difference(config: str) -> float:
+    """The largest difference of float64 logits, relative to the largest logit. ImportError without transformers."""
+    given = json.loads(config)
+    model = from_hugging_face(given)
+    length = model.max_positions if model.positions == "learned" else model.max_positions * 3 // 2
+    threads = torch.get_num_threads()
+    ids = torch.randint(model.vocab, (2, length), generator=torch.Generator().manual_seed(0))
+    try:
+        torch.set_num_threads(1)  # more only wait for each other in so small a model
+        with TemporaryDirectory(prefix="megaprec_probe_") as name:
+            folder = Path(name)
+            theirs = _theirs(given, folder, ids)
+            (folder / CONFIG).write_text(config)
+            ours = load_stage(open_hf(folder), "fp64")(ids.t()).transpose(0, 1).detach()
+    finally:
+        torch.set_num_threads(threads)
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+@torch.no_grad()
+def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
+    """float64 logits [b, s, vocab] of transformers' model with random weights, which it saves in `folder`."""
+    with warnings.catch_warnings(), _float32_is_float64():
+        warnings.simplefilter("ignore")
+        transformers = importlib.import_module("transformers")
+        logging = importlib.import_module("transformers.utils.logging")
+        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        try:
+            model = _made(transformers, config)
+            logits = model(ids).logits
+        except Exception as error:  # whatever a configuration can provoke there is its fault
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"transformers makes no model of config.json ({type(error).__name__}: {reason}); --no-verify goes on "
+                "all the same"
+            ) from error
+        finally:
+            logging.set_verbosity(verbosity)
+        try:
+            model.save_pretrained(folder)
+        except Exception as error:  # the library of safetensors has one of its own for a full disk
+            raise UserError(f"a small model cannot be written to {folder} ({error}); --no-verify needs none") from error
+        finally:
+            if bars:
+                logging.enable_progress_bar()
+    return logits
+
+
+def _made(transformers: Any, config: Json) -> Any:
+    settings = transformers.AutoConfig.for_model(**config)
+    settings._experts_implementation = "eager"  # others have no float64
+    model = transformers.AutoModelForCausalLM.from_config(
+        settings, attn_implementation="eager", dtype=torch.float64
+    ).eval()
+    _draw(model)
+    return model
+
+
+def _draw(model: Any) -> None:
+    """Weights with which every tensor matters; embeddings are small, so that what is added to variances does too."""
+    dice = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=dice, dtype=torch.float64)
+        embeds = any(part in name for part in ("embed_in", "embed_tokens", "wte", "wpe"))
+        parameter.copy_((0.02 if embeds else 0.25) * noise + float("norm" in name or "ln_" in name))
+
+
+@contextmanager
+def _float32_is_float64() -> Iterator[None]:
+    """Models of transformers compute norms, angles and softmax in what they find as torch.float32."""
+    before = torch.float32, torch.float, torch.Tensor.float, torch.get_default_dtype()
+    torch.float32 = torch.float = torch.float64  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.float = torch.Tensor.double  # pyright: ignore[reportAttributeAccessIssue]
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.float32, torch.float, torch.Tensor.float = before[:3]  # pyright: ignore[reportAttributeAccessIssue]
+        torch.set_default_dtype(before[3])

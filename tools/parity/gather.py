@@ -1,6 +1,7 @@
 """The ranks' files of one layout put together again: whole logical tensors, and where ranks disagree."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tools.parity.borders import Notes
 
 Tensors = dict[str, Tensor]  # float64, by logical name
 
@@ -20,6 +23,7 @@ class Record:
     names: logical tensors in the model's order. tensors: by kind, then by name; an element that no rank holds is NaN.
     apart: (kind, name) of tensors of which two ranks hold the same element with different bits.
     cut: tensors of which tp ranks hold different slices. torn: (step from 1, what) that ranks say differently.
+    borders: what each rank saw at each border, by (kind, border). same: borders at which the same tensor was seen.
     """
 
     steps: list[dict[str, Any]]
@@ -29,6 +33,8 @@ class Record:
     apart: list[tuple[str, str]] = field(default_factory=list)
     cut: frozenset[str] = frozenset()
     torn: list[tuple[int, str]] = field(default_factory=list)
+    borders: dict[tuple[str, str], list[Notes]] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
 
     @property
     def applied(self) -> list[int]:
@@ -50,7 +56,21 @@ def gather(folder: Path) -> Record:
         apart=apart,
         cut=frozenset(f["name"] for rank in ranks for f in rank["fragments"] if f["cut"]),
         torn=_torn(ranks),
+        borders=_borders(ranks, values),
+        same={border: other for rank in ranks for border, other in rank["same"].items()},
     )
+
+
+def _borders(ranks: Sequence[dict[str, Any]], values: Sequence[Tensors]) -> dict[tuple[str, str], list[Notes]]:
+    found: dict[tuple[str, str], list[Notes]] = {}
+    for rank, (said, tensors) in enumerate(zip(ranks, values, strict=True)):
+        flat, steps, first = tensors["borders"], len(said["steps"]), 0
+        for kind, border, samples, positions in said["borders"]:
+            shape = (steps, len(samples), len(positions))
+            last = first + math.prod(shape)
+            found.setdefault((kind, border), []).append(Notes(rank, samples, positions, flat[first:last].view(shape)))
+            first = last
+    return found
 
 
 def _assembled(ranks: Iterable[tuple[dict[str, Any], Tensors]]) -> tuple[dict[str, Tensors], list[tuple[str, str]]]:

@@ -25,6 +25,7 @@ from megaprec.random import key, normal
 
 TOKENS = 4096  # of a step that are noted at each border, at most
 FORWARD, BACKWARD = "activation", "activation gradient"
+TOKENS_IN = "tokens>in"  # the border at which the first stage is given ids [s, b]
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Borders:
     def _begin(self, stage: nn.Module, args: Sequence[Any]) -> None:
         place = args[1] if len(args) > 1 else None
         self._call = None if place is None else _Call(place.step, tuple(place.samples.tolist()))
+        if self._call is not None and args[0].dtype == torch.int64:
+            self._note((FORWARD, TOKENS_IN), self._call, args[0].unsqueeze(-1), torch.ones(1, dtype=torch.float64))
 
     def _end(self, stage: nn.Module, args: object, made: object) -> None:
         if self._call is not None:
@@ -108,7 +111,7 @@ class Borders:
         call.seen.append((x, border))
         self._note((FORWARD, border), call, x)
         if x.requires_grad:
-            x.register_hook(partial(self._note, (BACKWARD, border), call))
+            x.register_hook(lambda grad: self._note((BACKWARD, border), call, grad))
 
     def _fits(self, x: Tensor, samples: int) -> bool:
         s, b, hidden = x.shape if x.dim() == 3 else (0, 0, 0)
@@ -116,10 +119,10 @@ class Borders:
         return s in lengths and b == samples and hidden == self.size.hidden and x.is_floating_point()
 
     @torch.no_grad()
-    def _note(self, where: tuple[str, str], call: _Call, x: Tensor) -> None:
+    def _note(self, where: tuple[str, str], call: _Call, x: Tensor, direction: Tensor | None = None) -> None:
         first = 0 if len(x) == self.size.length else self.tp.rank * len(x)
         skipped = -first % self.stride
-        some = x.detach()[skipped :: self.stride].double() @ self.direction
+        some = x.detach()[skipped :: self.stride].double() @ (self.direction if direction is None else direction)
         self.noted.setdefault(where, []).append((call.step, call.samples, first + skipped, some.t()))
 
     def notes(self) -> Iterator[tuple[tuple[str, str], Notes]]:

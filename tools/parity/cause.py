@@ -191,9 +191,15 @@ def _from_loss(c: Case) -> str | None:
 
 
 def _backward(c: Case) -> str | None:
+    place = c.origin.place
     again = "; or what is made again for its backward pass is something else" if c.parallel.recompute != "none" else ""
+    if place.startswith("after "):
+        return (
+            f"the first gradient that differs is of what {place.removeprefix('after ')} makes: what is done with that "
+            f"(dropout, a scale, the sum of the residual stream) goes another way back{again}"
+        )
     return (
-        f"the gradient of what {c.origin.place} makes agrees, and of what it is given does not: in its backward pass a "
+        f"the gradient of what {place} makes agrees, and of what it is given does not: in its backward pass a "
         f"sum over tp is missing (the input's gradient of a column-parallel layer), doubled or of something else{again}"
     )
 
@@ -215,7 +221,7 @@ def _shares(c: Case) -> str | None:
     return (
         f"only tensors that every tp rank holds whole differ, {next(iter(c.differing))} among them: where each tp rank "
         f"saw a share ({share}) their gradients are to be summed over tp (Layout.partial), once; where each saw all, "
-        "they are not"
+        "they are not, and a bias is added once, after the sum"
     )
 
 

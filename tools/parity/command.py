@@ -3,8 +3,8 @@
 The run is made small (--full leaves it as it is), taken for a few steps on one process and in each layout, on local
 ranks, in float64, where nothing can hide in rounding, or in the run's own precision. Activations between modules, loss,
 every gradient and weight by logical name, norm, zeros, skipped steps, loss scale and samples are compared. It leaves a
-certificate in train.folder. Exit code 0: proven; 1: a layout is wrong, or hangs, or none could be tried; 2: something is
-to be mended first.
+certificate in train.folder. Exit code 0: proven; 1: a layout is wrong, or hangs, or none could be tried; 2: there is
+something to be mended first.
 """
 
 import argparse

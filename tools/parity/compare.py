@@ -1,15 +1,15 @@
 """Two records of one run compared, quantity by quantity, in the order in which a step makes them.
 
-Activations between modules, the loss, activations' gradients on the way back, gradients of weights, their norm, and what
-the update makes of them: the first of these that differs tells what is wrong, for all that comes later follows from it.
+Activations between modules, the loss, activations' gradients on the way back, gradients of weights, their norm, and
+what the update makes of them: the first of these that differs tells what is wrong, for the later ones follow from it.
 
 Errors of tensors are relative to the norm of the tensor that is compared with, or to a thousandth of what a tensor of
 its size has on average if that is more. `noise.py` says how large they may be. That a norm counts each element of its
 own gradients once is seen to 1e-4 in the run's own precision, for squares may be summed in FP32.
 
-Weights and averages are compared with what one process makes of the layout's own gradients (`again.py`). Some things must
-be equal to the last bit in any precision: sample ids, initial weights, which steps were skipped, the loss scaler, and
-all copies of one element.
+Weights and averages are compared with what one process makes of the layout's own gradients (`again.py`). Some things
+must be equal to the last bit in any precision: sample ids, initial weights, which steps were skipped, the loss scaler,
+and all copies of one element.
 """
 
 import math

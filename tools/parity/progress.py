@@ -64,12 +64,12 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
     instruction: of the schedule. module: by what its parameters' logical names share. collective: axis and kind.
     waits: whether it is in a transfer between ranks. at: the innermost lines of code outside of torch and Python.
     """
-    found: dict[str, Any] = {"at": [], "waits": _file(frame.f_code.co_filename).startswith(WAITING)}
+    found: dict[str, Any] = {"at": [], "waits": False}
     inner: FrameType | None = frame
     while inner is not None:
         file, local = _file(inner.f_code.co_filename), inner.f_locals
         found["waits"] |= not found["at"] and file.startswith(WAITING)
-        if not file.startswith(("torch/", "lib/", "<")) and len(found["at"]) < 3:
+        if not file.startswith(("torch/", "lib/", "<", *WAITING)) and len(found["at"]) < 3:
             found["at"].append(f"{file}:{inner.f_lineno} {inner.f_code.co_name}")
         own = local.get("self")
         if isinstance(own, Axis):

@@ -1,6 +1,7 @@
 """A layout that hangs is reported with what each rank waits in, long before gloo loses patience."""
 
 import json
+import re
 import time
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,9 +22,9 @@ from tools.parity.shrink import Most
 from tools.run import RunConfig, load_run
 
 PATIENCE = 4.0
-LONE_SUM = (
+LONE_BARRIER = (
     "y = self.down(",
-    "self.context.tp.sum_(x.detach().clone()) if self.context.tp.rank == 0 else None\n        y = self.down(",
+    "torch.distributed.barrier() if self.context.tp.rank == 0 else None\n        y = self.down(",
 )
 TIED_END = ('name="embedding")', 'name="embedding", tied=tied)')
 
@@ -65,13 +66,13 @@ def test_a_tied_head_without_tied_is_found_where_the_other_end_waits_for_it(tmp_
     assert odd(stuck), "the two wait for different things"
 
 
-def test_a_sum_that_one_rank_alone_enters_is_named_with_its_axis_and_instruction(tmp_path: Path) -> None:
-    stuck = hung(of_own_model(tmp_path, "tp=2", LONE_SUM), {"tp": 2})
-    said = told(0, stuck[0])
-    assert "waits in sum over tp" in said
-    assert "mine.py" in said
-    assert "instruction F0.0" in said
-    assert "layers.0" in said
+def test_a_barrier_that_one_rank_alone_enters_is_named_with_instruction_and_module(tmp_path: Path) -> None:
+    stuck = hung(of_own_model(tmp_path, "tp=2", LONE_BARRIER), {"tp": 2})
+    said = [told(rank, one) for rank, one in sorted(stuck.items())]
+    assert said[0].startswith("rank 0 waits in barrier at ")
+    assert "mine.py" in said[0]
+    assert "instruction F0.0, layers.0" in said[0]
+    assert re.match("rank 1 waits in (sum|gather) over tp at ", said[1])
 
 
 # --- from end to end
@@ -80,7 +81,7 @@ def test_a_sum_that_one_rank_alone_enters_is_named_with_its_axis_and_instruction
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "change", "expected"),
-    [("pp=2", TIED_END, "waits in sum over tied"), ("tp=2", LONE_SUM, "waits in sum over tp")],
+    [("pp=2", TIED_END, "waits in sum over tied"), ("tp=2", LONE_BARRIER, "rank 0 waits in barrier")],
 )
 def test_the_command_reports_a_hang_in_under_a_minute_and_goes_on(
     layout: str, change: tuple[str, str], expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -132,7 +132,7 @@ def _way(found: Sequence[Difference], step: int) -> Iterator[dict[str, Any]]:
     for d in some:
         if d.quantity in (FORWARD, "loss", BACKWARD):
             yield {"phase": OF[d.quantity], "name": d.name or d.quantity, "verdict": _of(d), "error": _finite(d.error)}
-    for quantity in ("gradient", "gradient norm", "weights"):
+    for quantity in ("gradient", "each element counted once", "gradient norm", "weights", "moments"):
         alike = [d for d in some if d.quantity == quantity]
         if alike:
             name = f"{quantity}s" if quantity == "gradient" else quantity

@@ -71,6 +71,8 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
         found["waits"] |= not found["at"] and file.startswith(WAITING)
         if not file.startswith(("torch/", "lib/", "<", *WAITING)) and len(found["at"]) < 3:
             found["at"].append(f"{file}:{inner.f_lineno} {inner.f_code.co_name}")
+        if file.startswith("torch/distributed/") and not inner.f_code.co_name.startswith(("wrap", "_")):
+            found["collective"] = inner.f_code.co_name
         own = local.get("self")
         if isinstance(own, Axis):
             found["collective"] = f"{inner.f_code.co_name.removeprefix('start_').strip('_')} over {own.name}"

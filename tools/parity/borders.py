@@ -56,48 +56,53 @@ class _Call:
     """A forward pass of a stage that is under way."""
 
     step: int
-    samples: tuple[int, ...]
+    samples: list[int]
     times: dict[str, int] = field(default_factory=dict)  # each border was passed
-    seen: list[tuple[Tensor, str]] = field(default_factory=list)
+    seen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # by id; held, so that no other gets the id
 
 
 class Borders:
     """Watches stages while they train. Engines call a stage as stage(x, place, packing).
 
-    noted: by (FORWARD or BACKWARD, border), in the order in which each was first passed. same: borders at which one and
-    the same tensor was seen.
+    passed: borders in the order in which each was first passed, and for one at which a tensor comes by that was seen
+    already, the border where it was; else "".
     """
 
     def __init__(self, stages: Sequence[nn.Module], size: Size, tp: Axis, rank: int) -> None:
         self.size, self.tp, self.rank = size, tp, rank
         self.direction = normal(key(0, "parity borders"), torch.arange(size.hidden))
+        self.ones = torch.ones(1, dtype=torch.float64)
         self.stride = max(1, size.batch * size.length // TOKENS)
-        self.noted: dict[tuple[str, str], list[tuple[int, tuple[int, ...], int, Tensor]]] = {}
-        self.same: dict[str, str] = {}
+        self.passed: dict[str, str] = {}
+        self._seen: dict[tuple[str, str], tuple[int, Tensor]] = {}  # first position; [steps, batch, positions]
+        self._samples: set[int] = set()
         self._call: _Call | None = None
         for stage in stages:
             stage.register_forward_pre_hook(self._begin)
             stage.register_forward_hook(self._end)
             for module, name in named(stage).items():
-                module.register_forward_pre_hook(partial(self._enter, name))
-                module.register_forward_hook(partial(self._leave, name))
+                module.register_forward_pre_hook(partial(self._enter, f"{name}>in"))
+                module.register_forward_hook(partial(self._leave, f"{name}>out"))
 
     def _begin(self, stage: nn.Module, args: Sequence[Any]) -> None:
         place = args[1] if len(args) > 1 else None
-        self._call = None if place is None else _Call(place.step, tuple(place.samples.tolist()))
-        if self._call is not None and args[0].dtype == torch.int64:
-            self._note((FORWARD, TOKENS_IN), self._call, args[0].unsqueeze(-1), torch.ones(1, dtype=torch.float64))
+        self._call = None if place is None else _Call(place.step, place.samples.tolist())
+        if self._call is not None:
+            self._samples.update(self._call.samples)
+            if args[0].dtype == torch.int64:
+                self.passed.setdefault(TOKENS_IN, "")
+                self._note((FORWARD, TOKENS_IN), self._call, args[0].unsqueeze(-1), self.ones)
 
     def _end(self, stage: nn.Module, args: object, made: object) -> None:
         if self._call is not None:
             self._call.seen.clear()  # hooks hold the call for as long as the graph lives
         self._call = None
 
-    def _enter(self, name: str, module: nn.Module, args: Sequence[Any]) -> None:
-        self._look(f"{name}>in", args[0] if args else None)
+    def _enter(self, border: str, module: nn.Module, args: Sequence[Any]) -> None:
+        self._look(border, args[0] if args else None)
 
-    def _leave(self, name: str, module: nn.Module, args: object, made: Any) -> None:
-        self._look(f"{name}>out", made[0] if isinstance(made, tuple) else made)
+    def _leave(self, border: str, module: nn.Module, args: object, made: Any) -> None:
+        self._look(border, made[0] if isinstance(made, tuple) else made)
 
     def _look(self, border: str, x: Any) -> None:
         call = self._call
@@ -105,13 +110,13 @@ class Borders:
             return
         times = call.times[border] = call.times.get(border, 0) + 1
         border = border if times == 1 else f"{border} {times}"
-        for other, known in call.seen:
-            if other is x and border not in self.same:
-                self.same[border] = self.same.get(known, known)
-        call.seen.append((x, border))
-        self._note((FORWARD, border), call, x)
-        if x.requires_grad:
-            x.register_hook(lambda grad: self._note((BACKWARD, border), call, grad))
+        known = call.seen.get(id(x))
+        self.passed.setdefault(border, known[1] if known else "")
+        if known is None:
+            call.seen[id(x)] = x, border
+            self._note((FORWARD, border), call, x, self.direction)
+            if x.requires_grad:
+                x.register_hook(lambda grad: self._note((BACKWARD, border), call, grad, self.direction))
 
     def _fits(self, x: Tensor, samples: int) -> bool:
         s, b, hidden = x.shape if x.dim() == 3 else (0, 0, 0)
@@ -119,21 +124,21 @@ class Borders:
         return s in lengths and b == samples and hidden == self.size.hidden and x.is_floating_point()
 
     @torch.no_grad()
-    def _note(self, where: tuple[str, str], call: _Call, x: Tensor, direction: Tensor | None = None) -> None:
+    def _note(self, where: tuple[str, str], call: _Call, x: Tensor, direction: Tensor) -> None:
         first = 0 if len(x) == self.size.length else self.tp.rank * len(x)
         skipped = -first % self.stride
-        some = x.detach()[skipped :: self.stride].double() @ (self.direction if direction is None else direction)
-        self.noted.setdefault(where, []).append((call.step, call.samples, first + skipped, some.t()))
+        some = x.detach()[skipped :: self.stride].double() @ direction
+        if where not in self._seen:
+            shape = (self.size.steps, self.size.batch, len(some))
+            self._seen[where] = first + skipped, torch.full(shape, torch.nan, dtype=torch.float64)
+        self._seen[where][1][call.step, call.samples] = some.t()
 
     def notes(self) -> Iterator[tuple[tuple[str, str], Notes]]:
-        """What was seen at each border."""
-        for where, some in self.noted.items():
-            samples = sorted({n for _, numbers, _, _ in some for n in numbers})
-            first, count = some[0][2], some[0][3].shape[1]
-            values = torch.full((self.size.steps, len(samples), count), torch.nan, dtype=torch.float64)
-            for step, numbers, _, seen in some:
-                values[step, [samples.index(n) for n in numbers]] = seen
-            yield where, Notes(self.rank, samples, [first + n * self.stride for n in range(count)], values)
+        """What was seen at each border that is not another one's."""
+        samples = sorted(self._samples)
+        for where, (first, values) in self._seen.items():
+            positions = [first + n * self.stride for n in range(values.shape[2])]
+            yield where, Notes(self.rank, samples, positions, values[:, samples])
 
 
 def named(stage: nn.Module) -> Mapping[nn.Module, str]:

@@ -1,8 +1,7 @@
 """The ranks' files of one layout put together again: whole logical tensors, and where ranks disagree."""
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tools.parity.borders import Notes
+from tools.parity.borders import BACKWARD, FORWARD, Notes
 
 Tensors = dict[str, Tensor]  # float64, by logical name
+Borders = dict[tuple[str, str], list[Notes]]  # of each rank, by kind and border
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Record:
     apart: list[tuple[str, str]] = field(default_factory=list)
     cut: frozenset[str] = frozenset()
     torn: list[tuple[int, str]] = field(default_factory=list)
-    borders: dict[tuple[str, str], list[Notes]] = field(default_factory=dict)
+    borders: Borders = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -57,20 +57,38 @@ def gather(folder: Path) -> Record:
         cut=frozenset(f["name"] for rank in ranks for f in rank["fragments"] if f["cut"]),
         torn=_torn(ranks),
         borders=_borders(ranks, values),
-        same={border: other for rank in ranks for border, other in rank["same"].items()},
+        same={border: other for rank in ranks for border, other in rank["passed"].items() if other},
     )
 
 
-def _borders(ranks: Sequence[dict[str, Any]], values: Sequence[Tensors]) -> dict[tuple[str, str], list[Notes]]:
-    found: dict[tuple[str, str], list[Notes]] = {}
+def _borders(ranks: Sequence[dict[str, Any]], values: Sequence[Tensors]) -> Borders:
+    """What each rank saw, in the order in which it was passed; the same for all borders of one tensor."""
+    found: Borders = {}
     for rank, (said, tensors) in enumerate(zip(ranks, values, strict=True)):
         flat, steps, first = tensors["borders"], len(said["steps"]), 0
+        noted: dict[tuple[str, str], Notes] = {}
         for kind, border, samples, positions in said["borders"]:
-            shape = (steps, len(samples), len(positions))
-            last = first + math.prod(shape)
-            found.setdefault((kind, border), []).append(Notes(rank, samples, positions, flat[first:last].view(shape)))
+            last = first + steps * len(samples) * len(positions)
+            noted[kind, border] = Notes(
+                rank, samples, positions, flat[first:last].view(steps, len(samples), len(positions))
+            )
             first = last
+        for where, some in _ordered(noted, said["passed"]):
+            found.setdefault(where, []).append(some)
     return found
+
+
+def _ordered(
+    noted: Mapping[tuple[str, str], Notes], passed: Mapping[str, str]
+) -> Iterator[tuple[tuple[str, str], Notes]]:
+    """Forward as borders were passed; backward as gradients came, each at all borders of its tensor."""
+    for border, other in passed.items():
+        if (FORWARD, other or border) in noted:
+            yield (FORWARD, border), noted[FORWARD, other or border]
+    for kind, border in noted:
+        if kind == BACKWARD:
+            alike = [border, *(alias for alias, other in passed.items() if other == border)]
+            yield from (((BACKWARD, one), noted[kind, border]) for one in alike)
 
 
 def _assembled(ranks: Iterable[tuple[dict[str, Any], Tensors]]) -> tuple[dict[str, Tensors], list[tuple[str, str]]]:

@@ -37,8 +37,8 @@ from tools.trainer import Trainer, optimizer_options
 class Plan:
     """What is done besides training. steps: how many are taken.
 
-    small: some targets are left out of the loss, and what the optimizer keeps is recorded after each step; otherwise
-        none is, and the latter after the first step and the last.
+    small: some targets are left out of the loss, and what the optimizer keeps is recorded after each step that changed
+        it; otherwise none is, and the latter after the first step and the last.
     planted: the step (from 0) whose gradient of the tensor `into` gets an infinity; -1 for none.
     shaken: whether each initial weight is moved by one unit in its last place, up or down, to see what rounding does.
     """
@@ -144,7 +144,7 @@ def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, fold
         ((report, _),) = trainer.step()
         offenders = sorted({o.name for o in report.offenders})
         steps.append({**report_fields(report), "offenders": offenders, "scaler": optimizer.numbers()["scaler"]})
-        if what.small or number in (0, what.steps - 1):
+        if number in (0, what.steps - 1) or (what.small and report.changed):
             found += _state(optimizer, number)
     found += optimizer.seen
     notes = list(borders.notes())
@@ -155,7 +155,7 @@ def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, fold
         "names": list(_names(stages)),
         "fragments": [asdict(fragment) for fragment, _ in found],
         "borders": [[*where, some.samples, some.positions] for where, some in notes],
-        "same": borders.same,
+        "passed": borders.passed,
     }
     rank = optimizer.world.rank
     tensors = {str(n): values.contiguous() for n, (_, values) in enumerate(found)}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tools.parity.borders import BACKWARD, FORWARD, Notes
 from tools.parity.gather import Record, Tensors
-from tools.parity.noise import FLOAT64, SLACK, TELLS, Noise, apart, error, scales, zeros
+from tools.parity.noise import FLOAT64, SLACK, Noise, apart, error, scales, zeros
 
 EXACT, COUNTED = 0.0, 1e-4
 
@@ -152,9 +152,7 @@ class _Step:
 
     def judged(self, d: Difference) -> Difference:
         """`d`, marked if its bound is too wide to tell anything."""
-        if self.noise.truth or d.bound <= TELLS:
-            return d
-        return replace(d, untold=f"rounding alone may change it by {d.bound:.0e}")
+        return replace(d, untold=self.noise.untold(d.bound))
 
 
 def _seen(record: Record, kind: str, step: int) -> Tensors:

@@ -8,7 +8,7 @@ is more. Where this would be more than `TELLS` nothing is told of the quantity: 
 
 In the run's own precision one process is so far from one process in float64, and a layout may be `SLACK` times as far
 from it, or as many units in the last place of the dtype if that is more, or as `SLACK` tokens make that go to another
-expert. A factor of the square root of two is outside of all of these.
+expert. Where the bound does not exclude a factor of the square root of two, nothing is told either.
 """
 
 import math
@@ -20,6 +20,8 @@ from torch import Tensor
 from tools.parity.gather import Record, Tensors
 
 FLOAT64, SLACK, ROUNDED, TELLS = 1e-12, 4.0, 100.0, 1e-6
+COARSE = 0.41  # of another precision: a factor of the square root of two could not be told
+EXPERTS = ".experts."  # in names of tensors that one expert has: which tokens it gets is chance, for each of them alike
 FLOOR = 1e-3  # of the average: what a tensor's norm counts for at least
 
 
@@ -61,7 +63,14 @@ class Noise:
             return {name: max(FLOAT64, ROUNDED * far.get(name, 0.0)) for name in theirs}
         own = {name: error(t, truth[name], scale[name]) for name, t in theirs.items() if name in truth}
         common = max(SLACK * max(self.epsilon, _rms(own.values())), self.of_routing)
-        return {name: max(common, SLACK * own.get(name, 0.0)) for name in theirs}
+        routed = max((far for name, far in own.items() if EXPERTS in name), default=0.0)
+        return {n: max(common, SLACK * (routed if EXPERTS in n else own.get(n, 0.0))) for n in theirs}
+
+    def untold(self, bound: float) -> str:
+        """Why a quantity with this bound tells nothing; empty if it does."""
+        if bound <= (TELLS if self.truth is None else COARSE):
+            return ""
+        return f"rounding alone may change it by {bound:.0e}"
 
 
 def apart(one: float, other: float) -> float:

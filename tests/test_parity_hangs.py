@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks import run_ranks
-from tests.test_parity_command import ROOT, command, own_model
+from tests.test_parity_command import ROOT, TRAIN, command, own_model
+from tools.parity import ranks
 from tools.parity.layouts import asked, fitted
 from tools.parity.progress import Watch, noting, odd, told
-from tools.parity.ranks import Run, corpus_of
+from tools.parity.ranks import TODO, Run, corpus_of, run_together
 from tools.parity.record import Plan, record
 from tools.parity.runs import in_float64, made_ready, with_random_tokens
 from tools.parity.shrink import Most
@@ -97,3 +98,55 @@ def test_the_command_reports_a_hang_in_under_a_minute_and_goes_on(
     assert expected in hangs["first"]["place"]
     assert len(hangs["ranks_at"]) == 2
     assert other["verdict"] == "proven", "a layout after one that hangs is tried all the same"
+
+
+# --- what becomes of the other layouts
+
+
+class Launches:
+    """Stands in for the launcher: each launch ends as `codes` say, having done some of what is to do."""
+
+    def __init__(self, *codes: tuple[int, int]) -> None:
+        self.codes, self.asked = list(codes), list[list[str]]()
+
+    def __call__(self, argv: list[str], ranks: int, threads: int) -> int:
+        folder, (done, code) = Path(argv[1]), self.codes.pop(0)
+        names = (folder / TODO).read_text().splitlines()
+        self.asked.append(names)
+        for name in names[:done]:
+            for rank in range(ranks):
+                (folder / name / f"{rank}.json").touch()
+        if code == 1:
+            (folder / names[done] / "1.failed").write_text("rank 1: ValueError: no")
+        return code
+
+
+def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: tuple[int, int]) -> tuple[list[Any], list[list[str]]]:
+    """What became of three runs, and which were asked for in each launch."""
+    launches = Launches(*codes)
+    monkeypatch.setattr(ranks, "launch_local", launches)
+    config = load_run(None, ["model.preset=llama-demo", "parallel.data=2", *TRAIN])
+    found = run_together([Run(config, Plan(1), folder / "all" / name) for name in "abc"], folder / "all")
+    return found, launches.asked
+
+
+def test_after_a_layout_that_fails_the_others_are_launched_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, asked = taken(tmp_path, monkeypatch, (1, 1), (1, 0))
+    assert [one.why if one else None for one in found] == [
+        None,
+        "its ranks ended with code 1: rank 1: ValueError: no",
+        None,
+    ]
+    assert asked == [["a", "b", "c"], ["c"]]
+
+
+def test_a_rank_that_a_signal_ends_is_a_failure_and_being_told_to_stop_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = taken(tmp_path / "one", monkeypatch, (0, 134), (2, 0))
+    assert [one and (one.why, one.stopped) for one in found] == [("a rank was ended by signal 6", False), None, None]
+    found, asked = taken(tmp_path / "two", monkeypatch, (1, 130))
+    assert [one and (one.why, one.stopped) for one in found] == [None, *[("stopped by signal 2", True)] * 2]
+    assert len(asked) == 1, "nothing is launched any more"

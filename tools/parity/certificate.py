@@ -108,7 +108,7 @@ def _untold(c: Compared, quantity: str) -> str:
 
 def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
     """The entry of a layout whose ranks did not finish: they hang or fail, or someone stopped them."""
-    if failure.code > 128 and not failure.where:
+    if failure.stopped:
         return not_tried(layout, precision, failure.why)
     hangs = bool(failure.where)
     cause = (

@@ -6,6 +6,7 @@ files beside them.
 
 import json
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from tools.parity.record import Plan, record
 from tools.run import RunConfig, load_run
 
 TODO = "todo"  # file with the names of the runs that ranks are to carry out
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # what asks a program to end
 FLAG = "--as-rank"  # of `megaprec parity`: this process is a rank, and the argument a folder of runs
 
 
@@ -60,11 +62,11 @@ def run_alone(run: Run) -> Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run did not come to its end. code: of the ranks' launcher. where: each rank's place, if all waited."""
+    """Why a run did not come to its end. where: each rank's place, if all waited. stopped: someone told it to end."""
 
     why: str
-    code: int = 1
     where: tuple[str, ...] = ()
+    stopped: bool = False
 
 
 def run_together(runs: Sequence[Run], folder: Path, patience: float = PATIENCE) -> list[Failure | None]:
@@ -82,8 +84,7 @@ def run_together(runs: Sequence[Run], folder: Path, patience: float = PATIENCE) 
         reached = next((n for n, run in enumerate(left) if not done(run)), len(left))
         failures += [None] * reached
         if reached < len(left):
-            stopped = failure.code > 128 and not failure.where
-            failures += [failure] * (len(left) - reached if stopped else 1)
+            failures += [failure] * (len(left) - reached if failure.stopped else 1)
     return failures
 
 
@@ -98,11 +99,13 @@ def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
         alone = ", ".join(map(str, odd(watch.stuck)))
         other = f"; rank {alone} waits for something else than the others, or for nothing" if alone else ""
         why = f"its ranks hang: for {patience:g} s none moved or computed, until they were ended{other}"
-        return Failure(why, code, where)
-    signals = f"stopped by signal {code - 128}" if code > 128 else f"its ranks ended with code {code}"
+        return Failure(why, where)
+    if code - 128 in STOPS:
+        return Failure(f"stopped by signal {code - 128}", stopped=True)
+    ended = f"a rank was ended by signal {code - 128}" if code > 128 else f"its ranks ended with code {code}"
     said = sorted(folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
     fresh = [path for path in said if path.parent in {run.folder for run in runs}]
-    return Failure(f"{signals}: {fresh[0].read_text(encoding='utf-8')}" if fresh else signals, code)
+    return Failure(f"{ended}: {fresh[0].read_text(encoding='utf-8')}" if fresh else ended)
 
 
 def as_rank(folder: Path) -> int:

@@ -135,13 +135,13 @@ def serve(mesh: DeviceMesh, folder: Path) -> None:
         (folder / f"{number}.{dist.get_rank()}").touch()
 
 
-def accused(seed: int, folder: Path, together: Together = forked) -> tuple[int, list[dict[str, Any]]]:
-    """How many layouts of the run that `seed` draws were compared, and those that were found wrong."""
+def accused(seed: int, folder: Path, together: Together = forked, most: int = 3) -> tuple[int, list[dict[str, Any]]]:
+    """How many layouts of the run that `seed` draws, of `most`, were compared, and those that were found wrong."""
     keys, layouts = drawn(seed)
     config = load_run(None, [*keys, f"train.folder={folder}/run"])
     fits = [one for one in layouts if _fits(config, one)]
     precision = "both" if seed % 4 == 0 else "float64"
-    args = argparse.Namespace(layouts=fits[:3], full=False, steps=3, precision=precision, file="drawn")
+    args = argparse.Namespace(layouts=fits[:most], full=False, steps=3, precision=precision, file="drawn")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "run_together", together)
         made = command.proven(config, args, folder, lambda text: None)

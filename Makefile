@@ -5,15 +5,17 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
+CAMPAIGN_ARGS ?= 200 0
 BIN := .venv/bin
 READY := .venv/ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test campaign lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests                                (TEST_ARGS=\"-k lr\" goes to pytest)"
+	@echo "make campaign  look for false alarms of megaprec parity  (CAMPAIGN_ARGS=\"50 1000\": 50 runs from seed 1000 on)"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its standard format"
 	@echo "make clean   remove the virtual environment and caches, keep runs"
@@ -23,6 +25,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+campaign: $(READY)
+	$(BIN)/python -m tests.parity_campaign $(CAMPAIGN_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

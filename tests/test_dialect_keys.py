@@ -336,6 +336,7 @@ CASES: list[Case] = [
         ("num_chunks", 2, {"parallel.chunks": 2, "parallel.schedule": "interleaved"}),
         ("residual_in_fp32", True, fields("residual pipeline", FP32)),
         ("use_fp32_norm", True, {"keep_fp32": NORMS}),
+        ("output_to_fp32", False, {"output": FP16}),
         ("drop_rate", 0.1, {"model.dropout": 0.1}),  # where it is dropped is settled by the model
         ("attn_drop_rate", 0.1, {"model.attention_dropout": 0.1}),
         ("dropout_selective_checkpoint", True, {"notes": 2}),

@@ -53,7 +53,7 @@ def test_smp_defaults_are_fsdps_and_transformer_engines() -> None:
     second = resolve("smp", {"mp_policy": {}}).plan
     assert dtypes(second) == (FP32,) * 7 and second.cast_inputs == "all"
     recipe = resolve("smp", {"fp8_autocast": {}}).plan.fp8
-    assert recipe == FP8Recipe("delayed", "hybrid", 0, 1024, "max", True, "world", False, False, True, False, False)
+    assert recipe == FP8Recipe("delayed", "hybrid", margin=0, history_length=1024, amax_algo="max", reduce_over="world")
 
 
 def test_fsdp1_reduces_in_the_dtype_of_parameters_unless_told_otherwise() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import torch
 
 from models.presets import PRESETS
 from tools import cli
+from tools.parity.certificate import not_tried
+from tools.parity.command import fitting
+from tools.parity.compare import Difference, worst
+from tools.parity.layouts import every
+from tools.parity.page import conclusion
 from tools.parity.shrink import Most, like, shrunk
 from tools.run import load_run
 
@@ -43,7 +49,7 @@ def test_a_model_of_ones_own_passes_and_leaves_a_certificate(tmp_path: Path, cap
     said = capfd.readouterr().out
     assert "all 2 comparisons agree with one process" in said
     made = json.loads((tmp_path / "run" / "parity.json").read_text())
-    assert made["verdict"] == "same"
+    assert made["verdict"] == "proven"
     assert [(one["layout"], one["precision"]) for one in made["layouts"]] == [
         ("tp=2,pp=2", "float64"),
         ("tp=2,pp=2", "bf16"),
@@ -85,12 +91,57 @@ def test_a_broken_model_of_ones_own_is_found_with_exit_code_1(
     assert command(*arguments, "--json", "--layouts", "tp=2") == 1
     made = json.loads(capfd.readouterr().out)
     (layout,) = made["layouts"]
-    assert made["verdict"] == layout["verdict"] == "different"
+    assert made["verdict"] == layout["verdict"] == "wrong"
+    assert (layout["first"]["phase"], layout["first"]["place"]) == ("gradients", "layers.*.scale")
     assert (layout["first"]["quantity"], layout["first"]["name"]) == ("gradient", "layers.3.scale")
     assert "layers.3.scale among them" in layout["likely_cause"]
+    way = {stop["name"]: stop["verdict"] for stop in layout["way"]}
+    assert way["layers.2.down>out"] == way["loss"] == "proven", "models of one's own have borders too"
+    assert way["gradients"] == "wrong"
+    page = (tmp_path / "run" / "parity.html").read_text()
+    assert open_tags(page) == []
+    assert re.search(r'<li class="wrong first"[^>]*>gradients</li>', page)
     assert {d["name"] for d in layout["differing"] if d["step"] == 1 and d["quantity"] == "gradient"} == {
         f"layers.{n}.scale" for n in range(4)
     }
+
+
+def test_a_fault_in_the_forward_pass_is_named_by_module_and_shown_on_the_page(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = own_model(tmp_path, ("return x + dropout(y,", "return x + (1 + context_rank(self)) * dropout(y,"))
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write(
+            "\n\ndef context_rank(layer):\n    return 1e-9 * layer.context.tp.rank * (layer.name == 'layers.2')\n"
+        )
+    assert command(*arguments, "--layouts", "tp=2") == 1
+    said = capfd.readouterr().out
+    assert "arises in    forward: layers.2" in said
+    assert "activation layers.2>out, step 1" in said
+    assert ", on rank 1" in said, "rank 0 has the right one"
+    page = (tmp_path / "run" / "parity.html").read_text()
+    assert re.search(r'<li class="wrong first"[^>]*>layers.2&gt;out</li>', page)
+
+
+def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
+    config = load_run(None, ["model.preset=llama-demo", "model.layers=3", *TRAIN, "train.global_batch=16"])
+    good, others = fitting(config, every(4), asked=False)
+    assert len(good) == 8
+    ((layout, why),) = others
+    assert layout.name == "pp=4"
+    assert why == "parallel.pipeline 4 is more than model.layers 3: a stage needs a layer"
+    entries = [{"verdict": "proven"}, not_tried(layout, "float64", why)]
+    assert entries[1]["verdict"] == "not tried"
+    said = conclusion({"layouts": entries, "tensors": 1, "steps": 4, "applied": 3, "clipped": 3})
+    assert said.startswith("all 1 comparisons agree")
+    assert said.endswith("; 1 not tried")
+
+
+def test_what_rounding_hides_proves_nothing_and_is_not_called_proven() -> None:
+    told, hidden = Difference("loss", "", 1, 1e-16, 1e-12), Difference("loss", "", 2, 1e-9, 1e-3, untold="rounding")
+    assert not hidden.fails
+    assert not replace(hidden, error=1.0).fails, "nor is it called wrong"
+    assert worst([told, hidden]) is told
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,14 @@ def optimizer_options(config: RunConfig) -> dict[str, Any]:
 
 
 class Trainer:
-    """One rank's part of a run, which goes on from `checkpoint`, the same on every rank, or starts anew."""
+    """One rank's part of a run, which goes on from `checkpoint`, the same on every rank, or starts anew.
 
-    def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, checkpoint: Path | None = None) -> None:
+    mesh: None for one process without torch.distributed.
+    """
+
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh | None, checkpoint: Path | None = None
+    ) -> None:
         self.config, self.corpus, self.resumed = config, corpus, checkpoint
         train, parallel = config.train, config.parallel
         self.engine = (OptimisticEngine if config.optimizer.validation == "after" else Engine)(

@@ -89,6 +89,7 @@ class Model(Keys):
     norm_head: bool = False
     is_reward: bool = False
     output_tf32: bool = False
+    output_to_fp32: bool = True
     deepnorm: bool = False
     num_experts: Any = None
     moe_use_residual: Any = None
@@ -276,9 +277,7 @@ def initial(model: Model) -> dict[str, Any]:
 def model_notes(reading: Reading, model: Model) -> Iterator[str]:
     """How the model was understood where that is not plain, and what is different here."""
     kind, whole = model.model_type, describes(reading)
-    if whole:
-        yield from _about_defaults(reading, model)
-    elif is_there(reading, "model_type"):
+    if not whole and is_there(reading, "model_type"):
         yield "model_type: no size is given, so the run file's [model] decides the model"
     if not model.use_flash_attn:
         yield "use_flash_attn: without it InternEvo adds -10000 to masked scores; here none of them is ever seen"
@@ -297,15 +296,6 @@ def model_notes(reading: Reading, model: Model) -> Iterator[str]:
         yield "residual_in_fp32: the norm before attention is given a rounded stream there, here the stream as it is"
     if model.apply_post_layer_norm:
         yield "apply_post_layer_norm: InternEvo accepts it and normalises before each layer all the same"
-
-
-def _about_defaults(reading: Reading, model: Model) -> Iterator[str]:
-    silent = LACKS[model.model_type] | {*STDS, "adapt_hf", "init_type"}
-    keys = [key for key in (*SIZES, *DESCRIBING) if key not in silent and not is_there(reading, key)]
-    missing = {key: getattr(model, key) for key in keys}
-    said = ", ".join(f"{key} {value}" for key, value in missing.items() if value is not None)
-    if said:
-        yield f"not given, so as InternEvo's model type {model.model_type} has them: {said}"
 
 
 def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str, Any]:

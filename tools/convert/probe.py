@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaprec.checkpoint.folder import checkpoint_at
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.config import from_hugging_face
 from tools.convert.config_keys import ALIASES
 from tools.convert.hf import CONFIG, open_hf, read_json
-from tools.convert.native import find_native
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit
@@ -54,7 +54,7 @@ def check_config(config: Json, name: str) -> str:
 def verify_initial(folder: Path) -> str:
     """One line on whether transformers computes the same of the folder's config.json; empty for checkpoints of ours.
     UserError if it does not."""
-    if find_native(folder):
+    if checkpoint_at(folder):
         return ""
     return check_config(read_json(folder / CONFIG), f"train.init_from: {folder / CONFIG}")
 

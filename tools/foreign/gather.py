@@ -81,6 +81,7 @@ class Gatherer:
         if maker.spot is None and not extra:
             return
         own = extra if maker.spot is None else self._own(fields, maker, thing)
+        self.account.take(*(entry.node for entry in own.values()))
         own |= {key: Entry(value, thing.line) for key, value in maker.adds.items()}
         if function.name.startswith("megatron.bridge") or "library" in own:
             own = bridge_fields(own)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 
-from megaprec.dialects import colossalai, colossalai_plugins, internevo, nemo, nemo_v1, nxd, smp
+from megaprec.dialects import colossalai, colossalai_plugins, internevo, internevo_model, nemo, nemo_v1, nxd, smp
 from megaprec.dialects.reading import Keys
 from megaprec.dialects.scaling import GradScaler
 from tools.foreign.expressions import shortened
@@ -61,6 +61,8 @@ OTHER_NUMBERS = (
 )
 FP32 = ("torch.float", "torch.float32")
 LONGEST_NAME = 60
+PRECISE = _words("dtype residual_in_fp32 use_fp32_norm output_tf32 output_to_fp32 embed_grad_scale grad_scaler")
+"""Keys of InternEvo's model that bear on precision; the others are about its shape."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,13 @@ class Mention:
 def _vocabulary() -> frozenset[str]:
     kinds = [
         kind
-        for module in (colossalai, colossalai_plugins, internevo, nemo, nemo_v1, nxd, smp)
+        for module in (colossalai, colossalai_plugins, internevo, internevo_model, nemo, nemo_v1, nxd, smp)
         for kind in vars(module).values()
     ]
     tables = [kind for kind in (*kinds, GradScaler) if isinstance(kind, type) and issubclass(kind, Keys)]
     names = {name for table in tables for name in table.model_fields} | set(nemo.RECIPES) | set(smp.RECIPES)
-    return frozenset(name.lower() for name in names if name not in GENERIC and len(name) > 4)
+    shapes = set(internevo_model.Model.model_fields) - PRECISE
+    return frozenset(name.lower() for name in names - shapes if name not in GENERIC and len(name) > 4)
 
 
 VOCABULARY = _vocabulary() | {"mixed_precision_config", "neuronx_distributed_config", "naiveampmodel"}

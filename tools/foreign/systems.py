@@ -221,6 +221,9 @@ MAKERS: Mapping[str, tuple[Maker, ...]] = {
         ),
     ),
     "ConfigContainer": (Maker(None, (), ("megatron",), tables={"mixed_precision": NEMO}, strict=False),),
+    "DistributedDataParallelConfig": (
+        Maker(NEMO, (), NEMO_PACKAGES, {OPTIMIZER_KEYS[1]: OPTIMIZER_KEYS[1]}, strict=False, single=True),
+    ),
     **dict.fromkeys(
         ("OptimizerConfig", "distributed_fused_adam_with_cosine_annealing"),
         (Maker(NEMO, (), NEMO_PACKAGES, {key: key for key in OPTIMIZER_KEYS}, strict=False, single=True),),

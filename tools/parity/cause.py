@@ -1,8 +1,8 @@
-"""What has probably gone wrong, told from which tensors differ and by which ratio.
+"""What has probably gone wrong, told from where the first difference arises, which tensors differ and by which ratio.
 
 A fault in the parallel parts of training nearly always multiplies: a tensor is counted twice, a sum over ranks is
-missing, a mean is taken of what was a mean already. So the ratio of norms and the set of tensors say a lot. These are
-guesses, and are said as such.
+missing, a mean is taken of what was a mean already. So the ratio of norms and the set of tensors say a lot. Where the
+first difference arises is seen (`first.py`); why is a guess, and is said as such.
 """
 
 import math
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.parity.compare import Difference
+from tools.parity.first import HEAD, Origin, Phase, origin
 from tools.parity.gather import Record
 from tools.settings import Parallel
 
@@ -23,8 +24,10 @@ class Case:
 
     failed: all that differs. differing: the gradients among it, by name, with their ratio, as a backward pass goes.
     whole: tensors of which every tp rank holds all. tied: the tensor that is embedding and head, "" if none is.
+    microbatches: of a replica. fixed: whether the run draws nothing at random by step.
     """
 
+    origin: Origin
     failed: Sequence[Difference]
     differing: Mapping[str, float]
     gradients: int
@@ -32,11 +35,12 @@ class Case:
     tied: str
     parallel: Parallel
     microbatches: int
+    fixed: bool
 
     def quantities(self) -> set[str]:
         return {d.quantity for d in self.failed}
 
-    def everywhere(self) -> float | None:
+    def ratio(self) -> float | None:
         """The one ratio of all gradients that differ, if nearly all do."""
         ratios = list(self.differing.values())
         if len(ratios) < 0.9 * self.gradients or not ratios:
@@ -51,18 +55,22 @@ class Case:
         return {name: float(size) for name, size in sizes.items() if size > 1}
 
 
-def case(failed: Sequence[Difference], ours: Record, theirs: Record, tied: str, parallel: Parallel, m: int) -> Case:
-    """Of a layout that failed, in order. m: micro-batches of a replica."""
-    step = failed[0].step
-    early = [d for d in failed if d.step == step]
+def case(
+    found: Sequence[Difference], ours: Record, theirs: Record, tied: str, parallel: Parallel, m: int, fixed: bool
+) -> Case:
+    """Of all that was compared of a layout that failed, in order. m: micro-batches of a replica."""
+    first = origin(found, theirs)
+    early = [d for d in found if d.fails and d.step == first.step]
     return Case(
+        first,
         early,
         {d.name: d.ratio for d in early if d.quantity == "gradient"},
-        len(theirs.tensors.get(f"gradient/{step - 1}", {})),
+        len(theirs.tensors.get(f"gradient/{first.step - 1}", {})),
         frozenset(theirs.names) - ours.cut,
         tied,
         parallel,
         m,
+        fixed,
     )
 
 
@@ -82,8 +90,6 @@ def said(ratio: float, factors: Mapping[str, float]) -> str:
 
 
 def _tensors(c: Case) -> str | None:
-    if "tensors" not in c.quantities():
-        return None
     names = [d.name for d in c.failed if d.quantity == "tensors"]
     layers = sorted({int(m[1]) for n in names if (m := re.match(r"layers\.(\d+)\.", n))})
     if layers:
@@ -93,38 +99,71 @@ def _tensors(c: Case) -> str | None:
 
 
 def _samples(c: Case) -> str | None:
-    if "sample ids" in c.quantities():
-        return "the replicas do not take the samples that one process takes: look at the order and the shares of data"
-    return None
+    return "the replicas do not take the samples that one process takes: look at the order and the shares of data"
 
 
 def _initial(c: Case) -> str | None:
-    if "initial weights" in c.quantities():
-        return "initial weights depend on the layout: draw them by logical name and place (parallel.layers.parameter)"
-    return None
+    return "initial weights depend on the layout: draw them by logical name and place (parallel.layers.parameter)"
 
 
-def _no_gradient(c: Case) -> str | None:
+def _left_out(c: Case) -> str | None:
+    """A layer whose weights are there and have no gradient."""
     silent = [name for name, ratio in c.differing.items() if ratio == 0]
-    if not silent:
-        return None
-    layers = {m[0] for n in silent if (m := re.match(r"layers\.\d+\.", n))}
+    layers = {m[0] if (m := re.match(r"layers\.\d+\.", n)) else n for n in silent}
     if len(layers) == 1:
         return f"no gradient reaches {layers.pop()}*: the layer is left out of the computation"
-    return f"no gradient reaches {silent[0]}{f' and {len(silent) - 1} others' if silent[1:] else ''}"
-
-
-def _tied(c: Case) -> str | None:
-    if not c.tied or set(c.differing) != {c.tied}:
-        return None
     return (
-        f"{c.tied} is embedding and head in one: its gradient is the sum of both ends', each counted once. Here one is "
-        "counted twice, or one is left out (Layout.tied, split weight gradients of shared weights)"
+        f"no gradient reaches {silent[0]}{f' and {len(silent) - 1} others' if silent[1:] else ''}" if silent else None
     )
 
 
-def _everywhere(c: Case) -> str | None:
-    ratio = c.everywhere()
+def _stale(c: Case) -> str | None:
+    """The first step's activations agree, and a later one's do not, though the updates between them were right."""
+    if c.origin.step > 1 and (c.fixed or c.origin.place == "embedding"):
+        return (
+            f"step {c.origin.step} is the first whose activations differ, and all updates before it are right: the "
+            f"weights that {c.origin.place} holds are not those that the update made (rounded into place or collected "
+            "late, or not at all)"
+        )
+    return None
+
+
+def _between(c: Case) -> str | None:
+    place = c.origin.place
+    if not place.startswith("between "):
+        return None
+    if place.count("layers.") == 2 and c.parallel.pipeline > 1 and re.search(r"layers\.\d+ and layers\.\d+$", place):
+        return f"{place}: the message from one pipeline stage to the next is another one's, or is changed on its way"
+    return f"{place}: the sum of the residual stream, dropout, or a scale between them"
+
+
+def _forward(c: Case) -> str | None:
+    return (
+        f"what {c.origin.place} is given agrees, and what it makes does not: a sum over tp in its forward pass is "
+        "missing, doubled or of something else, a bias is added by every rank, or its share of a weight is wrong"
+    )
+
+
+def _tokens(c: Case) -> str | None:
+    """The loss itself is larger by about the number of replicas."""
+    ratio, dp = c.origin.difference.ratio, c.parallel.data
+    if dp > 1 and abs(ratio - dp) < 0.2 * dp:
+        return (
+            f"the loss is about dp = {dp} times too large: each replica divides by its own tokens, not by those of all"
+        )
+    return None
+
+
+def _loss(c: Case) -> str | None:
+    return (
+        "all activations agree and the loss does not: the head, the cross entropy over the cut vocabulary, which "
+        "targets count, or the number that the loss is divided by"
+    )
+
+
+def _scaled(c: Case) -> str | None:
+    """All gradients are off by one factor, from the loss on or by a sum over ranks."""
+    ratio = c.ratio()
     if ratio is None:
         return None
     for name, size in c.factors().items():
@@ -142,15 +181,36 @@ def _everywhere(c: Case) -> str | None:
     return "every gradient is off by one factor: look at how the loss is scaled and divided"
 
 
-def _tokens(c: Case) -> str | None:
-    """The loss itself is larger by about the number of replicas."""
-    ratios = [d.ratio for d in c.failed if d.quantity == "loss"]
-    dp = c.parallel.data
-    if dp > 1 and ratios and abs(ratios[0] - dp) < 0.2 * dp:
+def _from_loss(c: Case) -> str | None:
+    if c.origin.place != HEAD:
+        return None
+    return (
+        "the loss agrees, and the gradient of what the head is given does not: the backward pass of the cross entropy "
+        "or of the head, whose input's gradient is to be summed over tp once, or what the loss is multiplied by"
+    )
+
+
+def _backward(c: Case) -> str | None:
+    place = c.origin.place
+    again = "; or what is made again for its backward pass is something else" if c.parallel.recompute != "none" else ""
+    if place.startswith("after "):
         return (
-            f"the loss is about dp = {dp} times too large: each replica divides by its own tokens, not by those of all"
+            f"the first gradient that differs is of what {place.removeprefix('after ')} makes: what is done with that "
+            f"(dropout, a scale, the sum of the residual stream) goes another way back{again}"
         )
-    return None
+    return (
+        f"the gradient of what {place} makes agrees, and of what it is given does not: in its backward pass a "
+        f"sum over tp is missing (the input's gradient of a column-parallel layer), doubled or of something else{again}"
+    )
+
+
+def _tied(c: Case) -> str | None:
+    if not c.tied or set(c.differing) != {c.tied}:
+        return None
+    return (
+        f"{c.tied} is embedding and head in one: its gradient is the sum of both ends', each counted once. Here one is "
+        "counted twice, or one is left out (Layout.tied, split weight gradients of shared weights)"
+    )
 
 
 def _shares(c: Case) -> str | None:
@@ -160,8 +220,8 @@ def _shares(c: Case) -> str | None:
     share = "cut along the sequence" if c.parallel.sequence else "used with its own part"
     return (
         f"only tensors that every tp rank holds whole differ, {next(iter(c.differing))} among them: where each tp rank "
-        f"saw a share ({share}) their gradients are to be summed over tp (Layout.partial); where each saw all, a bias "
-        "is to be added once, after the sum"
+        f"saw a share ({share}) their gradients are to be summed over tp (Layout.partial), once; where each saw all, "
+        "they are not, and a bias is added once, after the sum"
     )
 
 
@@ -171,73 +231,80 @@ def _layer(c: Case) -> str | None:
     return f"all gradients that differ are of {layers.pop()}*: look there" if len(layers) == 1 else None
 
 
-def _norm(c: Case) -> str | None:
-    """Gradients are right, and the norm of them is not."""
-    wrong = [d for d in c.failed if d.quantity in ("each element counted once", "gradient norm")]
-    if c.differing or not wrong:
-        return None
-    if wrong[0].ratio < 1:
-        return "gradients agree, their norm is too small: a stage, a replica's slice or a tp rank is left out of it"
-    return "gradients agree, their norm is too large: tied or replicated tensors, or replicas, are counted repeatedly"
-
-
-def _accumulated(c: Case) -> str | None:
-    if c.microbatches > 1 and len(c.differing) >= 0.5 * c.gradients > 0 and "loss" not in c.quantities():
-        ratios = sorted(c.differing.values())
-        if ratios[len(ratios) // 2] < 1:
-            return (
-                f"the loss agrees and most gradients are too small, each by another factor: of {c.microbatches} "
-                "micro-batches some gradients are lost, or overwritten where they should be added"
-            )
-    return None
-
-
-def _forward(c: Case) -> str | None:
-    if "loss" in c.quantities():
-        return "the loss differs, so the forward pass does: a missing or doubled sum over tp, dropout, a lost layer"
-    return None
-
-
-def _backward(c: Case) -> str | None:
-    if c.differing:
-        first = next(iter(c.differing))
+def _unsummed(c: Case) -> str | None:
+    """Nearly all differ, by different factors, though every activation's gradient is right."""
+    if c.parallel.data > 1 and len(c.differing) >= 0.9 * c.gradients > 0:
         return (
-            f"the loss agrees, so the backward pass is wrong; on its way from the end {first} is the first that differs"
+            "every activation's gradient agrees and nearly no weight's does: the sum of gradients over dp is missing, "
+            "or micro-batches' gradients are lost on the way into it"
         )
     return None
 
 
-def _update(c: Case) -> str | None:
-    if c.quantities() & {"weights", "moments"}:
-        return "gradients agree and weights do not: clipping, the learning rate or the slices of ZeRO differ by rank"
+def _accumulated(c: Case) -> str | None:
+    ratios = sorted(c.differing.values())
+    if c.microbatches > 1 and len(ratios) >= 0.5 * c.gradients > 0 and ratios[len(ratios) // 2] < 1:
+        return (
+            f"every activation's gradient agrees and most weights' are too small, each by another factor: of "
+            f"{c.microbatches} micro-batches some gradients are lost, or overwritten where they should be added"
+        )
     return None
+
+
+def _gradients(c: Case) -> str | None:
+    return (
+        f"every activation's gradient agrees, and the gradient of {c.origin.place} does not: how it is made of them, "
+        "added up over micro-batches, or summed over ranks"
+    )
+
+
+def _norm(c: Case) -> str | None:
+    """Gradients are right, and the norm of them, or the count of zeros, is not."""
+    if c.origin.difference.ratio < 1:
+        return "gradients agree, their norm is too small: a stage, a replica's slice or a tp rank is left out of it"
+    if c.origin.difference.ratio > 1:
+        return (
+            "gradients agree, their norm is too large: tied or replicated tensors, or replicas, are counted repeatedly"
+        )
+    return (
+        "gradients agree, their zeros are not counted once each: padding, copies or replicas are counted, or left out"
+    )
+
+
+def _decision(c: Case) -> str | None:
+    return (
+        "gradients agree, and what is decided from them does not: found_inf or the loss scaler is not the same on all "
+        "ranks, or is told at another time"
+    )
+
+
+def _update(c: Case) -> str | None:
+    return (
+        "gradients and their norm agree, and what the update makes of them does not: clipping, learning rate, weight "
+        "decay, rounding of masters, or the slices of ZeRO differ by rank"
+    )
 
 
 def _copies(c: Case) -> str | None:
-    if "copies" in c.quantities():
-        return "ranks that hold the same element hold different numbers: a sum over them is missing"
-    return None
+    return "ranks that hold the same element hold different numbers: a sum over them is missing"
 
 
-RULES: tuple[Callable[[Case], str | None], ...] = (
-    _samples,
-    _tensors,
-    _initial,
-    _no_gradient,
-    _tied,
-    _tokens,
-    _everywhere,
-    _shares,
-    _layer,
-    _norm,
-    _accumulated,
-    _forward,
-    _backward,
-    _update,
-    _copies,
-)
+Rule = Callable[[Case], str | None]
+RULES: dict[Phase, tuple[Rule, ...]] = {
+    "model": (_tensors,),
+    "initial weights": (_initial,),
+    "data": (_samples,),
+    "forward": (_left_out, _stale, _between, _forward),
+    "loss": (_tokens, _loss),
+    "backward": (_scaled, _from_loss, _between, _backward),
+    "gradients": (_left_out, _tied, _scaled, _shares, _layer, _unsummed, _accumulated, _gradients),
+    "norm": (_norm,),
+    "decision": (_decision,),
+    "update": (_update,),
+    "copies": (_copies,),
+}
 
 
 def likely(c: Case) -> str:
-    """The first rule that has something to say."""
-    return next((text for rule in RULES if (text := rule(c))), "none of the causes that are known here")
+    """The first rule of the phase that has something to say."""
+    return next(text for rule in RULES[c.origin.phase] if (text := rule(c)))

@@ -6,7 +6,8 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,66 +15,143 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
-from tools.parity.cause import Case, case, likely, said
-from tools.parity.compare import Difference, meant, worst
+from tools.parity.borders import BACKWARD, FORWARD
+from tools.parity.cause import case, likely, said
+from tools.parity.compare import Difference, worst
+from tools.parity.first import OF
 from tools.parity.gather import Record
 from tools.parity.layouts import Layout
+from tools.parity.noise import rounded
+from tools.parity.ranks import Failure
+from tools.parity.record import Plan
 from tools.run import RunConfig
 from tools.toml import toml
 
-FORMAT = "megaprec parity 1"
+FORMAT = "megaprec parity 2"
 SHOWN = 24  # of all that differs in a layout, the first
+PROVEN, WRONG, NOT_TRIED = "proven", "wrong", "not tried"
+NEEDED = ("loss", "gradient", "weights")  # a layout of which one of these was not tried is not proven
 Certificate = dict[str, Any]
 
 
-def entry(
-    layout: Layout, precision: str, config: RunConfig, found: Sequence[Difference], ours: Record, theirs: Record
-) -> dict[str, Any]:
-    """What a layout came to. config: the run in this layout."""
-    failed = [d for d in found if d.fails]
-    about = {"layout": layout.name, "ranks": layout.ranks, "precision": precision, "left_out": list(layout.left_out)}
-    quantities = {}
-    for quantity in dict.fromkeys(d.quantity for d in found):
-        some = [d for d in found if d.quantity == quantity]
-        top = worst(some)
-        quantities[quantity] = {"compared": len(some), "failed": sum(d.fails for d in some), **_told(top)}
-    made = {**about, "verdict": "same" if not failed else "different", "quantities": quantities}
+@dataclass(frozen=True)
+class Compared:
+    """A layout and one process. run: in this layout. found: by `compare`."""
+
+    layout: Layout
+    precision: str
+    run: RunConfig
+    found: Sequence[Difference]
+    ours: Record
+    theirs: Record
+
+
+def entry(c: Compared) -> dict[str, Any]:
+    """What a layout came to."""
+    failed = [d for d in c.found if d.fails]
+    quantities = {quantity: _quantity(c, quantity) for quantity in OF if quantity not in ("copies", "ranks agree")}
+    quantities |= {quantity: _quantity(c, quantity) for quantity in dict.fromkeys(d.quantity for d in failed)}
+    made = {**_about(c.layout, c.precision), "verdict": _verdict(failed, quantities), "quantities": quantities}
+    if made["verdict"] == NOT_TRIED:
+        made["why"] = "; ".join(f"{q}: {quantities[q]['why']}" for q in NEEDED if quantities[q]["verdict"] == NOT_TRIED)
     if failed:
-        tied = _tied(config)
-        c = case(failed, ours, theirs, tied, layout.parallel, config.num_microbatches)
-        numbers = c.factors()
+        fixed = not (c.run.model.dropout or c.run.model.attention_dropout)
+        tied = "embedding.weight" if c.run.model.tied else ""
+        about = case(c.found, c.ours, c.theirs, tied, c.layout.parallel, c.run.num_microbatches, fixed)
+        numbers, first = about.factors(), about.origin
         made |= {
-            "first": _told(failed[0], numbers),
+            "first": {"phase": first.phase, "place": first.place, **_told(first.difference, numbers)},
             "worst": _told(worst(failed), numbers),
-            "likely_cause": likely(c),
+            "likely_cause": likely(about),
+            "way": list(_way(c.found, first.step)),
             "differing": [_told(d, numbers) for d in failed[:SHOWN]],
             "num_differing": len(failed),
         }
     return made
 
 
-def not_run(layout: Layout, precision: str, code: int) -> dict[str, Any]:
-    """The entry of a layout whose ranks did not finish."""
-    return {
-        "layout": layout.name,
-        "ranks": layout.ranks,
-        "precision": precision,
-        "verdict": "did not run",
-        "likely_cause": f"its ranks, or those of a layout before it, ended with code {code}: see above",
-        "quantities": {},
-    }
+def _about(layout: Layout, precision: str) -> dict[str, Any]:
+    return {"layout": layout.name, "ranks": layout.ranks, "precision": precision, "left_out": list(layout.left_out)}
 
 
-def _tied(config: RunConfig) -> str:
-    return "embedding.weight" if config.model.tied else ""
+def _verdict(failed: Sequence[Difference], quantities: Mapping[str, Mapping[str, Any]]) -> str:
+    if failed:
+        return WRONG
+    return NOT_TRIED if any(quantities[q]["verdict"] == NOT_TRIED for q in NEEDED) else PROVEN
 
 
-def _told(d: Difference, factors: Case | dict[str, float] | None = None) -> dict[str, Any]:
+def _quantity(c: Compared, quantity: str) -> dict[str, Any]:
+    """All of one quantity: how many were compared and are wrong, and the worst of them; or why none was."""
+    some = [d for d in c.found if d.quantity == quantity]
+    if not some:
+        return {"verdict": NOT_TRIED, "why": _untold(c, quantity)}
+    untold, failed = [d for d in some if d.untold], sum(d.fails for d in some)
+    verdict = WRONG if failed else NOT_TRIED if len(untold) == len(some) else PROVEN
+    made = {"verdict": verdict, "compared": len(some) - len(untold), "failed": failed, **_told(worst(some))}
+    if untold:
+        made |= {"untold": len(untold), "why": untold[0].untold}
+    return made
+
+
+def _untold(c: Compared, quantity: str) -> str:
+    """Why a quantity was not compared at all."""
+    if quantity in (FORWARD, BACKWARD):
+        return "no module with parameters is passed by a tensor [s, b, hidden]"
+    if quantity == "zero count":
+        return "in this precision rounding decides which elements are zero"
+    if quantity == "moments" and any(d.quantity == "weights" for d in c.found):
+        return "the optimizer keeps no averages"
+    if quantity in ("weights", "moments"):
+        return "its gradients are not those of a whole model, so no update could be made again of them"
+    return "no step was applied"
+
+
+def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
+    """The entry of a layout whose ranks did not finish: they hang or fail, or someone stopped them."""
+    if failure.stopped:
+        return not_tried(layout, precision, failure.why)
+    hangs = bool(failure.where)
+    cause = (
+        "ranks do not enter the same collectives in the same order: look at who waits for what"
+        if hangs
+        else "the layout cannot be trained: its ranks fail"
+    )
+    first = {"phase": "hang" if hangs else "failure", "place": "; ".join(failure.where), "note": failure.why}
+    made = {**_about(layout, precision), "verdict": WRONG, "quantities": {}, "first": first, "likely_cause": cause}
+    return made | {"ranks_at": list(failure.where)}
+
+
+def not_tried(layout: Layout, precision: str, why: str) -> dict[str, Any]:
+    """The entry of a layout that was not run."""
+    return {**_about(layout, precision), "verdict": NOT_TRIED, "why": why, "quantities": {}}
+
+
+def _way(found: Sequence[Difference], step: int) -> Iterator[dict[str, Any]]:
+    """Through one step: each border, the loss, and what comes after in a word a quantity; whether it agrees."""
+    some = [d for d in found if d.step == step]
+    for d in some:
+        if d.quantity in (FORWARD, "loss", BACKWARD):
+            yield {"phase": OF[d.quantity], "name": d.name or d.quantity, "verdict": _of(d), "error": _finite(d.error)}
+    for quantity in ("gradient", "each element counted once", "gradient norm", "weights", "moments"):
+        alike = [d for d in some if d.quantity == quantity]
+        if alike:
+            name = f"{quantity}s" if quantity == "gradient" else quantity
+            top = worst([d for d in alike if d.fails] or alike)
+            yield {"phase": OF[quantity], "name": name, "verdict": _of(top), "error": _finite(top.error)}
+
+
+def _of(d: Difference) -> str:
+    return NOT_TRIED if d.untold else WRONG if d.fails else PROVEN
+
+
+def _told(d: Difference, factors: Mapping[str, float] | None = None) -> dict[str, Any]:
     """A difference in JSON. Infinite errors are of things that must be equal and are not."""
     told: dict[str, Any] = {"quantity": d.quantity, "name": d.name, "step": d.step}
     told |= {"error": _finite(d.error), "bound": d.bound, "ratio": _finite(d.ratio)}
-    if isinstance(factors, dict):
+    if factors is not None:
         told["ratio_looks_like"] = said(d.ratio, factors)
+    if d.ranks:
+        told["ranks"] = list(d.ranks)
     return told | ({"note": d.note} if d.note else {})
 
 
@@ -82,11 +160,17 @@ def _finite(value: float) -> float | str:
 
 
 def certificate(
-    file: str, config: RunConfig, compared: RunConfig, changes: dict[str, tuple[Any, Any]], steps: int, truth: Record
+    file: str,
+    config: RunConfig,
+    compared: RunConfig,
+    changes: dict[str, tuple[Any, Any]],
+    plan: Plan,
+    truth: Record,
+    shaken: Record,
 ) -> Certificate:
     """All but the layouts. config: the user's run. compared: on one process, as it was run; changes: between them.
 
-    truth: one process in float64.
+    truth: one process in float64. shaken: the same from weights moved by rounding.
     """
     return {
         "format": FORMAT,
@@ -105,14 +189,29 @@ def certificate(
             "model": f"{config.model.factory or config.model.family}, {config.model.layers} layers",
         },
         "changes": {key: [toml(one), toml(other)] for key, (one, other) in changes.items()},
-        "steps": steps,
+        "steps": plan.steps,
         "applied": len(truth.applied),
         "clipped": _clipped(compared, truth),
         "tensors": len(truth.names),
         "elements": sum(t.numel() for t in truth.tensors["before/weight"].values()),
-        "not_compared": {name: n for name, mask in meant(truth).items() if (n := int((~mask).sum()))},
+        "rounding": rounded(truth, shaken),
+        "not_tried": [list(one) for one in _left_aside(config, compared, plan)],
         "layouts": [],
     }
+
+
+def _left_aside(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """(what, why) of the run that no comparison speaks of."""
+    if plan.planted < 0:
+        yield "a skipped step", f'precision.on_nonfinite = "{config.precision.on_nonfinite}": none is skipped'
+    if compared.optimizer.clip == 0:
+        yield "clipping", "optimizer.clip = 0"
+    if config.optimizer.validation == "after":
+        yield 'optimizer.validation = "after"', 'it is compared as "before"'
+    if config.plan.fp8:
+        yield "products in FP8 in float64", "float64 has none; --precision configured has them"
+    if config.train.device == "cuda":
+        yield "GPUs and NCCL", "ranks are processes on CPUs, over gloo"
 
 
 def _clipped(config: RunConfig, truth: Record) -> int:

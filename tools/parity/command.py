@@ -1,9 +1,10 @@
 """`megaprec parity RUN.toml`: whether the run, in any layout, trains the same model as one process.
 
 The run is made small (--full leaves it as it is), taken for a few steps on one process and in each layout, on local
-ranks, in float64, where nothing can hide in rounding, or in the run's own precision. Loss, every gradient and weight
-by logical name, norm, zeros, skipped steps, loss scale and samples are compared. A certificate is left in train.folder.
-Exit code 0: all agree; 1: some do not; 2: something is to be mended first.
+ranks, in float64, where nothing can hide in rounding, or in the run's own precision. Activations between modules, loss,
+every gradient and weight by logical name, norm, zeros, skipped steps, loss scale and samples are compared. It leaves a
+certificate in train.folder. Exit code 0: proven; 1: a layout is wrong, or hangs, or none could be tried; 2: there is
+something to be mended first.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,32 @@ from megaprec.errors import UserError
 from tools.corpus import open_corpus
 from tools.launch import joined_world
 from tools.notes import add_strict, tell_notes
-from tools.parity.certificate import Certificate, certificate, entry, not_run, write
-from tools.parity.compare import Noise, compare
+from tools.parity.again import updates
+from tools.parity.certificate import (
+    NOT_TRIED,
+    PROVEN,
+    WRONG,
+    Certificate,
+    Compared,
+    certificate,
+    entry,
+    not_run,
+    not_tried,
+    write,
+)
+from tools.parity.compare import compare
 from tools.parity.gather import Record, gather
 from tools.parity.layouts import Layout, asked, every, fitted, largest, problems
+from tools.parity.noise import Noise
 from tools.parity.page import page, show
-from tools.parity.ranks import FLAG, Run, as_rank, done, run_alone, run_together, with_vocabulary
+from tools.parity.ranks import FLAG, Failure, Run, as_rank, corpus_of, run_alone, run_together, with_vocabulary
 from tools.parity.record import Plan
 from tools.parity.runs import (
     alone,
     clipped,
     epsilon,
     in_float64,
+    kept,
     made_ready,
     planned,
     tokens_per_expert,
@@ -97,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
     else:
         show(made, Console() if Console().is_terminal else Console(width=110))
         print(*(f"written    {path}" for path in left), sep="\n")
-    return 0 if made["verdict"] == "same" else 1
+    return 0 if made["verdict"] == PROVEN else 1
 
 
 @contextmanager
@@ -129,7 +144,7 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any)
     ready = made_ready(config, most, args.full, args.steps, folder / "run")
     if not args.full:
         ready = with_random_tokens(ready, args.steps + 1, folder)
-    layouts = fitting(ready, sayings, asked=bool(args.layouts))
+    layouts, misfits = fitting(ready, sayings, asked=bool(args.layouts))
     tell("one process")
     if args.full:
         ready = with_vocabulary(ready, open_corpus(config))
@@ -139,17 +154,20 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any)
     plan = planned(ready, probe, args.steps, args.full)
     exact = in_float64(ready)
     truth = run_alone(Run(alone(exact), plan, folder / "truth"))
-    references = [Reference("float64", exact, plan, truth, Noise())]
+    shaken = run_alone(Run(alone(exact), replace(plan, shaken=True), folder / "shaken"))
+    references = [Reference("float64", exact, plan, truth, Noise(shaken))]
     if args.precision != "float64":
         own = run_alone(Run(alone(ready), plan, folder / "own"))
-        noise = Noise(truth, epsilon(ready), tokens_per_expert(ready))
+        noise = Noise(None, truth, epsilon(ready), tokens_per_expert(ready), kept(ready))
         references.append(Reference(ready.precision.compute, ready, plan, own, noise))
     if args.precision == "configured":
         del references[0]
     shown = {} if args.full else changes(config, ready)
-    made = certificate(args.file, config, alone(ready), _of_interest(shown), plan.steps, truth)
+    made = certificate(args.file, config, alone(ready), _of_interest(shown), plan, truth, shaken)
     made["layouts"] = list(_carried_out(layouts, references, folder, tell))
-    made["verdict"] = "same" if all(one["verdict"] == "same" for one in made["layouts"]) else "different"
+    made["layouts"] += [not_tried(one, r.name, why) for one, why in misfits for r in references]
+    verdicts = {one["verdict"] for one in made["layouts"]}
+    made["verdict"] = next(verdict for verdict in (WRONG, PROVEN, NOT_TRIED) if verdict in verdicts)
     return made
 
 
@@ -163,8 +181,13 @@ def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, An
     return shown
 
 
-def fitting(config: RunConfig, sayings: Sequence[dict[str, Any]], asked: bool) -> list[Layout]:
-    """The layouts that the run fits. Raises UserError for one that was asked for and does not, or if none does."""
+def fitting(
+    config: RunConfig, sayings: Sequence[dict[str, Any]], asked: bool
+) -> tuple[list[Layout], list[tuple[Layout, str]]]:
+    """The layouts that the run fits, and the others, with why not.
+
+    Raises UserError for one that was asked for and does not fit, or if none does.
+    """
     layouts = [fitted(config, said) for said in sayings]
     wrong = {layout.name: problems(config, layout.parallel) for layout in layouts}
     if asked and any(wrong.values()):
@@ -174,7 +197,7 @@ def fitting(config: RunConfig, sayings: Sequence[dict[str, Any]], asked: bool) -
         raise UserError(
             f"no layout of up to {RANKS} ranks fits this run: give --layouts, and see why", *problems_of(wrong)
         )
-    return good
+    return good, [(layout, wrong[layout.name][0]) for layout in layouts if wrong[layout.name]]
 
 
 def problems_of(wrong: dict[str, list[str]]) -> list[str]:
@@ -193,18 +216,24 @@ def _carried_out(
                 config = reference.config.model_copy(update={"parallel": layout.parallel})
                 runs[n, m] = Run(config, reference.plan, folder / f"ranks{ranks}" / f"{n:03}_{m}")
         tell(f"{len(runs)} runs of {ranks} ranks: {'; '.join(layout.name for layout in together)}")
-        code = run_together(list(runs.values()), folder / f"ranks{ranks}") if ranks > 1 else _alone(runs)
-        for (n, m), run in runs.items():
+        failures = run_together(list(runs.values()), folder / f"ranks{ranks}") if ranks > 1 else _alone(runs)
+        for ((n, m), run), failure in zip(runs.items(), failures, strict=True):
             layout, reference = together[n], references[m]
-            if not done(run):
-                yield not_run(layout, reference.name, code)
-                continue
-            record = gather(run.folder)
-            found = compare(record, reference.record, reference.noise, run.config.optimizer.norm)
-            yield entry(layout, reference.name, run.config, found, record, reference.record)
+            if failure is not None:
+                yield not_run(layout, reference.name, failure)
+            else:
+                yield _compared(layout, reference, run)
 
 
-def _alone(runs: dict[tuple[int, int], Run]) -> int:
+def _compared(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
+    """The entry of a run that came to its end."""
+    record = gather(run.folder)
+    again = updates(alone(run.config), corpus_of(run.config), record)
+    found = compare(record, reference.record, reference.noise, run.config.optimizer.norm, again)
+    return entry(Compared(layout, reference.name, run.config, found, record, reference.record))
+
+
+def _alone(runs: dict[tuple[int, int], Run]) -> list[Failure | None]:
     for run in runs.values():
         run_alone(run)
-    return 0
+    return [None] * len(runs)

@@ -1,17 +1,15 @@
-"""Two records of one run compared, quantity by quantity.
+"""Two records of one run compared, quantity by quantity, in the order in which a step makes them.
+
+Activations between modules, the loss, activations' gradients on the way back, gradients of weights, their norm, and
+what the update makes of them: the first of these that differs tells what is wrong, for the later ones follow from it.
 
 Errors of tensors are relative to the norm of the tensor that is compared with, or to a thousandth of what a tensor of
-its size has on average if that is more: some gradients, such as those of a bias of keys, are nothing but rounding.
+its size has on average if that is more. `noise.py` says how large they may be. That a norm counts each element of its
+own gradients once is seen to 1e-4 in the run's own precision, for squares may be summed in FP32.
 
-In float64 an error may be 1e-12: sums are taken in another order in each layout, which costs some units of 2e-16, and
-the smallest fault that means anything is larger by ten orders of magnitude. In the run's own precision there is no
-such gap, so the bound is measured: the one process in that precision is so far from the one process in float64, and a
-layout may be `SLACK` times as far from it, or as many units in the last place of the dtype if that is more, or as
-`SLACK` tokens make that go to another expert. A factor of the square root of two is outside of all of these.
-That a norm counts each element of its own gradients once is seen to 1e-4, for squares may be summed in FP32.
-
-Some things must be equal to the last bit in any precision: sample ids, initial weights, which steps were skipped, the
-loss scaler, and all copies of one element.
+Weights and averages are compared with what one process makes of the layout's own gradients (`again.py`). Some things
+must be equal to the last bit in any precision: sample ids, initial weights, which steps were skipped, the loss scaler,
+and all copies of one element.
 """
 
 import math
@@ -21,12 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tools.parity.borders import BACKWARD, FORWARD, Notes
 from tools.parity.gather import Record, Tensors
+from tools.parity.noise import FLOAT64, SLACK, Noise, apart, error, scales, zeros
 
-EXACT, FLOAT64, SLACK, COUNTED = 0.0, 1e-12, 4.0, 1e-4
-FLOOR = 1e-3  # of the average: what a tensor's norm counts for at least
-NOISE = 1e-9  # of the average: below, an element of a gradient may be nothing but rounding
-ZERO = 1e-12  # of the average: below, it counts as zero
+EXACT, COUNTED = 0.0, 1e-4
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,7 @@ class Difference:
     """One number or tensor of one step (from 1; 0: before the first) in two runs.
 
     error: relative. ratio: of the norms, or of the numbers, ours over theirs; nan where there is none.
+    ranks: that it was seen on, if not on all. untold: why it proves nothing, however near it is.
     """
 
     quantity: str
@@ -43,64 +41,34 @@ class Difference:
     bound: float
     ratio: float = math.nan
     note: str = ""
+    ranks: tuple[int, ...] = ()
+    untold: str = ""
 
     @property
     def fails(self) -> bool:
-        return not self.error <= self.bound
+        return not self.untold and not self.error <= self.bound
 
 
-@dataclass(frozen=True)
-class Noise:
-    """What a precision may cost. truth: the run in float64 on one process; None: the runs are in float64 themselves.
-
-    epsilon: of the dtype of products. tokens: that an expert gets in a step, if there are experts: rounding sends a
-        token that is undecided between two to the other one, and with it goes its part of all gradients there.
-    """
-
-    truth: Record | None = None
-    epsilon: float = 0.0
-    tokens: float = math.inf
-
-    @property
-    def of_routing(self) -> float:
-        """The bound that `SLACK` such tokens make."""
-        return math.sqrt(SLACK / self.tokens)
-
-
-def compare(ours: Record, theirs: Record, noise: Noise, norm: float = 2.0) -> list[Difference]:
+def compare(
+    ours: Record, theirs: Record, noise: Noise, norm: float = 2.0, again: Mapping[str, Tensors] | None = None
+) -> list[Difference]:
     """All that can be compared of a layout and one process, in the order in which it happened.
 
-    norm: which one the runs' gradient norm is.
+    norm: which one the runs' gradient norm is. again: the updates made again of `ours` (`again.updates`).
     """
-    found = [*_samples(ours, theirs), *_names(ours, theirs)]
-    found += _weights(ours, theirs, "before/weight", "initial weights", 0, Noise(), None)
+    found = [*_names(ours, theirs), *_initial(ours, theirs), *_copies(ours, "before/")]
     for step in range(min(len(ours.steps), len(theirs.steps))):
-        found += _of_step(ours, theirs, noise, step, norm)
-    masks = meant(noise.truth or theirs)
-    for kind in (kind for kind in theirs.tensors if kind.startswith("after/")):
-        quantity = "weights" if kind.endswith("/weight") else "moments"
-        found += _weights(ours, theirs, kind, quantity, _step_of(kind), noise, masks)
-    for kind, name in ours.apart:
-        note = f"{kind.split('/')[-1] if kind.startswith('after/') else kind.split('/')[0]} differs between ranks"
-        found.append(Difference("copies", name, _step_of(kind), math.inf, EXACT, note=note))
-    found += [Difference("ranks agree", what, step, math.inf, EXACT) for step, what in ours.torn]
-    return sorted(found, key=lambda d: d.step)
-
-
-def _step_of(kind: str) -> int:
-    """From 1; 0 for what was before the first step."""
-    when, step, *_ = kind.split("/")
-    return 0 if when == "before" else int(step) + 1
+        found += _of_step(_Step(ours, theirs, noise, step), norm)
+        found += _updated(ours, again or {}, noise, step)
+        found += _copies(ours, f"after/{step}/")
+        found.append(_exact("scaler", "", step + 1, ours.steps[step]["scaler"], theirs.steps[step]["scaler"]))
+        found += [Difference("ranks agree", what, n, math.inf, EXACT) for n, what in ours.torn if n == step + 1]
+    return found
 
 
 def _exact(quantity: str, name: str, step: int, ours: object, theirs: object) -> Difference:
     same = str(ours) == str(theirs)  # as text: NaN is NaN
     return Difference(quantity, name, step, 0.0 if same else math.inf, EXACT, note="" if same else f"{ours}, {theirs}")
-
-
-def _samples(ours: Record, theirs: Record) -> Iterator[Difference]:
-    for step, (one, other) in enumerate(zip(ours.samples, theirs.samples, strict=True), 1):
-        yield _exact("sample ids", "", step, one, other)
 
 
 def _names(ours: Record, theirs: Record) -> Iterator[Difference]:
@@ -113,76 +81,125 @@ def _names(ours: Record, theirs: Record) -> Iterator[Difference]:
             yield Difference("tensors", name, 0, math.inf, EXACT, note=f"no rank holds {lacking} of its elements")
 
 
-def _of_step(ours: Record, theirs: Record, noise: Noise, step: int, norm: float) -> Iterator[Difference]:
-    one, other = ours.steps[step], theirs.steps[step]
+def _initial(ours: Record, theirs: Record) -> Iterator[Difference]:
+    mine, yours = (record.tensors["before/weight"] for record in (ours, theirs))
+    for name, t in yours.items():
+        if name in mine and mine[name].shape == t.shape:
+            far = error(mine[name], t, scales({name: t})[name])
+            yield Difference("initial weights", name, 0, far, EXACT, _ratio(mine[name], t), _where(mine[name], t))
+
+
+def _copies(ours: Record, begins: str) -> Iterator[Difference]:
+    """Tensors of these kinds of which ranks hold different copies."""
+    for kind, name in ours.apart:
+        if kind.startswith(begins):
+            when, step, *_ = kind.split("/")
+            said = f"{when if when == 'gradient' else kind.split('/')[-1]} differs between ranks"
+            yield Difference("copies", name, 0 if when == "before" else int(step) + 1, math.inf, EXACT, note=said)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step (from 0) of two runs."""
+
+    ours: Record
+    theirs: Record
+    noise: Noise
+    step: int
+
+    def number(self, quantity: str, key: str) -> Difference:
+        """A number that both report."""
+        one, other = (record.steps[self.step][key] for record in (self.ours, self.theirs))
+        shaken, truth = (r.steps[self.step][key] if r else None for r in (self.noise.shaken, self.noise.truth))
+        far = apart(one, other if truth is None else truth)
+        bound = self.noise.of_number(other, shaken, truth)
+        return self.judged(Difference(quantity, "", self.step + 1, far, bound, one / other if other else math.nan))
+
+    def tensors(self, quantity: str, kind: str, names: Sequence[str]) -> Iterator[Difference]:
+        """Tensors of a kind, in the order of `names`; those that one side lacks are left to `_names`."""
+        some = (self.ours, self.theirs, self.noise.shaken, self.noise.truth)
+        ours, theirs, shaken, truth = (r.tensors.get(kind) if r else None for r in some)
+        if ours is None or theirs is None:
+            return
+        against = truth or theirs
+        scale = scales(against)
+        bounds = self.noise.of_tensors(theirs, shaken, truth, scale)
+        for name in (n for n in names if n in ours and n in theirs and ours[n].shape == theirs[n].shape):
+            one, other = ours[name], theirs[name]
+            far = error(one, against[name], scale[name])
+            note = _where(one, other)
+            yield self.judged(Difference(quantity, name, self.step + 1, far, bounds[name], _ratio(one, other), note))
+
+    def borders(self, kind: str) -> Iterator[Difference]:
+        """What every rank saw at each border that both have, in the order in which the one process passed them."""
+        some = (self.theirs, self.noise.shaken, self.noise.truth)
+        theirs, shaken, truth = (_seen(r, kind, self.step) if r else None for r in some)
+        assert theirs is not None
+        against = truth or theirs
+        scale = scales(against)
+        bounds = self.noise.of_tensors(theirs, shaken, truth, scale)
+        for border, whole in against.items():
+            (other,) = self.theirs.borders[kind, border]
+            fragments = [(some, _part(some, other, whole)) for some in self.ours.borders.get((kind, border), [])]
+            if not fragments:
+                continue
+            rest = scale[border] / math.sqrt(whole.numel())
+            far = {n.rank: error(n.values[self.step], t, rest * math.sqrt(t.numel()) or 1.0) for n, t in fragments}
+            bad = tuple(rank for rank, e in far.items() if not e <= bounds[border])
+            ratios = [_ratio(n.values[self.step], t) for n, t in fragments if n.rank in bad]
+            top, ratio = max(far.values()), ratios[0] if ratios else math.nan
+            yield self.judged(Difference(kind, border, self.step + 1, top, bounds[border], ratio, ranks=bad))
+
+    def judged(self, d: Difference) -> Difference:
+        """`d`, marked if its bound is too wide to tell anything."""
+        return replace(d, untold=self.noise.untold(d.bound))
+
+
+def _seen(record: Record, kind: str, step: int) -> Tensors:
+    """By border, what one process saw: [samples, positions]."""
+    return {border: some[0].values[step] for (k, border), some in record.borders.items() if k == kind}
+
+
+def _part(some: Notes, other: Notes, whole: Tensor) -> Tensor:
+    """Of what one process saw, what this rank saw; NaN if it saw a sample that is not there."""
+    if not set(some.samples) <= set(other.samples):
+        return whole.new_full((len(some.samples), len(some.positions)), torch.nan)
+    return whole[some.samples][:, [other.positions.index(p) for p in some.positions]]
+
+
+def _of_step(s: _Step, norm: float) -> Iterator[Difference]:
+    one, other = s.ours.steps[s.step], s.theirs.steps[s.step]
+    yield _exact("sample ids", "", s.step + 1, s.ours.samples[s.step], s.theirs.samples[s.step])
+    yield from s.borders(FORWARD)
+    yield s.number("loss", "loss")
+    yield from s.borders(BACKWARD)
+    kind = f"gradient/{s.step}"
+    both = kind in s.ours.tensors and kind in s.theirs.tensors
+    yield from s.tensors("gradient", kind, s.theirs.names[::-1])  # as a backward pass makes them
+    yield from _copies(s.ours, kind)
+    if both:
+        yield from _counted(s, norm)
+        yield s.number("gradient norm", "grad_norm")
     for key in ("outcome", "offenders"):
-        yield _exact("found_inf", key, step + 1, one[key], other[key])
-    truth = noise.truth.steps[step] if noise.truth else None
-    yield _number("loss", step + 1, one["loss"], other["loss"], truth["loss"] if truth else None, noise)
-    kind = f"gradient/{step}"
-    if all(kind in record.tensors for record in (ours, theirs)):
-        grads = {name: theirs.tensors[kind][name] for name in reversed(theirs.names)}  # as a backward pass makes them
-        true = noise.truth.tensors.get(kind) if noise.truth else None
-        yield from _tensors("gradient", step + 1, ours.tensors[kind], grads, noise, true)
-        true_norm = truth["grad_norm"] if truth else None
-        yield _number("gradient norm", step + 1, one["grad_norm"], other["grad_norm"], true_norm, noise)
-        yield from _counted(ours, theirs, noise, step, norm)
-    yield _exact("scaler", "", step + 1, one["scaler"], other["scaler"])
+        yield _exact("found_inf", key, s.step + 1, one[key], other[key])
 
 
-def _number(quantity: str, step: int, ours: float, theirs: float, truth: float | None, noise: Noise) -> Difference:
-    if truth is None:
-        return Difference(quantity, "", step, _apart(ours, theirs), FLOAT64, _over(ours, theirs))
-    bound = SLACK * max(_apart(theirs, truth), noise.epsilon)
-    return Difference(quantity, "", step, _apart(ours, truth), bound, _over(ours, theirs))
+def _updated(ours: Record, again: Mapping[str, Tensors], noise: Noise, step: int) -> Iterator[Difference]:
+    """Weights and averages against those that one process makes of the same gradients."""
+    for kind in (k for k in again if k.startswith(f"after/{step}/")):
+        what = kind.split("/")[-1]
+        quantity = "weights" if what == "weight" else "moments"
+        bound = SLACK * noise.kept[quantity] if noise.truth else FLOAT64
+        scale = scales(again[kind])
+        for name, t in again[kind].items():
+            mine = ours.tensors[kind][name]
+            far, ratio = error(mine, t, scale[name]), _ratio(mine, t)
+            yield Difference(quantity, name, step + 1, far, bound, ratio, _where(mine, t))
 
 
-def _apart(one: float, other: float) -> float:
-    return 0.0 if one == other else abs(one - other) / max(abs(other), 1e-300)
-
-
-def _over(ours: float, theirs: float) -> float:
-    return ours / theirs if theirs else math.nan
-
-
-def _tensors(
-    quantity: str, step: int, ours: Tensors, theirs: Tensors, noise: Noise, truth: Tensors | None
-) -> Iterator[Difference]:
-    """In the order of `theirs`; those that one side lacks are left to `_names`."""
-    both = [name for name in theirs if name in ours and ours[name].shape == theirs[name].shape]
-    against = theirs if truth is None else truth
-    scale = _scales(against)
-    usual = max(noise.epsilon, _rms(_error(theirs, against, n, scale) for n in both))
-    common = max(SLACK * usual, noise.of_routing)
-    for name in both:
-        bound = FLOAT64
-        if truth is not None:
-            bound = max(common, SLACK * _error(theirs, against, name, scale))
-        error = _error(ours, against, name, scale)
-        ratio = _over(ours[name].norm().item(), theirs[name].norm().item())
-        yield Difference(quantity, name, step, error, bound, ratio, _where(ours[name], theirs[name]))
-
-
-def _scales(tensors: Tensors) -> dict[str, float]:
-    """What an error in each tensor is relative to."""
-    average = average_element(tensors)
-    return {n: max(t.norm().item(), FLOOR * average * math.sqrt(t.numel())) or 1.0 for n, t in tensors.items()}
-
-
-def average_element(tensors: Tensors) -> float:
-    """Root of the mean square over all elements."""
-    elements = sum(t.numel() for t in tensors.values())
-    return math.sqrt(sum(t.square().sum().item() for t in tensors.values()) / max(1, elements))
-
-
-def _error(ours: Tensors, against: Tensors, name: str, scale: Mapping[str, float]) -> float:
-    error = (ours[name] - against[name]).norm().item() / scale[name]
-    return math.inf if math.isnan(error) else error
-
-
-def _rms(errors: Iterator[float]) -> float:
-    some = list(errors)
-    return math.sqrt(sum(e * e for e in some) / max(1, len(some)))
+def _ratio(ours: Tensor, theirs: Tensor) -> float:
+    size = theirs.norm().item()
+    return ours.norm().item() / size if size else math.nan
 
 
 def _where(ours: Tensor, theirs: Tensor) -> str:
@@ -194,55 +211,23 @@ def _where(ours: Tensor, theirs: Tensor) -> str:
     return f"{place}: {ours[tuple(place)].item():.6g}, {theirs[tuple(place)].item():.6g}"
 
 
-def _counted(ours: Record, theirs: Record, noise: Noise, step: int, norm: float) -> Iterator[Difference]:
+def _counted(s: _Step, norm: float) -> Iterator[Difference]:
     """The layout's own norm and zero count speak of each element of its own gradients once; and in float64 as many
-    elements are zero, or rounding, as in one process."""
-    kind, report = f"gradient/{step}", ours.steps[step]
-    mine, yours = ours.tensors[kind], theirs.tensors[kind]
+    elements are zero for a reason as in one process."""
+    kind, report, step = f"gradient/{s.step}", s.ours.steps[s.step], s.step + 1
+    mine, yours = s.ours.tensors[kind], s.theirs.tensors[kind]
     whole = torch.cat([t.flatten() for t in mine.values()])
-    own = torch.linalg.vector_norm(whole, norm).item()
-    bound = COUNTED if noise.truth else FLOAT64
-    yield Difference("each element counted once", "norm", step + 1, _apart(report["grad_norm"], own), bound,
-                     _over(report["grad_norm"], own))  # fmt: skip
-    zeros = int((whole == 0).sum())
-    yield Difference("each element counted once", "zeros", step + 1, _apart(report["num_zeros"], zeros), EXACT,
-                     _over(report["num_zeros"], zeros), f"{report['num_zeros']}, {zeros}")  # fmt: skip
-    if noise.truth is None:
-        limit = ZERO * average_element(yours)
-        counts = [sum(int((t.abs() <= limit).sum()) for t in some.values()) for some in (mine, yours)]
-        yield Difference(
-            "zero count", "", step + 1, _apart(*counts), EXACT, _over(*counts), f"{counts[0]}, {counts[1]}"
-        )
-
-
-def meant(record: Record) -> dict[str, Tensor]:
-    """Of a run in float64, by name: the elements whose gradient is not rounding in every step.
-
-    Softmax does not see a bias of the keys, for example. What AdamW makes of rounding is chance.
-    """
-    masks = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in record.tensors["before/weight"].items()}
-    for kind, grads in record.tensors.items():
-        if kind.startswith("gradient/"):
-            limit = NOISE * average_element(grads)
-            masks = {name: mask | (grads[name].abs() >= limit) | (grads[name] == 0) for name, mask in masks.items()}
-    return masks
-
-
-def _weights(
-    ours: Record, theirs: Record, kind: str, quantity: str, step: int, noise: Noise, masks: Mapping[str, Tensor] | None
-) -> Iterator[Difference]:
-    """masks: the elements that are compared; None for all, which then must be equal."""
-
-    def some(record: Record) -> Tensors:
-        tensors = record.tensors.get(kind, {})
-        return {n: t if masks is None or n not in masks else torch.where(masks[n], t, 0) for n, t in tensors.items()}
-
-    truth = some(noise.truth) if noise.truth else None
-    for d in _tensors(quantity, step, some(ours), some(theirs), noise, truth):
-        yield replace(d, bound=EXACT) if masks is None else d
+    own, size = torch.linalg.vector_norm(whole, norm).item(), report["grad_norm"]
+    bound, ratio = COUNTED if s.noise.truth else FLOAT64, size / own if own else math.nan
+    yield Difference("each element counted once", "norm", step, apart(size, own), bound, ratio)
+    yield _exact("each element counted once", "zeros", step, report["num_zeros"], int((whole == 0).sum()))
+    if s.noise.truth is None:
+        shaken = s.noise.shaken.tensors[kind] if s.noise.shaken else None
+        yield _exact("zero count", "", step, *(zeros(some, yours, shaken) for some in (mine, yours)))
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
     """The one that is largest for its bound; what must be equal says less, and comes after."""
-    measured = [d for d in differences if d.bound and math.isfinite(d.error)]
-    return max(measured or differences, key=lambda d: d.error / (d.bound or 1.0))
+    told = [d for d in differences if not d.untold] or differences
+    measured = [d for d in told if d.bound and math.isfinite(d.error)]
+    return max(measured or told, key=lambda d: d.error / (d.bound or 1.0))

@@ -1,7 +1,7 @@
 """The ranks' files of one layout put together again: whole logical tensors, and where ranks disagree."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tools.parity.borders import BACKWARD, FORWARD, Notes
+
 Tensors = dict[str, Tensor]  # float64, by logical name
+Borders = dict[tuple[str, str], list[Notes]]  # of each rank, by kind and border
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Record:
     names: logical tensors in the model's order. tensors: by kind, then by name; an element that no rank holds is NaN.
     apart: (kind, name) of tensors of which two ranks hold the same element with different bits.
     cut: tensors of which tp ranks hold different slices. torn: (step from 1, what) that ranks say differently.
+    borders: what each rank saw at each border, by (kind, border). same: borders at which the same tensor was seen.
     """
 
     steps: list[dict[str, Any]]
@@ -29,6 +33,8 @@ class Record:
     apart: list[tuple[str, str]] = field(default_factory=list)
     cut: frozenset[str] = frozenset()
     torn: list[tuple[int, str]] = field(default_factory=list)
+    borders: Borders = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)
 
     @property
     def applied(self) -> list[int]:
@@ -50,7 +56,39 @@ def gather(folder: Path) -> Record:
         apart=apart,
         cut=frozenset(f["name"] for rank in ranks for f in rank["fragments"] if f["cut"]),
         torn=_torn(ranks),
+        borders=_borders(ranks, values),
+        same={border: other for rank in ranks for border, other in rank["passed"].items() if other},
     )
+
+
+def _borders(ranks: Sequence[dict[str, Any]], values: Sequence[Tensors]) -> Borders:
+    """What each rank saw, in the order in which it was passed; the same for all borders of one tensor."""
+    found: Borders = {}
+    for rank, (said, tensors) in enumerate(zip(ranks, values, strict=True)):
+        flat, steps, first = tensors["borders"], len(said["steps"]), 0
+        noted: dict[tuple[str, str], Notes] = {}
+        for kind, border, samples, positions in said["borders"]:
+            last = first + steps * len(samples) * len(positions)
+            noted[kind, border] = Notes(
+                rank, samples, positions, flat[first:last].view(steps, len(samples), len(positions))
+            )
+            first = last
+        for where, some in _ordered(noted, said["passed"]):
+            found.setdefault(where, []).append(some)
+    return found
+
+
+def _ordered(
+    noted: Mapping[tuple[str, str], Notes], passed: Mapping[str, str]
+) -> Iterator[tuple[tuple[str, str], Notes]]:
+    """Forward as borders were passed; backward as gradients came, each at all borders of its tensor."""
+    for border, other in passed.items():
+        if (FORWARD, other or border) in noted:
+            yield (FORWARD, border), noted[FORWARD, other or border]
+    for kind, border in noted:
+        if kind == BACKWARD:
+            alike = [border, *(alias for alias, other in passed.items() if other == border)]
+            yield from (((BACKWARD, one), noted[kind, border]) for one in alike)
 
 
 def _assembled(ranks: Iterable[tuple[dict[str, Any], Tensors]]) -> tuple[dict[str, Tensors], list[tuple[str, str]]]:

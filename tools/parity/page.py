@@ -1,5 +1,6 @@
 """A certificate to look at: tables for a terminal, and one HTML page that needs nothing else."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -9,7 +10,9 @@ from rich.console import Console
 from rich.markup import escape as plain
 from rich.table import Table
 
-from tools.parity.certificate import Certificate
+from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, Certificate
+
+CLASS = {PROVEN: "proven", WRONG: "wrong", NOT_TRIED: "untried"}
 
 NUMBERS = {
     "loss": "loss",
@@ -24,7 +27,11 @@ h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
 table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .3rem .8rem .3rem 0 }
 th { border-bottom: 2px solid #d0d7de } td { border-bottom: 1px solid #eaeef2; vertical-align: top }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
-code { font: 13px ui-monospace, monospace } .same { color: #1a7f37 } .different { color: #cf222e }
+code { font: 13px ui-monospace, monospace } .proven { color: #1a7f37 } .wrong { color: #cf222e }
+.untried { color: #7d4e00 } ol.way { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 3px }
+ol.way li { font-size: 12px; padding: 1px 6px; border-radius: 4px; background: #dafbe1 }
+ol.way li.wrong { background: #ffcecb; color: #24292f } ol.way li.untried { background: #fff1d6; color: #24292f }
+ol.way li.first { outline: 2px solid #cf222e; font-weight: 600 }
 .verdict { font-size: 1.25rem; font-weight: 600 } .scroll { overflow-x: auto }
 """
 
@@ -37,26 +44,41 @@ def show(made: Certificate, console: Console) -> None:
     for column in ("layout", "precision", *NUMBERS.values(), "exact", "verdict"):
         table.add_column(column, no_wrap=column != "exact")
     for one in made["layouts"]:
-        color = "green" if one["verdict"] == "same" else "red"
+        color = {PROVEN: "green", WRONG: "red", NOT_TRIED: "yellow"}[one["verdict"]]
         cells = [f"[red]{cell}[/]" if bad else cell for cell, bad in _cells(one)]
         table.add_row(plain(one["layout"]), one["precision"], *cells, f"[{color}]{one['verdict']}[/]")
     console.print(table)
     for one in made["layouts"]:
-        if one["verdict"] != "same":
+        if one["verdict"] != PROVEN:
             console.print(f"[bold]{plain(one['layout'])}, {one['precision']}[/]")
             for word, text in _trouble(one):
                 console.print(f"  {word:13}{plain(text)}", highlight=False, soft_wrap=True)
+    for what, why in _aside(made):
+        console.print(f"not tried: {plain(what)} ({plain(why)})", highlight=False, soft_wrap=True)
     console.print(conclusion(made), highlight=False, soft_wrap=True)
+
+
+def _aside(made: Certificate) -> Iterator[tuple[str, str]]:
+    """(what, why) that no layout tried, of the run or of one quantity."""
+    yield from ((what, why) for what, why in made["not_tried"])
+    tried = [one for one in made["layouts"] if one["quantities"]]
+    for precision in dict.fromkeys(one["precision"] for one in tried):
+        alike = [one["quantities"] for one in tried if one["precision"] == precision]
+        for quantity, first in alike[0].items():
+            if all(some.get(quantity, {}).get("verdict") == NOT_TRIED for some in alike):
+                yield f"{quantity} in {precision}", first["why"]
 
 
 def conclusion(made: Certificate) -> str:
     """What was proven, in a sentence."""
     layouts = made["layouts"]
-    good = sum(one["verdict"] == "same" for one in layouts)
+    count = Counter(one["verdict"] for one in layouts)
+    good, tried = count[PROVEN], count[PROVEN] + count[WRONG]
+    rest = f"; {count[NOT_TRIED]} not tried" if count[NOT_TRIED] else ""
     how = f"{made['tensors']} tensors, {made['steps']} steps, of which {made['applied']} applied"
-    if good == len(layouts):
-        return f"all {good} comparisons agree with one process: {how} and {made['clipped']} clipped"
-    return f"{len(layouts) - good} of {len(layouts)} comparisons do NOT agree with one process ({how})"
+    if good == tried:
+        return f"all {good} comparisons agree with one process: {how} and {made['clipped']} clipped{rest}"
+    return f"{count[WRONG]} of {tried} comparisons do NOT agree with one process ({how}){rest}"
 
 
 def _changes(made: Certificate) -> Table:
@@ -75,9 +97,12 @@ def _cells(one: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     quantities = one["quantities"]
     for quantity in NUMBERS:
         found = quantities.get(quantity)
-        yield (_number(found["error"]), found["failed"] > 0) if found else ("", False)
+        if found is None or found["verdict"] == NOT_TRIED:
+            yield ("not tried" if found else ""), False
+        else:
+            yield _number(found["error"]), found["failed"] > 0
     exact = {q: found for q, found in quantities.items() if q not in NUMBERS}
-    bad = [q for q, found in exact.items() if found["failed"]]
+    bad = [q for q, found in exact.items() if found["verdict"] == WRONG]
     yield (", ".join(bad) or ("yes" if exact else "")), bool(bad)
 
 
@@ -86,9 +111,17 @@ def _number(error: float | str) -> str:
 
 
 def _trouble(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if one["verdict"] == NOT_TRIED:
+        yield "not tried", one["why"]
+        return
+    first = one["first"]
+    yield "arises in", " ".join(filter(None, (f"{first['phase']}:", first["place"] if "ranks_at" not in one else "")))
+    if "note" in first and "quantity" not in first:
+        yield "", first["note"]
+    yield from (("", where) for where in one.get("ranks_at", ()))
     for word in ("first", "worst"):
-        if word in one:
-            yield f"{word}", told(one[word])
+        if "quantity" in one.get(word, ()):
+            yield word, told(one[word])
     yield "likely cause", one["likely_cause"]
 
 
@@ -99,33 +132,35 @@ def told(d: Mapping[str, Any]) -> str:
     ratio = f", ratio {d['ratio_looks_like']}" if d.get("ratio_looks_like") else ""
     size = "" if d["error"] == "inf" else f": error {_number(d['error'])}, bound {_number(d['bound'])}"
     note = f"; {_short(d['note'])}" if d.get("note") else ""
-    return f"{what}, {when}{size}{ratio}{note}"
+    seen = f", on rank {', '.join(map(str, d['ranks']))}" if d.get("ranks") else ""
+    return f"{what}, {when}{size}{ratio}{seen}{note}"
 
 
 def page(made: Certificate) -> str:
     """The certificate as HTML."""
-    good = made["verdict"] == "same"
     versions = ", ".join(f"{name} {value}" for name, value in made["versions"].items())
     configuration = made["configuration"]
     parts = [
         f"<h1>megaprec parity: {escape(configuration['file'])}</h1>",
-        f'<p class="verdict {"same" if good else "different"}">{escape(conclusion(made))}</p>',
+        f'<p class="verdict {CLASS[made["verdict"]]}">{escape(conclusion(made))}</p>',
         f"<p>{escape(configuration['model'])}. Run <code>sha256 {configuration['sha256']}</code>, as compared "
         f"<code>{configuration['sha256_as_compared']}</code>. {escape(versions)}.</p>",
         "<h2>Layouts</h2>",
         _layouts(made["layouts"]),
-        *(_trouble_html(one) for one in made["layouts"] if one["verdict"] != "same"),
+        *(_trouble_html(one) for one in made["layouts"] if one["verdict"] != PROVEN),
         "<h2>Quantities</h2>",
         *(_quantities(one) for one in made["layouts"] if one["quantities"]),
     ]
     if made["changes"]:
         rows = [(key, one, other) for key, (one, other) in made["changes"].items()]
         parts += ["<h2>Made small</h2>", _table(("key", "from", "to"), rows)]
-    if made["not_compared"]:
-        names = ", ".join(f"{name} ({count})" for name, count in made["not_compared"].items())
+    if aside := list(_aside(made)):
+        parts += ["<h2>Not tried</h2>", _table(("what", "why"), aside)]
+    if made["rounding"]:
+        names = ", ".join(f"{name} ({count})" for name, count in made["rounding"].items())
         parts.append(
-            "<p>Elements whose gradient is nothing but rounding, so that what an update makes of them is chance; their "
-            f"weights and moments were not compared: {escape(names)}.</p>"
+            "<p>Elements whose gradient may be nothing but rounding: they need not be as near, and are not counted as "
+            f"zeros: {escape(names)}.</p>"
         )
     body = "\n".join(parts)
     return (
@@ -141,26 +176,43 @@ def _layouts(layouts: Sequence[Mapping[str, Any]]) -> str:
 
 def _trouble_html(one: Mapping[str, Any]) -> str:
     lines = "".join(f"<tr><td>{escape(word)}</td><td>{escape(text)}</td></tr>" for word, text in _trouble(one))
-    heading = f"<h2 class='different'>{escape(one['layout'])}, {escape(one['precision'])}</h2>"
+    heading = f"<h2 class='{CLASS[one['verdict']]}'>{escape(one['layout'])}, {escape(one['precision'])}</h2>"
     rows = [(told(d),) for d in one.get("differing", [])]
     more = f"<p>{one['num_differing']} in all.</p>" if one.get("num_differing", 0) > len(rows) else ""
-    return f"{heading}<table>{lines}</table>{_table(('what differs',), rows) if rows else ''}{more}"
+    return f"{heading}<table>{lines}</table>{_way(one)}{_table(('what differs',), rows) if rows else ''}{more}"
+
+
+def _way(one: Mapping[str, Any]) -> str:
+    """The step in which the first difference arises, as a row of what it passes, the first one that differs marked."""
+    way, shown = one.get("way", []), []
+    first = next((n for n, stop in enumerate(way) if stop["verdict"] == WRONG), -1)
+    for n, stop in enumerate(way):
+        mark = f"{CLASS[stop['verdict']]}{' first' if n == first else ''}"
+        back = "← " if stop["phase"] == "backward" else ""
+        title = f"{stop['phase']}, error {_number(stop['error'])}"
+        shown.append(f'<li class="{mark}" title="{escape(title)}">{back}{escape(stop["name"])}</li>')
+    heading = f"<p>Step {one['first']['step']}, from its first activation to its update:</p>" if way else ""
+    return f'{heading}<ol class="way">{"".join(shown)}</ol>' if way else ""
 
 
 def _quantities(one: Mapping[str, Any]) -> str:
     rows = [
         (
             name,
+            q["verdict"],
             str(q["compared"]),
             str(q["failed"]),
             _number(q["error"]),
             _number(q["bound"]),
             q["name"],
             str(q["step"]),
+            q.get("why", ""),
         )
+        if "compared" in q
+        else (name, q["verdict"], *[""] * 6, q["why"])
         for name, q in one["quantities"].items()
     ]
-    head = ("quantity", "compared", "failed", "worst error", "bound", "at", "step")
+    head = ("quantity", "verdict", "compared", "failed", "worst error", "bound", "at", "step", "why not tried")
     summary = f"{escape(one['layout'])}, {escape(one['precision'])}: {one['verdict']}"
     return f"<details><summary>{summary}</summary>{_table(head, rows)}</details>"
 

@@ -5,6 +5,8 @@ files beside them.
 """
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +18,12 @@ from parallel.mesh import make_mesh, world
 from tools.corpus import Corpus, open_made
 from tools.launch import launch_local
 from tools.parity.gather import Record, gather
+from tools.parity.progress import PATIENCE, Watch, noting, odd, told
 from tools.parity.record import Plan, record
 from tools.run import RunConfig, load_run
 
+TODO = "todo"  # file with the names of the runs that ranks are to carry out
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # what asks a program to end
 FLAG = "--as-rank"  # of `megaprec parity`: this process is a rank, and the argument a folder of runs
 
 
@@ -55,24 +60,74 @@ def run_alone(run: Run) -> Record:
     return gather(run.folder)
 
 
-def run_together(runs: Sequence[Run], folder: Path) -> int:
-    """Runs of equally many ranks, each in a folder within `folder`, on local ranks. Returns their exit code."""
+@dataclass(frozen=True)
+class Failure:
+    """Why a run did not come to its end. where: each rank's place, if all waited. stopped: someone told it to end."""
+
+    why: str
+    where: tuple[str, ...] = ()
+    stopped: bool = False
+
+
+def run_together(runs: Sequence[Run], folder: Path, patience: float = PATIENCE) -> list[Failure | None]:
+    """Runs of equally many ranks, each in a folder within `folder`, on local ranks; why each failed, None if not.
+
+    After one that fails the others are launched anew. patience: seconds after which ranks that all wait are ended.
+    """
     for run in runs:
         run.folder.mkdir(parents=True)
         run.write()
-    return launch_local(["parity", str(folder), FLAG], runs[0].config.world_size, threads=1)
+    failures: list[Failure | None] = []
+    while len(failures) < len(runs):
+        left = runs[len(failures) :]
+        failure = _launched(left, folder, patience)
+        reached = next((n for n, run in enumerate(left) if not done(run)), len(left))
+        failures += [None] * reached
+        if reached < len(left):
+            failures += [failure] * (len(left) - reached if failure.stopped else 1)
+    return failures
+
+
+def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
+    """One launch, and what is to be said of the first run that it does not bring to its end."""
+    (folder / TODO).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
+    ranks = runs[0].config.world_size
+    with Watch(folder, ranks, patience) as watch:
+        code = launch_local(["parity", str(folder), FLAG], ranks, threads=1)
+    if watch.stuck:
+        where = tuple(told(rank, one) for rank, one in sorted(watch.stuck.items()))
+        alone = ", ".join(map(str, odd(watch.stuck)))
+        other = f"; rank {alone} waits for something else than the others, or for nothing" if alone else ""
+        why = f"its ranks hang: for {patience:g} s none moved or computed, until they were ended{other}"
+        return Failure(why, where)
+    if code - 128 in STOPS:
+        return Failure(f"stopped by signal {code - 128}", stopped=True)
+    ended = f"a rank was ended by signal {code - 128}" if code > 128 else f"its ranks ended with code {code}"
+    said = sorted(folder.glob("*/*.failed"), key=lambda path: path.stat().st_mtime_ns)
+    fresh = [path for path in said if path.parent in {run.folder for run in runs}]
+    return Failure(f"{ended}: {fresh[0].read_text(encoding='utf-8')}" if fresh else ended)
 
 
 def as_rank(folder: Path) -> int:
     """This rank's part in `run_together`."""
     torch.set_num_threads(1)
-    with world():
-        for run in (Run.read(inner) for inner in sorted(folder.iterdir())):
-            p = run.config.parallel
-            mesh = make_mesh(p.pipeline, p.data, p.tensor)
-            record(run.config, corpus_of(run.config), mesh, run.plan, run.folder)
-            dist.barrier()
+    with noting(folder / f"{os.environ['RANK']}.at"), world():
+        carry_out(folder)
     return 0
+
+
+def carry_out(folder: Path) -> None:
+    """Takes part in each run within `folder` that is to do, in a world that has been joined."""
+    for name in (folder / TODO).read_text(encoding="utf-8").splitlines():
+        run = Run.read(folder / name)
+        p = run.config.parallel
+        try:
+            record(run.config, corpus_of(run.config), make_mesh(p.pipeline, p.data, p.tensor), run.plan, run.folder)
+        except Exception as error:
+            said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".splitlines()[0]
+            (run.folder / f"{dist.get_rank()}.failed").write_text(said, encoding="utf-8")
+            raise
+        dist.barrier()
 
 
 def done(run: Run) -> bool:

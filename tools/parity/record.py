@@ -28,21 +28,26 @@ from megaprec.optimizer import ParallelAMPOptimizer
 from megaprec.plan import PrecisionPlan
 from models.stages import Stage
 from tools.corpus import Corpus
+from tools.parity.borders import Borders, Size
 from tools.run import RunConfig
 from tools.trainer import Trainer, optimizer_options
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done besides training. steps: how many are taken. masked: whether some targets are left out.
+    """What is done besides training. steps: how many are taken.
 
+    small: some targets are left out of the loss, and what the optimizer keeps is recorded after each step that changed
+        it; otherwise none is, and the latter after the first step and the last.
     planted: the step (from 0) whose gradient of the tensor `into` gets an infinity; -1 for none.
+    shaken: whether each initial weight is moved by one unit in its last place, up or down, to see what rounding does.
     """
 
     steps: int
-    masked: bool = True
+    small: bool = True
     planted: int = -1
     into: str = ""
+    shaken: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class Watched(Trainer):
     """The trainer, listened to."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan) -> None:
-        self.what, self.samples = what, Listening(corpus.train, what.masked)
+        self.what, self.samples = what, Listening(corpus.train, what.small)
         super().__init__(config, replace(corpus, train=self.samples), mesh)
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
@@ -129,24 +134,42 @@ def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, fold
     optimizer = trainer.engine.optimizer
     assert isinstance(optimizer, Recorder)
     found = list(fragments(optimizer, "before/weight", lambda buffer: buffer.saved()["weight"]))
+    if what.shaken:
+        _shake(optimizer)
+    train, stages = config.train, list(trainer.engine.stages.values())
+    size = Size(train.seq_length, train.global_batch, corpus.model.hidden, what.steps)
+    borders = Borders(stages, size, optimizer.tp, optimizer.world.rank)
     steps = []
     for number in range(what.steps):
         ((report, _),) = trainer.step()
         offenders = sorted({o.name for o in report.offenders})
         steps.append({**report_fields(report), "offenders": offenders, "scaler": optimizer.numbers()["scaler"]})
-        if number in (0, what.steps - 1):
+        if number in (0, what.steps - 1) or (what.small and report.changed):
             found += _state(optimizer, number)
     found += optimizer.seen
+    notes = list(borders.notes())
     said = {
         "place": [optimizer.pp.rank, optimizer.dp.rank, optimizer.tp.rank],
         "steps": steps,
         "samples": trainer.samples.asked,
-        "names": list(_names(list(trainer.engine.stages.values()))),
+        "names": list(_names(stages)),
         "fragments": [asdict(fragment) for fragment, _ in found],
+        "borders": [[*where, some.samples, some.positions] for where, some in notes],
+        "passed": borders.passed,
     }
     rank = optimizer.world.rank
-    save_file({str(n): values.contiguous() for n, (_, values) in enumerate(found)}, folder / f"{rank}.safetensors")
+    tensors = {str(n): values.contiguous() for n, (_, values) in enumerate(found)}
+    seen = torch.cat([some.values.flatten() for _, some in notes]) if notes else torch.zeros(0, dtype=torch.float64)
+    save_file({**tensors, "borders": seen}, folder / f"{rank}.safetensors")
     (folder / f"{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+
+
+@torch.no_grad()
+def _shake(optimizer: ParallelAMPOptimizer) -> None:
+    """Moves weights that are their own masters, as in float64, to a neighbouring number each."""
+    for buffer in optimizer.all_buffers():
+        up = torch.rand(buffer.size, generator=torch.Generator().manual_seed(0)) < 0.5
+        buffer.weights.copy_(torch.nextafter(buffer.weights, torch.where(up, torch.inf, -torch.inf).double()))
 
 
 def _state(optimizer: ParallelAMPOptimizer, step: int) -> Iterator[tuple[Fragment, Tensor]]:

@@ -81,6 +81,12 @@ def epsilon(config: RunConfig) -> float:
     return max(EPSILON[name] for name in [*used, *(["fp8"] if plan.fp8 else []), *(["tf32"] if plan.tf32 else [])])
 
 
+def kept(config: RunConfig) -> dict[str, float]:
+    """One unit in the last place of what the optimizer keeps: of its weights, and of its averages."""
+    plan = config.plan
+    return {"weights": EPSILON[dtype_name(plan.masters)], "moments": EPSILON[dtype_name(plan.moments)]}
+
+
 def tokens_per_expert(config: RunConfig) -> float:
     """In one step, on average; infinite if there are no experts."""
     model = config.model
@@ -103,7 +109,7 @@ def planned(config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
     None is planted where non-finite steps are applied all the same.
     """
     if config.precision.on_nonfinite == "ignore":
-        return Plan(steps, masked=not full)
+        return Plan(steps, small=not full)
     weights = probe.tensors["before/weight"]
     into = max(probe.names, key=lambda name: (weights[name].dim(), weights[name].numel()))
     return Plan(steps + 1, not full, planted=1, into=into)

@@ -1,0 +1,81 @@
+"""The updates of a layout made again, on one process, from the layout's own gradients.
+
+AdamW makes an update of full size of any gradient, also of one that is nothing but rounding: a bias of keys, which
+softmax does not see, moves by chance, and in each layout by another chance. So weights and moments are not compared
+with those of another run, but with what one process makes of the very gradients that the layout's update was made of.
+Then nothing is left to chance, and each element can be compared.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.main_gradient import cleared
+from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.plan import PrecisionPlan
+from models.stages import Stage
+from tools.corpus import Corpus
+from tools.parity.gather import Record, Tensors
+from tools.parity.record import fragments
+from tools.run import RunConfig
+from tools.trainer import Trainer, optimizer_options
+
+
+def updates(config: RunConfig, corpus: Corpus, ours: Record) -> dict[str, Tensors]:
+    """By kind ("after/STEP/weight"), the state after each step of which `ours` has it.
+
+    config: the run on one process; ours: what any layout of it recorded. The gradient of a skipped step, which is not
+    recorded, is taken to be infinite. Empty if a gradient lacks a tensor, or elements, of the model.
+    """
+    trainer = _Again(config, corpus, None)
+    if not _whole(trainer.engine.optimizer, ours):
+        return {}
+    made: dict[str, Tensors] = {}
+    for number in range(len(ours.steps)):
+        trainer.apply(ours.tensors.get(f"gradient/{number}"), ours.steps[number]["grad_norm"])
+        for kind in (kind for kind in ours.tensors if kind.startswith(f"after/{number}/")):
+            made[kind] = _state(trainer.engine.optimizer, kind)
+    return made
+
+
+class _Told(ParallelAMPOptimizer):
+    """Clips by a norm that it is told: another order of summing would make another one, and move every element."""
+
+    norm = 0.0
+
+    def _clip_factor(self, norm: Tensor) -> Tensor:
+        return super()._clip_factor(torch.full_like(norm, self.norm))
+
+
+class _Again(Trainer):
+    """Takes steps whose gradients are there already."""
+
+    def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
+        return _Told(parts, plan, mesh, **optimizer_options(self.config))
+
+    def apply(self, grads: Tensors | None, norm: float) -> None:
+        """One step of these gradients by name, whose norm was said to be `norm`; skips it if there are none."""
+        optimizer = self.engine.optimizer
+        assert isinstance(optimizer, _Told)
+        optimizer.norm = norm
+        for buffer in optimizer.all_buffers():
+            for parameter in buffer.parameters:
+                cleared(parameter).fill_(torch.inf if grads is None else 0)
+            for piece, values in [(p, grads[p.part.name]) for p in buffer.pieces] if grads else ():
+                scaled = values.flatten() * optimizer.scale.double()
+                buffer.grads[piece.start : piece.stop] = scaled.to(buffer.grads.dtype)
+        self._count(optimizer.step(self._lr()))
+
+
+def _whole(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:
+    """Whether each gradient, and each state, has all elements of the model."""
+    shapes = {piece.part.name: piece.part.shape for buffer in optimizer.all_buffers() for piece in buffer.pieces}
+    kinds = [some for kind, some in ours.tensors.items() if kind.startswith(("gradient/", "after/"))]
+    return all(
+        shapes.keys() == some.keys() and all(some[n].shape == shape for n, shape in shapes.items()) for some in kinds
+    )
+
+
+def _state(optimizer: ParallelAMPOptimizer, kind: str) -> Tensors:
+    found = fragments(optimizer, kind, lambda buffer: buffer.saved()[kind.rpartition("/")[2]])
+    return {fragment.name: values.double().view(fragment.shape) for fragment, values in found}

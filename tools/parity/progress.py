@@ -1,0 +1,175 @@
+"""Where each rank is, and whether all of them wait for ever.
+
+A rank that waits in a collective which others never enter would wait until gloo loses patience, in half an hour, and
+then say no more than that. So a thread of each rank looks twice a second where its main thread is: in which
+instruction of the schedule, module and collective, and leaves this in a file. Who started the ranks watches the files:
+if for a while no rank has moved and none has used its processor, all wait, and where each does is the finding. A slow
+or crowded machine is no reason: there ranks do use the processor.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread, main_thread
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from megaprec.comm import Axis
+from megaprec.layout import has_layout, layout_of
+from parallel.executor import Executor
+from tools.parity.borders import shared_name
+
+PATIENCE = 20.0  # seconds in which no rank moves or computes
+EVERY = 0.5
+IDLE = 0.02  # of one processor: who uses less does not compute
+OURS = Path(__file__).resolve().parent.parent.parent
+WAITING = ("megaprec/exchange.py", "megaprec/comm.py", "parallel/links.py", "torch/distributed/")
+
+
+@contextmanager
+def noting(path: Path) -> Iterator[None]:
+    """Within it, `path` says where the main thread is."""
+    over = Event()
+    watcher = Thread(target=_note, args=(path, over), daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _note(path: Path, over: Event) -> None:
+    last = ""
+    while not over.wait(EVERY):
+        frame = sys._current_frames().get(main_thread().ident or 0)
+        text = json.dumps({"pid": os.getpid(), **(whereabouts(frame) if frame else {})})
+        if text != last:
+            unfinished = path.with_suffix(".tmp")
+            unfinished.write_text(text, encoding="utf-8")
+            os.replace(unfinished, path)
+            last = text
+
+
+def whereabouts(frame: FrameType) -> dict[str, Any]:
+    """What a thread does whose innermost frame this is.
+
+    instruction: of the schedule. module: by what its parameters' logical names share. collective: axis and kind.
+    waits: whether it is in a transfer between ranks. at: the innermost lines of code outside of torch and Python.
+    """
+    found: dict[str, Any] = {"at": [], "waits": False}
+    inner: FrameType | None = frame
+    while inner is not None:
+        file, local = _file(inner.f_code.co_filename), inner.f_locals
+        found["waits"] |= not found["at"] and file.startswith(WAITING)
+        if not file.startswith(("torch/", "lib/", "<", *WAITING)) and len(found["at"]) < 3:
+            found["at"].append(f"{file}:{inner.f_lineno} {inner.f_code.co_name}")
+        if file.startswith("torch/distributed/") and not inner.f_code.co_name.startswith(("wrap", "_")):
+            found["collective"] = inner.f_code.co_name
+        own = local.get("self")
+        if isinstance(own, Axis):
+            found["collective"] = f"{inner.f_code.co_name.removeprefix('start_').strip('_')} over {own.name}"
+        if isinstance(own, Executor) and inner.f_code.co_name == "carry_out" and "i" in local:
+            found["instruction"] = str(local["i"])
+        if "module" not in found and (name := _module(own, local.get("ctx"))):
+            found["module"] = name
+        inner = inner.f_back
+    return found
+
+
+def _module(own: object, ctx: Any) -> str:
+    weight = getattr(ctx, "weight", None)
+    if isinstance(weight, nn.Parameter) and has_layout(weight):
+        return layout_of(weight).parts[0].name
+    return shared_name(own) if isinstance(own, nn.Module) else ""
+
+
+def _file(path: str) -> str:
+    """A path as one reads it: ours within the repository, libraries' from their name on."""
+    if path.startswith(f"{OURS}{os.sep}") and ".venv" not in path:
+        return path[len(str(OURS)) + 1 :]
+    _, found, library = path.rpartition(f"site-packages{os.sep}")
+    if found:
+        return library
+    return f"lib/{Path(path).name}" if path.startswith((sys.base_prefix, "<frozen")) else path
+
+
+class Watch:
+    """Watches ranks that note where they are in folder/RANK.at; ends them if all of them wait.
+
+    stuck: what each rank says of itself then, by rank; empty until then.
+    """
+
+    def __init__(self, folder: Path, ranks: int, patience: float = PATIENCE) -> None:
+        self.folder, self.ranks, self.patience = folder, ranks, patience
+        self.stuck: dict[int, dict[str, Any]] = {}
+        self._over = Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        for rank in range(self.ranks):
+            self._path(rank).unlink(missing_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _path(self, rank: int) -> Path:
+        return self.folder / f"{rank}.at"
+
+    def _watch(self) -> None:
+        since, before, used = time.monotonic(), dict[int, dict[str, Any]](), 0.0
+        while not self._over.wait(EVERY):
+            now = self._said()
+            seconds = time.monotonic() - since
+            busy = _processor(now) - used > IDLE * seconds * self.ranks
+            if now != before or len(now) < self.ranks or (busy and seconds > 1):
+                since, before, used = time.monotonic(), now, _processor(now)
+            elif seconds > self.patience and any(one["waits"] for one in now.values()):
+                self.stuck = now
+                for one in now.values():
+                    with suppress(ProcessLookupError):
+                        os.kill(one["pid"], signal.SIGKILL)
+                return
+
+    def _said(self) -> dict[int, dict[str, Any]]:
+        said = {}
+        for rank in range(self.ranks):
+            with suppress(FileNotFoundError):
+                said[rank] = json.loads(self._path(rank).read_text(encoding="utf-8"))
+        return said
+
+
+def _processor(said: Mapping[int, Mapping[str, Any]]) -> float:
+    """Seconds of processor that the ranks have used in all; 0 where the system does not say."""
+    ticks = 0
+    for one in said.values():
+        with suppress(OSError):
+            fields = Path(f"/proc/{one['pid']}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def told(rank: int, one: Mapping[str, Any]) -> str:
+    """Where a rank is, in a line."""
+    where = [f"instruction {one['instruction']}"] if "instruction" in one else []
+    where += [one["module"]] if "module" in one else []
+    how = f"waits in {one.get('collective', 'a transfer')}" if one["waits"] else "is"
+    at = f" at {' < '.join(one['at'])}" if one["at"] else ""
+    return f"rank {rank} {how}{at}" + (f" ({', '.join(where)})" if where else "")
+
+
+def odd(stuck: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
+    """Ranks that wait for something else than most do, or for nothing; empty if none stands out."""
+    kinds = {rank: (one.get("collective"), one.get("instruction"), one["waits"]) for rank, one in stuck.items()}
+    common = max(kinds.values(), key=lambda kind: sum(other == kind for other in kinds.values()))
+    return [rank for rank, kind in kinds.items() if kind != common]

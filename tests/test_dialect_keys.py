@@ -62,6 +62,12 @@ ATTENTION: tuple[Row, ...] = (
     ("fp8_dpa", True, {"dot_product_attention": True}),
     ("fp8_mha", True, {"multi_head_attention": True}),
 )
+
+
+def halved(amax: torch.Tensor, scale: torch.Tensor, largest: torch.Tensor, recipe: FP8Recipe) -> torch.Tensor:
+    return largest / amax / 2
+
+
 UNSCALED = {"scaling": LossScaling()}
 HYBRID: dict[str, Any] = {"plugin": {"kind": "HybridParallelPlugin"}}
 DDP: dict[str, Any] = {"plugin": {"kind": "TorchDDPPlugin"}, "mixed_precision": "fp16"}
@@ -167,6 +173,7 @@ CASES: list[Case] = [
         ("fp8_format", smp.Format.E4M3, {"format": "e4m3"}),
         ("amax_history_len", 32, {"history_length": 32}),
         ("amax_compute_algo", "most_recent", {"amax_algo": "most_recent"}),
+        ("scaling_factor_compute_algo", halved, {"scale_algo": halved}),
         ("reduce_amax", False, {"reduce_amax": False}),
         ("override_linear_precision", [False, False, True], {"weight_gradients": False}),
         *ATTENTION,

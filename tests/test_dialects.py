@@ -1,6 +1,7 @@
 """Five systems' configurations: their defaults, which key decided what, and what is refused in which words."""
 
 import re
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -359,3 +360,15 @@ def test_functions_of_the_systems_take_the_arguments_that_users_give_them() -> N
     assert resolve("nemo", nemo.bf16_with_fp8_mixed(fp8_margin=2, fp8_params=False)).plan.fp8 == FP8Recipe(
         margin=2, reduce_over="stage"
     )
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "mxfp8", "blockwise"])
+def test_members_of_megatrons_enumeration_of_recipes_are_its_names(name: str) -> None:
+    by_name = resolve("nemo", {"precision": "bf16", "fp8": "hybrid", "fp8_recipe": name})
+    for written in (
+        f"Fp8Recipe.{name}",
+        f"megatron.core.enums.Fp8Recipe.{name}",
+        Enum("Fp8Recipe", {name: name})[name],
+    ):
+        said = resolve("nemo", {"precision": "bf16", "fp8": "hybrid", "fp8_recipe": written})
+        assert said.plan == by_name.plan

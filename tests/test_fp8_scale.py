@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaprec.dialects import smp
 from megaprec.fp8.formats import E4M3, E5M2
 from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.recipe import FP8Recipe
@@ -178,3 +179,21 @@ def test_what_a_bank_keeps_is_changed_in_place() -> None:
     run(h, 7.0, 7.0)
     assert all(a is b for a, b in zip(held, (h.scale, h.history, h.now), strict=True))
     assert held[0].tolist() == [64.0, 8192.0]
+
+
+def test_functions_of_the_users_own_make_amaxes_and_scales() -> None:
+    """Transformer Engine's `amax_compute_algo` and `scaling_factor_compute_algo`, as arguments of its recipe."""
+    made = smp.DelayedScaling(
+        amax_compute_algo=lambda history: history.mean(0),
+        scaling_factor_compute_algo=lambda amax, scale, fp8_max, recipe: fp8_max / amax / 2**recipe.margin + scale,
+        margin=1,
+        amax_history_len=2,
+    )
+    recipe = smp.resolve({"fp8_autocast": smp.fp8_autocast(fp8_recipe=made)}).plan.fp8
+    assert recipe is not None
+    history = AmaxHistory(recipe, [torch.float8_e4m3fn])
+    for amax in (2.0, 6.0):
+        history.record(0, torch.tensor([amax]))
+        history.roll(lambda now: None)
+    first = 448 / 1 / 2 + 1  # the mean of 0 and 2
+    assert history.scale.item() == 448 / 4 / 2 + first

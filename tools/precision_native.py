@@ -30,11 +30,12 @@ SCALING = {
 }  # key of [precision] -> field of LossScaling
 BESIDE = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
 """Native keys that no dialect has words for."""
+FP8_KEYS = tuple(f.name for f in fields(FP8Recipe) if f.name in FP8.model_fields)  # not functions, which no file has
 _DEVIANT: Mapping[str, tuple[str, ...]] = {
     "remainders": ("precision.masters",),
     "sensitive": (),
     "scaling": ("precision.scaling", "precision.loss_scale", *(f"precision.{key}" for key in SCALING)),
-    "fp8": tuple(f"fp8.{f.name}" for f in fields(FP8Recipe)),
+    "fp8": tuple(f"fp8.{name}" for name in FP8_KEYS),
 }
 KEYS: Mapping[str, tuple[str, ...]] = {name: _DEVIANT.get(name, (f"precision.{name}",)) for name in FIELDS}
 """The native keys that decide each field of a plan."""
@@ -59,7 +60,7 @@ def loss_scaling(precision: Precision) -> LossScaling:
 def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
     """The plan that the two tables describe; its origins are for `with_origins`. Raises UserError."""
     p, wide = precision, "fp64" if precision.compute == "fp64" else "fp32"
-    recipe = None if fp8.kind == "none" else FP8Recipe(**{f.name: getattr(fp8, f.name) for f in fields(FP8Recipe)})
+    recipe = None if fp8.kind == "none" else FP8Recipe(**{name: getattr(fp8, name) for name in FP8_KEYS})
     held = {name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in _WIDENED}
     return plan(
         p.compute,
@@ -115,7 +116,7 @@ def native(plan: PrecisionPlan) -> dict[str, Any]:
     keys |= {"max_scale": plan.scaling.maximum or 0.0}
     if plan.scaling.kind == "constant":
         keys |= {"loss_scale": plan.scaling.initial, "initial_scale": LossScaling().initial}
-    fp8 = {f.name: getattr(plan.fp8, f.name) for f in fields(FP8Recipe)} if plan.fp8 else {"kind": "none"}
+    fp8 = {name: getattr(plan.fp8, name) for name in FP8_KEYS} if plan.fp8 else {"kind": "none"}
     return {f"precision.{k}": v for k, v in keys.items()} | {f"fp8.{k}": v for k, v in fp8.items()}
 
 

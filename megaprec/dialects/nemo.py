@@ -16,6 +16,7 @@ never hands it on. FP4 is not supported.
 """
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Annotated, Any, Literal
 
 import torch
@@ -48,6 +49,13 @@ def _precision(value: object) -> object:
     return name
 
 
+def _recipe_name(value: object) -> object:
+    """A member of megatron.core's Fp8Recipe by its value, as the plugin has it."""
+    if isinstance(value, Enum):
+        return value.value
+    return value.rpartition(".")[2] if isinstance(value, str) and "Fp8Recipe." in value else value
+
+
 class MegatronMixedPrecision(Keys):
     """The plugin's fields, and those of OptimizerConfig that matter.
 
@@ -62,7 +70,9 @@ class MegatronMixedPrecision(Keys):
     autocast_enabled: bool = False
     grad_reduce_in_fp32: bool = True
     fp8: Literal["hybrid", "e4m3"] | None = None
-    fp8_recipe: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] = "delayed"
+    fp8_recipe: Annotated[Literal["delayed", "tensorwise", "mxfp8", "blockwise"], BeforeValidator(_recipe_name)] = (
+        "delayed"
+    )
     first_last_layers_bf16: bool = False
     num_layers_at_start_in_bf16: int = Field(default=0, ge=0)
     num_layers_at_end_in_bf16: int = Field(default=0, ge=0)

@@ -25,7 +25,8 @@ from enum import Enum
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+import torch.distributed as dist
+from pydantic import BeforeValidator, Field
 
 from megaprec.dialects.reading import NO_MARGIN, Decision, Dtype, Keys, Reading, Resolved, all_of, member, name_of
 from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, torch_words
@@ -67,6 +68,29 @@ class Format(Enum):
     HYBRID = "hybrid"
 
 
+def _amax_algo(value: object) -> object:
+    if value in ("max", "most_recent") or callable(value):
+        return value
+    raise ValueError('must be "max", "most_recent" or a function of a history [length, n] that returns amaxes [n]')
+
+
+def _function(value: object) -> object:
+    if value is None or callable(value):
+        return value
+    raise ValueError("must be a function of amax, scale, fp8_max and recipe that returns a scale")
+
+
+def _group(value: object) -> object:
+    """The world by any of its names, or as a process group."""
+    if isinstance(value, dist.ProcessGroup):
+        if dist.get_world_size(value) == dist.get_world_size():
+            return "world"
+        raise ValueError(
+            f"a group of {dist.get_world_size(value)} ranks: must be the world's, as amaxes have one scale"
+        )
+    return "world" if isinstance(value, str) and value.endswith("world_process_group") else value
+
+
 class DelayedScaling(Keys):
     """Scales from the amaxes of earlier passes. interval: of older releases, always 1."""
 
@@ -75,7 +99,8 @@ class DelayedScaling(Keys):
     interval: Literal[1] = 1
     fp8_format: Annotated[Format, member(Format)] = Format.HYBRID
     amax_history_len: int = Field(default=1024, ge=1)
-    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    amax_compute_algo: Annotated[Any, BeforeValidator(_amax_algo)] = "max"
+    scaling_factor_compute_algo: Annotated[Any, BeforeValidator(_function)] = None
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
@@ -131,7 +156,7 @@ class Fp8Autocast(Keys):
     enabled: bool = True
     calibrating: bool = False
     fp8_recipe: Any = None
-    fp8_group: Literal["world", "tsm.state.world_process_group"] | None = None
+    fp8_group: Annotated[Literal["world"] | None, BeforeValidator(_group)] = None
 
 
 class Smp(Keys):
@@ -145,14 +170,14 @@ class Smp(Keys):
 
 
 def fp8_autocast(
-    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: str | None = None
+    enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
 ) -> Fp8Autocast:
     """The arguments of Transformer Engine's function of this name, in its order, as a value to resolve."""
     return Fp8Autocast(enabled=enabled, calibrating=calibrating, fp8_recipe=fp8_recipe, fp8_group=fp8_group)  # pyright: ignore[reportArgumentType]
 
 
 def autocast(
-    enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: str | None = None
+    enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None
 ) -> Fp8Autocast:
     """`fp8_autocast` by the name and with the arguments of newer Transformer Engines."""
     return fp8_autocast(enabled, calibrating, recipe, amax_reduction_group)
@@ -250,6 +275,7 @@ def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
         margin=made["margin"] if name == "DelayedScaling" else 0,
         history_length=made.get("amax_history_len", 1024),
         amax_algo=made.get("amax_compute_algo", "max"),
+        scale_algo=made.get("scaling_factor_compute_algo"),
         reduce_amax=made.get("reduce_amax", True),
         power_2_scales=made.get("use_power_2_scales", name == "Float8BlockScaling" and not made["use_f32_scales"]),
         weight_gradients=not made.get("override_linear_precision", (False,))[-1],
@@ -283,6 +309,7 @@ def _expressed(recipe: FP8Recipe) -> dict[str, Any]:
         "fp8_format": recipe.format.upper(),
         "amax_history_len": recipe.history_length,
         "amax_compute_algo": recipe.amax_algo,
+        "scaling_factor_compute_algo": recipe.scale_algo,
         "reduce_amax": recipe.reduce_amax,
         "use_power_2_scales": recipe.power_2_scales,
         "use_f32_scales": not recipe.power_2_scales,
@@ -290,6 +317,6 @@ def _expressed(recipe: FP8Recipe) -> dict[str, Any]:
         "fp8_mha": recipe.multi_head_attention,
         "override_linear_precision": [False, False, not recipe.weight_gradients],
     }
-    known = {key: value for key, value in words.items() if key in RECIPES[name].model_fields}
+    known = {k: value for k, value in words.items() if k in RECIPES[name].model_fields and value is not None}
     enabled = {"enabled": False, "calibrating": True} if recipe.calibrating else {"enabled": True}
     return enabled | {"fp8_recipe": {"recipe": name} | known}

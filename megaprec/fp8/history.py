@@ -35,7 +35,7 @@ class AmaxHistory:
         self.history = torch.zeros(recipe.history_length, n, device=device)
         self.now = torch.zeros(n, device=device)
         self.overflowed = torch.zeros(n, dtype=torch.bool, device=device)
-        self._limits = torch.tensor([limit(dtype) * 2.0**-recipe.margin for dtype in formats], device=device)
+        self._largest = torch.tensor([limit(dtype) for dtype in formats], device=device)
 
     def record(self, i: int, amax: Tensor) -> None:
         """Notes the largest magnitude, float32 of one element, of tensor `i` in one of the step's micro-batches."""
@@ -55,9 +55,15 @@ class AmaxHistory:
         if self.recipe.history == "step":
             moves &= ~self.overflowed
         self.history.copy_(torch.where(moves, torch.cat([self.history[1:], self.now[None]]), self.history))
-        scale = scale_of(self._amax(), self._limits, self.scale, self.recipe.power_2_scales)
+        scale = self._scale(self._amax())
         self.scale.copy_(torch.where(moves, scale, self.scale))
         self.now.zero_()
+
+    def _scale(self, amax: Tensor) -> Tensor:
+        recipe = self.recipe
+        if recipe.scale_algo is not None:
+            return recipe.scale_algo(amax, self.scale, self._largest, recipe)
+        return scale_of(amax, self._largest * 2.0**-recipe.margin, self.scale, recipe.power_2_scales)
 
     def _amax(self) -> Tensor:
         algo = self.recipe.amax_algo

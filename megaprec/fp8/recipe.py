@@ -32,6 +32,8 @@ class FP8Recipe:
     history: when delayed histories advance. "step": after a step, whose micro-batches share their scales. "te": after
     each forward pass of a micro-batch, and gradients' after each backward pass, as in Transformer Engine; and an amax
     that is not finite stays in the window, and its scale as it is while it does.
+    scale_algo: makes delayed scales [n] of amaxes [n], the scales before, the largest numbers of the formats [n] and
+    the recipe, instead of the formula of `megaprec.fp8.scale`; only from Python.
     reduce_amax: delayed amaxes are agreed on by all ranks of a pipeline stage; if not, by its tensor-parallel ranks
     alone. reduce_over: "world" comes to the same as "stage", for no two stages share a tensor.
     power_2_scales: scales are rounded down to powers of two.
@@ -52,6 +54,7 @@ class FP8Recipe:
     margin: int = 0
     history_length: int = 1024
     amax_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
+    scale_algo: "Callable[[Tensor, Tensor, Tensor, FP8Recipe], Tensor] | None" = None
     history: Literal["step", "te"] = "step"
     reduce_amax: bool = True
     reduce_over: Literal["world", "stage"] = "world"

@@ -6,7 +6,7 @@ from typing import Any
 from megaprec.dialects import nemo
 from tools.foreign.account import Account, Saying
 from tools.foreign.nemo_forms import bridge_fields, echo_of, held_plugins
-from tools.foreign.plain import fields_of
+from tools.foreign.plain import fields_of, is_dtype
 from tools.foreign.statements import Statements
 from tools.foreign.systems import (
     COLOSSALAI,
@@ -45,6 +45,7 @@ class Gatherer:
         for scope in self.found.scopes:
             self.tables.search(self._as_table(scope))
         self._environment()
+        self.account.take(*(thing.node for thing in self.found.things if thing.function and is_dtype(thing.function)))
         self._clipping()
         self._strike_holders()
 
@@ -54,6 +55,12 @@ class Gatherer:
         maker, elsewhere = maker_of(function)
         if function.last in VALUES:
             self._recipe(thing)
+        elif function.last == "set_fp32_attr_to_module":
+            self.account.take(thing.node)
+            why = (
+                "a mark in a model of your own counts when the model is made; precision.keep_fp32 says it of any model"
+            )
+            self.account.note(thing.line, f"{thing.text}: {why}")
         elif function.last == "TrainingArguments":
             self._training_arguments(thing)
         elif elsewhere and MAKERS[function.last][0].spot is None:

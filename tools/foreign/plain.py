@@ -58,7 +58,7 @@ def _of_thing(value: Thing) -> Any:
             return options[0]
     if value.function and value.function.last in VALUES:
         return _recipe(value, value.function.last)
-    if value.function and not (value.why or value.positional or value.arguments.entries) and _is_dtype(value.function):
+    if value.function and not (value.why or value.positional or value.arguments.entries) and is_dtype(value.function):
         return value.function.name  # torch.bfloat16(), as the documentation of one system has it
     why = value.why or "comes of a call that is not run"
     can_assume = not value.why.startswith("depends on") and not value.text.startswith(NOT_PYTHON)
@@ -71,7 +71,8 @@ def assumed(text: str) -> str:
     return f"; --assume {quote}{text}=...{quote} gives it"
 
 
-def _is_dtype(function: External) -> bool:
+def is_dtype(function: External) -> bool:
+    """Whether this is torch's name of a dtype."""
     return function.name.removeprefix("torch.") in TORCH_DTYPES
 
 

@@ -164,7 +164,7 @@ def test_a_terminal_shows_names_of_files_without_their_folders(
     path = write(tmp_path, "plugins = bf16_mixed()")
     assert main(["precision", "show", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "(file config.py, line 1)" in out and str(tmp_path) not in out
+    assert "precision plan of config.py" in out and "recipe (line 1)" in out and str(tmp_path) not in out
 
 
 def test_a_run_names_what_was_noted_about_its_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

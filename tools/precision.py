@@ -42,6 +42,7 @@ from tools.toml import Given, toml
 class Understood:
     """A file: its plan, the run-file keys that it decides besides, and the model where it is a whole run."""
 
+    file: Path
     plan: PrecisionPlan
     settings: Mapping[str, Given]
     notes: tuple[str, ...]
@@ -162,7 +163,7 @@ def understand(path: Path, overrides: Sequence[str] = (), assume: Sequence[str] 
     if problems:
         raise UserError(*problems)
     plan, settings, more = load_precision(given)
-    return Understood(plan, settings, (*notes, *more))
+    return Understood(path, plan, settings, (*notes, *more))
 
 
 def _toml(path: Path) -> Mapping[str, Any]:
@@ -180,7 +181,7 @@ def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
     settings = {key: Given(config.get(key), config.origin(key)) for key in BESIDE if key in known_keys()}
     settings |= {f"model.{key}": Given(value, config.origin(f"model.{key}")) for key, value in config.model}
     model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
-    return Understood(config.plan, settings, config.notes, model, config.num_microbatches, config.parallel.data)
+    return Understood(path, config.plan, settings, config.notes, model, config.num_microbatches, config.parallel.data)
 
 
 def plan_table(found: Understood, short: bool = False) -> Table:
@@ -188,7 +189,7 @@ def plan_table(found: Understood, short: bool = False) -> Table:
 
     short: of the files that decided only names are given, for a terminal is narrow.
     """
-    made = Table(title="precision plan", title_justify="left")
+    made = Table(title=f"precision plan of {found.file.name}" if short else "precision plan", title_justify="left")
     for column in ("field", "value", "decided by"):
         made.add_column(column, overflow="fold")
     for name in FIELDS:
@@ -204,10 +205,10 @@ def _settings_shown(found: Understood) -> Iterable[tuple[str, Given]]:
 
 
 def shortened(origin: str) -> str:
-    """An origin without the folders of its files and without what all keys of a system begin with."""
-    origin = re.sub(r"file \S*/", "file ", origin)
-    first = re.match(r"precision\.\w+\.", origin)
-    return origin if first is None else origin.replace(f", {first[0]}", ", ")
+    """An origin as a terminal has room for it: files without their folders, or by line alone, and keys without what
+    all keys of a system begin with."""
+    origin = re.sub(r"file [^,()]*, line", "line", re.sub(r"file \S*/", "file ", origin))
+    return re.sub(r"\bprecision\.[a-z]+\.", "", origin)
 
 
 def module_table(all_rows: Iterable[Row]) -> Table:

@@ -332,16 +332,18 @@ class Engine:
         share = share.on(self.device)
         count = torch.full((), share.targets.numel(), device=self.device) if share.mask is None else share.mask.sum()
         num_tokens = self.dp.sum_(count.double()).clamp(min=1)
-        share, outside = self._inside(share)
+        outside = self._outside(share.tokens) | self._outside(share.targets)
         loss = torch.where(outside.any(), math.nan, 0.0).double()
         return _Running(share, num_tokens, step, scale, loss, outside)
 
-    def _inside(self, share: Share) -> tuple[Share, Tensor]:
-        """The share with each id that the vocabulary does not hold replaced by one that it does, and where, bool [rows,
-        s]. The loss is NaN then, and so all ranks learn of it with what they agree on anyway: no step is taken."""
-        tokens, targets = (ids.clamp(0, self._vocab - 1) for ids in (share.tokens, share.targets))
-        outside = (tokens != share.tokens) | (targets != share.targets)
-        return replace(share, tokens=tokens, targets=targets), outside
+    def _outside(self, ids: Tensor) -> Tensor:
+        """Where the vocabulary does not hold an id, bool [rows, s]. The loss is NaN then, and so all ranks learn of it
+        with what they agree on anyway: no step is taken."""
+        return (ids < 0) | (ids >= self._vocab)
+
+    def _inside(self, ids: Tensor) -> Tensor:
+        """Ids of a micro-batch with each that the vocabulary does not hold replaced by one that it does."""
+        return self._columns(ids.clamp(0, self._vocab - 1))
 
     def _forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         run = self._running
@@ -351,14 +353,14 @@ class Engine:
             samples = torch.arange(rows.start, rows.stop, device=self.device) + run.share.first
             place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
         plan = self.optimizer.plan
-        x = self._columns(run.share.tokens[rows]) if received is None else received.to(plan.residual)
+        x = self._inside(run.share.tokens[rows]) if received is None else received.to(plan.residual)
         y = self.stages[stage](x, place, run.share.packing.rows(rows))
         return y.to(plan.pipeline) if stage < self.last else self._scaled_loss(stage, y, rows)
 
     def _scaled_loss(self, stage: int, logits: Tensor, rows: slice) -> Tensor:
         """This micro-batch's part of the mean loss, times the loss scale (which other losses get by their `Place`)."""
         run = self._running
-        losses = self.stages[stage].losses(logits, self._columns(run.share.targets[rows]))
+        losses = self.stages[stage].losses(logits, self._inside(run.share.targets[rows]))
         if run.share.mask is not None:
             losses = losses * self._columns(run.share.mask[rows]).to(losses.dtype)
         loss = losses.sum() / run.num_tokens.to(losses.dtype)

@@ -65,7 +65,8 @@ class Context:
     def in_fp32(self) -> "Context":
         """The same for layers that are held and compute in the sensitive dtype throughout."""
         wide = self.plan.sensitive
-        plan = replace(self.plan, compute=wide, residual=wide, keep_fp32=("*",), fp8=None)
+        dtypes = dict.fromkeys(("compute", "residual", "attention", "scores"), wide)
+        plan = replace(self.plan, **dtypes, keep_fp32=("*",), fp8=None)
         return replace(self, plan=plan, fp8=FP8State())
 
     @property

@@ -43,6 +43,8 @@ def test_every_key_that_is_another_one_is_named_and_those_that_change_numbers_ar
         "log.every: 1 -> 2",
         "lr.peak: 0.01 -> 0.02 (not bit for bit)",
         "model.dropout: 0.1 -> 0.2 (not bit for bit)",
+        "model.embedding_dropout: 0.1 -> 0.2 (not bit for bit)",
+        'precision.attention: "fp32" -> "bf16" (not bit for bit)',
         'precision.compute: "fp32" -> "bf16" (not bit for bit)',
         'precision.parameters: "fp32" -> "bf16" (not bit for bit)',
         'precision.pipeline: "fp32" -> "bf16" (not bit for bit)',

@@ -26,7 +26,7 @@ def written(folder: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def record(step: int, loss: Any, outcome: str = "applied", **more: Any) -> dict[str, Any]:
-    return {"step": step, "loss": loss, "outcome": outcome, **more}
+    return {"step": step, "loss": loss, "outcome": outcome, "grad_norm": 1.0, "loss_scale": 1.0, **more}
 
 
 def test_runs_in_several_modes_make_one_picture_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,7 +142,7 @@ with listening(lambda number: print("told", flush=True)):
 
 
 def test_the_command_exits_with_the_signal(monkeypatch: pytest.MonkeyPatch, run_file: Path) -> None:
-    def stop(*_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise Stopped(signal.SIGTERM)
 
     monkeypatch.setattr("tools.train._run_rank", stop)

@@ -78,7 +78,7 @@ def _stretched(was: dict[str, str], config: RunConfig) -> str:
 
 def _all_keys(config: RunConfig) -> dict[str, str]:
     tables = {name: dict(getattr(config, name)) for name in ("parallel", "precision")}
-    tables["model"] = {key: value for key, value in config.model if key in FREE}
+    tables["model"] = {key: value for key, value in config.model.model_dump().items() if key in FREE}
     return keys_of(config) | _flat(tables)
 
 

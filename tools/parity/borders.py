@@ -127,11 +127,11 @@ class Borders:
     def _note(self, where: tuple[str, str], call: _Call, x: Tensor, direction: Tensor) -> None:
         first = 0 if len(x) == self.size.length else self.tp.rank * len(x)
         skipped = -first % self.stride
-        some = x.detach()[skipped :: self.stride].double() @ direction
+        some = x.detach()[skipped :: self.stride].double() @ direction.to(x.device)
         if where not in self._seen:
             shape = (self.size.steps, self.size.batch, len(some))
             self._seen[where] = first + skipped, torch.full(shape, torch.nan, dtype=torch.float64)
-        self._seen[where][1][call.step, call.samples] = some.t()
+        self._seen[where][1][call.step, call.samples] = some.t().cpu()
 
     def notes(self) -> Iterator[tuple[tuple[str, str], Notes]]:
         """What was seen at each border that is not another one's."""

@@ -6,6 +6,7 @@ A call of something external becomes a `Thing` with its arguments. `run.Config(f
 
 import ast
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tools.foreign.expressions import ENVIRONMENT, Expressions, is_number, shortened
@@ -17,6 +18,8 @@ PASSING = ("OmegaConf.create", "omegaconf.OmegaConf.create", "DictConfig", "omeg
 TABLES = ("dict", "OrderedDict", "collections.OrderedDict", "SimpleNamespace", "types.SimpleNamespace", "Namespace")
 TABLES += ("argparse.Namespace", "EasyDict", "easydict.EasyDict", "addict.Dict", "AttrDict", "Box")
 ROWS = ("list", "tuple", "set")
+SETTERS = ("setattr", "object.__setattr__")
+REARRANGING = ("clear", "insert", "pop", "remove", "reverse", "sort")
 UNREAD_OPERAND = "is not in the file"
 
 
@@ -24,9 +27,13 @@ class Calls(Expressions):
     """Expressions with calls."""
 
     def _call(self, node: ast.Call) -> Any:
-        callee = self.value(node.func)
+        base = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if isinstance(node.func, ast.Attribute):
+            callee = self.assumed_or(node.func, self.attribute(base, node.func.attr, node.func))
+        else:
+            callee = self.value(node.func)
         positional, arguments = self._arguments(node)
-        made = self._called(callee, node, positional, arguments)
+        made = self._called(callee, base, node, positional, arguments)
         self.seen[id(node)] = made
         return made
 
@@ -49,7 +56,8 @@ class Calls(Expressions):
                 arguments.entries[word.arg] = Entry(value, word.lineno, id(word))
         return tuple(positional), arguments
 
-    def _called(self, callee: Any, node: ast.Call, positional: tuple[Entry, ...], arguments: Table) -> Any:
+    def _called(self, callee: Any, base: Any, node: ast.Call, positional: tuple[Entry, ...], arguments: Table) -> Any:
+        """The value of a call. base: the object of which `callee` is an attribute; None if it is none."""
         if isinstance(callee, Function | Class):
             return self.called_inside(callee, positional, arguments, node.lineno)
         if isinstance(callee, Partial):
@@ -57,7 +65,6 @@ class Calls(Expressions):
             self.merge_into(merged, arguments)
             return self.called_inside(callee.function, callee.positional + positional, merged, node.lineno)
         if isinstance(node.func, ast.Attribute):
-            base = self.value(node.func.value)
             found = self._method(base, node.func.attr, node, positional, arguments)
             if found is not None:
                 return found.value
@@ -79,7 +86,7 @@ class Calls(Expressions):
             shortened(node), node.lineno, "", function, positional, arguments, conditions=tuple(self.conditions)
         )
         made.node = id(node)
-        if not (isinstance(callee_name := self.value(node.func), External) and _is_functools(callee_name)):
+        if not (isinstance(node.func, ast.Name | ast.Attribute) and shortened(node.func).endswith("partial")):
             self.things.append(made)  # what functools.partial makes is not made before it is called
         return made
 
@@ -102,8 +109,10 @@ class Calls(Expressions):
             return Entry(self._converted(function.name, first, node))
         if function.name == "getattr" and len(positional) > 1 and isinstance(name := positional[1].value, str):
             return Entry(self.attribute(first, name, node))
-        if function.name == "setattr" and len(positional) == 3 and isinstance(name := positional[1].value, str):
-            return self._set_attribute(first, name, Entry(positional[2].value, node.lineno, id(node)))
+        if function.name in SETTERS and len(positional) == 3:
+            return self._set_attribute(first, positional[1].value, Entry(positional[2].value, node.lineno, id(node)))
+        if function.name == "vars" and isinstance(first, Thing):
+            first.arguments.open.append(self.unknown(node, "may change any field"))
         if function.name in ("os.putenv", "putenv") and len(positional) == 2:
             self.set_environment(first, Entry(positional[1].value, node.lineno, id(node)))
             return Entry(None)
@@ -128,6 +137,8 @@ class Calls(Expressions):
 
     def _copy(self, value: Any, node: ast.Call, changes: Table) -> Entry | None:
         """A copy of a dict or thing, with the changes that dataclasses.replace makes."""
+        if shortened(node.func).endswith("deepcopy"):
+            return Entry(self._deep(value, {}))
         if isinstance(value, Table):
             table = Table(dict(value.entries), node.lineno, list(value.open))
             self.merge_into(table, changes)
@@ -140,6 +151,24 @@ class Calls(Expressions):
         copied.conditions = tuple(self.conditions)
         self.things.append(copied)
         return Entry(copied)
+
+    def _deep(self, value: Any, made: dict[int, Any]) -> Any:
+        """A copy with copies of all that it holds. made: those that there are already, by id of the original."""
+        if id(value) in made or not isinstance(value, Table | Row | Thing):
+            return made.get(id(value), value)
+        if isinstance(value, Row):
+            return Row({"items": tuple(self._deep(item, made) for item in value.items)})
+        if isinstance(value, Table):
+            made[id(value)] = table = Table(line=value.line, open=list(value.open))
+            table.entries |= {k: replace(e, value=self._deep(e.value, made)) for k, e in value.entries.items()}
+            return table
+        made[id(value)] = copied = replace(value)
+        copied.arguments = self._deep(value.arguments, made)
+        copied.positional = tuple(replace(e, value=self._deep(e.value, made)) for e in value.positional)
+        copied.attributes = {k: replace(e, value=self._deep(e.value, made)) for k, e in value.attributes.items()}
+        if value.function is not None and not value.why:
+            self.things.append(copied)
+        return copied
 
     def _converted(self, name: str, value: bool | int | float | str, node: ast.Call) -> Any:
         try:
@@ -163,6 +192,10 @@ class Calls(Expressions):
             added = (value,) if name == "append" else value.items if isinstance(value, Row) else (value,)
             self.write(base.slots, "items", base.items + added)
             return Entry(None)
+        if isinstance(base, Row) and name in REARRANGING:
+            rest = () if name == "clear" else (self.unknown(node, "depends on what a list was changed to"),)
+            self.write(base.slots, "items", rest)
+            return Entry(rest[0] if rest else None)
         if isinstance(base, str) and name in ("lower", "upper", "strip") and not positional:
             return Entry(getattr(base, name)())
         return None
@@ -171,17 +204,20 @@ class Calls(Expressions):
         self, name: str, node: ast.Call, positional: tuple[Entry, ...], arguments: Table
     ) -> Entry | None:
         values = [entry.value for entry in positional]
+        known = self.outside.entries.get(f"env {values[0]}") if values else None
         if name == "setdefault" and len(values) == 2:
-            self.set_environment(values[0], Entry(values[1], node.lineno, id(node)))
-            return Entry(values[1])
+            if known is None:
+                self.set_environment(values[0], Entry(values[1], node.lineno, id(node)))
+            return known or Entry(values[1])
+        if name == "pop" and known is not None:
+            self.erase(self.outside.entries, f"env {values[0]}")
+            return known
         if name == "update":
             given = self._new_table(node, positional, arguments)
             for key, entry in given.entries.items():
                 self.set_environment(key, entry)
             return Entry(None)
-        if name in ("get", "pop") and values and f"env {values[0]}" in self.outside.entries:
-            return self.outside.entries[f"env {values[0]}"]
-        return None
+        return known if name == "get" else None
 
     def set_environment(self, name: Any, entry: Entry) -> None:
         """Notes that the file sets an environment variable."""
@@ -211,13 +247,15 @@ class Calls(Expressions):
             return Entry(self.unknown(node, "may be in a dict that is not known"))
         if name == "setdefault" and entry is None:
             self.write(table.entries, key, Entry(default, node.lineno, id(node)))
-        if name == "pop" and entry is not None:
-            remaining = {k: e for k, e in table.entries.items() if k != key}
-            table.entries = remaining
+        if name == "pop":
+            self.erase(table.entries, key)
         return Entry(default) if entry is None else entry
 
-    def _set_attribute(self, base: Any, name: str, entry: Entry) -> Entry:
-        self.assign_attribute(base, name, entry)
+    def _set_attribute(self, base: Any, name: Any, entry: Entry) -> Entry:
+        if isinstance(name, str):
+            self.assign_attribute(base, name, entry)
+        elif isinstance(base, Thing):
+            base.arguments.open.append(Thing("setattr(...)", entry.line, "sets a field that is not known"))
         return Entry(None)
 
     def assign_attribute(self, base: Any, name: str, entry: Entry) -> None:

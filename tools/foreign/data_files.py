@@ -84,7 +84,8 @@ class _YamlTables(_Tables):
         line = value.start_mark.line + 1
         if isinstance(value, yaml.MappingNode):
             table = Table(line=line)
-            for key, inner in value.value:
+            own = [pair for pair in value.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+            for key, inner in [*(pair for pair in value.value if pair not in own), *own]:  # explicit keys win
                 table.entries |= self._entries(key, inner)
             return self.made(table)
         if isinstance(value, yaml.SequenceNode):
@@ -93,11 +94,15 @@ class _YamlTables(_Tables):
             return Thing(value.tag, line, "is a tag of YAML, which is not followed")
         return _plain_scalar(self.constructor.construct_object(value), line)
 
+    def _merged(self, value: Any) -> Mapping[Any, Entry]:
+        """The entries of a table, or of several, of which the first wins."""
+        tables = [part for part in (value.items if isinstance(value, Row) else (value,)) if isinstance(part, Table)]
+        return {name: entry for part in reversed(tables) for name, entry in part.entries.items()}
+
     def _entries(self, key: Any, inner: Any) -> Mapping[Any, Entry]:
-        name = self.constructor.construct_object(key) if isinstance(key.value, str) else str(key.value)
         if key.tag == "tag:yaml.org,2002:merge":
-            merged = self.of(inner)
-            return merged.entries if isinstance(merged, Table) else {}
+            return self._merged(self.of(inner))
+        name = self.constructor.construct_object(key) if isinstance(key.value, str) else str(key.value)
         return {str(name): Entry(self.of(inner), key.start_mark.line + 1, self.number())}
 
 

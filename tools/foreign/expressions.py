@@ -38,7 +38,7 @@ COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }
 PLAIN = (bool, int, float, str, bytes, type(None))
 LARGEST, LONGEST = 2.0**128, 1000  # numbers and texts past these are not worked out
-STEPS = 100_000  # expressions and statements that are looked at in all; a bound on functions that call each other
+STEPS = 100_000  # expressions that are looked at in all; a bound on functions that call each other
 ENVIRONMENT = ("os.environ", "environ")
 _ABSENT = object()
 
@@ -83,9 +83,9 @@ class Expressions(ABC):
             raise TooMuch
         kind = getattr(self, f"_{type(node).__name__.lower()}", None)
         found = self.unknown(node, "is not worked out") if kind is None else kind(node)
-        return self._assumed(node, found)
+        return self.assumed_or(node, found)
 
-    def _assumed(self, node: ast.expr, found: Any) -> Any:
+    def assumed_or(self, node: ast.expr, found: Any) -> Any:
         """`found`, or what was assumed where it is unknown."""
         if not self.assumptions or not isinstance(found, Thing | External):
             return found
@@ -109,8 +109,14 @@ class Expressions(ABC):
             self._logs[-1].setdefault((id(place), key), (place, key, place.get(key, _ABSENT)))
         place[key] = value
 
-    def attempt(self, follow: Callable[[], bool], condition: Condition | None) -> tuple[bool, dict[Any, Any]]:
-        """Follows a branch and takes it back. Returns whether it left the block, and what it wrote.
+    def erase(self, place: MutableMapping[Hashable, Any], key: Hashable) -> None:
+        """Removes place[key], if it is there, so that a branch can be taken back."""
+        if key in place:
+            self.write(place, key, None)
+            del place[key]
+
+    def attempt(self, follow: Callable[[], str], condition: Condition | None) -> tuple[str, dict[Any, Any]]:
+        """Follows a branch and takes it back. Returns the word by which it left the block, and what it wrote.
 
         condition: that it stands under; None for a loop, which is taken to run.
         """
@@ -136,7 +142,10 @@ class Expressions(ABC):
         for where, (place, key, _) in {**one, **other}.items():
             now = place.get(key, _ABSENT)
             a, b = one.get(where, (0, 0, now))[2], other.get(where, (0, 0, now))[2]
-            self.write(place, key, a if same(a, b) else _either(a, b, condition, str(key)))
+            if a is _ABSENT and b is _ABSENT:
+                self.erase(place, key)
+            else:
+                self.write(place, key, a if same(a, b) else _either(a, b, condition, str(key)))
 
     # expressions, by the name of their syntax node
 
@@ -165,7 +174,9 @@ class Expressions(ABC):
             if entry is None:
                 why = "" if base.function else base.why or "is not in the file"
                 entry = Entry(Thing(f"{base.text}.{name}", node.lineno, why or "is not in the file"), node.lineno)
-                self.write(base.attributes, name, entry)
+                base.attributes[name] = entry  # to look at it changes nothing, so that no branch takes it back
+            if name == "__dict__":
+                base.arguments.open.append(self.unknown(node, "may change any field"))
             return entry.value
         return self.unknown(node, "is not worked out")
 
@@ -261,7 +272,10 @@ class Expressions(ABC):
         kind = node.ops[0]
         try:
             if isinstance(kind, ast.In | ast.NotIn):
-                inside = left in right.items if isinstance(right, Row) else left in right
+                items = right.items if isinstance(right, Row) else right
+                if isinstance(right, Row) and not all(isinstance(item, PLAIN) for item in items):
+                    return self.unknown(node, reason_of(*items))
+                inside = left in items
                 return inside is isinstance(kind, ast.In)
             return COMPARISONS[type(kind)](left, right)
         except TypeError:
@@ -324,22 +338,21 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= LARGEST
 
 
-def is_unknown(value: Any) -> bool:
-    """Whether nothing is known of a value: no literal, dict, function, imported name or result of a call."""
-    if isinstance(value, External):
-        return not value.imported and "." not in value.name
-    return isinstance(value, Thing) and bool(value.why)
-
-
 def truth_of(value: Any) -> bool | None:
     """Whether a value is true; None if that is not known."""
     if isinstance(value, PLAIN):
         return bool(value)
     if isinstance(value, Table):
-        return True if value.entries else None if value.open else False
+        certain = any(not _may_lack(entry.value) for entry in value.entries.values())
+        return True if certain else None if value.open or value.entries else False
     if isinstance(value, Row):
-        return bool(value.items)
+        return True if not all(map(_may_lack, value.items)) else None if value.items else False
     return True if isinstance(value, Function | Class | Partial) else None
+
+
+def _may_lack(value: Any) -> bool:
+    """Whether a value is only there in one of two branches."""
+    return isinstance(value, Thing) and value.why.startswith("depends on") and len(value.alternatives) < 2
 
 
 def reason_of(*values: Any) -> str:
@@ -367,7 +380,7 @@ def _restore(place: MutableMapping[Hashable, Any], key: Hashable, before: Any) -
 def _either_items(a: tuple[Any, ...], b: tuple[Any, ...], condition: Condition) -> tuple[Any, ...]:
     """What two versions of a list begin with, and the rest as one thing."""
     shared = next((i for i, pair in enumerate(zip(a, b, strict=False)) if not same(*pair)), min(len(a), len(b)))
-    return (*a[:shared], _either(a[shared:] or None, b[shared:] or None, condition, "items"))
+    return (*a[:shared], _either(a[shared:] or _ABSENT, b[shared:] or _ABSENT, condition, "items"))
 
 
 def _either(a: Any, b: Any, condition: Condition, name: str) -> Any:

@@ -32,6 +32,7 @@ class Gatherer:
         self.found, self.account, self.picked = found, account, picked
         self.handed_on, self.alive = _uses(found)
         self.tables = Tables(account, self._is_meant)
+        self.nones: list[tuple[Spot, int, str]] = []
 
     def gather(self) -> None:
         """Adds every saying of the file to the account."""
@@ -47,6 +48,7 @@ class Gatherer:
         self._environment()
         self.account.take(*(thing.node for thing in self.found.things if thing.function and is_dtype(thing.function)))
         self._clipping()
+        self._refuse_unused()
         self._strike_holders()
 
     # calls
@@ -138,6 +140,8 @@ class Gatherer:
         value, line = entry.value, entry.line or holder.line
         self.account.take(entry.node)
         values = value.items if isinstance(value, Row) else (value,)
+        if value is None and holder.function is not None:
+            self.nones.append((spot, line, f"{name} = None of {holder.function.last}(...)"))
         for item in values:
             if isinstance(item, Table):
                 self.tables.say(spot, item, name, handed_on=True)
@@ -203,6 +207,13 @@ class Gatherer:
             node, line = self.found.top_names.get(str(name), (0, 0)) if scope is self.found.scopes[0] else (0, 0)
             table.entries[name] = Entry(value, line, node)
         return table
+
+    def _refuse_unused(self) -> None:
+        """Refuses what is made and then left aside where it belongs: FSDP(model, mixed_precision=None)."""
+        for spot, line, text in self.nones:
+            made = next((s for s in self.account.sayings if s.spot == spot and not s.handed_on and not s.adds), None)
+            if made is not None:
+                self.account.refuse(line, f"{text}, though {made.name} is made in line {made.line}: which is meant?")
 
     def _clipping(self) -> None:
         """Clipping by a script that wraps its model in FSDP: `model.clip_grad_norm_(1.0)` and torch's function."""

@@ -61,6 +61,7 @@ OTHER_NUMBERS = (
 )
 FP32 = ("torch.float", "torch.float32")
 LONGEST_NAME = 60
+HIDING = ("exec", "eval", "globals", "locals")  # calls behind which anything may be set
 PRECISE = _words("dtype residual_in_fp32 use_fp32_norm output_tf32 output_to_fp32 embed_grad_scale grad_scaler")
 """Keys of InternEvo's model that bear on precision; the others are about its shape."""
 
@@ -135,6 +136,8 @@ def _in_call(node: ast.Call) -> Iterator[Mention]:
         yield Mention(id(node), name, node.lineno, shortened(node))
     if function.startswith((*MAKING_TENSORS, *OTHER_NUMBERS)):
         return
+    if isinstance(node.func, ast.Name) and name in HIDING:
+        yield Mention(id(node), name, node.lineno, shortened(node))
     for word in node.keywords:
         if word.arg and bears_on_precision(word.arg) and not shortened(word.value).startswith(OTHER_NUMBERS):
             yield Mention(id(word), word.arg, word.lineno, f"{word.arg}={shortened(word.value)} of {function}()")

@@ -50,10 +50,10 @@ def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Fore
             _need_python(path, assume, pick)
         else:
             account = _account_of_python(path, text, assumptions, pick)
+        fields = account.settle()
     except (TooMuch, TooLarge, RecursionError) as error:
         why = "more work than a configuration asks for: give the part about precision"
         raise UserError(f"{path}: {why}") from error
-    fields = account.settle()
     note_overwritten(account, fields.get(NEMO, {}))
     account.close()
     if account.problems:
@@ -138,12 +138,14 @@ def _picked(path: Path, found: Statements, name: str) -> frozenset[int] | None:
 
 def _refuse_star_imports(tree: ast.Module, account: Account) -> None:
     """A star import may bring any name; where the file does not say the dtype itself, it is the likely place."""
-    if any("dtype" in saying.fields or saying.spot[0] != "internevo" for saying in account.sayings):
-        return
+    known = any("dtype" in saying.fields or saying.spot[0] != "internevo" for saying in account.sayings)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            why = "it may bring the precision, which is not in this file: write it here, or give that file"
-            account.refuse(node.lineno, f"from {node.module} import *: {why}")
+            if known:
+                account.note(node.lineno, f"from {node.module} import *: what it brings is not read")
+            else:
+                why = "it may bring the precision, which is not in this file: write it here, or give that file"
+                account.refuse(node.lineno, f"from {node.module} import *: {why}")
 
 
 def _parsed(path: Path, text: str) -> ast.Module:

@@ -7,10 +7,11 @@ followed once. A function that the file does not call is followed with arguments
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tools.foreign.calls import Calls
-from tools.foreign.expressions import calculated, shortened
+from tools.foreign.expressions import ENVIRONMENT, calculated, shortened
 from tools.foreign.values import Class, Condition, Entry, External, Function, Row, Scope, Table, Thing, same
 
 DEEPEST = 12  # calls within calls
@@ -35,13 +36,18 @@ class Statements(Calls):
             if not function.called:
                 self._follow_uncalled(function)
 
-    def block(self, body: Sequence[ast.stmt]) -> bool:
-        """Follows statements; whether they left the block by return, raise, break or continue."""
-        for statement in body:
+    def block(self, body: Sequence[ast.stmt]) -> str:
+        """Follows statements; the word by which they left the block: return, raise, break, continue, or none."""
+        for i, statement in enumerate(body):
+            if isinstance(statement, ast.If) and not isinstance(truth := self._truth(statement.test), bool):
+                left = self._either_way(statement, truth, body[i + 1 :])
+                if left is not None:
+                    return left
+                continue
             follow = getattr(self, f"_{type(statement).__name__.lower()}_", None)
-            if follow is not None and follow(statement):
-                return True
-        return False
+            if follow is not None and (left := follow(statement)):
+                return left
+        return ""
 
     # simple statements
 
@@ -72,24 +78,42 @@ class Statements(Calls):
         self.seen[id(target)] = value
         self.assigned.add(id(value))
         if isinstance(target, ast.Name):
-            if self.scope is self.scopes[0]:
+            scope = self.scope.declared.get(target.id, self.scope)
+            if scope is self.scopes[0]:
                 self.top_names[target.id] = (id(target), target.lineno)
-            self.write(self.scope.names, target.id, value)
+            self.write(scope.names, target.id, value)
         elif isinstance(target, ast.Attribute):
             self.assign_attribute(self.value(target.value), target.attr, Entry(value, target.lineno, id(target)))
-        elif isinstance(target, ast.Subscript) and isinstance(key := self.value(target.slice), str):
-            self.assign_attribute(self.value(target.value), key, Entry(value, target.lineno, id(target)))
+        elif isinstance(target, ast.Subscript):
+            self._assign_item(target, self.value(target.value), self.value(target.slice), value)
         elif isinstance(target, ast.Tuple | ast.List):
             parts = value.items if isinstance(value, Row) and len(value.items) == len(target.elts) else None
             for i, part in enumerate(target.elts):
                 unknown = Thing(shortened(part), part.lineno, "is a part of something that is not in the file")
                 self._assign_to(part, parts[i] if parts is not None else unknown)
 
+    def _assign_item(self, target: ast.Subscript, base: Any, key: Any, value: Any) -> None:
+        if isinstance(key, str):
+            self.assign_attribute(base, key, Entry(value, target.lineno, id(target)))
+        elif isinstance(base, Row):
+            known = type(key) is int and -len(base.items) <= key < len(base.items)
+            unknown = tuple(Thing(shortened(target), target.lineno, "is one of a list") for _ in base.items)
+            items = list(base.items if known else unknown)
+            if known:
+                items[key] = value
+            self.write(base.slots, "items", tuple(items))
+        elif isinstance(base, Table):
+            base.open.append(Thing(shortened(target), target.lineno, "is set under a key that is not known"))
+
     def _delete_(self, node: ast.Delete) -> None:
         for target in node.targets:
-            if isinstance(target, ast.Subscript) and isinstance(base := self.value(target.value), Table):
-                key = self.value(target.slice)
-                base.entries = {name: entry for name, entry in base.entries.items() if name != key}
+            if not isinstance(target, ast.Subscript):
+                continue
+            base, key = self.value(target.value), self.value(target.slice)
+            if isinstance(base, Table):
+                self.erase(base.entries, key)
+            elif isinstance(base, External) and base.name in ENVIRONMENT:
+                self.erase(self.outside.entries, f"env {key}")
 
     def _import_(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -103,17 +127,33 @@ class Statements(Calls):
 
     # blocks
 
-    def _if_(self, node: ast.If) -> bool:
-        truth = self._main_guard(node.test) or self.condition(node.test)
-        if isinstance(truth, bool):
-            self._pass_over(node.orelse if truth else node.body, f"`{shortened(node.test)}` is {truth}")
-            return self.block(node.body if truth else node.orelse)
-        left, written = self.attempt(lambda: self.block(node.body), truth)
-        left_too, written_too = self.attempt(lambda: self.block(node.orelse), truth)
-        if left != left_too:  # what follows is reached through the other branch alone
-            written = written_too = written_too if left else written
-        self.merge(written, written_too, truth)
-        return left and left_too
+    def _truth(self, test: ast.expr) -> bool | Condition:
+        return self._main_guard(test) or self.condition(test)
+
+    def _if_(self, node: ast.If) -> str:
+        truth = self._truth(node.test) is True
+        self._pass_over(node.orelse if truth else node.body, f"`{shortened(node.test)}` is {truth}")
+        return self.block(node.body if truth else node.orelse)
+
+    def _either_way(self, node: ast.If, condition: Condition, rest: Sequence[ast.stmt]) -> str | None:
+        """Follows both branches of a condition that is not known; None if what comes after is still to be followed.
+
+        Where one of them leaves, what comes after belongs to the other alone. An error ends the program: what comes
+        after it is certain.
+        """
+        left, written = self.attempt(lambda: self.block(node.body), condition)
+        left_too, written_too = self.attempt(lambda: self.block(node.orelse), condition)
+        if bool(left) == bool(left_too):
+            self.merge(written, written_too, condition)
+            return left or None
+        if "raise" in (left, left_too):
+            staying = written_too if left else written
+            self.merge(staying, staying, condition)
+            return None
+        stays = node.orelse if left else node.body
+        after, going_on = self.attempt(lambda: self.block(stays) or self.block(rest), condition)
+        self.merge(written if left else written_too, going_on, condition)
+        return after
 
     def _main_guard(self, test: ast.expr) -> bool:
         return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
@@ -122,20 +162,30 @@ class Statements(Calls):
         if body:
             self.unreached.append((body[0].lineno, body[-1].end_lineno or body[-1].lineno, why))
 
-    def _for_(self, node: ast.For | ast.AsyncFor) -> None:
+    def _for_(self, node: ast.For | ast.AsyncFor) -> str:
         items = self.value(node.iter)
         if isinstance(items, Row) and len(items.items) <= LONGEST_LOOP:
-            for item in items.items:
-                self._assign_to(node.target, item)
-                self.block(node.body)
-            return
+            return self._unrolled(node, items.items)
         self._assign_to(node.target, Thing(shortened(node.target), node.lineno, "changes in a loop"))
         self._loop(node.body, Condition(f"for {shortened(node.target)} in {shortened(node.iter)}", node.lineno))
 
+        return ""
+
     _asyncfor_ = _for_
+
+    def _unrolled(self, node: ast.For | ast.AsyncFor, items: Sequence[Any]) -> str:
+        for item in items:
+            self._assign_to(node.target, item)
+            left = self.block(node.body)
+            if left == "break":
+                return ""
+            if left in ("return", "raise"):
+                return left
+        return self.block(node.orelse)
 
     def _while_(self, node: ast.While) -> None:
         self._loop(node.body, Condition(f"while {shortened(node.test)}", node.lineno))
+        self.block(node.orelse)
 
     def _loop(self, body: Sequence[ast.stmt], condition: Condition) -> None:
         """Follows the body of a loop once, as what training does in each step; what it changes is unknown then."""
@@ -146,7 +196,7 @@ class Statements(Calls):
         _, written = self.attempt(lambda: self.block(body), condition)
         self.merge(written, {}, condition)
 
-    def _with_(self, node: ast.With | ast.AsyncWith) -> bool:
+    def _with_(self, node: ast.With | ast.AsyncWith) -> str:
         for item in node.items:
             value = self.value(item.context_expr)
             if item.optional_vars is not None:
@@ -155,7 +205,7 @@ class Statements(Calls):
 
     _asyncwith_ = _with_
 
-    def _try_(self, node: ast.Try) -> bool:
+    def _try_(self, node: ast.Try) -> str:
         left = self.block(node.body)
         for handler in node.handlers:
             caught = shortened(handler.type) if handler.type else "an error"
@@ -171,7 +221,9 @@ class Statements(Calls):
     # functions and classes
 
     def _functiondef_(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.write(self.scope.names, node.name, made := Function(node.name, node, self.scope))
+        made = Function(node.name, node, self.scope)
+        made.defaults = {name: self.value(default) for name, default in _defaults(node.args).items()}
+        self.write(self.scope.names, node.name, made)
         self.functions.append(made)
 
     _asyncfunctiondef_ = _functiondef_
@@ -184,19 +236,32 @@ class Statements(Calls):
         self.block(node.body)
         self.scope = before
         made.prototype.attributes = _members(made, made.prototype, node.lineno)
-        for function in (f for f in scope.names.values() if isinstance(f, Function)):
+        for function in (f for f in scope.names.values() if isinstance(f, Function) and not _is_static(f)):
             function.owner = made.prototype
 
-    def _return_(self, node: ast.Return) -> bool:
+    def _return_(self, node: ast.Return) -> str:
         value = None if node.value is None else self.value(node.value)
         if self._returned:
             self._returned[-1].append(value)
-        return True
+        return "return"
 
-    def _leave_(self, node: ast.stmt) -> bool:
-        return True
+    def _raise_(self, node: ast.Raise) -> str:
+        return "raise"
 
-    _raise_ = _leave_
+    def _break_(self, node: ast.Break) -> str:
+        return "break"
+
+    def _continue_(self, node: ast.Continue) -> str:
+        return "continue"
+
+    def _global_(self, node: ast.Global) -> None:
+        self.scope.declared |= dict.fromkeys(node.names, self.scopes[0])
+
+    def _nonlocal_(self, node: ast.Nonlocal) -> None:
+        for name in node.names:
+            found = self.scope.parent.find(name) if self.scope.parent else None
+            if found is not None:
+                self.scope.declared[name] = found
 
     def called_inside(
         self, function: Function | Class, positional: tuple[Entry, ...], arguments: Table, line: int
@@ -205,11 +270,18 @@ class Statements(Calls):
         if isinstance(function, Class):
             return self._instance(function, positional, arguments, line)
         function.called = True
+        if self._is_decorated(function):
+            return Thing(f"{function.name}(...)", line, "is changed by a decorator of the file")
         if function.node in self._running or len(self._running) >= DEEPEST:
             return Thing(f"{function.name}(...)", line, "calls itself")
         scope = Scope(function.name, function.scope)
         self._bind(function, scope, positional, arguments)
         return self._run(function, scope)
+
+    def _is_decorated(self, function: Function) -> bool:
+        """Whether a function of the file decorates this one."""
+        decorators: Iterable[ast.expr] = getattr(function.node, "decorator_list", ())
+        return any(isinstance(self.value(d), Function) for d in decorators if isinstance(d, ast.Name))
 
     def _instance(self, kind: Class, positional: tuple[Entry, ...], arguments: Table, line: int) -> Thing:
         """An instance: members of the class, fields given by keyword as a dataclass has it, then its `__init__`."""
@@ -218,10 +290,15 @@ class Statements(Calls):
         made.attributes = _members(kind, made, line)
         start = kind.scope.names.get("__init__")
         if isinstance(start, Function):
-            self.called_inside(Function(start.name, start.node, start.scope, made), positional, arguments, line)
+            self.called_inside(replace(start, owner=made), positional, arguments, line)
             start.called = True
         else:
-            made.attributes |= arguments.entries
+            fields = [name for name, value in kind.scope.names.items() if not isinstance(value, Function)]
+            made.attributes |= dict(zip(fields, positional, strict=False)) | arguments.entries
+            after = kind.scope.names.get("__post_init__")
+            if isinstance(after, Function):
+                self.called_inside(replace(after, owner=made), (), Table(), line)
+                after.called = True
         return made
 
     def _bind(self, function: Function, scope: Scope, positional: tuple[Entry, ...], arguments: Table) -> None:
@@ -235,7 +312,8 @@ class Statements(Calls):
         for name, default in _defaults(spec).items():
             if name not in given:
                 unsure = bool(arguments.open)
-                given[name] = Thing(name, function.node.lineno, "may be given by **") if unsure else self.value(default)
+                usual = function.defaults[name] if name in function.defaults else self.value(default)
+                given[name] = Thing(name, function.node.lineno, "may be given by **") if unsure else usual
         for name in (*names, *_words(spec)):
             why = f"is an argument of {function.name}() that is not in the file"
             scope.names[name] = given.get(name, Thing(name, function.node.lineno, why))
@@ -279,8 +357,8 @@ class Statements(Calls):
         self._returned.append([])
         if isinstance(function.node, ast.Lambda):
             self._returned[-1].append(self.value(function.node.body))
-        else:
-            self.block(function.node.body)
+        elif self.block(function.node.body) not in ("return", "raise") and self._returned[-1]:
+            self._returned[-1].append(None)  # it may end without a return
         values = self._returned.pop()
         self._running.pop()
         self.scope = before
@@ -298,7 +376,7 @@ def _members(kind: Class, owner: Thing, line: int) -> dict[Any, Entry]:
     members: dict[Any, Entry] = {}
     for name, value in kind.scope.names.items():
         is_method = isinstance(value, Function) and not _is_static(value)
-        bound = Function(value.name, value.node, value.scope, owner) if is_method else value
+        bound = replace(value, owner=owner) if is_method else value
         members[name] = Entry(bound, line)
     return members
 

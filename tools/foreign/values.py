@@ -95,16 +95,20 @@ class Thing:
 
 @dataclass(eq=False)
 class Scope:
-    """The names of a module, function or class. path: its name for messages, empty for the module's."""
+    """The names of a module, function or class.
+
+    path: its name for messages, empty for the module's. declared: names that are global or nonlocal there.
+    """
 
     path: str = ""
     parent: "Scope | None" = None
     names: dict[Hashable, Any] = field(default_factory=dict)
     is_class: bool = False
+    declared: dict[str, "Scope"] = field(default_factory=dict)
 
     def find(self, name: str) -> "Scope | None":
         """The innermost scope that defines `name`; class scopes are seen only from themselves."""
-        scope: Scope | None = self
+        scope: Scope | None = self.declared.get(name, self)
         while scope is not None:
             if name in scope.names and (scope is self or not scope.is_class):
                 return scope
@@ -114,13 +118,15 @@ class Scope:
 
 @dataclass(eq=False)
 class Function:
-    """A function of the file, or a lambda. owner: the instance or class that it is a method of."""
+    """A function of the file, or a lambda. owner: the instance that it is a method of. defaults: as they were known
+    where it is defined."""
 
     name: str
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     scope: Scope
     owner: "Thing | None" = None
     called: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

@@ -146,7 +146,8 @@ def _accelerate(tree: Table, account: Account) -> Iterator[Saying]:
         return
     version = find(tree, "fsdp_config.fsdp_version")
     second = version is not None and str(version.value) == "2"
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "no": "float32"}.get(str(precision.value))
+    said = "no" if precision.value is False else str(precision.value)  # YAML takes a bare no for false
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "no": "float32"}.get(said)
     account.take(precision.node)
     if dtype is None:
         account.refuse(precision.line, f"mixed_precision = {precision.value}: use no, fp16, bf16 or fp8")

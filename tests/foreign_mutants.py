@@ -39,7 +39,7 @@ def moved_into_function(tree: ast.Module, rng: random.Random) -> Mutant | None:
 def through_a_name(tree: ast.Module, rng: random.Random) -> Mutant | None:
     """The value of a keyword is assigned to a name first."""
     words = [word for node in tree.body for word in _keywords(node) if word.arg in KEYS]
-    literal = [word for word in words if isinstance(word.value, ast.Constant | ast.Attribute)]
+    literal = [word for word in words if ast.unparse(word.value).startswith(("torch.", '"', "'", *"0123456789"))]
     if not literal:
         return None
     word = rng.choice(literal)

@@ -72,7 +72,9 @@ class Calls(Expressions):
             return known.value
         return self._outside(callee, node, positional, arguments)
 
-    def _outside(self, callee: Any, node: ast.Call, positional: tuple[Entry, ...], arguments: Table) -> Thing:
+    def _outside(
+        self, callee: Any, node: ast.Call, positional: tuple[Entry, ...], arguments: Table, is_now: bool = True
+    ) -> Thing:
         """The result of a call that the file does not define. A call of a result of `run.Partial` adds arguments."""
         if isinstance(callee, Thing) and callee.function and isinstance(node.func, ast.Name | ast.Call):
             merged = Table(dict(callee.arguments.entries), node.lineno, list(callee.arguments.open))
@@ -86,8 +88,8 @@ class Calls(Expressions):
             shortened(node), node.lineno, "", function, positional, arguments, conditions=tuple(self.conditions)
         )
         made.node = id(node)
-        if not (isinstance(node.func, ast.Name | ast.Attribute) and shortened(node.func).endswith("partial")):
-            self.things.append(made)  # what functools.partial makes is not made before it is called
+        if is_now:
+            self.things.append(made)
         return made
 
     def _builtin(
@@ -104,7 +106,7 @@ class Calls(Expressions):
         if function.name in COPIES and positional:
             return self._copy(first, node, arguments)
         if _is_partial(function) and positional:
-            return self._partial(node, positional, arguments)
+            return self._partial(node, positional, arguments, is_now=function.last != "partial")
         if function.name in CONVERSIONS and isinstance(first, bool | int | float | str):
             return Entry(self._converted(function.name, first, node))
         if function.name == "getattr" and len(positional) > 1 and isinstance(name := positional[1].value, str):
@@ -125,19 +127,21 @@ class Calls(Expressions):
         self.merge_into(table, arguments)
         return table
 
-    def _partial(self, node: ast.Call, positional: tuple[Entry, ...], arguments: Table) -> Entry | None:
-        """A function with arguments; one from outside counts as called with them."""
+    def _partial(self, node: ast.Call, positional: tuple[Entry, ...], arguments: Table, is_now: bool) -> Entry | None:
+        """A function with arguments; one from outside counts as called with them, now or when the result is called."""
         function, rest = positional[0].value, positional[1:]
         if isinstance(function, Function | Class):
-            if isinstance(function, Class) or not _is_functools(self.value(node.func)):
+            if isinstance(function, Class) or is_now:
                 return Entry(self.called_inside(function, rest, arguments, node.lineno))
             function.called = True
             return Entry(Partial(function, rest, arguments))
-        return Entry(self._outside(function, node, rest, arguments)) if isinstance(function, External | Thing) else None
+        if not isinstance(function, External | Thing):
+            return None
+        return Entry(self._outside(function, node, rest, arguments, is_now))
 
     def _copy(self, value: Any, node: ast.Call, changes: Table) -> Entry | None:
         """A copy of a dict or thing, with the changes that dataclasses.replace makes."""
-        if shortened(node.func).endswith("deepcopy"):
+        if isinstance(callee := self.value(node.func), External) and callee.last == "deepcopy":
             return Entry(self._deep(value, {}))
         if isinstance(value, Table):
             table = Table(dict(value.entries), node.lineno, list(value.open))
@@ -277,7 +281,3 @@ CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "
 
 def _is_partial(function: External) -> bool:
     return function.name in PARTIALS or (function.name.endswith((".Config", ".Partial")) and "run" in function.name)
-
-
-def _is_functools(function: Any) -> bool:
-    return isinstance(function, External) and function.last == "partial"

@@ -151,6 +151,8 @@ class Store:
         found: Tensor | None = None
         filled = 0
         for chunk in self.index["tensors"][key]["chunks"]:
+            if not len(chunk["offset"]) == len(chunk["shape"]) == len(shape):
+                raise UserError(f"{self.path} is damaged: {INDEX} has a part of {key} with another number of dims")
             low = [max(a, b) for a, b in zip(offset, chunk["offset"], strict=True)]
             high = [
                 min(a + n, b + m) for a, n, b, m in zip(offset, shape, chunk["offset"], chunk["shape"], strict=True)

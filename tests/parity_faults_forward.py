@@ -109,7 +109,11 @@ FAULTS = {
             "forward",
             lambda inner: (
                 lambda self, x: norms._Normalize.apply(
-                    x, self.weight, self.eps * (10 if torch.distributed.get_rank() else 1), self.sensitive, self.out
+                    x,
+                    self.weight,
+                    self.eps * (10 if torch.distributed.get_rank() else 1),
+                    self.context.plan.sensitive,
+                    self.context.plan.compute,
                 )
             ),
         ),

@@ -127,12 +127,18 @@ def test_zero_grad_forgets_the_gradients_of_this_step() -> None:
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
+def unscale(optimizer: ParallelAMPOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
 REACHED: dict[str, Callable[[nn.Module, ParallelAMPOptimizer], object]] = {
     "clip_grad_norm_": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     "clip_grad_value_": lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 1.0),
     "grad": lambda model, optimizer: next(model.parameters()).grad,
     "model.zero_grad": lambda model, optimizer: model.zero_grad(),
-    "unscale_": lambda model, optimizer: torch.amp.GradScaler("cpu").unscale_(optimizer),  # type: ignore[attr-defined]
+    "unscale_": lambda model, optimizer: unscale(optimizer),
     "another optimizer": lambda model, optimizer: torch.optim.SGD(model.parameters(), 0.1).step(),
 }
 

@@ -9,6 +9,7 @@ CHECKS = ["pytest>=8", "pyyaml>=6", "hypothesis>=6.100", "ruff>=0.9", "pyright>=
 DATA = ["pyarrow>=17"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
+ORACLES = ["megatron-core>=0.16", "einops>=0.8"]  # other people's code that slow tests compare with
 TENSORBOARD = ["tensorboard>=2.15"]
 README = Path(__file__).with_name("README.md")
 
@@ -34,6 +35,7 @@ setup(
     extras_require={
         "data": DATA,
         "hf": HF,
+        "oracles": ORACLES,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
         "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD],

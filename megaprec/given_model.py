@@ -102,26 +102,29 @@ def _is_flat(parameter: nn.Parameter) -> bool:
 
 
 def averages(parts: Sequence[nn.Module], dp: Axis, said: bool | None) -> bool:
-    """Whether gradients are averaged over dp. said: what the user says of it.
-
-    Leaves the sums of each DistributedDataParallel among the parts to the optimizer. Raises UserError if nothing says
-    whether to average.
-    """
-    wrappers = [m for part in parts for m in part.modules() if isinstance(m, DistributedDataParallel)]
-    for wrapper in wrappers:
-        wrapper.require_backward_grad_sync = False
+    """Whether gradients are averaged over dp. said: what the user says of it. Raises UserError if nothing says it."""
     spread = any(is_dtensor(p) for p in parameters_of(parts))
     if spread and said is False:
         raise UserError("average = False: fully_shard averages gradients over its ranks, so leave average out")
     if dp.size == 1 or said is not None:
         return bool(said) and dp.size > 1
-    if wrappers or spread:
+    if spread or any(_wrappers(parts)):
         return True
     raise UserError(
         f"the gradients of {dp.size} dp ranks can be averaged or summed: give average=True if each rank's loss is the "
         "mean over its own samples, as with DistributedDataParallel, or average=False if it is the rank's share of the "
         "mean over the samples of all ranks (their sum over the number of all samples)"
     )
+
+
+def take_over_sums(parts: Sequence[nn.Module]) -> None:
+    """Leaves the sums of each DistributedDataParallel among the parts to the optimizer."""
+    for wrapper in _wrappers(parts):
+        wrapper.require_backward_grad_sync = False
+
+
+def _wrappers(parts: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
+    return (m for part in parts for m in part.modules() if isinstance(m, DistributedDataParallel))
 
 
 def require_nothing_left(stand_ins: Sequence[StandIn], overlap: bool, zero_size: int) -> None:

@@ -32,12 +32,12 @@ from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, Outcome, StepReport
 from megaprec.fp8.weights import agreed_amaxes
 from megaprec.gathered import gather_tensors, load_tensors
-from megaprec.given_model import Ranks, averages, move_rest, require_known, require_nothing_left
+from megaprec.given_model import Ranks, averages, move_rest, require_known, require_nothing_left, take_over_sums
 from megaprec.groups import Group, Slice, by_factors, require_used, slices
 from megaprec.layout import layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.main_gradient import forget
-from megaprec.native import Kernels
+from megaprec.native import kernels_for
 from megaprec.overlap import Arrivals, Sums
 from megaprec.param_groups import param_groups, rates, saved, take_up
 from megaprec.plan import PrecisionPlan
@@ -53,9 +53,8 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts; their memory is taken
         over by flat buffers on the mesh's device, without a mesh on their own. A chunk may be wrapped in
         DistributedDataParallel, whose sums are then left to the optimizer, or cut by fully_shard (`megaprec.dtensor`).
-    mesh: with some of the axes pp, dp and tp, in this order; None for a plain process, or a model that fully_shard has
-        cut over all ranks.
-    lr: the learning rate, for torch's LR schedulers to change (`param_groups`); None if each `step` is given its own.
+    mesh: with some of the axes pp, dp and tp, in this order; None for a plain process, and where fully_shard has cut.
+    lr: the learning rate, which torch's schedulers change in `param_groups`; None if each `step` is given its own.
     average: whether each dp rank's loss is the mean over its own samples, so that gradients are averaged over dp, or
         its share of a mean over all ranks' samples, so that they are summed. To be said where there are several dp
         ranks, unless the model is wrapped in DistributedDataParallel or cut by fully_shard: these average.
@@ -71,7 +70,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     seed: of stochastic rounding.
     native: AdamW on a CPU by kernels that a C compiler makes, wherever masters, gradients and averages are FP32 and
         weights FP32 or rounded to bf16 nearest; the results are the same but for the last bits of the norm.
-    Raises UserError for what does not fit together, ValueError for a parameter without a fitting layout.
+    Raises UserError for what does not fit together.
     """
 
     def __init__(
@@ -102,13 +101,14 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         require_known(parts, self.tp.size)
         self.average = averages(parts, self.dp, average)
         self.shards = Axis.cut(mesh, "dp", zero_size or Axis.of(mesh, "dp").size, "zero")
-        self.kernels = self._native() if native else None
+        self.kernels = kernels_for(self.rule, self.device) if native else None
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
         self.stop = False  # set it on any rank: the next step's report has it on all of them
         self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay)
         super().__init__(self._groups.values(), {})
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
+        take_over_sums(parts)
         self.buffers: list[list[Buffer]] = []  # by model chunk
         self._tied: list[tuple[Buffer, Axis]] = []
         cut = {p: StandIn(p, plan, self.device) for p in parameters_of(parts) if is_dtensor(p)}
@@ -158,15 +158,6 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         if pipeline_ranks := layout_of(parameters[0]).tied:
             self._tied.append((buffer, tied[pipeline_ranks]))
         return buffer
-
-    def _native(self) -> Kernels:
-        """The kernels. Raises UserError for what they are never of use to."""
-        if type(self.rule) is not AdamW or self.device.type != "cpu":
-            raise UserError(
-                f"native kernels update by AdamW on a CPU, not by {type(self.rule).__name__} on {self.device.type}: "
-                "leave native out"
-            )
-        return Kernels()
 
     def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Block]:
         """A slice as it is updated: whole if the kernels can, else in runs that suit the device."""

@@ -179,14 +179,14 @@ def refusals(mesh: DeviceMesh) -> dict[str, str]:
             ParallelAMPOptimizer([part], made, mesh, **options)
         said[name] = str(caught.value)
 
-    def named(change: Callable[[nn.Module], object] = lambda model: None) -> nn.Module:
-        model = make_model()
-        model = change(model) or model  # type: ignore[assignment]
+    def named(change: Callable[[nn.Module], nn.Module] = lambda model: model) -> nn.Module:
+        model = change(make_model())
         attach_whole(model)
         return model
 
-    def one_dim(model: nn.Module) -> None:
-        fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % RANKS == 0 else None)
+    def one_dim(model: nn.Module) -> nn.Module:
+        fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else None)
+        return model
 
     refused("no mesh", named())
     refused("no mesh in ddp", named(DistributedDataParallel))

@@ -31,9 +31,7 @@ def run(words: list[str], here: Path) -> list[str]:
 def run_block(code: str, here: Path) -> list[str]:
     (here / "block.py").write_text(code)
     launched = LAUNCHED.match(code)
-    return run(
-        [*TORCHRUN, "--nproc-per-node", launched[1], "block.py"] if launched else [sys.executable, "block.py"], here
-    )
+    return run([*(launched_by(launched[1]) if launched else [sys.executable]), "block.py"], here)
 
 
 @pytest.mark.parametrize("number", [n for n, code in enumerate(BLOCKS) if not LAUNCHED.match(code)])

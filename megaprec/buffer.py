@@ -288,12 +288,14 @@ def require_in_place(among: Iterable[Buffer]) -> None:
 def buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) -> list[list[nn.Parameter]]:
     """Parameters that share a buffer: of one kind, in runs of at least `size` elements, ordered by their first ones.
 
-    Tied ones lie apart, so that every holder cuts them into the same slices.
+    Tied ones lie apart, so that every holder cuts them into the same slices; so do slices of what torch has cut over
+    more ranks than the tensor-parallel ones.
     """
-    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[list[nn.Parameter]]] = {}
+    kinds: dict[tuple[tuple[int, ...], torch.dtype, int], list[list[nn.Parameter]]] = {}
     found = []
     for parameter in parameters:
-        alike = kinds.setdefault((layout_of(parameter).tied, held_as(parameter, plan)), [])
+        layout, first = layout_of(parameter), layout_of(parameter).parts[0]
+        alike = kinds.setdefault((layout.tied, held_as(parameter, plan), first.shards * first.copies), [])
         if not alike or sum(p.numel() for p in alike[-1]) >= size:
             alike.append([])
             found.append(alike[-1])

@@ -116,11 +116,9 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         require_nothing_left(self._stand_ins, overlap, zero_size)
         taken: set[nn.Parameter] = set()
         for part in parts:
-            mine = [p for p in parameters_of([part]) if p not in taken]
-            taken.update(mine)
-            plain, spread = [p for p in mine if p not in cut], [cut[p].parameter for p in mine if p in cut]
-            self.buffers.append([self._adopt(alike, axes, groups) for alike in buckets(plain, plan, bucket)])
-            self.buffers[-1] += [self._adopt(alike, axes, groups, True) for alike in buckets(spread, plan, bucket)]
+            held = [cut[p].parameter if p in cut else p for p in parameters_of([part]) if p not in taken]
+            taken.update(parameters_of([part]))
+            self.buffers.append([self._adopt(alike, axes, groups) for alike in buckets(held, plan, bucket)])
             move_rest(part, plan, self.device)
         self._in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
         for one in (one for buffer in self._in_codes for one in buffer.owned):
@@ -137,13 +135,10 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self.num_elements = int(self.world.sum_(count).item())
 
     def _adopt(
-        self,
-        parameters: list[nn.Parameter],
-        tied: dict[tuple[int, ...], Axis],
-        groups: Sequence[Group],
-        spread: bool = False,
+        self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], groups: Sequence[Group]
     ) -> Buffer:
-        """A buffer for parameters of one kind. spread: they stand in for what torch has cut over the ranks already."""
+        """A buffer for parameters of one kind. What torch has cut over the ranks is neither summed nor cut again."""
+        spread = any(parameters[0] is one.parameter for one in self._stand_ins)
         buffer = Buffer(
             by_factors(parameters, groups),
             self.plan,

@@ -8,14 +8,16 @@ TEST_ARGS ?=
 CAMPAIGN_ARGS ?= 200 0
 BIN := .venv/bin
 READY := .venv/ready
+ORACLES := .venv/oracles
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test campaign lint format clean
+.PHONY: help demo test campaign oracles lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests                                (TEST_ARGS=\"-k lr\" goes to pytest)"
 	@echo "make campaign  look for false alarms of megaprec parity  (CAMPAIGN_ARGS=\"50 1000\": 50 runs from seed 1000 on)"
+	@echo "make oracles install megatron-core, which tests compare with and are skipped without"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its standard format"
 	@echo "make clean   remove the virtual environment and caches, keep runs"
@@ -28,6 +30,8 @@ test: $(READY)
 
 campaign: $(READY)
 	$(BIN)/python -m tests.parity_campaign $(CAMPAIGN_ARGS)
+
+oracles: $(ORACLES)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -46,4 +50,9 @@ $(READY): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
+# What it needs is there by now, but for a few small packages: torch stays the build that it is.
+$(ORACLES): $(READY)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[oracles]"
 	touch $@

@@ -1,6 +1,8 @@
 """Your own model and your own loop, tensor 2 x pipeline 2, without the trainer:
 
 torchrun --nproc-per-node 4 examples/pretrain.py
+
+Twice as many processes train two replicas of it, each on windows of its own, and so on.
 """
 
 from pathlib import Path
@@ -42,11 +44,11 @@ class Half(nn.Module):
 
 def main() -> None:
     """One rank's part."""
-    mesh = make_mesh(pp=2, tp=2)
-    pp, tp = Axis.of(mesh, "pp"), Axis.of(mesh, "tp")
+    mesh = make_mesh(pp=2, dp=torch.distributed.get_world_size() // 4, tp=2)
+    pp, dp, tp = Axis.of(mesh, "pp"), Axis.of(mesh, "dp"), Axis.of(mesh, "tp")
     precision = plan("fp16")
     half = Half(pp.rank, Context(precision, tp))
-    optimizer = ParallelAMPOptimizer([half], precision, mesh)
+    optimizer = ParallelAMPOptimizer([half], precision, mesh, average=True)  # over dp: each replica's loss is a mean
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
@@ -62,9 +64,8 @@ def main() -> None:
     links = Links.open(pp, schedule.rank_of_stage, (LENGTH, 1, HIDDEN), precision.compute, optimizer.device)
     executor = Executor(schedule.programs[pp.rank], links, forward, reduce=lambda stage: optimizer.reduce())
     for step in range(60):
-        starts = torch.randint(
-            len(text) - LENGTH, (MICROBATCHES,), generator=torch.Generator().manual_seed(step)
-        ).tolist()
+        drawn = torch.Generator().manual_seed(step * dp.size + dp.rank)
+        starts = torch.randint(len(text) - LENGTH, (MICROBATCHES,), generator=drawn).tolist()
         losses: list[Tensor] = []
         executor.run()
         report = optimizer.step(lr=3e-3, loss=torch.stack(losses).sum() if losses and tp.rank == 0 else None)

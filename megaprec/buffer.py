@@ -27,7 +27,7 @@ from megaprec.comm import Axis
 from megaprec.errors import UserError
 from megaprec.fp8.weights import Owned, held_of
 from megaprec.layout import Part, layout_of
-from megaprec.main_gradient import take
+from megaprec.main_gradient import collect
 from megaprec.plan import PrecisionPlan, dtype_name
 from megaprec.rounding import split
 
@@ -49,7 +49,8 @@ class Buffer:
     """Takes over the memory of `parameters`: afterwards they are views of `weights` and add into `grads`.
 
     dp: over which gradients are summed. shards: over which masters and state are cut; of size one without ZeRO-1.
-    state: names of the optimizer's averages. seed: of stochastic rounding.
+    state: names of the optimizer's averages. seed: of stochastic rounding. average: whether the sum over dp is divided
+    by their number.
     The masters are made from the values that the parameters come with, before those are rounded.
     """
 
@@ -63,8 +64,10 @@ class Buffer:
         device: torch.device,
         state: Sequence[str] = (),
         seed: int = 0,
+        average: bool = False,
     ) -> None:
         self.parameters, self.plan, self.dp, self.shards, self.seed = tuple(parameters), plan, dp, shards, seed
+        self.average = average
         self.starts, end = [], 0
         for parameter in self.parameters:
             self.starts.append(end)
@@ -127,8 +130,7 @@ class Buffer:
         elif self.remainder is not None:  # other ranks' slices too must be rounded as their owners round them
             split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
         parameter.data = view
-        parameter.main_grad = self.grads[start : start + values.numel()].view_as(parameter)  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(take)
+        collect(parameter, self.grads[start : start + values.numel()].view_as(parameter))
         first, last = max(start, self.first), min(start + values.numel(), self.last)
         if first < last:
             self.restore("weight", first - self.first, values[first - start : last - start])
@@ -207,8 +209,10 @@ class Buffer:
         return ranges
 
     def start_reduce(self) -> Callable[[], None]:
-        """Starts to sum the gradients over dp: when the returned function has returned, the own slice of `grads` is
-        final and the rest of it is not."""
+        """Starts to sum or average the gradients over dp: when the returned function has returned, the own slice of
+        `grads` is final and the rest of it is not. They are divided first, for a half-precision sum could overflow."""
+        if self.average:
+            self.grads.div_(self.dp.size)
         travelling = self.grads if self.dp.size == 1 else self.grads.to(self.travels)
         start = self.dp.start_scatter_sum_ if self.shards.size == self.dp.size else self.dp.start_sum_
         wait = start(travelling)
@@ -239,6 +243,16 @@ class Buffer:
         increment_version(self.parameters)
         return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
 
+    def strayed(self) -> list[str]:
+        """Names of parameters that are no longer views of `weights`, which is what a cast or a move makes of them."""
+        first, size = self.weights.data_ptr(), self.weights.itemsize
+        places = ((p, first + start * size) for p, start in zip(self.parameters, self.starts, strict=True))
+        return [
+            layout_of(p).parts[0].name
+            for p, place in places
+            if p.dtype != self.weights.dtype or (p.numel() and p.data_ptr() != place)
+        ]
+
     def num_bytes(self) -> int:
         """Memory of all that this buffer keeps, in bytes."""
         kept = [self.weights, self.grads, *self.state.values(), *(one.held.inverse for one in self.owned)]
@@ -259,6 +273,34 @@ def held_as(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
         names, dtypes = (" and ".join(some) for some in ((p.name for p in parts), sorted(map(dtype_name, wanted))))
         raise UserError(f"keep_fp32: {names} are one parameter, whose parts would be {dtypes}: match all or none")
     return wanted.pop()
+
+
+def require_in_place(among: Iterable[Buffer]) -> None:
+    """Raises RuntimeError if a parameter no longer lies in its buffer: what a step writes would not reach the model."""
+    if strayed := [name for buffer in among for name in buffer.strayed()]:
+        more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
+        raise RuntimeError(
+            f"{strayed[0]}{more} was cast or moved after the optimizer had taken over its memory, so no step would "
+            "reach it: cast and move a model (to, half, cuda) before building the optimizer; nothing was changed"
+        )
+
+
+def buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) -> list[list[nn.Parameter]]:
+    """Parameters that share a buffer: of one kind, in runs of at least `size` elements, ordered by their first ones.
+
+    Tied ones lie apart, so that every holder cuts them into the same slices; so do slices of what torch has cut over
+    more ranks than the tensor-parallel ones.
+    """
+    kinds: dict[tuple[tuple[int, ...], torch.dtype, int], list[list[nn.Parameter]]] = {}
+    found = []
+    for parameter in parameters:
+        layout, first = layout_of(parameter), layout_of(parameter).parts[0]
+        alike = kinds.setdefault((layout.tied, held_as(parameter, plan), first.shards * first.copies), [])
+        if not alike or sum(p.numel() for p in alike[-1]) >= size:
+            alike.append([])
+            found.append(alike[-1])
+        alike[-1].append(parameter)
+    return found
 
 
 def _up(n: int, multiple: int) -> int:

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec import exchange
 from megaprec.errors import UserError
 
+AXES = ("pp", "dp", "tp")  # pipeline, data and tensor parallel
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -32,8 +34,11 @@ class Axis:
 
     @staticmethod
     def of(mesh: DeviceMesh | None, name: str) -> "Axis":
-        """The axis `name` of `mesh`; of size one without a mesh."""
-        if mesh is None:
+        """The axis `name` of `mesh`; of size one without a mesh, or if the mesh has no such axis.
+
+        Raises UserError for a mesh whose axes are not some of AXES, in that order.
+        """
+        if mesh is None or name not in _axes_of(mesh):
             return Axis(name)
         size = mesh[name].size()
         return Axis(name, mesh.get_local_rank(name), size, mesh.get_group(name) if size > 1 else None)
@@ -44,7 +49,7 @@ class Axis:
         if mesh is None or mesh.size() == 1:
             return Axis("world")
         if mesh.size() != dist.get_world_size():
-            raise ValueError(
+            raise UserError(
                 f"the mesh holds {mesh.size()} ranks, the world {dist.get_world_size()}: they must be the same"
             )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
@@ -60,7 +65,7 @@ class Axis:
             return tp if dp.size == 1 else dp
         assert mesh is not None
         group = None
-        for ranks in mesh.mesh.movedim((mesh.mesh_dim_names or ()).index("pp"), 0).flatten(1).tolist():
+        for ranks in mesh.mesh.reshape(-1, dp.size * tp.size).tolist():
             made = dist.new_group(ranks)
             if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
                 group = made
@@ -172,6 +177,17 @@ class Axis:
             raise ValueError(
                 f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} ranks of {self.name}"
             )
+
+
+def _axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the mesh's axes. Raises UserError unless they are some of AXES, in that order."""
+    names = mesh.mesh_dim_names or ()
+    if names != tuple(name for name in AXES if name in names) or not names:
+        raise UserError(
+            f"the mesh has the axes {', '.join(names) or 'without names'}: name them with mesh_dim_names, some of "
+            f"{', '.join(AXES)} in this order"
+        )
+    return names
 
 
 # torch 2.13 gave these two new names and warns about the old ones.

@@ -117,7 +117,8 @@ def layout_of(parameter: nn.Parameter) -> Layout:
     layout = getattr(parameter, "megaprec_layout", None)
     if layout is None:
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} has no layout: give it one with megaprec.layout.attach"
+            f"a parameter of shape {tuple(parameter.shape)} has no layout: give it one with "
+            "megaprec.layout.attach_whole(model), or a part of a parallel layer with megaprec.layout.attach"
         )
     return layout
 

@@ -10,6 +10,7 @@ the step again: `Onset` looks at the named tensors after each micro-batch.
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def locate(
     return _merge(_everyones(copies, world, device), most)
 
 
-Found = tuple[int, Offender]  # first element of the slice it was found in, within the tp rank's part
+Found = tuple[int, Offender]  # a number of its own for each slice that is looked at of a tensor
 
 
 def _worst(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int, most: int) -> list[Found]:
@@ -51,7 +52,8 @@ def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int) ->
             first, last = max(piece.start, low), min(piece.stop, high)
             values = buffer.own(buffer.grads)[first - buffer.first : max(first, last) - buffer.first]
             if len(values) and not sum_of_squares(values).isfinite():
-                yield first - piece.start, _describe(piece.part.name, stage, tp_rank, values)
+                place = piece.part.shard * prod(piece.part.padded) + first - piece.start
+                yield place, _describe(piece.part.name, stage, tp_rank, values)
 
 
 class Onset:

@@ -3,11 +3,55 @@
 Nothing clears that memory between steps, for that would be one more trip over all of it. The first gradient of a step
 is written over what the last step left there, the others are added. Who adds in a way that does not cover all of it, as
 to some rows of a table, has it cleared first; and what no gradient came for is cleared before it is summed over ranks.
+
+`parameter.grad`, where autograd puts gradients, is empty but within a backward pass. Whoever looks there in between, to
+clip or to unscale, would find nothing and go on with a norm of 0; a `Guarded` parameter says so instead.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from megaprec.errors import UserError
+from megaprec.layout import layout_of
+
+_grad: Any = torch.Tensor.grad  # autograd's place, whatever a class puts before it
+
+
+class Guarded(nn.Parameter):
+    """A parameter whose `grad` raises UserError while its gradients of this step are in `main_grad`."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        if is_given(self):
+            name = layout_of(self).parts[0].name
+            raise UserError(
+                f"{name}.grad is empty, for ParallelAMPOptimizer has taken the gradient: the optimizer clips by itself "
+                "(clip=), scales the loss (loss * optimizer.scale, no torch.amp.GradScaler), reports the norm (step) "
+                "and clears (optimizer.zero_grad); the sum on this rank, still scaled, is in main_grad"
+            )
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _grad.__set__(self, None)
+
+
+def collect(parameter: nn.Parameter, main: Tensor) -> None:
+    """From now on gradients of the parameter go into `main`, of its shape; what an earlier backward pass has left is
+    the first of them."""
+    parameter.main_grad = main  # type: ignore[attr-defined]
+    parameter.megaprec_given = False  # type: ignore[attr-defined]
+    parameter.register_post_accumulate_grad_hook(take)
+    take(parameter)
+    if type(parameter) is nn.Parameter:
+        parameter.__class__ = Guarded
 
 
 def has_main_gradient(parameter: nn.Parameter) -> bool:
@@ -36,15 +80,17 @@ def cleared(parameter: nn.Parameter) -> Tensor:
 
 def take(parameter: nn.Parameter) -> None:
     """Takes in a gradient that autograd made itself; what layers of ours have added themselves left none."""
-    if parameter.grad is not None:
+    if (grad := _grad.__get__(parameter)) is not None:
         main, first = given(parameter)
-        main.copy_(parameter.grad) if first else main.add_(parameter.grad)
+        main.copy_(grad) if first else main.add_(grad)
         parameter.grad = None
 
 
 def complete(parameters: Iterable[nn.Parameter]) -> None:
-    """Clears what no gradient of this step came for, without counting it as given."""
+    """Takes in what was put into `grad` by hand, and clears what no gradient of this step came for, without counting
+    it as given."""
     for parameter in parameters:
+        take(parameter)
         if not is_given(parameter):
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
@@ -53,3 +99,4 @@ def forget(parameters: Iterable[nn.Parameter]) -> None:
     """Begins a new step."""
     for parameter in parameters:
         parameter.megaprec_given = False  # type: ignore[attr-defined]
+        parameter.grad = None

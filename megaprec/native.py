@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megaprec.block import Block
 from megaprec.errors import UserError
-from megaprec.rules import AdamW, Step
+from megaprec.rules import AdamW, Rule, Step
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp")
@@ -77,6 +77,15 @@ class Kernels:
         tensors = (block.masters, block.grads, *(values for _, values in block.state))
         pointers = (values.data_ptr() for values in tensors)
         self._adamw(*pointers, low, block.grads.numel(), _numbers(rule, step), torch.get_num_threads())
+
+
+def kernels_for(rule: Rule, device: torch.device) -> Kernels:
+    """The kernels. Raises UserError for what they are never of use to."""
+    if type(rule) is not AdamW or device.type != "cpu":
+        raise UserError(
+            f"native kernels update by AdamW on a CPU, not by {type(rule).__name__} on {device.type}: leave native out"
+        )
+    return Kernels()
 
 
 def _numbers(rule: AdamW, step: Step) -> _Numbers:

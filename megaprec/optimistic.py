@@ -58,6 +58,8 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        if "lr" in self.param_groups[0]:
+            raise UserError("lr: an LR scheduler may move on before a step is settled; give each `take` its rate")
         if self.plan.on_nonfinite == "raise":
             raise UserError(
                 'optimizer.validation = "after" learns of a bad step when the next one has begun, so it cannot go with '
@@ -76,6 +78,11 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
         self._guessed: _Guessed | None = None
         self._guesses = True  # whether the last guess was right, or would have been
         self._copies_of: dict[int, list[Tensor]] = {}  # by block: what it held before the guess
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As before; raises RuntimeError while a step is not settled, for its gradients are needed until then."""
+        self.require_settled()
+        super().zero_grad(set_to_none)
 
     def expect(self, chunk: int = 0) -> None:
         """As before; raises RuntimeError while a step is not settled, for this is a pass of the next one."""

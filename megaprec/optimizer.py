@@ -11,7 +11,8 @@ One step, after the backward pass has summed gradients into the buffers:
     5. collect     the masters were rounded into the weights in 3; under ZeRO-1 slices are now collected
     6. locate      only after a skipped step: which parameters held what was not finite
 
-The loss must already be a mean over the tokens of all dp ranks, so gradients are summed and never averaged.
+Over dp gradients are averaged, if each rank's loss is the mean over its own samples, or summed, if it is the rank's
+share of a mean over all of them: `average` says which.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +25,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec import gradients
 from megaprec.agree import Agreed, Agreement, digest
 from megaprec.block import Block
-from megaprec.buffer import Buffer, held_as
-from megaprec.comm import Axis, device_of
+from megaprec.buffer import Buffer, buckets, require_in_place
+from megaprec.comm import Axis
+from megaprec.dtensor import StandIn, is_dtensor
 from megaprec.errors import UserError
 from megaprec.events import NonFiniteStep, Outcome, StepReport
 from megaprec.fp8.weights import agreed_amaxes
 from megaprec.gathered import gather_tensors, load_tensors
+from megaprec.given_model import Ranks, averages, move_rest, require_known, require_nothing_left, take_over_sums
 from megaprec.groups import Group, Slice, by_factors, slices
 from megaprec.layout import has_layout, layout_of, parameters_of
 from megaprec.locate import locate
 from megaprec.main_gradient import forget
 from megaprec.marks import keeping_marked, parameters_of_marked
-from megaprec.native import Kernels
+from megaprec.native import kernels_for
 from megaprec.overlap import Arrivals, Sums
+from megaprec.param_groups import param_groups, rates, saved, take_up
 from megaprec.patterns import require_used
 from megaprec.plan import PrecisionPlan
 from megaprec.rules import AdamW, Rule, Step
@@ -45,12 +49,17 @@ from megaprec.stats import norm_of, statistics
 from megaprec.tied import tied_axes
 
 
-class ParallelAMPOptimizer:
+class ParallelAMPOptimizer(torch.optim.Optimizer):
     """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts; their memory is taken
-        over by flat buffers on the mesh's device, without a mesh on their own.
-    mesh: with axes pp, dp and tp; None for a plain process.
+        over by flat buffers on the mesh's device, without a mesh on their own. A chunk may be wrapped in
+        DistributedDataParallel, whose sums are then left to the optimizer, or cut by fully_shard (`megaprec.dtensor`).
+    mesh: with some of the axes pp, dp and tp, in this order; None for a plain process, and where fully_shard has cut.
+    lr: the learning rate, which torch's schedulers change in `param_groups`; None if each `step` is given its own.
+    average: whether each dp rank's loss is the mean over its own samples, so that gradients are averaged over dp, or
+        its share of a mean over all ranks' samples, so that they are summed. To be said where there are several dp
+        ranks, unless the model is wrapped in DistributedDataParallel or cut by fully_shard: these average.
     rule: how weights change; AdamW with its defaults unless given. Give each optimizer its own.
     groups: factors of learning rate and weight decay by logical name; biases and norms do not decay by default.
     clip: the largest global norm of the gradients; 0 to leave them as they are. norm: which one, 2, inf or any p >= 1.
@@ -63,7 +72,7 @@ class ParallelAMPOptimizer:
     seed: of stochastic rounding.
     native: AdamW on a CPU by kernels that a C compiler makes, wherever masters, gradients and averages are FP32 and
         weights FP32 or rounded to bf16 nearest; the results are the same but for the last bits of the norm.
-    Raises UserError for what does not fit together, ValueError for a parameter without a fitting layout.
+    Raises UserError for what does not fit together.
     """
 
     def __init__(
@@ -72,6 +81,8 @@ class ParallelAMPOptimizer:
         plan: PrecisionPlan,
         mesh: DeviceMesh | None = None,
         *,
+        lr: float | None = None,
+        average: bool | None = None,
         rule: Rule | None = None,
         weight_decay: float = 0.1,
         groups: Sequence[Group] = (),
@@ -87,32 +98,32 @@ class ParallelAMPOptimizer:
         self.rule: Rule = rule or AdamW()
         if not norm >= 1:
             raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
-        self.pp, self.dp, self.tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
-        self.shards = Axis.cut(mesh, "dp", zero_size or self.dp.size, "zero")
-        self.world, self.device = Axis.world(mesh), device_of(mesh)
-        if mesh is None:  # wherever the model is
-            self.device = next((p.device for p in parameters_of(parts)), self.device)
+        ranks = Ranks.of(mesh, parts)
+        self.pp, self.dp, self.tp, self.world, self.device = ranks.pp, ranks.dp, ranks.tp, ranks.world, ranks.device
+        require_known(parts, self.tp.size)
+        self.average = averages(parts, self.dp, average)
+        self.shards = Axis.cut(mesh, "dp", zero_size or Axis.of(mesh, "dp").size, "zero")
         plan, self.marked = self._understood(parts, plan, groups)  # the latter: logical names
         self.plan = plan
-        self.kernels = self._native() if native else None
+        self.kernels = kernels_for(self.rule, self.device) if native else None
         self.scaler = make_scaler(plan.scaling, self.device)
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
         self.stop = False  # set it on any rank: the next step's report has it on all of them
+        self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay)
+        super().__init__(self._groups.values(), {})
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
-        _require_fitting(parts, self.tp.size)
+        take_over_sums(parts)
         self.buffers: list[list[Buffer]] = []  # by model chunk
         self._tied: list[tuple[Buffer, Axis]] = []
-        taken, wide = set[nn.Parameter](), parameters_of_marked(parts)
+        cut = {p: StandIn(p, plan, self.device) for p in parameters_of(parts) if is_dtensor(p)}
+        self._stand_ins = tuple(cut.values())
+        require_nothing_left(self._stand_ins, overlap, zero_size)
+        taken, marked = set[nn.Parameter](), parameters_of_marked(parts)
         for part in parts:
-            mine = [p for p in parameters_of([part]) if p not in taken]
-            taken.update(mine)
-            self.buffers.append([self._adopt(alike, axes, groups) for alike in _buckets(mine, plan, bucket)])
-            for frozen in (p for p in part.parameters() if not p.requires_grad):
-                named = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
-                held = plan.sensitive if frozen in wide else named
-                frozen.data = frozen.data.to(self.device, held)
-            for table in part.buffers():  # of models of the user's own; ours have none
-                table.data = table.data.to(self.device)
+            held = [cut[p].parameter if p in cut else p for p in parameters_of([part]) if p not in taken]
+            taken.update(parameters_of([part]))
+            self.buffers.append([self._adopt(alike, axes, groups) for alike in buckets(held, plan, bucket)])
+            move_rest(part, plan, self.device, marked)
         self._in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
         for one in (one for buffer in self._in_codes for one in buffer.owned):
             one.held.state.renew = self._renew
@@ -138,28 +149,22 @@ class ParallelAMPOptimizer:
     def _adopt(
         self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], groups: Sequence[Group]
     ) -> Buffer:
+        """A buffer for parameters of one kind. What torch has cut over the ranks is neither summed nor cut again."""
+        spread = any(parameters[0] is one.parameter for one in self._stand_ins)
         buffer = Buffer(
             by_factors(parameters, groups),
             self.plan,
-            self.dp,
-            self.shards,
+            Axis("dp") if spread else self.dp,
+            Axis("zero") if spread else self.shards,
             self.pp.rank,
             self.device,
             self.rule.names,
             self.seed,
+            self.average and not spread,
         )
         if pipeline_ranks := layout_of(parameters[0]).tied:
             self._tied.append((buffer, tied[pipeline_ranks]))
         return buffer
-
-    def _native(self) -> Kernels:
-        """The kernels. Raises UserError for what they are never of use to."""
-        if type(self.rule) is not AdamW or self.device.type != "cpu":
-            raise UserError(
-                f"native kernels update by AdamW on a CPU, not by {type(self.rule).__name__} on {self.device.type}: "
-                "leave native out"
-            )
-        return Kernels()
 
     def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Block]:
         """A slice as it is updated: whole if the kernels can, else in runs that suit the device."""
@@ -185,7 +190,8 @@ class ParallelAMPOptimizer:
 
     def numbers(self) -> dict[str, Any]:
         """What is not a tensor of the model: plain numbers, the same on every rank."""
-        return {"steps": int(self.steps.item()), "scaler": self.scaler.state_dict(), "rule": self.rule.scalars}
+        rates = {"param_groups": kept} if (kept := saved(self._groups)) else {}
+        return {"steps": int(self.steps.item()), "scaler": self.scaler.state_dict(), "rule": self.rule.scalars, **rates}
 
     @torch.no_grad()
     def load_numbers(self, numbers: dict[str, Any]) -> None:
@@ -194,8 +200,11 @@ class ParallelAMPOptimizer:
         self.steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
         self.rule.load_scalars(numbers.get("rule", {}))
+        take_up(numbers.get("param_groups", ()), self._groups)
         for buffer in self.all_buffers():
             buffer.publish(self.steps)
+        for one in self._stand_ins:
+            one.give_back()
         self._outdate()
 
     @torch.no_grad()
@@ -230,19 +239,41 @@ class ParallelAMPOptimizer:
         """Returns when the layers' weights are those of the last step. A model's forward calls it by itself."""
         self._weights.wait()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of this step, which `step` does by itself. Collective where sums are under way."""
+        self._sums.drop()
+        self._forget_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Is for torch's constructor alone. Raises UserError later, for the parameters lie side by side by then."""
+        if hasattr(self, "buffers"):
+            raise UserError("parameters cannot be added to an optimizer that is built: build it over all of them")
+        super().add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Is asked for by torch.amp.GradScaler alone. Raises UserError."""
+        raise UserError(
+            "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: leave the "
+            "GradScaler out, call (loss * optimizer.scale).backward() and optimizer.step()"
+        )
+
     @torch.no_grad()
-    def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
+    def step(self, lr: float | None = None, loss: Tensor | None = None) -> StepReport:  # pyright: ignore
         """Applies or skips the step and forgets the gradients, after reducing those that `reduce` was not called for.
 
-        loss: this rank's share of the global mean loss (unscaled), so that the sum over all ranks is that loss;
-            None for no share.
-        Raises RuntimeError on every rank, with nothing changed, if the ranks came with different scalers or with
-        gradients of different parameters; NonFiniteStep if the plan says so.
+        lr: the learning rate; None if the optimizer was built with one, for then that of `param_groups` counts.
+        loss: of this rank (unscaled), None for no share: with `average` its own mean, else its share of the global
+            mean loss, so that the sum over all ranks is that loss.
+        Raises UserError unless the learning rate is given once; RuntimeError on every rank, with nothing changed, if
+        the ranks came with different scalers or with gradients of different parameters, or if parameters were moved
+        out of the optimizer's memory; NonFiniteStep if the plan says so.
         """
+        rates(self._groups, lr)
         self._finish_sums()
         return self._conclude(self._agree(loss), lr)
 
-    def _conclude(self, agreed_on: Tensor, lr: float) -> StepReport:
+    def _conclude(self, agreed_on: Tensor, lr: float | None) -> StepReport:
         """Does with the gradients what `agreed_on`, the numbers of `_agree`, says, and forgets them."""
         agreed = self._agreement.read(agreed_on)
         scale = self.scale.clone()
@@ -278,10 +309,15 @@ class ParallelAMPOptimizer:
         """Begins a new step."""
         for buffer in self.all_buffers():
             forget(buffer.parameters)
+        for one in self._stand_ins:
+            one.forget_gradient()
 
     def _finish_sums(self) -> None:
         """Afterwards the gradients in the own slices are those of the whole model, and nothing is under way."""
         self.wait()
+        require_in_place(self.all_buffers())
+        for one in self._stand_ins:
+            one.take_gradient()
         self._sums.finish()
         for buffer, axis in self._tied:
             axis.sum_(buffer.own(buffer.grads))
@@ -296,6 +332,7 @@ class ParallelAMPOptimizer:
         counted = statistics(self._counted, self._copies, self.device, self.kernels)
         norm = counted[0] if agreement.p == 2 else norm_of(self._counted, agreement.p, self.device)
         scaler = digest((*self.scaler.tensors(), self.steps))
+        loss = loss / self.dp.size if loss is not None and self.average else loss
         return agreement.pack(counted, loss, scaler, gradients.digest(missing), norm, self.stop)
 
     def _forbidden(self, agreed: Agreed) -> Tensor:
@@ -311,23 +348,25 @@ class ParallelAMPOptimizer:
             return torch.ones_like(norm)
         return torch.where(norm.isfinite(), (self.clip / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def _update(self, lr: float | None, divisor: Tensor, found: Tensor) -> None:
         """The rule applied to gradient / divisor, or nothing at all where `found` is 1."""
         self.steps += 1 - found
         if self.device.type != "cpu" or not found:  # a GPU is not asked: what it computes leaves all as it is
             self._apply(lr, divisor, found, self._update_block)
 
-    def _apply(self, lr: float, divisor: Tensor, found: Tensor, update: Callable[[Block, Step], None]) -> None:
+    def _apply(self, lr: float | None, divisor: Tensor, found: Tensor, update: Callable[[Block, Step], None]) -> None:
         """The update, block by block, as the step number `steps`, and the collection of weights."""
-        steps = self.steps.clamp(min=1)
+        steps, rates_of = self.steps.clamp(min=1), rates(self._groups, lr)
         for buffer, parts in self._slices:
             for s, blocks in parts:
-                step = Step(lr * s.lr, self.weight_decay * s.weight_decay, divisor, found, steps)
+                step = Step(*rates_of[s.lr, s.weight_decay], divisor, found, steps)
                 for block in blocks:
                     update(block, step)
             if not buffer.in_codes:
                 self._weights.begin(buffer)  # while the next buffer is updated
         self._weights.settle()
+        for one in self._stand_ins:
+            one.give_back()
         self.rule.advance(found)
 
     def _update_block(self, block: Block, step: Step) -> None:
@@ -340,7 +379,7 @@ class ParallelAMPOptimizer:
         self.rule.update_(weights, grads, state, step)
         block.keep(weights, state, self.steps)
 
-    def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float) -> StepReport:
+    def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float | None) -> StepReport:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""
         flags = torch.stack((agreed.finite, agreed.same_scaler, agreed.same_parameters)).double()
         numbers = torch.cat((torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros))
@@ -362,7 +401,7 @@ class ParallelAMPOptimizer:
             zero_ratio=sum(counts) / self.num_elements,
             stage_zeros=counts,
             loss_scale=scaled_by,
-            lr=lr,
+            lr=rates(self._groups, lr)[1.0, 1.0][0],
             offenders=offenders,
             stop=stops > 0,
         )
@@ -371,27 +410,3 @@ class ParallelAMPOptimizer:
 def _laid_out(parts: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
     """All parameters that have a layout, also those that are not trained."""
     return (parameter for part in parts for parameter in part.parameters() if has_layout(parameter))
-
-
-def _require_fitting(parts: Sequence[nn.Module], tp: int) -> None:
-    """Raises ValueError if a layout was made for another number of tensor-parallel ranks: it would be miscounted."""
-    for part in (part for p in parameters_of(parts) for part in layout_of(p).parts):
-        if part.shards * part.copies != tp:
-            made = f"{part.shards} slices x {part.copies} copies"
-            raise ValueError(f"{part.name} is laid out for {made}, but there are {tp} tensor-parallel ranks")
-
-
-def _buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) -> list[list[nn.Parameter]]:
-    """Parameters that share a buffer: of one kind, in runs of at least `size` elements, ordered by their first ones.
-
-    Tied ones lie apart, so that every holder cuts them into the same slices.
-    """
-    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[list[nn.Parameter]]] = {}
-    buckets = []
-    for parameter in parameters:
-        alike = kinds.setdefault((layout_of(parameter).tied, held_as(parameter, plan)), [])
-        if not alike or sum(p.numel() for p in alike[-1]) >= size:
-            alike.append([])
-            buckets.append(alike[-1])
-        alike[-1].append(parameter)
-    return buckets

@@ -91,6 +91,14 @@ class Sums:
         self._ends.clear()
         self._reduced.clear()
 
+    def drop(self) -> None:
+        """Waits for what is under way and begins a new step: the sums are of no use."""
+        for chunk in self._ends:
+            self._end(chunk)
+        self._ends.clear()
+        self._reduced.clear()
+        self._awaited.clear()
+
     def _end(self, chunk: int) -> None:
         for k, end in enumerate(self._ends[chunk]):
             end()

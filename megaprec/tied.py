@@ -21,16 +21,16 @@ def tied_axes(mesh: DeviceMesh | None, sets: Iterable[tuple[int, ...]]) -> dict[
     sets: those that this rank's parameters name. Collective over the world.
     """
     mine = list(dict.fromkeys(s for s in sets if s))
-    if mesh is None:
+    pp = Axis.of(mesh, "pp")
+    if mesh is None or pp.size == 1:
         return {}
-    pp = mesh.get_local_rank("pp")
-    known = _everyones(Axis.of(mesh, "pp"), mine, device_of(mesh))
+    known = _everyones(pp, mine, device_of(mesh))
     axes: dict[tuple[int, ...], Axis] = {}
     for members in known:
-        for world_ranks in mesh.mesh[list(members)].flatten(1).t().tolist():
+        for world_ranks in mesh.mesh[list(members)].reshape(len(members), -1).t().tolist():
             group = dist.new_group(world_ranks)
             if isinstance(group, dist.ProcessGroup) and dist.get_rank() in world_ranks:
-                axes[members] = Axis("tied", members.index(pp), len(members), group)
+                axes[members] = Axis("tied", members.index(pp.rank), len(members), group)
     return axes
 
 

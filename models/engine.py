@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ from parallel.schedule import Instruction, Message, Op, Schedule, forward_only
 from parallel.simulate import sends_under_way
 
 MakeOptimizer = Callable[[list[Stage], PrecisionPlan, DeviceMesh | None], ParallelAMPOptimizer]
+SUMMING = partial(ParallelAMPOptimizer, average=False)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class Engine:
     """Trains a model of `config` over a (pp, dp, tp) mesh, by `schedule`, in micro-batches of `micro_batch` samples.
 
     trace: whether a skipped step is run again to find the micro-batch and the samples that broke it.
-    make_optimizer: builds the optimizer over this rank's stages. layers: how many each stage has; by cost if empty.
+    make_optimizer: builds the optimizer over this rank's stages, one that sums over dp: each rank's loss is divided by
+    the tokens of the global batch. layers: how many each stage has; by cost if empty.
     recompute: which activations are not kept for the backward pass. make_stage: builds each of this rank's stages.
     """
 
@@ -120,7 +123,7 @@ class Engine:
         sequence: bool = False,
         seed: int = 0,
         trace: bool = True,
-        make_optimizer: MakeOptimizer = ParallelAMPOptimizer,
+        make_optimizer: MakeOptimizer = SUMMING,
         layers: Sequence[int] = (),
         recompute: Recompute = KEEP,
         make_stage: MakeStage = Stage,
@@ -140,6 +143,8 @@ class Engine:
         for stage in self.stages.values():
             compute_marked_in_fp32(stage, plan)
         self.optimizer = make_optimizer(list(self.stages.values()), plan, mesh)
+        if self.optimizer.average:
+            raise ValueError("the engine's optimizer must sum over dp: build it with average=False")
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)
         sends = max(sends_under_way(schedule), sends_under_way(evaluation))

@@ -5,6 +5,7 @@ first backward pass. If it was wrong all weights are other ones now: the warm-up
 report is thus known during the next step, or when `settle` asks for it.
 """
 
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,8 @@ from models.engine import Engine, MakeOptimizer, Share
 from parallel.recording import Recording
 from parallel.schedule import Schedule
 from parallel.warmup import unread, warmup
+
+SUMMING = partial(OptimisticOptimizer, average=False)
 
 
 class OptimisticEngine(Engine):
@@ -32,7 +35,7 @@ class OptimisticEngine(Engine):
         mesh: DeviceMesh | None,
         schedule: Schedule,
         *,
-        make_optimizer: MakeOptimizer = OptimisticOptimizer,
+        make_optimizer: MakeOptimizer = SUMMING,
         **options: Any,
     ) -> None:
         super().__init__(config, plan, mesh, schedule, make_optimizer=make_optimizer, **options)

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megaprec.comm import AXES
 from megaprec.errors import UserError
 
-AXES = ("pp", "dp", "tp")
 PATIENCE = timedelta(days=7)  # tokenizing a large text takes long; stores do not count beyond 24 days
 PARTING = 10.0  # seconds that a rank which failed waits for what it has under way with others
 

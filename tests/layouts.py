@@ -84,7 +84,7 @@ class Recording(ParallelAMPOptimizer):
     """Remembers the gradients that each update is made from, and can plant a bad one."""
 
     def __init__(self, *args: Any, plant: tuple[int, int, float] | None, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, average=False, **options)
         self.seen: list[list[Fragment]] = []
         self.plant, self.count = plant, 0
 

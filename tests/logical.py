@@ -156,7 +156,7 @@ def give(optimizer: ParallelAMPOptimizer, step: int, fine: int = 1024) -> None:
 def make_optimizer(mesh: DeviceMesh | None, case: Case) -> ParallelAMPOptimizer:
     made = plan(case.compute, **case.plan)
     dtype = torch.float64 if case.compute == "fp64" else torch.float32
-    options = {"clip": case.clip, "rule": case.make_rule(), **case.options}
+    options = {"average": False, "clip": case.clip, "rule": case.make_rule(), **case.options}
     return ParallelAMPOptimizer([make_part(mesh, dtype)], made, mesh, **options)
 
 

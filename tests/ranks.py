@@ -31,7 +31,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.mesh import AXES, make_mesh
+from megaprec.comm import AXES
+from parallel.mesh import make_mesh
 
 SECONDS = 60.0  # the longest that a test may take
 GRACE = 1.0  # how long other ranks may still answer once one has failed

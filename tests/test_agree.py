@@ -205,7 +205,7 @@ def branches(mesh: DeviceMesh, before: Callable[[], None] | None) -> list[str]:
         torch.manual_seed(0)
         model = Branch()
         attach_whole(model)
-        optimizer = ParallelAMPOptimizer([model], plan("fp32"), mesh, rule=SGD(0.0))
+        optimizer = ParallelAMPOptimizer([model], plan("fp32"), mesh, average=False, rule=SGD(0.0))
         for branch in (taken[optimizer.dp.rank], False):  # two micro-batches
             model(torch.ones(2, 4), branch).backward()
         try:

@@ -201,11 +201,13 @@ def test_planning_by_cost_fills_the_time_in_which_equal_stages_would_not_wait() 
     assert worked(planned) < worked(plain)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("costs", [(1, 1, 1), (4, 4, 4), (3, 5, 2)])
+COSTS = [(1, 1, 1), (4, 4, 4), (3, 5, 2)]  # of zero-bubble schedules the textbook speaks for F = I = W only
+
+
+@pytest.mark.parametrize(
+    ("kind", "costs"), [(k, c) for k in KINDS for c in COSTS if not k.startswith("zb") or len(set(c)) == 1]
+)
 def test_the_textbook_is_right_about_equal_stages(kind: str, costs: tuple[int, int, int]) -> None:
-    if kind.startswith("zb") and len(set(costs)) > 1:
-        pytest.skip("of zero-bubble schedules it speaks for F = I = W only")
     forward, of_input, of_weight = costs
     times = {Op.FORWARD: forward, Op.BACKWARD: of_input + of_weight}
     times |= {Op.BACKWARD_INPUT: of_input, Op.BACKWARD_WEIGHT: of_weight}

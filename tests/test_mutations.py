@@ -42,7 +42,7 @@ INNER_UPDATE, AGREE = ParallelAMPOptimizer._update, ParallelAMPOptimizer._agree
 
 
 def the_scale_is_read_after_the_update() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor) -> None:
         later = deepcopy(self.scaler)
         later.update(found)
         return INNER_UPDATE(self, lr, divisor * later.scale / self.scale, found)
@@ -90,7 +90,7 @@ def copies_are_not_checked() -> None:
 
 
 def a_skipped_step_is_counted() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor) -> None:
         cleared = INNER_UPDATE(self, lr, divisor, found)
         self.steps += found
         return cleared
@@ -178,7 +178,7 @@ def replace_sum_partial(instead: Callable[[Sequence[nn.Parameter], Axis], None])
 
 
 def shares_are_summed_after_the_norm() -> None:
-    def update(self: ParallelAMPOptimizer, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def update(self: ParallelAMPOptimizer, lr: float | None, divisor: Tensor, found: Tensor) -> None:
         for buffer in self.all_buffers():
             sum_partial(buffer.parameters, self.tp)
         INNER_UPDATE(self, lr, divisor, found)
@@ -205,7 +205,7 @@ def copies_of_key_and_value_are_not_summed() -> None:
 def tied_gradients_are_not_summed() -> None:
     inner = ParallelAMPOptimizer.step
 
-    def step(self: ParallelAMPOptimizer, lr: float, loss: Tensor | None = None) -> StepReport:
+    def step(self: ParallelAMPOptimizer, lr: float | None = None, loss: Tensor | None = None) -> StepReport:
         self._tied = []
         return inner(self, lr, loss)
 

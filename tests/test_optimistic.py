@@ -106,7 +106,7 @@ CASES = {
 
 def make(mesh: DeviceMesh, case: Case, kind: str, after: bool) -> Engine:
     run, pp, dp = case.run, mesh["pp"].size(), mesh["dp"].size()
-    options = {"clip": 1e2, "zero_size": run.zero_size, "planted": case.planted, **run.options}
+    options = {"average": False, "clip": 1e2, "zero_size": run.zero_size, "planted": case.planted, **run.options}
 
     def make_optimizer(*args: Any) -> ParallelAMPOptimizer:
         chosen = rule(case.rule)

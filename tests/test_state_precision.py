@@ -147,7 +147,7 @@ def ties() -> nn.Linear:
 
 
 def weights_at_the_start(mesh: DeviceMesh) -> Tensor:
-    optimizer = ParallelAMPOptimizer([ties()], plan("bf16", masters="split"), mesh)
+    optimizer = ParallelAMPOptimizer([ties()], plan("bf16", masters="split"), mesh, average=False)
     return optimizer.all_buffers()[0].weights.clone()
 
 
@@ -237,7 +237,7 @@ def spied(
     for made in plans:
         layer = nn.Linear(64, 4, bias=False)
         attach_whole(layer)
-        optimizer = ParallelAMPOptimizer([layer], made, mesh, clip=0.0)
+        optimizer = ParallelAMPOptimizer([layer], made, mesh, average=False, clip=0.0)
         (buffer,) = optimizer.all_buffers()
         random = torch.Generator().manual_seed(optimizer.dp.rank)
         buffer.grads[:256] = torch.randn(256, generator=random) if values is None else torch.tensor(values * 64)
@@ -287,7 +287,7 @@ def kept_fp32_travels(mesh: DeviceMesh) -> dict[torch.dtype, list[torch.dtype]]:
     seen: dict[torch.dtype, list[torch.dtype]] = {}
     for gradients in ("fp32", "bf16"):
         made = plan("bf16", gradients=gradients, reduce="bf16", keep_fp32=("1.*",))
-        for buffer in ParallelAMPOptimizer([model], made, mesh).all_buffers():
+        for buffer in ParallelAMPOptimizer([model], made, mesh, average=False).all_buffers():
             del sent[:]
             buffer.start_reduce()()
             seen.setdefault(buffer.weights.dtype, []).extend(dict.fromkeys(sent))
@@ -367,7 +367,7 @@ def measured(mesh: DeviceMesh, sizes: tuple[int, ...]) -> dict[tuple[str, int], 
         for size in sizes:
             layer = nn.Linear(64, 256, bias=False)  # cut without a remainder
             attach_whole(layer)
-            optimizer = ParallelAMPOptimizer([layer], plan(compute, **changes), mesh, zero_size=size)
+            optimizer = ParallelAMPOptimizer([layer], plan(compute, **changes), mesh, average=False, zero_size=size)
             optimizer.step(1e-2)
             kept = sum(storages(optimizer.all_buffers()).values())
             found[name, size] = optimizer.bytes_per_parameter, kept / optimizer.num_elements

@@ -52,6 +52,7 @@ def optimizer_options(config: RunConfig) -> dict[str, Any]:
     """What the run asks of its optimizer, as arguments of ParallelAMPOptimizer. Raises UserError."""
     o, parallel = config.optimizer, config.parallel
     return {
+        "average": False,  # the engine divides by the tokens of the global batch
         "rule": make_rule(o),
         "weight_decay": o.weight_decay,
         "groups": [Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],

@@ -3,9 +3,7 @@
 Each logical element is given by the one rank that counts it; a sum over the mesh puts the tensor together.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +11,8 @@ from torch import Tensor
 from megaprec.buffer import Buffer, Piece
 from megaprec.comm import Axis
 from megaprec.errors import UserError
+from megaprec.everyones import everyones
 from megaprec.plan import DTYPES, dtype_name
-
-_LINE = 1 << 16  # bytes of JSON that travel at a time
 
 
 def gather_tensors(buffers: Sequence[Buffer], world: Axis, device: torch.device) -> dict[str, Tensor]:
@@ -72,18 +69,3 @@ def _needed(buffers: Sequence[Buffer]) -> Iterator[tuple[str, Buffer, Piece]]:
         for kind in buffer.saved_names:
             for piece in buffer.pieces:
                 yield f"{kind}/{piece.part.name}", buffer, piece
-
-
-def everyones(mine: dict[str, Any], world: Axis, device: torch.device) -> dict[str, Any]:
-    """All ranks' entries, in rank order. They travel as JSON, in as many rounds as the longest text needs."""
-    text = json.dumps(mine).encode()
-    longest = int(world.max_(torch.tensor(len(text), device=device)))
-    texts = [b""] * world.size
-    for start in range(0, longest, _LINE):
-        packed = torch.tensor(list(text[start : start + _LINE].ljust(_LINE)), dtype=torch.uint8, device=device)
-        rows = bytes(world.gather(packed).tolist())
-        texts = [said + rows[n * _LINE : (n + 1) * _LINE] for n, said in enumerate(texts)]
-    merged: dict[str, Any] = {}
-    for said in texts:
-        merged |= json.loads(said)
-    return merged

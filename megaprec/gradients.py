@@ -13,7 +13,7 @@ import torch
 
 from megaprec.buffer import Buffer
 from megaprec.comm import Axis
-from megaprec.gathered import everyones
+from megaprec.everyones import everyones
 from megaprec.layout import layout_of
 from megaprec.main_gradient import is_given
 

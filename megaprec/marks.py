@@ -16,7 +16,7 @@ from torch import nn
 
 from megaprec.comm import Axis
 from megaprec.errors import UserError
-from megaprec.gathered import everyones
+from megaprec.everyones import everyones
 from megaprec.layout import has_layout, layout_of
 from megaprec.nested import mapped, tensors
 from megaprec.plan import PrecisionPlan, dtype_name

@@ -6,9 +6,11 @@ from fnmatch import fnmatchcase
 import torch
 
 from megaprec.comm import Axis
-from megaprec.dialects.reading import NORMS
 from megaprec.errors import UserError, did_you_mean
-from megaprec.gathered import everyones
+from megaprec.everyones import everyones
+
+NORMS = ("*norm.weight", "*norm.bias")
+"""Logical names of the parameters of norms, for PrecisionPlan.keep_fp32."""
 
 
 def matched(patterns: Sequence[str], names: Collection[str]) -> list[bool]:

@@ -170,6 +170,13 @@ class PrecisionPlan:
 
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES = {
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}  # by torch's names
 
 
 def dtype_name(dtype: torch.dtype) -> str:

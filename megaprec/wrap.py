@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import Axis
-from megaprec.dialects.reading import TORCH_DTYPES
 from megaprec.errors import UserError
 from megaprec.marks import compute_in_fp32, marked_parts
 from megaprec.marks import mark_fp32 as mark_fp32
@@ -24,7 +23,7 @@ from megaprec.marks import set_fp32_attr_to_module as set_fp32_attr_to_module
 from megaprec.modes import Group, ParallelMode, axes_of, known_group
 from megaprec.nested import mapped
 from megaprec.patterns import matched, unmatched
-from megaprec.plan import PrecisionPlan
+from megaprec.plan import TORCH_DTYPES, PrecisionPlan
 
 HALVES = (torch.float16, torch.bfloat16)
 

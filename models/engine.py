@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm import Axis, device_of, sent
 from megaprec.errors import UserError
 from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
+from megaprec.everyones import everyones
 from megaprec.fp8.state import FP8State
-from megaprec.gathered import everyones
 from megaprec.locate import Onset
 from megaprec.main_gradient import forget
 from megaprec.optimizer import ParallelAMPOptimizer

@@ -13,10 +13,11 @@ import torch
 from megaprec.dialects import colossalai, internevo, nemo, nemo_v1, nxd, smp
 from megaprec.dialects import colossalai_plugins as plugins
 from megaprec.dialects.internevo_model import STDS
-from megaprec.dialects.reading import NORMS, Keys, Resolved
+from megaprec.dialects.reading import Keys, Resolved
 from megaprec.dialects.scaling import FLOOR, GradScaler
 from megaprec.dialects.translate import DIALECTS, differences
 from megaprec.fp8.recipe import FP8Recipe
+from megaprec.patterns import NORMS
 from megaprec.plan import LossScaling
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

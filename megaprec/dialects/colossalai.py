@@ -27,9 +27,10 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from megaprec.dialects.colossalai_plugins import FP8_TRAVEL, Plugin, express_plugin, plugin_class, resolve_plugin
-from megaprec.dialects.reading import NORMS, Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
+from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR, SCALER_KEYS, GradScaler, cap, torch_scaling, torch_words
 from megaprec.errors import did_you_mean
+from megaprec.patterns import NORMS
 from megaprec.plan import LossScaling, PrecisionPlan
 
 SYSTEM, PREFIX = "Colossal-AI", "precision.colossalai"

@@ -18,18 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from megaprec.errors import UserError, did_you_mean
-from megaprec.plan import PrecisionPlan
-
-TORCH_DTYPES = {
-    "float16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float": torch.float32,
-}
-
-NORMS = ("*norm.weight", "*norm.bias")
-"""Logical names of the parameters of norms, for PrecisionPlan.keep_fp32."""
+from megaprec.plan import TORCH_DTYPES, PrecisionPlan
 
 
 class Keys(BaseModel):

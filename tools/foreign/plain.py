@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megaprec.dialects.reading import TORCH_DTYPES, UNKNOWN
+from megaprec.dialects.reading import UNKNOWN
+from megaprec.plan import TORCH_DTYPES
 from tools.foreign.systems import VALUES, WORLD_GROUPS
 from tools.foreign.values import Entry, External, Function, Row, Table, Thing
 

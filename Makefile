@@ -29,7 +29,7 @@ test: $(READY)
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 campaign: $(READY)
-	$(BIN)/python -m tests.parity_campaign $(CAMPAIGN_ARGS)
+	$(BIN)/python -m tests.parity.campaign $(CAMPAIGN_ARGS)
 
 oracles: $(ORACLES)
 

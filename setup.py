@@ -24,7 +24,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=[name for package in PACKAGES for name in (package, f"{package}.*")]),
     package_dir={"": "."},  # makes an editable install a plain path file, which type checkers follow
-    package_data={package: ["py.typed", "*.c"] for package in PACKAGES},
+    package_data={"": ["py.typed", "*.c"]},
     install_requires=[
         "torch>=2.11",
         "numpy>=1.26",

@@ -10,7 +10,7 @@ is normalised, scaled by a learned vector and sent through a feed-forward with a
 import torch
 from torch import Tensor, nn
 
-from megaprec.layout import Part, layout_of
+from megaprec.comm.layout import Part, layout_of
 from models.config import ModelConfig
 from models.packing import WHOLE, Packing
 from models.stages import Cut

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from megaprec import Axis, ParallelAMPOptimizer
-from megaprec.layout import layout_of
-from megaprec.plan import plan
+from megaprec.comm.layout import layout_of
+from megaprec.precision.plan import plan
 from parallel.context import Context
-from parallel.executor import Executor
-from parallel.kinds import one_f_one_b
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from parallel.links import Links
 from parallel.loss import cross_entropy
 from parallel.mesh import make_mesh, world
 from parallel.norms import RMSNorm
+from parallel.pipeline.builders import one_f_one_b
+from parallel.pipeline.executor import Executor
+from parallel.pipeline.p2p import Links
 
 HIDDEN, LENGTH, MICROBATCHES = 64, 32, 4
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaprec.gemm import slow_half
+from megaprec.precision.gemm import slow_half
 from models import bf16_attention
 from models.config import ModelConfig
 from models.mlp import MLP

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megaprec.errors import UserError
-from models.initial import InitialStd, Matrix
+from models.initial_weights import InitialStd, Matrix
 from models.rope import RopeScaling
 
 FFN_MULTIPLE = 64  # a derived feed-forward width is rounded up to this, so that tensor parallelism can cut it

@@ -18,31 +18,31 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.comm import Axis, device_of, sent
+from megaprec.comm.axis import Axis, device_of, sent
+from megaprec.comm.everyones import everyones
+from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.errors import UserError
-from megaprec.events import LOSS, NonFiniteStep, Offender, StepReport
-from megaprec.everyones import everyones
 from megaprec.fp8.state import FP8State
-from megaprec.locate import Onset
-from megaprec.main_gradient import forget
-from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.partial import sum_partial
-from megaprec.plan import PrecisionPlan
-from megaprec.trace import Trace
+from megaprec.optim.attribution import Onset
+from megaprec.optim.main_grad import forget
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.partial_grads import sum_partial
+from megaprec.optim.step_report import LOSS, NonFiniteStep, Offender, StepReport
+from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
+from models.fp8_shadow import Shadow, compared, lost_by_tensor, weight_gradients
 from models.packing import WHOLE, Packing
-from models.shadow import Shadow, compared, lost_by_tensor, weight_gradients
 from models.stages import MakeStage, Stage, build, cuts
-from parallel.check import check
+from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import Place
-from parallel.executor import Executor
-from parallel.links import Links
-from parallel.marked import compute_marked_in_fp32
-from parallel.recompute import KEEP, Recompute
-from parallel.recording import Recording
-from parallel.schedule import Instruction, Message, Op, Schedule, forward_only
-from parallel.simulate import sends_under_way
+from parallel.fp32_marks import compute_marked_in_fp32
+from parallel.pipeline.executor import Executor
+from parallel.pipeline.instructions import Instruction, Message, Op, Schedule, forward_only
+from parallel.pipeline.p2p import Links
+from parallel.pipeline.simulate import sends_under_way
+from parallel.pipeline.timeline import Recording
+from parallel.pipeline.verify import check
 
 MakeOptimizer = Callable[[list[Stage], PrecisionPlan, DeviceMesh | None], ParallelAMPOptimizer]
 SUMMING = partial(ParallelAMPOptimizer, average=False)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaprec.layout import Part
+from megaprec.comm.layout import Part
 from models.config import ModelConfig
 from models.mlp import MLP
 from parallel import collectives

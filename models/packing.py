@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaprec.comm import sent
+from megaprec.comm.axis import sent
 
 
 @dataclass(frozen=True)

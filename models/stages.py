@@ -25,17 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.layout import Part, layout_of
+from megaprec.comm.layout import Part, layout_of
 from models.blocks import Block, make_norm
 from models.config import ModelConfig
 from models.packing import WHOLE, Packing, hidden_pairs
 from models.rope import rotary_tables
+from parallel.activation_checkpoint import KEEP, Recompute, recomputed
 from parallel.context import Context
 from parallel.dropout import Place, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, Input, Linear
 from parallel.loss import cross_entropy
-from parallel.recompute import KEEP, Recompute, recomputed
 
 
 @dataclass(frozen=True)

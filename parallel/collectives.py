@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.comm import Axis
+from megaprec.comm.axis import Axis
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:

@@ -4,16 +4,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from megaprec.comm import Axis
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
-from megaprec.fp8.gemm import FP8Gemm
+from megaprec.fp8.linear import FP8Gemm
+from megaprec.fp8.params import Held, hold
 from megaprec.fp8.state import FP8State
-from megaprec.fp8.weights import Held, hold
-from megaprec.gemm import Gemm, Products
-from megaprec.layout import layout_of
-from megaprec.plan import PrecisionPlan
-from parallel.deferred import Deferred
-from parallel.recompute import KEEP, Recompute
+from megaprec.precision.gemm import Gemm, Products
+from megaprec.precision.plan import PrecisionPlan
+from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.weight_grad_queue import Deferred
 
 
 @dataclass(frozen=True)

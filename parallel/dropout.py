@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaprec.random import bits, keep, key
+from megaprec.comm.random import bits, keep, key
 from parallel.context import Context
 
 

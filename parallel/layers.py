@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.layout import Layout, Part, attach, layout_of
-from megaprec.main_gradient import cleared, has_main_gradient
-from megaprec.random import normal_part
+from megaprec.comm.layout import Layout, Part, attach, layout_of
+from megaprec.comm.random import normal_part
+from megaprec.optim.main_grad import cleared, has_main_gradient
 from parallel import collectives
 from parallel.context import Context
 from parallel.linear import Add, Input, Linear

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.comm import Axis
-from megaprec.gemm import Factor, Gemm, Products
-from megaprec.main_gradient import cleared, given, has_main_gradient
-from parallel.deferred import Deferred
+from megaprec.comm.axis import Axis
+from megaprec.optim.main_grad import cleared, given, has_main_gradient
+from megaprec.precision.gemm import Factor, Gemm, Products
+from parallel.weight_grad_queue import Deferred
 
 
 class Input(Enum):

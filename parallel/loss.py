@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.comm import Axis
-from megaprec.layout import Part
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Part
 
 _BLOCK = 1 << 17  # elements of FP32 logits at a time on a CPU: they stay in cache and need no fresh memory
 

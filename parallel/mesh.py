@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megaprec.comm import AXES
+from megaprec.comm.axis import AXES
 from megaprec.errors import UserError
 
 PATIENCE = timedelta(days=7)  # tokenizing a large text takes long; stores do not count beyond 24 days

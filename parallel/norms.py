@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaprec.layout import Part
+from megaprec.comm.layout import Part
 from parallel.context import Context
 from parallel.layers import parameter
 from parallel.linear import Widen, add_gradient

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tools.convert import torch_files
-from tools.convert.untrusted import described, distributed, unpickled
+from tools.convert.core import torch_files
+from tools.convert.core.untrusted import described, distributed, unpickled
 
 
 @pytest.fixture(scope="session", autouse=True)

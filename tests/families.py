@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.layout import layout_of
-from megaprec.plan import PrecisionPlan, plan
+from megaprec.comm.layout import layout_of
+from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
 from models.stages import Stage
-from parallel.kinds import schedule
-from parallel.recompute import KEEP, Recompute
+from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.pipeline.builders import schedule
 from tests.layouts import Fragment, Recording, assemble
 from tests.ranks import run_ranks
 

@@ -1,7 +1,7 @@
 """Gradients that a test writes into the buffers itself."""
 
-from megaprec.main_gradient import given
-from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.optim.main_grad import given
+from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 
 def declare(optimizer: ParallelAMPOptimizer) -> None:

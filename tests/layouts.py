@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.buffer import Buffer
-from megaprec.events import StepReport
-from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import LossScaling, PrecisionPlan, plan
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import StepReport
+from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
 from models.stages import Stage
-from parallel.kinds import schedule
-from parallel.recompute import KEEP, Recompute
-from parallel.schedule import Schedule
+from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.pipeline.builders import schedule
+from parallel.pipeline.instructions import Schedule
 from tests.ranks import run_ranks
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]  # tp, pp, dp

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint.state import load, save
-from megaprec.comm import Axis
-from megaprec.events import StepReport
-from megaprec.layout import Layout, Part, attach
-from megaprec.main_gradient import cleared
-from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import plan
-from megaprec.rules import Rule, rule
+from megaprec.checkpoint.save_load import load, save
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Layout, Part, attach
+from megaprec.optim.main_grad import cleared
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import StepReport
+from megaprec.optim.update_rules import Rule, rule
+from megaprec.precision.plan import plan
 from tests.layouts import Fragment, assemble, fragments
 from tests.ranks import run_ranks
 

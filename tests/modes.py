@@ -7,7 +7,7 @@ import torch
 
 from megaprec.dialects.reading import Resolved
 from megaprec.dialects.translate import DIALECTS
-from megaprec.plan import DTYPES, PrecisionPlan, plan
+from megaprec.precision.plan import DTYPES, PrecisionPlan, plan
 
 KEPT = ("norm.weight", "embedding.weight", "layers.0.mlp.", "head.weight")
 

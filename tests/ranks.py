@@ -31,7 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megaprec.comm import AXES
+from megaprec.comm.axis import AXES
 from parallel.mesh import make_mesh
 
 SECONDS = 60.0  # the longest that a test may take

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.digests import OWN, sealed
-from megaprec.checkpoint.folder import latest
-from megaprec.checkpoint.store import INDEX, Store
+from megaprec.checkpoint.reader import INDEX, Store
 from tests.ranks import run_ranks
 from tools import cli
-from tools.corpus import open_corpus
-from tools.records import read_metrics
-from tools.run import load_run
-from tools.trainer import Trainer
+from tools.config.run_file import load_run
+from tools.journal.records import read_metrics
+from tools.training.corpus import open_corpus
+from tools.training.trainer import Trainer
 
 WORDS = ["the", "model", "learns", "to", "say", "what", "it", "has", "seen", "in", "this", "text", "and", "über", "Öl"]
 RUN = """

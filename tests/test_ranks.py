@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.comm import Axis
+from megaprec.comm.axis import Axis
 from tests import ranks
 from tests.ranks import on_ranks, run_ranks
 

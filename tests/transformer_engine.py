@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megaprec.fp8.product import chosen
+from megaprec.fp8.matmul import chosen
 
 TE_DType = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2"}
 TORCH = {name: dtype for dtype, name in TE_DType.items()}

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megaprec.errors import UserError
-from tools import compare, data, difference, fp8_advice, generate, inspection, overflow, precision, schedule, train
-from tools.convert import command as convert
-from tools.launch import must_tell, note_failure, slurm_environment
-from tools.parity import command as parity
-from tools.run import describe
-from tools.skips import Hopeless
-from tools.stopping import Stopped
+from tools.commands import compare, data, diff, explain_overflow, fp8_advice, inspect, precision, schedule, train
+from tools.commands import convert as convert
+from tools.commands import parity as parity
+from tools.config.run_file import describe
+from tools.training import generate
+from tools.training.launch import must_tell, note_failure, slurm_environment
+from tools.training.signals import Stopped
+from tools.training.skipped_steps import Hopeless
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,10 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     train.add_parser(commands)
     generate.add_parser(commands)
     data.add_parser(commands)
-    overflow.add_parser(commands)
+    explain_overflow.add_parser(commands)
     convert.add_parser(commands)
-    inspection.add_parser(commands)
-    difference.add_parser(commands)
+    inspect.add_parser(commands)
+    diff.add_parser(commands)
     compare.add_parser(commands)
     schedule.add_parser(commands)
     precision.add_parser(commands)

@@ -30,8 +30,8 @@ from megaprec.dialects.colossalai_plugins import FP8_TRAVEL, Plugin, express_plu
 from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR, SCALER_KEYS, GradScaler, cap, torch_scaling, torch_words
 from megaprec.errors import did_you_mean
-from megaprec.patterns import NORMS
-from megaprec.plan import LossScaling, PrecisionPlan
+from megaprec.precision.patterns import NORMS
+from megaprec.precision.plan import LossScaling, PrecisionPlan
 
 SYSTEM, PREFIX = "Colossal-AI", "precision.colossalai"
 _SCALE = Field(ge=FLOOR, le=CEILING)

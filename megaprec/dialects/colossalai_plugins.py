@@ -20,8 +20,8 @@ from pydantic import Field
 from megaprec.dialects.reading import Decision, Dtype, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import CEILING, FLOOR, cap
 from megaprec.errors import did_you_mean
-from megaprec.fp8.recipe import FP8Recipe
-from megaprec.plan import LossScaling
+from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.plan import LossScaling
 
 TABLE = "plugin"
 FP8_TRAVEL = "plugin.fp8_communication: not done here, where gradients travel in precision.reduce"

@@ -28,8 +28,8 @@ from pydantic import Field
 from megaprec.dialects.internevo_model import Model, express_model, has_flash, model_notes, model_settings
 from megaprec.dialects.reading import UNKNOWN, Decision, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import CEILING, FLOOR, cap
-from megaprec.patterns import NORMS
-from megaprec.plan import TORCH_DTYPES, LossScaling, PrecisionPlan
+from megaprec.precision.patterns import NORMS
+from megaprec.precision.plan import TORCH_DTYPES, LossScaling, PrecisionPlan
 
 SYSTEM, PREFIX = "InternEvo", "precision.internevo"
 

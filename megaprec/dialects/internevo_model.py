@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field
 
 from megaprec.dialects.reading import UNKNOWN, Decision, Keys, Reading, name_of
 from megaprec.errors import did_you_mean
-from megaprec.plan import PrecisionPlan
+from megaprec.precision.plan import PrecisionPlan
 
 DTYPES = ("float16", "half", "bfloat16", "float32", "tf32")
 FFN_MULTIPLE = 256  # the width of a gated feed-forward is rounded up to this

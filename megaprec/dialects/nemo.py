@@ -26,8 +26,8 @@ from megaprec.dialects.nemo_v1 import resolve_v1
 from megaprec.dialects.reading import NO_MARGIN, Decision, Dtype, Keys, Reading, Resolved, all_of, name_of
 from megaprec.dialects.scaling import CEILING, FLOOR
 from megaprec.errors import did_you_mean
-from megaprec.fp8.recipe import FP8Recipe, Kind
-from megaprec.plan import LossScaling, PrecisionPlan
+from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from megaprec.precision.plan import LossScaling, PrecisionPlan
 
 SYSTEM, PREFIX = "NeMo", "precision.nemo"
 HALVES = {

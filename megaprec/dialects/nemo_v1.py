@@ -18,8 +18,8 @@ from pydantic import BeforeValidator, Field
 
 from megaprec.dialects.reading import Decision, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import CEILING, FLOOR
-from megaprec.fp8.recipe import FP8Recipe
-from megaprec.plan import LossScaling
+from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.plan import LossScaling
 
 TABLE = "v1"
 DTYPES = {

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 
 from megaprec.dialects.reading import Decision, Keys, Reading, Resolved, all_of
-from megaprec.plan import PrecisionPlan
+from megaprec.precision.plan import PrecisionPlan
 
 SYSTEM, PREFIX = "NxD", "precision.nxd"
 MASTERS, ACCUMULATE, IN_CHECKPOINT = "use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt"

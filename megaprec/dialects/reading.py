@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from megaprec.errors import UserError, did_you_mean
-from megaprec.plan import TORCH_DTYPES, PrecisionPlan
+from megaprec.precision.plan import TORCH_DTYPES, PrecisionPlan
 
 
 class Keys(BaseModel):

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from megaprec.dialects.reading import Keys
-from megaprec.plan import LossScaling
+from megaprec.precision.plan import LossScaling
 
 FLOOR = 2.0**-126  # the lowest scale that float32 can invert: what "no floor" comes to
 CEILING = 2.0**127  # the highest, where every scale stops

@@ -31,8 +31,8 @@ from pydantic import BeforeValidator, Field
 from megaprec.dialects.reading import NO_MARGIN, Decision, Dtype, Keys, Reading, Resolved, all_of, member, name_of
 from megaprec.dialects.scaling import SCALER_KEYS, GradScaler, torch_scaling, torch_words
 from megaprec.errors import did_you_mean
-from megaprec.fp8.recipe import FP8Recipe, Kind
-from megaprec.plan import PrecisionPlan
+from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from megaprec.precision.plan import PrecisionPlan
 
 SYSTEM, PREFIX = "SageMaker SMP", "precision.smp"
 CAST = {(False, False): "none", (False, True): "root", (True, False): "inner", (True, True): "all"}

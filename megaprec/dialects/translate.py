@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from megaprec.dialects import colossalai, internevo, nemo, nxd, smp
 from megaprec.dialects.reading import Resolved
 from megaprec.errors import UserError
-from megaprec.plan import PrecisionPlan, dtype_name
+from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 
 class Dialect(Protocol):

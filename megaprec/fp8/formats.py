@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaprec.fp8.recipe import FP8Recipe
+from megaprec.precision.fp8_recipe import FP8Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

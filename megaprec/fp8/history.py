@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megaprec.fp8.formats import limit
-from megaprec.fp8.recipe import FP8Recipe
-from megaprec.fp8.scale import scale_of
+from megaprec.fp8.scaling import scale_of
+from megaprec.precision.fp8_recipe import FP8Recipe
 
 
 class AmaxHistory:

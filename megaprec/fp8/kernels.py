@@ -2,7 +2,7 @@
 Engine's.
 
 All take a [m, k] and b [n, k] and return a @ b.T [m, n], contiguous, summed in FP32 and rounded once. Which device has
-which of them changes with hardware and release, and so do their demands on layout: `megaprec.fp8.product` tries before
+which of them changes with hardware and release, and so do their demands on layout: `megaprec.fp8.matmul` tries before
 it trusts. Sizes that a kernel does not take are filled up with zeros, which changes no sum.
 """
 

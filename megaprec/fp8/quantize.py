@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megaprec.fp8.formats import Role, cast, format_of, limit
-from megaprec.fp8.recipe import FP8Recipe
-from megaprec.fp8.scale import mx_inverse, scale_of
+from megaprec.fp8.scaling import mx_inverse, scale_of
 from megaprec.fp8.transformer_engine import encode
+from megaprec.precision.fp8_recipe import FP8Recipe
 
 
 @dataclass(frozen=True)

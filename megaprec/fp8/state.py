@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.comm import Axis, device_of
+from megaprec.comm.axis import Axis, device_of
+from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.fp8 import transformer_engine
+from megaprec.fp8.eligibility import Reach, not_computed, reach
 from megaprec.fp8.formats import Role, format_of
 from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.quantize import Codes, counts_lost
-from megaprec.fp8.reach import Reach, not_computed, reach
-from megaprec.fp8.recipe import FP8Recipe
-from megaprec.layout import Part
+from megaprec.precision.fp8_recipe import FP8Recipe
 
 ROLES: tuple[Role, ...] = get_args(Role)
 Casts = tuple[Codes, Codes]

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from megaprec.fp8.product import ways
-from megaprec.fp8.recipe import FP8Recipe, Kind
-from megaprec.plan import plan
+from megaprec.fp8.matmul import ways
+from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
-from parallel.kinds import schedule
 from parallel.mesh import make_mesh, world
-from tools.fp8_timing import Shape, linear_times, synchronize
+from parallel.pipeline.builders import schedule
+from tools.commands.fp8_timing import Shape, linear_times, synchronize
 
 VOCAB = 8192  # small: the stack's layers are what is measured
 LR = 1e-4

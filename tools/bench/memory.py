@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from megaprec.data.text import open_source
-from tools.convert.command import write_model
-from tools.convert.config import from_hugging_face
+from tools.commands.convert import write_model
+from tools.convert.core.names import HUGGING_FACE
+from tools.convert.core.rules import matches
+from tools.convert.core.tensors import fill, reserve_safetensors
 from tools.convert.formats import open_source as open_model
-from tools.convert.names import HUGGING_FACE
-from tools.convert.rules import matches
-from tools.convert.tensors import fill, reserve_safetensors
+from tools.convert.hf.config import from_hugging_face
 
 OFTEN = 0.3  # seconds between two looks
 LLAMA = {"model_type": "llama", "num_attention_heads": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}

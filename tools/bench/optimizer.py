@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.layout import attach_whole
-from megaprec.main_gradient import given
-from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import LossScaling, plan
-from tools.settings import Parallel
+from megaprec.comm.layout import attach_whole
+from megaprec.optim.main_grad import given
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.precision.plan import LossScaling, plan
+from tools.config.settings import Parallel
 
 SCALE, LR = 1024.0, 1e-4
 BUCKET = Parallel().bucket

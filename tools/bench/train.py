@@ -22,15 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaprec.plan import DTYPES
+from megaprec.precision.plan import DTYPES
 from models.engine import Engine, Share
-from parallel.kinds import KINDS
+from parallel.activation_checkpoint import MODULES
 from parallel.mesh import make_mesh, world
-from parallel.recompute import MODULES
-from tools.allocator import keep_freed_memory
-from tools.launch import start_ranks
-from tools.run import RunConfig, load_run
-from tools.toml import toml
+from parallel.pipeline.builders import KINDS
+from tools.config.run_file import RunConfig, load_run
+from tools.console.toml import toml
+from tools.training.allocator import keep_freed_memory
+from tools.training.launch import start_ranks
 
 VOCAB = 8192
 

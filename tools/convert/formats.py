@@ -7,18 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprec.checkpoint.folder import checkpoint_at
-from megaprec.checkpoint.intact import require_intact
-from megaprec.checkpoint.store import Store
+from megaprec.checkpoint.atomic import checkpoint_at
+from megaprec.checkpoint.integrity import require_intact
+from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
-from tools.convert.colossalai import find_colossalai, open_colossalai
-from tools.convert.hf import find_hf, has_weights, open_hf
-from tools.convert.internevo import find_internevo, open_internevo
-from tools.convert.megatron import find_megatron, open_megatron
+from tools.convert.core.source import Source
+from tools.convert.hf.folder import find_hf, has_weights, open_hf
+from tools.convert.megatron.read import find_megatron, open_megatron
 from tools.convert.native import open_native
-from tools.convert.nemo import find_nemo, open_nemo
-from tools.convert.nxd import find_nxd, open_nxd
-from tools.convert.source import Source
+from tools.convert.systems.colossalai import find_colossalai, open_colossalai
+from tools.convert.systems.internevo import find_internevo, open_internevo
+from tools.convert.systems.nemo import find_nemo, open_nemo
+from tools.convert.systems.nxd import find_nxd, open_nxd
 
 
 @dataclass(frozen=True)

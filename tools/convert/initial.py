@@ -9,19 +9,19 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megaprec.checkpoint.folder import checkpoint_at
-from megaprec.checkpoint.intact import require_intact
-from megaprec.checkpoint.state import load_weights
-from megaprec.checkpoint.store import INDEX, Store
+from megaprec.checkpoint.atomic import checkpoint_at
+from megaprec.checkpoint.integrity import require_intact
+from megaprec.checkpoint.reader import INDEX, Store
+from megaprec.checkpoint.save_load import load_weights
+from megaprec.comm.layout import Part
 from megaprec.errors import UserError
-from megaprec.layout import Part
-from megaprec.optimizer import ParallelAMPOptimizer
+from megaprec.optim.optimizer import ParallelAMPOptimizer
 from models.config import ModelConfig
+from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_source
-from tools.convert.hf import CONFIG, hf_model, hf_tokenizer
+from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer
+from tools.convert.hf.vocabulary import check_tokenizer, main_file
 from tools.convert.native import native_model
-from tools.convert.source import Source
-from tools.convert.vocabulary import check_tokenizer, main_file
 
 
 def initial_model(folder: Path) -> tuple[ModelConfig, Path | None, str]:

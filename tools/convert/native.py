@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
-from megaprec.checkpoint.intact import require_intact
-from megaprec.checkpoint.store import FORMAT, INDEX, Store
+from megaprec.checkpoint.integrity import require_intact
+from megaprec.checkpoint.reader import FORMAT, INDEX, Store
+from megaprec.diagnose.overflow_monitor import OverflowWatch
 from megaprec.errors import UserError
-from megaprec.plan import LossScaling
-from megaprec.watch import OverflowWatch
+from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
-from tools.convert.hf import check_tensors
-from tools.convert.rules import Match, logical_shapes
-from tools.convert.source import Facts, Origin, Source
-from tools.convert.target import Place, Target, Write
-from tools.convert.tensors import Stored, reserve_safetensors, safetensors_in
-from tools.convert.transforms import SAME
-from tools.own_model import require_builtin
-from tools.saved import Progress, read_model, read_tokenizer
+from models.own_model import require_builtin
+from tools.convert.core.rules import Match, logical_shapes
+from tools.convert.core.source import Facts, Origin, Source
+from tools.convert.core.target import Place, Target, Write
+from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
+from tools.convert.core.transforms import SAME
+from tools.convert.hf.folder import check_tensors
+from tools.convert.train_state import Progress, read_model, read_tokenizer
 
 MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safetensors"
 

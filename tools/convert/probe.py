@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.checkpoint.folder import checkpoint_at
+from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.convert.config import from_hugging_face
-from tools.convert.config_keys import ALIASES
-from tools.convert.hf import CONFIG, open_hf, read_json
+from tools.convert.hf.config import from_hugging_face
+from tools.convert.hf.folder import CONFIG, open_hf, read_json
+from tools.convert.hf.keys import ALIASES
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
-from megaprec.layout import layout_of
-from megaprec.plan import plan
+from megaprec.precision.plan import plan
 from models.stages import Stage, cuts
 from parallel.context import Context
+from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_intact
-from tools.convert.source import Source
 
 BOUND = 1e-5  # of the largest difference, for logits of size 1; relative to the largest logit where that is more
 TOKENS = 64

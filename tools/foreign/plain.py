@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaprec.dialects.reading import UNKNOWN
-from megaprec.plan import TORCH_DTYPES
+from megaprec.precision.plan import TORCH_DTYPES
 from tools.foreign.systems import VALUES, WORLD_GROUPS
 from tools.foreign.values import Entry, External, Function, Row, Table, Thing
 

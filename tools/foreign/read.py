@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError, did_you_mean
+from tools.console.toml import Given
 from tools.foreign.account import Account
 from tools.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml, mentions_in_data
 from tools.foreign.expressions import TooMuch
@@ -21,7 +22,6 @@ from tools.foreign.statements import Statements
 from tools.foreign.systems import NEMO, Spot
 from tools.foreign.values import Entry
 from tools.foreign.yaml_forms import read_flat, read_forms
-from tools.toml import Given
 
 LARGEST, MOST_PARTS = 256 * 1024, 20_000  # bytes, commas and brackets; what has more would take seconds to read
 KNOWN = "mixed_precision_config, MixedPrecision(...), fp16 = dict(mode=...), model = dict(dtype=...), bf16_mixed()"

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.main_gradient import cleared
-from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import PrecisionPlan
+from megaprec.optim.main_grad import cleared
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.precision.plan import PrecisionPlan
 from models.stages import Stage
-from tools.corpus import Corpus
+from tools.config.run_file import RunConfig
 from tools.parity.gather import Record, Tensors
 from tools.parity.record import fragments
-from tools.run import RunConfig
-from tools.trainer import Trainer, optimizer_options
+from tools.training.corpus import Corpus
+from tools.training.trainer import Trainer, optimizer_options
 
 
 def updates(config: RunConfig, corpus: Corpus, ours: Record) -> dict[str, Tensors]:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaprec.comm import Axis
-from megaprec.layout import has_layout, layout_of
-from megaprec.random import key, normal
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import has_layout, layout_of
+from megaprec.comm.random import key, normal
 
 TOKENS = 4096  # of a step that are noted at each border, at most
 FORWARD, BACKWARD = "activation", "activation gradient"

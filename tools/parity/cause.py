@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tools.config.settings import Parallel
 from tools.parity.compare import Difference
 from tools.parity.first import HEAD, Origin, Phase, origin
 from tools.parity.gather import Record
-from tools.settings import Parallel
 
 NEAR = 0.02  # how near a ratio must be to a factor to be called by its name
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
+from tools.config.run_file import RunConfig
+from tools.console.toml import toml
 from tools.parity.borders import BACKWARD, FORWARD
 from tools.parity.cause import case, likely, said
 from tools.parity.compare import Difference, worst
@@ -24,8 +26,6 @@ from tools.parity.layouts import Layout
 from tools.parity.noise import rounded
 from tools.parity.ranks import Failure
 from tools.parity.record import Plan
-from tools.run import RunConfig
-from tools.toml import toml
 
 FORMAT = "megaprec parity 2"
 SHOWN = 24  # of all that differs in a layout, the first

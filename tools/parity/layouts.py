@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaprec.errors import UserError, did_you_mean
-from tools.checks import cross_problems
-from tools.run import RunConfig
-from tools.settings import Parallel
+from tools.config.checks import cross_problems
+from tools.config.run_file import RunConfig
+from tools.config.settings import Parallel
 
 SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 ALONE = Parallel()

@@ -21,16 +21,16 @@ from typing import Any
 
 from torch import nn
 
-from megaprec.comm import Axis
-from megaprec.layout import has_layout, layout_of
-from parallel.executor import Executor
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import has_layout, layout_of
+from parallel.pipeline.executor import Executor
 from tools.parity.borders import shared_name
 
 PATIENCE = 20.0  # seconds in which no rank moves or computes
 EVERY = 0.5
 IDLE = 0.02  # of one processor: who uses less does not compute
 OURS = Path(__file__).resolve().parent.parent.parent
-WAITING = ("megaprec/exchange.py", "megaprec/comm.py", "parallel/links.py", "torch/distributed/")
+WAITING = ("megaprec/comm/gloo.py", "megaprec/comm/axis.py", "parallel/pipeline/p2p.py", "torch/distributed/")
 
 
 @contextmanager

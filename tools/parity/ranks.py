@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from parallel.mesh import make_mesh, world
-from tools.corpus import Corpus, open_made
-from tools.launch import launch_local
+from tools.config.run_file import RunConfig, load_run
 from tools.parity.gather import Record, gather
 from tools.parity.progress import PATIENCE, Watch, noting, odd, told
 from tools.parity.record import Plan, record
-from tools.run import RunConfig, load_run
+from tools.training.corpus import Corpus, open_made
+from tools.training.launch import launch_local
 
 TODO = "todo"  # file with the names of the runs that ranks are to carry out
 STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # what asks a program to end

@@ -19,18 +19,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.buffer import Buffer
+from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.data.blend import Blend
 from megaprec.data.samples import Batch, Samples
-from megaprec.events import report_fields
-from megaprec.layout import layout_of, parameters_of
-from megaprec.optimizer import ParallelAMPOptimizer
-from megaprec.plan import PrecisionPlan
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import report_fields
+from megaprec.precision.plan import PrecisionPlan
 from models.stages import Stage
-from tools.corpus import Corpus
+from tools.config.run_file import RunConfig
 from tools.parity.borders import Borders, Size
-from tools.run import RunConfig
-from tools.trainer import Trainer, optimizer_options
+from tools.training.corpus import Corpus
+from tools.training.trainer import Trainer, optimizer_options
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 
 from megaprec.data.indexed import IndexedWriter
-from megaprec.plan import dtype_name
+from megaprec.precision.plan import dtype_name
+from tools.config.run_file import RunConfig
+from tools.config.settings import FP8, Data, Precision
+from tools.console.toml import toml
 from tools.parity.gather import Record
 from tools.parity.layouts import ALONE
 from tools.parity.record import Plan
 from tools.parity.shrink import Most, shrunk
-from tools.run import RunConfig
-from tools.settings import FP8, Data, Precision
-from tools.toml import toml
 
 NUMBERS = ("compute", "parameters", "gradients", "reduce", "masters", "moments", "rounding", "pipeline", "buffers")
 NUMBERS += (

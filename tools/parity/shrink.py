@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.config import ModelConfig
-from parallel.kinds import default_chunks
-from tools.run import RunConfig
-from tools.settings import Table
+from parallel.pipeline.builders import default_chunks
+from tools.config.run_file import RunConfig
+from tools.config.settings import Table
 
 LENGTH, HEAD_DIM, VOCAB, MICROBATCHES = 16, 8, 61, 4
 SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow

@@ -1,0 +1,164 @@
+"""A folder of checkpoints, of which each is whole or is not there.
+
+A checkpoint is written under a hidden name; renaming it is what makes it one. So a process that is killed at any
+moment leaves all earlier checkpoints and, at worst, a hidden folder that the next save removes.
+
+Hence what has the name of a checkpoint and is none was damaged later. It is refused, and so is a folder that cannot be
+listed: to take them for nothing would be to begin anew, and to write over what may be the only copy.
+"""
+
+import os
+import re
+import shutil
+import stat
+from itertools import count
+from pathlib import Path
+
+from megaprec.checkpoint.reader import INDEX
+from megaprec.errors import UserError
+
+NAME = re.compile(r"step_\d{8,}")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lies."""
+    return folder / f"step_{step:08d}"
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    """Where it lies until it is whole."""
+    return folder / f".step_{step:08d}.partial"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints of `folder`, oldest first; none if there is no such folder.
+
+    Raises UserError if the folder cannot be listed, or if something in it has the name of a checkpoint and is none.
+    """
+    found = _named(folder)
+    if problems := [f"{path} is damaged: {why}: {remedy(path)}" for path in found if (why := _lack(path))]:
+        raise UserError(*problems)
+    return found
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint. Raises UserError as `checkpoints` does."""
+    return next(reversed(checkpoints(folder)), None)
+
+
+def checkpoint_at(path: Path) -> Path | None:
+    """`path` if it is a checkpoint, else the newest one of the run directory, or folder of checkpoints, `path`.
+
+    None if there is none. Raises UserError as `checkpoints` does.
+    """
+    if not path.is_dir():
+        return None
+    if NAME.fullmatch(path.name) and (why := _lack(path)):
+        raise UserError(f"{path} is damaged: {why}: restore it, or give another")
+    if (path / INDEX).is_file():
+        return path
+    return latest(path / "checkpoints") or latest(path)
+
+
+def require_room(folder: Path) -> None:
+    """Raises UserError if a save into `folder`, where it can be listed, would fail on what it is or holds."""
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} may not be written to, and checkpoints belong there: allow it, or move it away")
+    for left in sorted(folder.glob(".step_*.partial")):
+        if left.is_symlink() or not left.is_dir():
+            raise UserError(f"{left} is no folder, but has the name of an unfinished checkpoint: move it away")
+
+
+def remedy(path: Path) -> str:
+    """What to do about the damaged checkpoint `path`; names the one before it, if there is one."""
+    earlier = [other for other in _named(path.parent) if _step(other) < _step(path) and not _lack(other)]
+    return f"restore it, or move it away to {f'go on from {earlier[-1].name}' if earlier else 'start anew'}"
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty hidden folder to write into; leftovers of interrupted saves are removed."""
+    for leftover in folder.glob(".step_*.partial"):
+        shutil.rmtree(leftover)
+    partial = partial_path(folder, step)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(folder: Path, step: int, keep: int) -> Path:
+    """Makes the hidden folder the checkpoint of `step`, then removes all other whole ones but the newest `keep`."""
+    final = checkpoint_path(folder, step)
+    partial = partial_path(folder, step)
+    sync(partial)
+    hidden = []
+    if os.path.lexists(final) and _lack(final):  # damaged since the run began
+        final.rename(_aside(final))
+    elif final.exists():
+        hidden.append(_hide(final))
+    partial.rename(final)
+    sync(folder)
+    whole = [path for path in _named(folder) if not _lack(path)]
+    hidden += [_hide(old) for old in whole[: -keep or None] if old != final]
+    for old in hidden:
+        shutil.rmtree(old)
+    return final
+
+
+def _named(folder: Path) -> list[Path]:
+    """What has the name of a checkpoint, oldest first."""
+    try:
+        os.lstat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UserError(f"{folder} cannot be looked at ({error.strerror}): allow it, or give another folder") from error
+    if not folder.exists():
+        raise UserError(f"{folder} is a link to {os.readlink(folder)}, which is not there: mount it, or move the link")
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder, but checkpoints belong there: move it away")
+    try:
+        names = [name for name in os.listdir(folder) if NAME.fullmatch(name)]
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be listed ({error.strerror}), and there may be checkpoints in it: allow it to be read, "
+            "or move it away"
+        ) from error
+    return sorted((folder / name for name in names), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _lack(path: Path) -> str:
+    """Why the folder `path` is no checkpoint; empty if it is one, as far as its name for the index tells."""
+    index = path / INDEX
+    try:
+        if stat.S_ISREG(index.stat().st_mode):
+            return ""
+    except FileNotFoundError:
+        return f"its {INDEX} is a link to nothing" if index.is_symlink() else f"it has no {INDEX}"
+    except NotADirectoryError:
+        return "it is no folder"
+    except OSError as error:
+        return f"its {INDEX} cannot be looked at ({error.strerror})"
+    return f"its {INDEX} is no file"
+
+
+def _hide(path: Path) -> Path:
+    """Before its files go, so that a checkpoint of which half is gone is not taken for a whole one."""
+    return path.rename(path.with_name(f".{path.name}.removed.partial"))
+
+
+def _aside(path: Path) -> Path:
+    """The first free one of the names *.damaged, *.damaged2, ..."""
+    names = (f"{path.name}.damaged{number if number > 1 else ''}" for number in count(1))
+    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
+
+
+def sync(path: Path) -> None:
+    """Returns when the file, or the list of files of the folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,209 @@
+"""Reading logical tensors, or any rectangle of one, from a checkpoint's chunks."""
+
+import json
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megaprec.checkpoint.digests import OTHERS, is_sealed
+from megaprec.comm.layout import Part
+from megaprec.errors import UserError
+
+INDEX = "checkpoint.json"
+FORMAT = 1
+SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Chunk(_Table):
+    file: str
+    offset: list[Count]
+    shape: list[Count]
+
+
+class _Tensor(_Table):
+    dtype: str
+    shape: list[Count]
+    chunks: list[_Chunk]
+
+
+class _Optimizer(_Table):
+    steps: Count
+    scaler: dict[str, FiniteFloat]
+    rule: dict[str, FiniteFloat] = {}  # earlier versions kept none
+
+    @field_validator("scaler")
+    @classmethod
+    def _is_known(cls, scaler: dict[str, float]) -> dict[str, float]:
+        """A constant scale keeps nothing."""
+        if scaler and (scaler.keys() != SCALER or not scaler["scale"] > 0 or scaler["growth_tracker"] < 0):
+            raise ValueError(f"{scaler} is no state of a loss scaler")
+        return scaler
+
+
+class _FP8(_Table):
+    rolls: Count
+
+
+class _Index(_Table):
+    """What every checkpoint.json holds, whatever the caller keeps there besides."""
+
+    step: Count
+    optimizer: _Optimizer
+    files: dict[str, Count]
+    sha256: dict[str, str] = {}  # earlier versions recorded none
+    tensors: dict[str, _Tensor]
+    fp8: _FP8 = _FP8(rolls=0)  # earlier versions kept none
+
+
+class Store:
+    """An opened checkpoint. `index` is its checkpoint.json.
+
+    Raises UserError if there is no whole checkpoint at `path`, or one of a format that is not known.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._open = path, {}
+        content, self.index = _read(path)
+        if not is_sealed(content, self.index):
+            raise UserError(f"{path} is damaged: {INDEX} is not what was saved (SHA-256 differs): restore it")
+        _require_known_format(path, self.index)
+        try:
+            _Index.model_validate(self.index)
+        except ValidationError as error:
+            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
+            raise UserError(f"{path} is damaged: {INDEX} is not as it was written", *wrong) from error
+        self._check_files()
+
+    def _check_files(self) -> None:
+        problems = []
+        for name, size in self.index["files"].items():
+            file = self.path / name
+            if Path(name).name != name:
+                problems.append(f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}")
+            elif not file.is_file() or file.stat().st_size != size:
+                problems.append(f"{file} is missing or is not the {size} bytes that were written")
+        if self.digests and self.digests.keys() != self.index["files"].keys():
+            problems.append(f"{self.path} is damaged: {INDEX} lists other files than it has digests of")
+        if problems:
+            raise UserError(*problems)
+
+    def file(self, name: str) -> Path:
+        """The path of a file of the checkpoint. Raises UserError unless it is one that checkpoint.json lists."""
+        if name not in self.index["files"]:
+            raise UserError(f"{self.path} has no file {name!r}")
+        return self.path / name
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each file, in hex; empty if an earlier version saved it."""
+        return self.index.get(OTHERS, {})
+
+    def files_of(self, kind: str) -> set[str]:
+        """The files that hold tensors of a kind."""
+        tensors = (entry for key, entry in self.index["tensors"].items() if key.startswith(f"{kind}/"))
+        return {chunk["file"] for entry in tensors for chunk in entry["chunks"]}
+
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """Logical name -> shape of the tensors of one kind: prefix weight, exp_avg or exp_avg_sq."""
+        start = f"{prefix}/"
+        return {
+            k.removeprefix(start): tuple(v["shape"]) for k, v in self.index["tensors"].items() if k.startswith(start)
+        }
+
+    def require(self, key: str, shape: Sequence[int]) -> None:
+        """Raises UserError unless the whole tensor `key` is there. Reads no more than the heads of its files."""
+        chunks = self.index["tensors"].get(key, {"chunks": ()})["chunks"]
+        there = [chunk for chunk in chunks if self._slice(chunk["file"], key).get_shape() == chunk["shape"]]
+        if sum(prod(chunk["shape"]) for chunk in there) != prod(shape):
+            raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
+
+    def read(self, kind: str, name: str) -> Tensor:
+        """A whole logical tensor, in the dtype it was saved in."""
+        shape = self.index["tensors"][f"{kind}/{name}"]["shape"]
+        return self.rectangle(f"{kind}/{name}", [0] * len(shape), shape)
+
+    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
+        """Elements [first, last) of the flattened slice `part`. Reads no rows but those they lie in."""
+        if not part.shape:
+            return self.read(kind, part.name).reshape(1)
+        row = prod(part.local[1:])
+        top, bottom = first // row, -(-last // row)
+        offset = [part.start if d == part.dim else 0 for d in range(len(part.shape))]
+        offset[0] += top
+        rows = self.rectangle(f"{kind}/{part.name}", offset, (bottom - top, *part.local[1:]))
+        return rows.reshape(-1)[first - top * row : last - top * row]
+
+    def rectangle(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """[*shape] of the tensor `key`, from `offset` on in each dim, put together from the chunks it lies in."""
+        found: Tensor | None = None
+        filled = 0
+        for chunk in self.index["tensors"][key]["chunks"]:
+            if not len(chunk["offset"]) == len(chunk["shape"]) == len(shape):
+                raise UserError(f"{self.path} is damaged: {INDEX} has a part of {key} with another number of dims")
+            low = [max(a, b) for a, b in zip(offset, chunk["offset"], strict=True)]
+            high = [
+                min(a + n, b + m) for a, n, b, m in zip(offset, shape, chunk["offset"], chunk["shape"], strict=True)
+            ]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            piece = self._slice(chunk["file"], key)[
+                tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk["offset"], strict=True))
+            ]
+            if list(piece.shape) == list(shape):
+                return piece
+            found = torch.empty(*shape, dtype=piece.dtype) if found is None else found
+            found[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))] = piece
+            filled += piece.numel()
+        if found is None or filled != prod(shape):
+            raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
+        return found
+
+    def _slice(self, file: str, key: str) -> Any:
+        kind, name = key.split("/", 1)
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.file(file), "pt")
+            return self._open[file].get_slice(name if kind == "weight" else key)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.path / file} is damaged: {error}") from error
+
+
+def _read(path: Path) -> tuple[bytes, Any]:
+    """The bytes of checkpoint.json, and what they say."""
+    file = path / INDEX
+    try:
+        if file.exists() and not file.is_file():
+            raise OSError("it is no file")
+        content = file.read_bytes()
+        return content, json.loads(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({error})") from error
+
+
+def _require_known_format(path: Path, index: Any) -> None:
+    """The format is a whole number that grows. Digests are in every index that says which data was trained on."""
+    found = index.get("format") if isinstance(index, dict) else None
+    if type(found) is int and found > FORMAT:
+        raise newer_version(path, f"has checkpoint format {found}, and this one reads {FORMAT}")
+    if found != FORMAT or isinstance(found, bool):
+        raise UserError(f"{path} has checkpoint format {found!r}; this version reads {FORMAT}")
+    if "data" in index and OTHERS not in index:
+        raise UserError(f"{path} is damaged: {INDEX} has lost the digests that it was saved with: restore it")
+
+
+def newer_version(path: Path, why: str) -> UserError:
+    """Says that a checkpoint cannot be read yet."""
+    return UserError(f"{path} was saved by a newer version of megaprec: it {why}: update megaprec to go on with it")

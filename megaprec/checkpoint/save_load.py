@@ -1,0 +1,258 @@
+"""Saving and loading an optimizer's state: each rank writes what it counts and reads what it holds.
+
+Under ZeRO-1 a rank's slice begins and ends in the middle of a parameter. Such a parameter is written whole by the
+rank that holds most of it, to which the others send their part; all others travel nowhere.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaprec.checkpoint.atomic import begin, commit, partial_path, sync
+from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
+from megaprec.checkpoint.fp8_scales import Scales, read_fp8, take_up, write_fp8
+from megaprec.checkpoint.integrity import require_intact, write_tensors
+from megaprec.checkpoint.reader import FORMAT, INDEX, Store
+from megaprec.comm.layout import Part
+from megaprec.errors import UserError
+from megaprec.fp8.state import FP8State
+from megaprec.optim.flat_buffer import Buffer, Piece
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.precision.plan import DTYPES, PrecisionPlan, dtype_name
+
+T = TypeVar("T")
+
+
+def save(
+    folder: Path,
+    step: int,
+    optimizer: ParallelAMPOptimizer,
+    extra: dict[str, Any],
+    keep: int = 2,
+    files: Sequence[Path] = (),
+    fp8: FP8State | None = None,
+) -> Path:
+    """Writes a checkpoint of `step` into `folder` and removes all but the newest `keep`. Collective over the world.
+
+    extra: JSON values kept in checkpoint.json beside ours; the same on every rank. files: copied into the checkpoint.
+    fp8: what is to be kept of it, if there is any.
+    """
+    world = optimizer.world
+    partial = partial_path(folder, step)
+    copied: dict[str, str] = {}
+    if world.rank == 0:
+        begin(folder, step)
+        copied = {file.name: _copy(file, partial) for file in files}
+    world.barrier()
+    tensors, digests = _write_tensors(partial, world.rank, optimizer)
+    if fp8 is not None:
+        writes = optimizer.dp.rank == optimizer.tp.rank == 0
+        more, digest = write_fp8(partial, f"fp8-{world.rank:05d}.safetensors", fp8, writes)
+        tensors, digests = tensors | more, digests | digest
+    part = {"tensors": tensors, OTHERS: digests | copied}
+    (partial / f"index-{world.rank:05d}.json").write_text(json.dumps(part))
+    world.barrier()
+    if world.rank == 0:
+        numbers = {"optimizer": optimizer.numbers(), "fp8": {"rolls": fp8.rolls if fp8 else 0}}
+        _write_index(partial, world.size, {**extra, "step": step, **numbers})
+        commit(folder, step, keep)
+    world.barrier()
+    return folder / partial.name.removeprefix(".").removesuffix(".partial")
+
+
+def _copy(file: Path, folder: Path) -> str:
+    copy = Path(shutil.copy(file, folder))
+    sync(copy)
+    return file_digest(copy)
+
+
+def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> dict[str, Any]:
+    """Loads weights, moments, step count and scaler into an optimizer of any layout; returns checkpoint.json.
+
+    fp8: takes up scales and amax histories, as far as the checkpoint has them.
+
+    Collective over the world: if a byte of the checkpoint is not what was saved, or if it is of another model for one
+    rank, every rank raises UserError, before anything is changed. Each file is hashed once, by one rank. Rank 0 warns
+    if the checkpoint holds weights narrower than the masters.
+    """
+    store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
+    if optimizer.world.rank == 0 and (lost := _lost(store, optimizer.plan)):
+        warnings.warn(lost, stacklevel=2)
+    for buffer in optimizer.all_buffers():
+        for kind in buffer.saved_names:
+            _read_into(store, kind, buffer)
+    optimizer.load_numbers(store.index["optimizer"])
+    if fp8 is not None:
+        take_up(scales, store.index.get("fp8", {"rolls": 0})["rolls"], fp8)
+    return store.index
+
+
+def _lost(store: Store, plan: PrecisionPlan) -> str:
+    """What cannot be had back from a checkpoint whose weights are narrower than the masters; empty if none is."""
+    saved = {k.partition("/")[2]: v["dtype"] for k, v in store.index["tensors"].items() if k.startswith("weight/")}
+    sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
+    wanted = {name: max(plan.masters, plan.holds(name), key=lambda dtype: dtype.itemsize) for name in saved}
+    narrow = [name for name, dtype in saved.items() if sizes.get(dtype, 0) < wanted[name].itemsize]
+    if not narrow:
+        return ""
+    had, masters = saved[narrow[0]], dtype_name(wanted[narrow[0]])
+    return (
+        f"{store.path} holds {len(narrow)} of {len(saved)} weights rounded to {had} only: {masters} masters begin at "
+        "these, what updates below their last bit had added up to is lost, and the run does not go on bit for bit"
+    )
+
+
+class Weights(Protocol):
+    """What slices of logical tensors can be read from, by kind ("weight")."""
+
+    def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor: ...
+
+
+@torch.no_grad()
+def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
+    """Takes up weights alone, from wherever they are; moments, step count and scaler stay. Each rank reads its own."""
+    for buffer in optimizer.all_buffers():
+        _read_into(weights, "weight", buffer)
+    optimizer.load_numbers(optimizer.numbers())  # makes the layers' weights from the masters
+
+
+def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State) -> tuple[Store, Scales]:
+    def scales() -> Scales:
+        check_same_model(store, optimizer)
+        return read_fp8(store, fp8)
+
+    store = _on_all_ranks(path, optimizer, lambda: Store(path))
+    require_intact(store, store.digests, optimizer.world, optimizer.device)
+    return store, _on_all_ranks(path, optimizer, scales)
+
+
+def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[], T]) -> T:
+    """What `make` returns. If it raises UserError on one rank, every rank raises one."""
+    problem: UserError | None = None
+    made: list[T] = []
+    try:
+        made.append(make())
+    except UserError as error:
+        problem = error
+    failed = optimizer.world.max_(torch.tensor(float(problem is not None), device=optimizer.device))
+    if problem or failed:
+        raise problem or UserError(f"{path} cannot be loaded by another rank, which says why")
+    return made[0]
+
+
+def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
+    """Raises UserError unless the checkpoint has as many parameters and holds all that this rank is going to read."""
+    saved = store.shapes("weight")
+    mine = {piece.part.name: piece.part.shape for buffer in optimizer.all_buffers() for piece in buffer.pieces}
+    wrong = [
+        f"{n} is {list(s)} in the model, {list(saved[n]) if n in saved else 'not'} in {store.path}"
+        for n, s in mine.items()
+        if saved.get(n) != s
+    ]
+    if wrong:
+        raise UserError(
+            f"{store.path} is a checkpoint of another model: {len(wrong)} of {len(mine)} tensors differ", *wrong[:5]
+        )
+    if (whole := sum(prod(shape) for shape in saved.values())) != optimizer.num_elements:
+        raise UserError(
+            f"{store.path} is a checkpoint of another model: it has {whole} parameters, not {optimizer.num_elements}"
+        )
+    if lacking := [name for name in optimizer.rule.names if not store.shapes(name)]:
+        raise UserError(f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on with")
+    for buffer in optimizer.all_buffers():
+        for kind, (piece, _, _) in product(buffer.saved_names, _held(buffer)):
+            store.require(f"{kind}/{piece.part.name}", piece.part.shape)
+
+
+def _held(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
+    """The pieces that the own slice has a part of: elements [first, last) of the buffer."""
+    for piece in buffer.pieces:
+        first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
+        if first < last:
+            yield piece, first, last
+
+
+def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
+    for piece, first, last in _held(buffer):
+        read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
+        buffer.restore(kind, first - buffer.first, read)
+
+
+def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> tuple[dict[str, Any], dict[str, str]]:
+    """Writes this rank's files; returns what is in them (key -> dtype, shape and chunk), and their digests by name."""
+    files: dict[str, dict[str, Tensor]] = {}
+    chunks: dict[str, Any] = {}
+    for kind, piece, values in _written_here(optimizer):
+        name = f"{'model' if kind == 'weight' else 'optimizer'}-{rank:05d}.safetensors"
+        key = f"{kind}/{piece.part.name}"
+        files.setdefault(name, {})[piece.part.name if kind == "weight" else key] = values.view(piece.part.local)
+        offset = [piece.part.start if d == piece.part.dim else 0 for d in range(len(piece.part.shape))]
+        chunk = {"file": name, "offset": offset, "shape": piece.part.local}
+        chunks[key] = {"dtype": str(values.dtype).removeprefix("torch."), "shape": piece.part.shape, "chunks": [chunk]}
+    return chunks, {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+
+
+def _written_here(optimizer: ParallelAMPOptimizer) -> Iterator[tuple[str, Piece, Tensor]]:
+    """(kind, piece, its values on the CPU) of every piece that this rank writes."""
+    for buffer in optimizer.all_buffers():
+        for kind, values in buffer.saved().items():
+            for number, piece in enumerate(buffer.pieces):
+                if piece.counts and piece.start < piece.stop:
+                    whole = _collect(buffer, piece, values, number)
+                    if whole is not None:
+                        yield kind, piece, whole
+
+
+def _collect(buffer: Buffer, piece: Piece, values: Tensor, number: int) -> Tensor | None:
+    """The whole piece, on the dp rank that writes it; None on the others."""
+    shards = buffer.shards
+    if number % (buffer.dp.size // shards.size) != buffer.dp.rank // shards.size:
+        return None  # another replica's turn
+    length = buffer.last - buffer.first
+    held = {r: (max(piece.start, r * length), min(piece.stop, (r + 1) * length)) for r in range(shards.size)}
+    held = {r: (first, last) for r, (first, last) in held.items() if first < last}
+    writer = max(held, key=lambda r: (held[r][1] - held[r][0], -r))
+    if shards.rank == writer:
+        return torch.cat([_from_rank(buffer, values, r, *span) for r, span in held.items()])
+    if shards.rank in held:
+        first, last = held[shards.rank]
+        mine = values[first - buffer.first : last - buffer.first].contiguous()
+        dist.send(mine, group=shards.group, group_dst=writer)
+    return None
+
+
+def _from_rank(buffer: Buffer, values: Tensor, rank: int, first: int, last: int) -> Tensor:
+    if rank == buffer.shards.rank:
+        return values[first - buffer.first : last - buffer.first].cpu()
+    received = values.new_empty(last - first)
+    dist.recv(received, group=buffer.shards.group, group_src=rank)
+    return received.cpu()
+
+
+def _write_index(partial: Path, ranks: int, index: dict[str, Any]) -> None:
+    """Merges the ranks' lists into checkpoint.json."""
+    tensors: dict[str, Any] = {}
+    digests: dict[str, str] = {}
+    for rank in range(ranks):
+        file = partial / f"index-{rank:05d}.json"
+        part = json.loads(file.read_text())
+        for key, value in part["tensors"].items():
+            tensors.setdefault(key, {**value, "chunks": []})["chunks"] += value["chunks"]
+        digests |= part[OTHERS]
+        file.unlink()
+    for key, value in tensors.items():
+        if sum(prod(chunk["shape"]) for chunk in value["chunks"]) != prod(value["shape"]):
+            raise ValueError(f"{key} was written in part or twice: do parameters of two stages have the same name?")
+    files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    whole = {**index, "format": FORMAT, "files": files, OTHERS: digests, "tensors": tensors}
+    (partial / INDEX).write_bytes(sealed(whole))
+    sync(partial / INDEX)

@@ -1,0 +1,214 @@
+"""One axis of the mesh as one rank sees it, and the four collectives everything else is made of.
+
+An `Axis` is a value: name, this rank's place, the size and the process group. It is handed to whoever
+communicates; nobody looks a group up. An axis of size one has no group and its collectives do nothing, so
+the same code runs in a plain process without `torch.distributed`.
+
+Every collective here is a sum, a maximum or a concatenation in rank order, and every rank of the axis gets
+the same bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm import gloo
+from megaprec.errors import UserError
+
+AXES = ("pp", "dp", "tp")  # pipeline, data and tensor parallel
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`rank` of `size` along the mesh axis `name`; `group` is None exactly when there is nobody to talk to."""
+
+    name: str
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, name: str) -> "Axis":
+        """The axis `name` of `mesh`; of size one without a mesh, or if the mesh has no such axis.
+
+        Raises UserError for a mesh whose axes are not some of AXES, in that order.
+        """
+        if mesh is None or name not in _axes_of(mesh):
+            return Axis(name)
+        size = mesh[name].size()
+        return Axis(name, mesh.get_local_rank(name), size, mesh.get_group(name) if size > 1 else None)
+
+    @staticmethod
+    def world(mesh: DeviceMesh | None) -> "Axis":
+        """All ranks of `mesh`, which must be all ranks there are."""
+        if mesh is None or mesh.size() == 1:
+            return Axis("world")
+        if mesh.size() != dist.get_world_size():
+            raise UserError(
+                f"the mesh holds {mesh.size()} ranks, the world {dist.get_world_size()}: they must be the same"
+            )
+        return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
+
+    @staticmethod
+    def stage(mesh: DeviceMesh | None, own: bool = False) -> "Axis":
+        """All ranks of one pipeline stage, dp and tp together. Collective over the world.
+
+        own: with a group of its own, for messages that are sent while others are under way over dp or tp.
+        """
+        dp, tp = Axis.of(mesh, "dp"), Axis.of(mesh, "tp")
+        if (dp.size == 1 or tp.size == 1) and (not own or dp.size == tp.size):
+            return tp if dp.size == 1 else dp
+        assert mesh is not None
+        group = None
+        for ranks in mesh.mesh.reshape(-1, dp.size * tp.size).tolist():
+            made = dist.new_group(ranks)
+            if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
+                group = made
+        return Axis("stage", dp.rank * tp.size + tp.rank, dp.size * tp.size, group)
+
+    @staticmethod
+    def cut(mesh: DeviceMesh | None, name: str, size: int, new_name: str) -> "Axis":
+        """Runs of `size` neighbours along the axis `name`, which `size` must divide. Collective over the world."""
+        whole = Axis.of(mesh, name)
+        if whole.size % size:
+            raise UserError(f"the {whole.size} ranks of {name} cannot be cut into runs of {size}: it must divide them")
+        if mesh is None or size == 1:
+            return Axis(new_name)
+        if size == whole.size:
+            return Axis(new_name, whole.rank, size, whole.group)
+        dim = (mesh.mesh_dim_names or ()).index(name)
+        group = None
+        for ranks in mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist():
+            made = dist.new_group(ranks)
+            if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
+                group = made
+        return Axis(new_name, whole.rank % size, size, group)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """All-reduce SUM over this axis, in place."""
+        self.start_sum_(tensor)()
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """All-reduce MAX over this axis, in place."""
+        if self.group is not None and _on_cpu(tensor):
+            gloo.max_(tensor, self.rank, self.group)
+        elif self.group is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All-gather over this axis: [n, ...] on each rank to [size * n, ...] in rank order."""
+        return self.start_gather(tensor)()
+
+    def scatter_sum(self, tensor: Tensor) -> Tensor:
+        """Reduce-scatter SUM over this axis: [size * n, ...] to this rank's [n, ...]."""
+        return self.start_scatter_sum(tensor)()
+
+    def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
+        """Starts `sum_`. Until the returned function has been called `tensor` may be neither read nor written."""
+        if self.group is None:
+            return lambda: None
+        if _on_cpu(tensor):
+            return gloo.start_sum_(tensor, self.rank, self.group)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts `gather`; the returned function waits for the result and returns it."""
+        if self.group is None:
+            return lambda: tensor
+        tensor = tensor.contiguous()
+        if _on_cpu(tensor):
+            return gloo.start_gather(tensor, self.rank, self.group)
+        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        work = _all_gather(whole, tensor, group=self.group, async_op=True)
+        return lambda: (work.wait(), whole)[1]
+
+    def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Starts `scatter_sum`; the returned function waits for the result and returns it."""
+        if self.group is None:
+            return lambda: tensor
+        self._require_divides(tensor, 0)
+        tensor = tensor.contiguous()
+        if _on_cpu(tensor):
+            return gloo.start_scatter_sum(tensor, self.rank, self.group)
+        part = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
+        work = _reduce_scatter(part, tensor, group=self.group, async_op=True)
+        return lambda: (work.wait(), part)[1]
+
+    def start_scatter_sum_(self, flat: Tensor) -> Callable[[], object]:
+        """Starts a reduce-scatter SUM in place: when the returned function has returned, this rank's chunk of `flat`
+        holds the sum, and the rest is undefined.
+
+        On a CPU all chunks are summed: gloo's ring all-reduce is faster than its reduce-scatter.
+        """
+        if self.group is None or _on_cpu(flat):
+            return self.start_sum_(flat)
+        return _reduce_scatter(self.chunk(flat), flat, group=self.group, async_op=True).wait
+
+    def start_gather_(self, flat: Tensor) -> Callable[[], object]:
+        """Starts an all-gather in place: this rank's chunk of `flat` is given, the others are there when the returned
+        function has returned."""
+        if self.group is None:
+            return lambda: None
+        if _on_cpu(flat):
+            return gloo.start_gather(self.chunk(flat), self.rank, self.group, into=flat)
+        return _all_gather(flat, self.chunk(flat), group=self.group, async_op=True).wait
+
+    def barrier(self) -> None:
+        """Returns when every rank of this axis has called it."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def chunk(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """This rank's equal part of `tensor` along `dim` (a view)."""
+        self._require_divides(tensor, dim)
+        return tensor.chunk(self.size, dim)[self.rank]
+
+    def _require_divides(self, tensor: Tensor, dim: int) -> None:
+        if tensor.shape[dim] % self.size:
+            raise ValueError(
+                f"{tensor.shape[dim]} elements of dim {dim} do not divide by the {self.size} ranks of {self.name}"
+            )
+
+
+def _axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the mesh's axes. Raises UserError unless they are some of AXES, in that order."""
+    names = mesh.mesh_dim_names or ()
+    if names != tuple(name for name in AXES if name in names) or not names:
+        raise UserError(
+            f"the mesh has the axes {', '.join(names) or 'without names'}: name them with mesh_dim_names, some of "
+            f"{', '.join(AXES)} in this order"
+        )
+    return names
+
+
+# torch 2.13 gave these two new names and warns about the old ones.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def device_of(mesh: DeviceMesh | None) -> torch.device:
+    """The device this rank computes on."""
+    if mesh is None or mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on a device. A GPU gets them from pinned memory, beside what it has to do; else the host would wait
+    until it has done everything that it was given before."""
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)

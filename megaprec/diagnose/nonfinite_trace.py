@@ -1,0 +1,171 @@
+"""Where the first inf or NaN comes from: hooks that look at all that passes through a tree of modules.
+
+    with Trace(model) as trace:
+        loss = model(x).mean()
+        trace.look("loss", loss)
+        loss.backward()
+    print(trace.found)
+
+Every module's inputs and outputs are looked at as it runs, and on the way back the gradients of both and of its own
+parameters. The first tensor that is not finite tells where it arose: a bad output, or a bad gradient of an input, in
+the module itself, for what went into it was still finite; a bad input, or a bad gradient of an output, in the module
+that called it, between its parts. It works for any module: outputs may be tuples, gradients may be in `grad` or in
+`main_grad`. Each tensor is read once, on the spot, so this is for a single micro-batch and not for training.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.precision.nested import mapped, tensors
+
+
+@dataclass(frozen=True)
+class Glance:
+    """A tensor that was looked at: what it is, and its largest finite magnitude."""
+
+    what: str
+    largest: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first tensor that was not finite.
+
+    module: dotted path of the module in which it arose, "" for the whole model; None if outside of it: in what the
+        model was given, or in what was made of its output. kind: the module's class.
+    parameters: names of the module's own parameters, the logical ones if they have a layout.
+    what: which tensor it is. dtype: in which it was made; of a parameter's gradient, that of the parameter, for its
+        products are in it whatever they are summed in. infs, nans: how many of its `elements`.
+    largest: the largest magnitude of the others.
+    given: the largest magnitude that went into the module, of its inputs or, on the way back, of its gradient.
+    """
+
+    module: str | None
+    kind: str
+    parameters: tuple[str, ...]
+    what: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    infs: int
+    nans: int
+    elements: int
+    largest: float
+    given: float
+
+
+class Trace(AbstractContextManager["Trace"]):
+    """Watches `model` within a `with` block, in which it runs forward and, if wanted, backward, once.
+
+    found: the first tensor that was not finite, None while there is none. seen: all tensors before it, in order.
+    The gradients of the parameters must be zero or None at the beginning; numbers are not changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: Finding | None = None
+        self.seen: list[Glance] = []
+        self._modules = dict(model.named_modules())
+        self._running: list[str] = []  # paths of the modules that have been entered and not left
+        self._given: dict[str, float] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "Trace":
+        for path, module in self._modules.items():
+            self._hooks.append(module.register_forward_pre_hook(partial(self._enter, path), with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(partial(self._leave, path)))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if error is None:
+            for path in self._modules:
+                self._look_at_parameters(path)
+
+    def look(self, what: str, tensor: Tensor, module: str | None = None, dtype: torch.dtype | None = None) -> float:
+        """Looks at a tensor that arose in `module`, by default outside; returns its largest finite magnitude.
+
+        dtype: in which it was made, if not its own.
+        """
+        values = tensor.detach()
+        finite = values.isfinite()
+        largest = values.where(finite, 0).abs().max().item() if values.numel() else 0.0
+        if self.found is None and finite.all():
+            self.seen.append(Glance(what, largest))
+        elif self.found is None:
+            self.found = self._finding(what, values, largest, module, dtype or values.dtype)
+        return largest
+
+    def _finding(self, what: str, values: Tensor, largest: float, path: str | None, dtype: torch.dtype) -> Finding:
+        module = self._modules.get(path) if path is not None else None
+        kind = "" if module is None else type(module).__name__
+        names = tuple(name for name, _ in self._parameters(path)) if path is not None else ()
+        infs, nans = int(values.isinf().sum()), int(values.isnan().sum())
+        given = self._given.get(path, 0.0) if path is not None else 0.0
+        shape = tuple(values.shape)
+        return Finding(path, kind, names, what, shape, dtype, infs, nans, values.numel(), largest, given)
+
+    def _enter(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        caller = self._running[-1] if self._running else None
+        self._running.append(path)
+        looks = [self.look(f"input of {_shown(path)}", tensor, caller) for tensor in _inputs((args, kwargs))]
+        self._given[path] = max(looks, default=0.0)
+        watch = partial(self._watched, hook=partial(self._input_gradient, path))
+        return mapped(args, watch), mapped(kwargs, watch)
+
+    def _leave(self, path: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._running.pop()
+        caller = self._running[-1] if self._running else None
+        for tensor in filter(Tensor.is_floating_point, tensors(output)):
+            self.look(f"output of {_shown(path)}", tensor, path)
+        return mapped(output, partial(self._watched, hook=partial(self._output_gradient, path, caller)))
+
+    def _watched(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
+        """The tensor under an identity of its own, for what enters a module may be used elsewhere too."""
+        if not tensor.requires_grad or not torch.is_grad_enabled() or isinstance(tensor, nn.Parameter):
+            return tensor
+        view = tensor.view_as(tensor)
+        self._hooks.append(view.register_hook(hook))
+        return view
+
+    def _output_gradient(self, path: str, caller: str | None, grad: Tensor) -> None:
+        if caller is not None:
+            self._look_at_parameters(caller)
+        self._given[path] = self.look(f"gradient of the output of {_shown(path)}", grad, caller)
+
+    def _input_gradient(self, path: str, grad: Tensor) -> None:
+        self._look_at_parameters(path)
+        self.look(f"gradient of the input of {_shown(path)}", grad, path)
+
+    def _look_at_parameters(self, path: str) -> None:
+        for name, parameter in self._parameters(path):
+            gradient = getattr(parameter, "main_grad", parameter.grad)
+            if gradient is not None and self.found is None and not gradient.isfinite().all():
+                self.look(f"gradient of {name}", gradient, path, parameter.dtype)
+
+    def _parameters(self, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self._modules[path].named_parameters(path, recurse=False):
+            layout = getattr(parameter, "megaprec_layout", None)
+            yield name if layout is None else " + ".join(part.name for part in layout.parts), parameter
+
+
+def _shown(path: str) -> str:
+    return path or "the model"
+
+
+def _inputs(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors that a module is given; not a number beside them, such as the loss scale."""
+    for tensor in tensors(value):
+        if tensor.is_floating_point() and (tensor.dim() or tensor.requires_grad):
+            yield tensor

@@ -1,0 +1,31 @@
+"""Which weights FP8 hardware takes: tensor cores read eight-bit numbers in groups.
+
+The first dim of a weight has to be a multiple of 8 and the last of 16; with blocks, both of the block.
+"""
+
+from megaprec.precision.fp8_recipe import Kind
+
+ALIGNMENT: dict[Kind, tuple[int, int]] = {
+    "delayed": (8, 16),
+    "current": (8, 16),
+    "rowwise": (8, 16),
+    "blockwise": (128, 128),
+    "mx": (32, 32),
+}
+
+
+def misfit(kind: Kind, outputs: int, inputs: int) -> str:
+    """Why a weight [outputs, inputs], as one rank holds it, does not suit FP8; empty if it does."""
+    sizes = {"outputs": outputs, "inputs": inputs}
+    wrong = [
+        f"{size} {name} (dim {dim}) are no multiple of {multiple}"
+        for dim, ((name, size), multiple) in enumerate(zip(sizes.items(), ALIGNMENT[kind], strict=True))
+        if size % multiple
+    ]
+    return " and ".join(wrong)
+
+
+def padded(kind: Kind, outputs: int, inputs: int) -> tuple[int, int]:
+    """The smallest shape that fits and holds a weight [outputs, inputs]."""
+    rows, columns = ALIGNMENT[kind]
+    return -(-outputs // rows) * rows, -(-inputs // columns) * columns

@@ -1,0 +1,72 @@
+"""Which weights a recipe reaches: whose products are made in FP8, and why the others' are not."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from megaprec.comm.layout import Part
+from megaprec.errors import UserError
+from megaprec.fp8.alignment import misfit
+from megaprec.precision.fp8_recipe import FP8Recipe
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What becomes of the products with one weight.
+
+    name: of the first logical tensor that is stacked in it. shape: [n, k], as a rank holds it.
+    wide: why they stay in the compute dtype; empty if they are in FP8.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    wide: str = ""
+
+
+def reach(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Reach:
+    """What `recipe` does with the products of a weight that is made of `parts`, in a model of so many layers.
+
+    Raises UserError for patterns that match some of the parts.
+    """
+    name = parts[0].name
+    shape = sum(part.padded[0] for part in parts), prod(parts[0].padded[1:])
+    asked = {asked_for(recipe, part.name, layers) for part in parts}
+    if "" in asked and len(asked) > 1:
+        names = " and ".join(part.name for part in parts)
+        raise UserError(f"fp8.wide: {names} are one weight, of which patterns match a part: match all or none")
+    if why := next(iter(sorted(asked))):
+        return Reach(name, shape, why)
+    unfit = misfit(recipe.kind, *shape)
+    if unfit and not recipe.pad:
+        return Reach(name, shape, f"{unfit}, and fp8.pad = false")
+    return Reach(name, shape)
+
+
+def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
+    """The key that keeps the products with the weight of this name wide; empty if there is none."""
+    if pattern := next((pattern for pattern in recipe.wide if fnmatchcase(name, pattern)), None):
+        return f'fp8.wide has "{pattern}"'
+    found = _LAYER.search(name)
+    if found and int(found[1]) < recipe.first_layers:
+        return f"fp8.first_layers = {recipe.first_layers}"
+    if found and int(found[1]) >= layers - recipe.last_layers:
+        return f"fp8.last_layers = {recipe.last_layers}"
+    return ""
+
+
+def not_computed(recipe: FP8Recipe) -> dict[str, str]:
+    """What `recipe` asks for that is read and translated, but not computed: its field -> what is done instead."""
+    reasons = {
+        "dot_product_attention": "the products inside attention are made in the compute dtype",
+        "multi_head_attention": "what flows through attention is in the compute dtype",
+    }
+    if recipe.kind in ("rowwise", "mx"):
+        reasons["parameters"] = (
+            f"with fp8.kind = {recipe.kind} a weight has other codes along its rows than along its columns, and both "
+            "take as much memory as bf16"
+        )
+    return {key: why for key, why in reasons.items() if getattr(recipe, key)}

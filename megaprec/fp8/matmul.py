@@ -1,0 +1,154 @@
+"""Products of FP8 codes: by the device's own FP8 kernels where it has them, else of the same numbers in FP32.
+
+Which kernels a device has is not looked up but tried: a small product is made once for each way of sharing scales, pair
+of formats and dtype of the result, and a kernel that refuses or errs is not used. A CPU has `torch._scaled_mm` for one
+scale a matrix or a row, which takes as long as a product in FP32. Who asks for Transformer Engine gets it or an error.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megaprec.errors import UserError
+from megaprec.fp8 import kernels
+from megaprec.fp8.formats import E5M2, Role, format_of
+from megaprec.fp8.quantize import Codes, quantize, quantize_both, spread
+from megaprec.precision.fp8_recipe import Backend, FP8Recipe, Kind
+
+Kernel = Callable[[Codes, Codes, torch.dtype, bool], Tensor]
+
+KERNELS: dict[Kind, tuple[Kernel, ...]] = {
+    "current": (kernels.tensorwise,),
+    "rowwise": (kernels.rowwise, kernels.unscaled_rowwise),
+    "blockwise": (kernels.blockwise,),
+    "mx": (kernels.mx,),
+}
+PRODUCTS: dict[str, tuple[Role, Role]] = {
+    "forward": ("input", "weight"),
+    "input gradient": ("gradient", "weight"),
+    "weight gradient": ("gradient", "input"),
+}
+EMULATED = "emulated in FP32"
+REFUSALS = (RuntimeError, ValueError, AssertionError)  # what kernels that a device lacks raise
+_TRIED = 256  # rows and columns of a trial
+
+
+def multiply(a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: Backend = "torch") -> Tensor:
+    """a [m, k], b [n, k] -> a @ b.T [m, n], summed in FP32 and rounded to `out` once.
+
+    fast: a tensor core may sum with fewer bits (Hopper's fast accumulation), as Transformer Engine does forward.
+    """
+    if not a.values.numel() or not b.values.numel():
+        return torch.zeros(len(a.values), len(b.values), dtype=out, device=a.values.device)
+    kernel, _ = chosen(_sharing(a, b), a.values.dtype, b.block[0] == 128, out, a.values.device, backend)
+    return emulated(a, b, out) if kernel is None else kernel(a, b, out, fast)
+
+
+def add_product_(total: Tensor, a: Codes, b: Codes, backend: Backend = "torch", first: bool = False) -> None:
+    """total [m, n] += a [m, k] @ b [n, k].T, for main gradients. first: written over what is there."""
+    product = multiply(a, b, total.dtype, backend=backend)
+    total.copy_(product) if first else total.add_(product)
+
+
+def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
+    """`multiply` in FP32, whatever the device has: of codes, scaled afterwards, or of scaled numbers."""
+    if min(a.block[1], b.block[1]) < a.values.shape[1]:
+        return (a.wide() @ b.wide().t()).to(out)
+    rows, columns = (spread(c.inverse.float(), c.block, c.values.shape) for c in (a, b))
+    return (a.values.float() @ b.values.float().t() * rows * columns.t()).to(out)
+
+
+def ways(recipe: FP8Recipe, device: torch.device, out: torch.dtype, total: torch.dtype) -> dict[str, str]:
+    """How a device makes each of a linear layer's PRODUCTS: by which kernel, or that it is emulated and why.
+
+    out: dtype of activations and their gradients; total: of main gradients. Raises UserError if Transformer Engine
+    is to make them and does not.
+    """
+    kind: Kind = "current" if recipe.kind == "delayed" else recipe.kind
+    said: dict[str, str] = {}
+    for name, (a, b) in PRODUCTS.items():
+        dtype = total if name == "weight gradient" else out
+        square = kind == "blockwise" and b == "weight"
+        kernel, why = chosen(kind, format_of(recipe, a), square, dtype, device, recipe.backend)
+        said[name] = f"{EMULATED}: {why}" if kernel is None else f"{kernel.__name__} kernel"
+    return said
+
+
+def _sharing(a: Codes, b: Codes) -> Kind:
+    """Which scales kernels have to deal with: of delayed ones they see no more than of current ones."""
+    if a.inverse.dtype == torch.float8_e8m0fnu:
+        return "mx"
+    if min(a.block[1], b.block[1]) < a.values.shape[1]:
+        return "blockwise"
+    return "current" if a.inverse.numel() == b.inverse.numel() == 1 else "rowwise"
+
+
+@cache
+def chosen(
+    kind: Kind,
+    a_format: torch.dtype,
+    square: bool,
+    out: torch.dtype,
+    device: torch.device,
+    backend: Backend = "torch",
+) -> tuple[Kernel | None, str]:
+    """The first kernel that makes such products rightly, or None and why the last one does not.
+
+    a_format: of the first factor; the second is E4M3. square: its blocks, if there are any, are of 128 x 128.
+    Raises UserError if Transformer Engine's casts or products are not what they should be.
+    """
+    with _disable_current_modes():  # whoever only wants to know sizes must not decide for all that follow
+        recipe, role = FP8Recipe(kind, backend=backend), "gradient" if a_format == E5M2 else "input"
+        if backend == "torch":
+            return _tried(KERNELS[kind], recipe, role, square, out, device)
+        why = _miscast(recipe, role, device)
+        kernel, refused = _tried((kernels.transformer_engine_gemm,), recipe, role, square, out, device)
+    if why or refused:
+        raise UserError(f'FP8 backend = "{backend}" on {device}: {why or refused}; use backend "torch"')
+    return kernel, ""
+
+
+def _tried(
+    candidates: Sequence[Kernel], recipe: FP8Recipe, role: Role, square: bool, out: torch.dtype, device: torch.device
+) -> tuple[Kernel | None, str]:
+    a = quantize(_sample(device), recipe, role)
+    b = quantize(_sample(device).flip(0), recipe, "weight" if square or recipe.kind != "blockwise" else "input")
+    right, why = emulated(a, b, torch.float32), ""
+    for kernel in candidates:
+        try:
+            made = torch.stack([kernel(a, b, out, fast).float() for fast in (False, True)])
+        except REFUSALS as error:
+            why = _said(recipe.backend, error)
+        else:
+            off = (made - right).norm() / right.norm()
+            if off < 0.01:
+                return kernel, ""
+            why = f"its {kernel.__name__} kernel is wrong by {off:.1%}"
+    return None, why
+
+
+def _miscast(recipe: FP8Recipe, role: Role, device: torch.device) -> str:
+    """What is wrong with the codes that Transformer Engine makes; empty if they are those that torch makes."""
+    x = _sample(device)[:, :48]
+    try:
+        made = quantize_both(x, recipe, role)
+    except REFUSALS as error:
+        return _said(recipe.backend, error)
+    right = quantize_both(x, replace(recipe, backend="torch"), role)
+    alike = all(torch.equal(a.values.float(), b.values.float()) for a, b in zip(made, right, strict=True))
+    return "" if alike else "its casts are not those of torch"
+
+
+def _said(backend: Backend, error: Exception) -> str:
+    return f'{backend} says "{str(error).splitlines()[0].split(". ")[0].rstrip(".")}"'
+
+
+def _sample(device: torch.device) -> Tensor:
+    """Numbers whose rows and blocks differ in size, drawn from no generator."""
+    grid = torch.arange(_TRIED * _TRIED, device=device, dtype=torch.float32).view(_TRIED, _TRIED)
+    sizes = torch.linspace(0.1, 0.9, _TRIED, device=device)  # whose sums a half can hold
+    return (grid * 0.7).sin() * sizes * sizes[:, None]

@@ -1,0 +1,130 @@
+"""Which parameter broke a step, and when: a second look at the gradients, taken only after a step was skipped.
+
+Each rank looks at what it holds and names its worst logical tensors; the few lines of all ranks are put together as
+JSON, so that every rank knows what any of them saw. A clean step costs nothing.
+
+By then the gradients are sums over micro-batches and ranks. Which of these spoiled them is found by whoever can run
+the step again: `Onset` looks at the named tensors after each micro-batch.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.grad_stats import sum_of_squares
+from megaprec.optim.step_report import LOSS, Offender
+
+_LINE = 4096  # bytes of JSON that each rank may send
+_NEVER = 1 << 60  # later than any moment
+
+
+def locate(
+    buffers: Sequence[Buffer], pp: Axis, tp: Axis, world: Axis, device: torch.device, most: int = 5
+) -> tuple[Offender, ...]:
+    """The logical tensors with the most non-finite gradient elements, worst first, the same on every rank.
+
+    Reads the still scaled gradients: each dp rank its share, with ZeRO-1 or without it; only if all shares are clean,
+    all that each rank holds, for then a copy was spoiled. Collective over the whole mesh.
+    """
+    shares = _worst([(b, *b.share) for b in buffers], pp.rank, tp.rank, most)
+    if found := _merge(_everyones(shares, world, device), most):
+        return found
+    copies = _worst([(b, b.first, b.last) for b in buffers], pp.rank, tp.rank, most)
+    return _merge(_everyones(copies, world, device), most)
+
+
+Found = tuple[int, Offender]  # a number of its own for each slice that is looked at of a tensor
+
+
+def _worst(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int, most: int) -> list[Found]:
+    return sorted(_bad(ranges, stage, tp_rank), key=lambda found: -found[1].bad)[:most]
+
+
+def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int) -> Iterator[Found]:
+    for buffer, low, high in ranges:
+        for piece in buffer.pieces:
+            first, last = max(piece.start, low), min(piece.stop, high)
+            values = buffer.own(buffer.grads)[first - buffer.first : max(first, last) - buffer.first]
+            if len(values) and not sum_of_squares(values).isfinite():
+                place = piece.part.shard * prod(piece.part.padded) + first - piece.start
+                yield place, _describe(piece.part.name, stage, tp_rank, values)
+
+
+class Onset:
+    """When, in a step that is run again, each offender first was not finite on some rank.
+
+    Each rank watches what it holds of the offenders, before gradients are reduced: `loss`, float64 of shape [], which
+    is summed in place, and slices of gradient buffers. The holders of the same slice (shares of it over tp, tied
+    copies over the pipeline) are all watched, for what they hold is summed.
+    """
+
+    def __init__(self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor) -> None:
+        self._watched = [[loss.view(1)] if o.name == LOSS else [*_held(o, buffers)] for o in offenders]
+        self._first = torch.full((len(offenders),), _NEVER, dtype=torch.int64, device=loss.device)
+
+    def look(self, moment: int) -> None:
+        """Notes `moment`, a number that grows with time, for the offenders that are not finite by now."""
+        for number, slices in enumerate(self._watched):
+            for values in slices:
+                first = self._first[number]
+                first.copy_(torch.where(sum_of_squares(values).isfinite(), first, first.clamp(max=moment)))
+
+    def agreed(self, world: Axis) -> list[int | None]:
+        """The earliest moment that any rank noted for each offender, None where nobody did. Collective."""
+        first = world.max_(self._first.neg()).neg()
+        return [None if moment == _NEVER else moment for moment in first.tolist()]
+
+
+def _held(offender: Offender, buffers: Iterable[Buffer]) -> Iterator[Tensor]:
+    for buffer in buffers:
+        for piece in buffer.pieces:
+            part = piece.part
+            if (
+                part.name == offender.name
+                and part.shard == offender.tp_rank // part.copies
+                and piece.start < piece.stop
+            ):
+                yield buffer.grads[piece.start : piece.stop]
+
+
+def _describe(name: str, stage: int, tp_rank: int, values: Tensor) -> Offender:
+    finite = values[values.isfinite()]
+    largest = finite.abs().max().item() if len(finite) else 0.0
+    return Offender(name, stage, tp_rank, int(values.isinf().sum()), int(values.isnan().sum()), values.numel(), largest)
+
+
+def _everyones(mine: Sequence[Found], world: Axis, device: torch.device) -> list[Found]:
+    """What all ranks found. It travels as lines of JSON in tensors of fixed length, as many as fit."""
+    lines = [json.dumps([first, asdict(offender)]).encode() + b"\n" for first, offender in mine]
+    while sum(map(len, lines)) > _LINE:
+        lines.pop()
+    packed = torch.tensor(list(b"".join(lines).ljust(_LINE)), dtype=torch.uint8, device=device)
+    rows = bytes(world.gather(packed).tolist()).split(b"\n")
+    pairs = [json.loads(row) for row in rows if row.strip()]
+    return [(first, Offender(**fields)) for first, fields in pairs]
+
+
+def _merge(found: Iterable[Found], most: int) -> tuple[Offender, ...]:
+    """One line per tensor and tp rank: what several dp ranks hold alike is said once, what they divide is added up."""
+    slices: dict[tuple[str, int, int], dict[int, Offender]] = {}
+    for first, o in found:
+        known = slices.setdefault((o.name, o.stage, o.tp_rank), {})
+        known[first] = max(o, known.get(first, o), key=lambda offender: offender.bad)
+    merged = [_sum(list(parts.values())) for parts in slices.values()]
+    return tuple(sorted(merged, key=lambda o: (-o.bad, o.name, o.tp_rank))[:most])
+
+
+def _sum(parts: Sequence[Offender]) -> Offender:
+    return replace(
+        parts[0],
+        infs=sum(o.infs for o in parts),
+        nans=sum(o.nans for o in parts),
+        elements=sum(o.elements for o in parts),
+        largest_finite=max(o.largest_finite for o in parts),
+    )

@@ -1,0 +1,88 @@
+"""What all ranks must agree on before a step changes anything: one all-reduce of a few numbers over the whole mesh.
+
+A sum is all it takes. Sizes and zeros add up; what must be *equal* on all ranks (the scaler, the list of parameters
+that have a gradient) travels as a digest d and its square, for the mean of squares is the square of the mean only if
+all are equal; and a norm that is no sum travels in a slot of its rank's own, from which all take the same norm.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.optim.grad_stats import joined_norm
+
+_DIGEST = 0xFFF  # so few bits that sums of squares over thousands of ranks are exact in float64
+_ODD = tuple(v - 2**64 for v in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xABC98388FB8FAC03, 0x8CB92BA72F3D8DD7))
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The same on every rank, on the device. norm: of the still scaled gradients. zeros: by pipeline rank, [pp].
+
+    finite: whether gradients and loss are; same_scaler, same_parameters: whether the ranks came with equal ones.
+    stops: how many ranks were told to stop.
+    """
+
+    norm: Tensor
+    loss: Tensor
+    zeros: Tensor
+    finite: Tensor
+    same_scaler: Tensor
+    same_parameters: Tensor
+    stops: Tensor
+
+
+class Agreement:
+    """Packs and reads the numbers. p: which norm of the gradients is asked for."""
+
+    def __init__(self, pp: Axis, world: Axis, p: float, device: torch.device) -> None:
+        self.pp, self.world, self.p, self.device = pp, world, p, device
+        slots = 0 if p == 2 else world.size
+        self.lengths = (5, 3 * pp.size, slots)
+
+    def pack(
+        self, counted: Tensor, loss: Tensor | None, scaler: Tensor, parameters: float, norm: Tensor, stop: bool = False
+    ) -> Tensor:
+        """This rank's numbers, to be summed over the world: float64.
+
+        counted: sum of squares and zeros. loss: this rank's share. scaler, parameters: digests. norm: of its own
+        gradients, read only if another than the L2 norm is asked for. stop: whether it was told to.
+        """
+        squares, zeros = counted.unbind()
+        lacking = torch.full((), parameters, dtype=torch.float64, device=self.device)
+        stage = torch.zeros(3, self.pp.size, dtype=torch.float64, device=self.device)
+        stage[:, self.pp.rank] = torch.stack((zeros, lacking, lacking.square()))
+        slots = torch.zeros(self.lengths[-1], dtype=torch.float64, device=self.device)
+        slots[self.world.rank : self.world.rank + 1] = norm
+        own = torch.zeros((), dtype=torch.float64, device=self.device) if loss is None else loss.double().reshape(())
+        told = torch.full((), float(stop), dtype=torch.float64, device=self.device)
+        numbers = torch.stack((squares, own, scaler, scaler.square(), told))
+        return torch.cat((numbers, stage.view(-1), slots))
+
+    def read(self, summed: Tensor) -> Agreed:
+        """What the sum over the world says."""
+        numbers, stages, slots = summed.split(self.lengths)
+        squares, loss, scaler, scaler_squared, stops = numbers.unbind()
+        zeros, digests, digests_squared = stages.view(3, -1).unbind()
+        ranks_of_stage = self.world.size // self.pp.size
+        return Agreed(
+            norm=squares.sqrt() if self.p == 2 else joined_norm(slots, self.p),
+            loss=loss,
+            zeros=zeros,
+            finite=numbers[:2].isfinite().all(),
+            same_scaler=scaler.square() == self.world.size * scaler_squared,
+            same_parameters=(digests.square() == ranks_of_stage * digests_squared).all(),
+            stops=stops,
+        )
+
+
+def digest(numbers: Iterable[Tensor]) -> Tensor:
+    """12 bits of these numbers, at most four, taken as FP32: float64 of shape []."""
+    values = torch.stack([number.float() for number in numbers]).view(torch.int32)
+    total = torch.stack(
+        [value * odd for value, odd in zip(values.long().unbind(), _ODD[: len(values)], strict=True)]
+    ).sum()
+    return ((total >> 40) & _DIGEST).double()

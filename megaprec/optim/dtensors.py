@@ -1,0 +1,132 @@
+"""Parameters that torch has spread over ranks (DTensors, as `fully_shard` makes them), stepped where they lie.
+
+A DTensor says by its placements which slice of a logical tensor this rank holds, which is what a layout says. FSDP
+collects its weights from memory that it keeps for itself, so that memory is not taken over: a `StandIn` of the slice
+lies in a buffer, as any parameter does. Before a step it takes the gradient, after it the slice is written back.
+
+FSDP has averaged the gradient over all ranks by then, and has added it up in the dtype of the parameter. So nothing is
+summed here, and a plan that wants dtypes other than FSDP's is refused.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Layout, Part, attach, layout_of
+from megaprec.errors import UserError
+from megaprec.optim.main_grad import given
+from megaprec.precision.plan import PrecisionPlan, dtype_name
+
+DTensor = Any  # torch's own takes half a second to import
+
+
+def is_dtensor(parameter: Tensor) -> bool:
+    """Whether torch has spread the parameter over ranks."""
+    return hasattr(parameter, "placements") and hasattr(parameter, "to_local")
+
+
+def require_spread_over_all(name: str, parameter: DTensor, pp: Axis, tp: Axis, world: Axis) -> None:
+    """Raises UserError unless all ranks, and they as replicas only, hold the DTensor cut along one dim at most."""
+    cut = [placement for placement in parameter.placements if not placement.is_replicate()]
+    if len(cut) > 1 or any(type(placement).__name__ != "Shard" for placement in cut):
+        placed = ", ".join(map(str, parameter.placements))
+        raise UserError(
+            f"{name} is a DTensor placed as ({placed}): the optimizer takes those that are cut along one dim over one "
+            "axis of their mesh, as fully_shard alone cuts them; use megaprec's tensor-parallel layers in place of "
+            "parallelize_module"
+        )
+    if parameter.device_mesh.size() != world.size or pp.size * tp.size > 1:
+        raise UserError(
+            f"{name} is spread over {parameter.device_mesh.size()} ranks by fully_shard, but {world.size} train the "
+            f"model, as pipeline {pp.size} x tensor {tp.size} x data: fully_shard it over all ranks, or leave "
+            "fully_shard out, for the optimizer cuts its state over dp by itself"
+        )
+
+
+class StandIn:
+    """A plain parameter for the slice that this rank holds of a DTensor, with the slice's layout.
+
+    Raises UserError if the plan wants other dtypes than the DTensor's, or if it is not on `device`.
+    """
+
+    def __init__(self, spread: DTensor, plan: PrecisionPlan, device: torch.device) -> None:
+        self.spread, part = spread, _part_of(spread)
+        self.name = part.name
+        _require_planned(part.name, spread, plan)
+        local = spread.detach().to_local()
+        if local.device != device:
+            raise UserError(
+                f"{part.name} is on {local.device}, not on {device}: leave fully_shard's offload_policy out"
+            )
+        whole = local.new_zeros(part.padded)
+        self._flat_slice(whole).copy_(local.reshape(-1))
+        self.parameter = attach(nn.Parameter(whole), Layout((part,)))
+
+    def _flat_slice(self, padded: Tensor) -> Tensor:
+        """What is not padding, which comes last, of a tensor of the padded shape: [n], a view."""
+        return padded.view(-1)[: self.spread.detach().to_local().numel()]
+
+    def take_gradient(self) -> None:
+        """Takes the gradient, if there is one. Raises RuntimeError if it is spread otherwise than its parameter."""
+        grad = self.spread.grad
+        if grad is None:
+            return
+        placed = getattr(grad, "placements", "a plain tensor")
+        if placed != self.spread.placements:
+            raise RuntimeError(
+                f"{self.name}: the gradient is spread as {placed}, its parameter as {self.spread.placements}; nothing "
+                "was changed"
+            )
+        main, _ = given(self.parameter)
+        self._flat_slice(main).copy_(grad.to_local().reshape(-1))
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Writes the weights to where the model has them."""
+        local = self.spread.detach().to_local()
+        local.copy_(self._flat_slice(self.parameter.data).view_as(local))
+
+    def forget_gradient(self) -> None:
+        """Begins a new step."""
+        self.spread.grad = None
+
+
+def _part_of(spread: DTensor) -> Part:
+    """The slice that this rank holds, by the name that the DTensor was given with its layout."""
+    (whole,) = layout_of(spread).parts
+    coordinate = spread.device_mesh.get_coordinate()
+    assert coordinate is not None
+    axes = list(zip(spread.placements, coordinate, spread.device_mesh.shape, strict=True))
+    copies, copy = 1, 0
+    for placement, rank, size in axes:
+        if placement.is_replicate():
+            copies, copy = copies * size, copy * size + rank
+    cut = [(placement, rank, size) for placement, rank, size in axes if not placement.is_replicate()]
+    if not cut:
+        return Part(whole.name, whole.shape, copies=copies, copy=copy)
+    ((placement, shard, shards),) = cut
+    dim: int = placement.dim
+    return Part(whole.name, whole.shape, dim, shards, shard, copies, copy)
+
+
+def _require_planned(name: str, spread: DTensor, plan: PrecisionPlan) -> None:
+    held, said = plan.holds(name), dtype_name(spread.dtype)
+    if spread.dtype != held:
+        raise UserError(
+            f"{name} is held in {said} by fully_shard, but the plan has parameters = {dtype_name(held)}: make the plan "
+            f'with parameters="{said}" and give fully_shard a MixedPrecisionPolicy(param_dtype={plan.compute}), or '
+            f"cast the model to {held} before fully_shard"
+        )
+    if plan.holds(name) == plan.parameters and plan.gradients != spread.dtype:
+        raise UserError(
+            f"{name}: fully_shard adds gradients up in {said}, in which it holds the parameter, but the plan has "
+            f'gradients = {dtype_name(plan.gradients)}: make the plan with gradients="{said}", or let fully_shard hold '
+            f'FP32 parameters and make the plan with parameters="fp32"'
+        )
+    if plan.reduce != plan.gradients:
+        raise UserError(
+            f"{name}: fully_shard sums its gradients itself, and the plan has reduce = {dtype_name(plan.reduce)}: "
+            "leave reduce out and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...)"
+        )

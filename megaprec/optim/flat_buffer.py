@@ -1,0 +1,307 @@
+"""Parameters of one kind laid end to end, with their gradients and the slice of optimizer state that is ours.
+
+The layers hold views of one flat weight tensor, the backward pass adds into views of one flat gradient tensor
+(`parameter.main_grad`), and the optimizer works on one contiguous slice of both: a share of it under ZeRO-1, all
+of it otherwise. Reducing gradients and collecting weights is then one collective on one tensor, and statistics
+and the optimizer read memory once, in order.
+
+    weights    [size]  as the plan holds them    what the layers see
+    grads      [size]  plan.gradients            summed over micro-batches
+    masters    [own]   plan.masters              the optimizer's weights; the same memory as `weights` if the dtypes
+                                                 agree, and absent if the plan keeps remainders
+    remainder  [own]   int16                     only then: the bits that `weights` lacks to make FP32 masters
+    state      [own]   plan.moments, by name     the optimizer's averages
+
+Where `weights` are FP8 codes (`megaprec.fp8.params`), an update changes masters only; codes are made of them later.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Part, layout_of
+from megaprec.errors import UserError
+from megaprec.fp8.params import Owned, held_of
+from megaprec.optim.main_grad import collect
+from megaprec.optim.update_tile import Block, Draw
+from megaprec.precision.plan import PrecisionPlan, dtype_name
+from megaprec.precision.rounding import split
+
+BLOCK = 1 << 18  # elements: what a CPU works on at a time stays in a core's cache between its uses
+_ALIGNMENT = 64  # elements; every parameter starts where vector loads and GEMMs like it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a part of a parameter lies in the buffer: elements [start, stop), row-major, padding left out."""
+
+    part: Part
+    start: int
+    stop: int
+    counts: bool  # this rank's copy is the one that is counted and written
+
+
+class Buffer:
+    """Takes over the memory of `parameters`: afterwards they are views of `weights` and add into `grads`.
+
+    dp: over which gradients are summed. shards: over which masters and state are cut; of size one without ZeRO-1.
+    state: names of the optimizer's averages. seed: of stochastic rounding. average: whether the sum over dp is divided
+    by their number.
+    The masters are made from the values that the parameters come with, before those are rounded.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        plan: PrecisionPlan,
+        dp: Axis,
+        shards: Axis,
+        pp_rank: int,
+        device: torch.device,
+        state: Sequence[str] = (),
+        seed: int = 0,
+        average: bool = False,
+    ) -> None:
+        self.parameters, self.plan, self.dp, self.shards, self.seed = tuple(parameters), plan, dp, shards, seed
+        self.average = average
+        self.starts, end = [], 0
+        for parameter in self.parameters:
+            self.starts.append(end)
+            end += _up(parameter.numel(), _ALIGNMENT)
+        self.size = _up(end, dp.size * _ALIGNMENT)
+        length, counted = self.size // shards.size, self.size // dp.size
+        self.first, self.last = length * shards.rank, length * (shards.rank + 1)
+        replica = self.first + counted * (dp.rank // shards.size)
+        self.share = replica, replica + counted  # of the own slice, what is counted here and not by another replica
+        self.pieces = tuple(self._pieces(pp_rank))
+        self._allocate(device, state)
+
+    def _pieces(self, pp_rank: int) -> Iterator[Piece]:
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            layout = layout_of(parameter)
+            for part, first, last in layout.spans():
+                yield Piece(part, start + first, start + last, part.copy == 0 and layout.counts(pp_rank))
+
+    def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
+        plan, held, own = self.plan, held_as(self.parameters[0], self.plan), self.last - self.first
+        wide = plan.masters if plan.masters.itemsize > held.itemsize else held
+        as_planned = held == plan.parameters or self.in_codes
+        self.weights = torch.zeros(self.size, dtype=held, device=device)
+        self.grads = torch.zeros(self.size, dtype=plan.gradients if as_planned else held, device=device)
+        self.travels = plan.reduce if as_planned else held
+        self.remainder: Tensor | None = None
+        self.masters: Tensor | None = None
+        if wide == held:
+            self.masters = self.own(self.weights)
+        elif plan.remainders and not self.in_codes:
+            self.remainder = torch.zeros(own, dtype=torch.int16, device=device)
+        else:
+            self.masters = torch.zeros(own, dtype=wide, device=device)
+        moments = plan.moments if as_planned or plan.moments.itemsize > 2 else wide
+        self.state = {name: torch.zeros(own, dtype=moments, device=device) for name in state}
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            self._move_in(parameter, start)
+        self.owned = tuple(self._owned()) if self.in_codes else ()
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether the weights are FP8 codes, of which `owned` says what this rank makes."""
+        return held_of(self.parameters[0]) is not None
+
+    def _owned(self) -> Iterator[Owned]:
+        assert self.masters is not None
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            held = held_of(parameter)
+            assert held is not None
+            held.inverse = held.inverse.to(self.weights.device)
+            first, last = max(start, self.first), max(start, self.first, min(start + parameter.numel(), self.last))
+            masters = self.masters[first - self.first : last - self.first]
+            yield Owned(held, parameter.data.view(-1), masters, first - start)
+
+    def _move_in(self, parameter: nn.Parameter, start: int) -> None:
+        values = parameter.data.reshape(-1)
+        view = self.weights[start : start + values.numel()].view_as(parameter)
+        if self.remainder is None and not self.in_codes:
+            view.copy_(parameter.data)
+        elif self.remainder is not None:  # other ranks' slices too must be rounded as their owners round them
+            split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
+        parameter.data = view
+        collect(parameter, self.grads[start : start + values.numel()].view_as(parameter))
+        first, last = max(start, self.first), min(start + values.numel(), self.last)
+        if first < last:
+            self.restore("weight", first - self.first, values[first - start : last - start])
+
+    def own(self, flat: Tensor) -> Tensor:
+        """This rank's slice of `weights` or `grads` (a view)."""
+        return flat[self.first : self.last]
+
+    def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Block]:
+        """Elements [first, last) of the own slice, in runs of `length`; 0: one that suits the device."""
+        gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)  # random numbers take 8 bytes an element, and more
+        length = length or (BLOCK if self.weights.device.type == "cpu" else gpu)
+        for start in range(first, last, length):
+            yield self._block(start, min(start + length, last))
+
+    def _block(self, first: int, last: int) -> Block:
+        low, high = first + self.first, last + self.first
+        overlaps = [(p, max(p.start, low), min(p.stop, high)) for p in self.pieces]
+        spans = [(p.part, a - p.start, a - low, b - low) for p, a, b in overlaps if a < b]
+        weights = self.masters if self.in_codes else self.own(self.weights)
+        assert weights is not None
+        return Block(
+            weights=weights[first:last],
+            grads=self.own(self.grads)[first:last],
+            masters=None if self.masters is None else self.masters[first:last],
+            remainder=None if self.remainder is None else self.remainder[first:last],
+            state=tuple((name, values[first:last]) for name, values in self.state.items()),
+            draw=Draw(self.seed, last - first, spans, self.weights.device),
+            nearest=self.plan.rounding == "nearest" or self.weights.dtype != torch.bfloat16,
+        )
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, by name: own slices of the masters, as "weight", and of the averages."""
+        kept = self.own(self.weights)
+        if self.plan.masters_in_checkpoint:  # as it is where weights are codes
+            kept = self.masters if self.masters is not None else self._block(0, len(kept)).wide_weights()
+        return {"weight": kept, **self.state}
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:
+        """The names in `saved`."""
+        return ("weight", *self.state)
+
+    def restore(self, name: str, first: int, values: Tensor) -> None:
+        """Puts back what was saved, from element `first` of the own slice on; `publish` must follow for the weights."""
+        last = first + len(values)
+        if name == "weight" and self.masters is None:
+            self._block(first, last).keep_weights(values.to(self.weights.device, torch.float32))
+            return
+        kept = self.masters if name == "weight" else self.state[name]
+        assert kept is not None
+        kept[first:last].copy_(values)
+
+    def counted(self) -> list[tuple[int, int]]:
+        """Ranges of the own slice that hold logical elements which no other rank counts."""
+        first, last = self.share
+        return self._ranges((max(p.start, first), min(p.stop, last)) for p in self.pieces if p.counts)
+
+    def copies(self) -> list[tuple[int, int]]:
+        """Ranges of the own slice that hold logical elements which another rank counts."""
+        first, last = self.share
+        counted = [p for p in self.pieces if p.counts]
+        outside = [(p.start, min(p.stop, first)) for p in counted] + [(max(p.start, last), p.stop) for p in counted]
+        return self._ranges(sorted([(p.start, p.stop) for p in self.pieces if not p.counts] + outside))
+
+    def _ranges(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What the own slice has of the spans, as positions in it; neighbours are joined."""
+        ranges: list[tuple[int, int]] = []
+        for start, stop in spans:
+            first, last = max(start, self.first) - self.first, min(stop, self.last) - self.first
+            if first >= last:
+                continue
+            if ranges and ranges[-1][1] == first:
+                first = ranges.pop()[0]
+            ranges.append((first, last))
+        return ranges
+
+    def start_reduce(self) -> Callable[[], None]:
+        """Starts to sum or average the gradients over dp: when the returned function has returned, the own slice of
+        `grads` is final and the rest of it is not. They are divided first, for a half-precision sum could overflow."""
+        if self.average:
+            self.grads.div_(self.dp.size)
+        travelling = self.grads if self.dp.size == 1 else self.grads.to(self.travels)
+        start = self.dp.start_scatter_sum_ if self.shards.size == self.dp.size else self.dp.start_sum_
+        wait = start(travelling)
+
+        def finish() -> None:
+            wait()
+            if travelling is not self.grads:
+                self.own(self.grads).copy_(self.own(travelling))
+
+        return finish
+
+    def publish(self, steps: Tensor) -> None:
+        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects them. Codes
+        are not made here."""
+        if self.in_codes:
+            return
+        if self.masters is not None and self.masters.dtype != self.weights.dtype:
+            for block in self.blocks(0, self.last - self.first):
+                block.keep_weights(block.wide_weights(), steps)
+        self.start_collect()()
+
+    def start_collect(self) -> Callable[[], object]:
+        """Under ZeRO-1, starts to all-gather the weights over `shards`; the returned function waits for them.
+
+        Whatever changed the weights ends here, so here is their version counted up, which no write to the flat memory
+        does: casts of weights that layers keep are then known to be old.
+        """
+        increment_version(self.parameters)
+        return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
+
+    def strayed(self) -> list[str]:
+        """Names of parameters that are no longer views of `weights`, which is what a cast or a move makes of them."""
+        first, size = self.weights.data_ptr(), self.weights.itemsize
+        places = ((p, first + start * size) for p, start in zip(self.parameters, self.starts, strict=True))
+        return [
+            layout_of(p).parts[0].name
+            for p, place in places
+            if p.dtype != self.weights.dtype or (p.numel() and p.data_ptr() != place)
+        ]
+
+    def num_bytes(self) -> int:
+        """Memory of all that this buffer keeps, in bytes."""
+        kept = [self.weights, self.grads, *self.state.values(), *(one.held.inverse for one in self.owned)]
+        if self.remainder is not None:
+            kept.append(self.remainder)
+        if self.masters is not None and self.masters.dtype != self.weights.dtype:
+            kept.append(self.masters)
+        return sum(tensor.nbytes for tensor in kept)
+
+
+def held_as(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
+    """The dtype in which a parameter is held. Raises UserError if the plan wants its parts in different ones."""
+    if (held := held_of(parameter)) is not None:
+        return held.dtype
+    parts = layout_of(parameter).parts
+    wanted = {plan.holds(part.name) for part in parts}
+    if len(wanted) > 1:
+        names, dtypes = (" and ".join(some) for some in ((p.name for p in parts), sorted(map(dtype_name, wanted))))
+        raise UserError(f"keep_fp32: {names} are one parameter, whose parts would be {dtypes}: match all or none")
+    return wanted.pop()
+
+
+def require_in_place(among: Iterable[Buffer]) -> None:
+    """Raises RuntimeError if a parameter no longer lies in its buffer: what a step writes would not reach the model."""
+    if strayed := [name for buffer in among for name in buffer.strayed()]:
+        more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
+        raise RuntimeError(
+            f"{strayed[0]}{more} was cast or moved after the optimizer had taken over its memory, so no step would "
+            "reach it: cast and move a model (to, half, cuda) before building the optimizer; nothing was changed"
+        )
+
+
+def buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) -> list[list[nn.Parameter]]:
+    """Parameters that share a buffer: of one kind, in runs of at least `size` elements, ordered by their first ones.
+
+    Tied ones lie apart, so that every holder cuts them into the same slices; so do slices of what torch has cut over
+    more ranks than the tensor-parallel ones.
+    """
+    kinds: dict[tuple[tuple[int, ...], torch.dtype, int], list[list[nn.Parameter]]] = {}
+    found = []
+    for parameter in parameters:
+        layout, first = layout_of(parameter), layout_of(parameter).parts[0]
+        alike = kinds.setdefault((layout.tied, held_as(parameter, plan), first.shards * first.copies), [])
+        if not alike or sum(p.numel() for p in alike[-1]) >= size:
+            alike.append([])
+            found.append(alike[-1])
+        alike[-1].append(parameter)
+    return found
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

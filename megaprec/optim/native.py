@@ -1,0 +1,128 @@
+"""Kernels in C for the optimizer step on a CPU: one pass for the statistics, one for AdamW.
+
+torch's operators read the gradients twice for norm and zeros, and start anew for each block of an update that has to
+stay in the cache. `native.c` goes through memory once for each of the two. It is compiled at first use for the machine
+at hand, with `cc` or what the variable CC names, and kept in the user's cache folder under a name made of all that it
+depends on, so that any number of ranks may come at once.
+"""
+
+import ctypes
+import hashlib
+import math
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from megaprec.optim.update_rules import AdamW, Rule, Step
+from megaprec.optim.update_tile import Block
+
+_SOURCE = Path(__file__).with_name("native.c")
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp")
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
+
+
+class _Numbers(ctypes.Structure):
+    """What all elements share in a step: FP32, computed in FP64."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_float)
+        for name in ("divisor", "decay", "beta1_rest", "beta2", "beta2_rest", "root", "eps", "step_size")
+    )
+
+
+class Kernels:
+    """The compiled functions. Raises UserError if there is no compiler or it fails."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(str(_built()))
+        self._statistics, self._adamw = library.megaprec_statistics, library.megaprec_adamw
+        self._statistics.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, ctypes.c_int]
+        self._adamw.argtypes = [*[_POINTER] * 5, _LONG, _Numbers, ctypes.c_int]
+        self._statistics.restype = self._adamw.restype = None
+        self._span = int(library.megaprec_span())
+
+    def reads(self, values: Tensor) -> bool:
+        """Whether `statistics` can be given these."""
+        return values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
+
+    def statistics(self, values: Tensor) -> Tensor:
+        """float64 [2] of flat FP32 values on a CPU: the sum of squares, not finite exactly if some value is not, and
+        the number of zeros, -0.0 among them. The same for any number of threads."""
+        assert self.reads(values)
+        spans = -(-values.numel() // self._span)
+        sums, zeros = torch.zeros(spans, dtype=torch.float64), torch.zeros(spans, dtype=torch.int64)
+        self._statistics(values.data_ptr(), values.numel(), sums.data_ptr(), zeros.data_ptr(), torch.get_num_threads())
+        return torch.stack((sums.sum(), zeros.sum().double()))
+
+    def updates(self, block: Block) -> bool:
+        """Whether `adamw_` can be given this: FP32 masters, gradients and averages, weights FP32 or rounded to bf16."""
+        if block.masters is None or len(block.state) != 2:
+            return False
+        wide = (block.masters, block.grads, *(values for _, values in block.state))
+        low = block.weights
+        rounds = low.dtype == torch.bfloat16 and block.nearest and low.device.type == "cpu" and low.is_contiguous()
+        same = low.data_ptr() == block.masters.data_ptr()
+        return all(self.reads(values) and values.numel() == low.numel() for values in wide) and (same or rounds)
+
+    def adamw_(self, block: Block, rule: AdamW, step: Step) -> None:
+        """Updates all that the block holds, without looking at `found`. Gradients stay as they are."""
+        assert self.updates(block) and block.masters is not None
+        low = None if block.weights.data_ptr() == block.masters.data_ptr() else block.weights.data_ptr()
+        tensors = (block.masters, block.grads, *(values for _, values in block.state))
+        pointers = (values.data_ptr() for values in tensors)
+        self._adamw(*pointers, low, block.grads.numel(), _numbers(rule, step), torch.get_num_threads())
+
+
+def kernels_for(rule: Rule, device: torch.device) -> Kernels:
+    """The kernels. Raises UserError for what they are never of use to."""
+    if type(rule) is not AdamW or device.type != "cpu":
+        raise UserError(
+            f"native kernels update by AdamW on a CPU, not by {type(rule).__name__} on {device.type}: leave native out"
+        )
+    return Kernels()
+
+
+def _numbers(rule: AdamW, step: Step) -> _Numbers:
+    (beta1, beta2), steps = rule.betas, float(step.steps)
+    divisor = min(float(step.divisor), torch.finfo(torch.float32).max)
+    root, step_size = math.sqrt(1 - beta2**steps), step.lr / (1 - beta1**steps)
+    return _Numbers(divisor, 1 - step.lr * step.weight_decay, 1 - beta1, beta2, 1 - beta2, root, rule.eps, step_size)
+
+
+def _built() -> Path:
+    """The library, compiled unless it is there. Its name tells source, flags, compiler and instructions apart."""
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    target = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
+    parts = (_SOURCE.read_text(encoding="utf-8"), shlex.join([*compiler, *_FLAGS]), target)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megaprec"
+    library = cache / f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.so"
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
+            raise UserError(f"native: {cache} may be written by others, so what lies there is not loaded: chmod 700 it")
+        if library.exists():
+            return library
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            made = Path(folder) / "native.so"
+            _run([*compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(made), str(_SOURCE), "-lm"])
+            made.replace(library)
+    except OSError as error:
+        raise UserError(f"native: no place for the compiled kernel: {error}; set XDG_CACHE_HOME") from error
+    return library
+
+
+def _run(command: list[str]) -> str:
+    """What a compiler prints. Raises UserError if it is not there or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except OSError as error:
+        raise UserError(f"native needs a C compiler: {command[0]!r} cannot be run; install one or set CC") from error
+    except subprocess.CalledProcessError as error:
+        said = next((line for line in error.stderr.splitlines() if "error" in line), "it did not say why")
+        raise UserError(f"native: the compiler {command[0]!r} failed: {said}; set CC to another one") from error

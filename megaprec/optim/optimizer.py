@@ -1,0 +1,419 @@
+"""The parallel AMP optimizer: every step either happened on all ranks or on none.
+
+One step, after the backward pass has summed gradients into the buffers:
+
+    1. reduce      gradients that are shares are summed over tp, then over dp, tied ones over their pipeline ranks
+    2. statistics  one read of the own slices; one all-reduce of a few numbers over the whole mesh, so that every
+                   rank holds the same loss, norm and zero count and takes the same decision, in every precision
+    3. update      one pass over the own slices. Unscaling and clipping are one division inside it, and where
+                   something was not finite it leaves weights, averages and step count alone
+    4. scaler      is told; the factor divided out in 3 is the one the loss was multiplied by
+    5. collect     the masters were rounded into the weights in 3; under ZeRO-1 slices are now collected
+    6. locate      only after a skipped step: which parameters held what was not finite
+
+Over dp gradients are averaged, if each rank's loss is the mean over its own samples, or summed, if it is the rank's
+share of a mean over all of them: `average` says which.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import has_layout, layout_of, parameters_of
+from megaprec.comm.tied import tied_axes
+from megaprec.errors import UserError
+from megaprec.fp8.params import agreed_amaxes
+from megaprec.optim import grad_presence
+from megaprec.optim.attribution import locate
+from megaprec.optim.consensus import Agreed, Agreement, digest
+from megaprec.optim.dtensors import StandIn, is_dtensor
+from megaprec.optim.flat_buffer import Buffer, buckets, require_in_place
+from megaprec.optim.full_state import gather_tensors, load_tensors
+from megaprec.optim.grad_stats import norm_of, statistics
+from megaprec.optim.grad_sync import Arrivals, Sums
+from megaprec.optim.group_factors import Group, Slice, by_factors, slices
+from megaprec.optim.main_grad import forget
+from megaprec.optim.model_intake import Ranks, averages, move_rest, require_known, require_nothing_left, take_over_sums
+from megaprec.optim.native import kernels_for
+from megaprec.optim.param_groups import param_groups, rates, saved, take_up
+from megaprec.optim.scaler import make_scaler
+from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
+from megaprec.optim.update_rules import AdamW, Rule, Step
+from megaprec.optim.update_tile import Block
+from megaprec.precision.marks import keeping_marked, parameters_of_marked
+from megaprec.precision.patterns import require_used
+from megaprec.precision.plan import PrecisionPlan
+
+
+class ParallelAMPOptimizer(torch.optim.Optimizer):
+    """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
+
+    parts: the model chunks that this rank holds, in order. Their parameters carry layouts; their memory is taken
+        over by flat buffers on the mesh's device, without a mesh on their own. A chunk may be wrapped in
+        DistributedDataParallel, whose sums are then left to the optimizer, or cut by fully_shard
+        (`megaprec.optim.dtensors`).
+    mesh: with some of the axes pp, dp and tp, in this order; None for a plain process, and where fully_shard has cut.
+    lr: the learning rate, which torch's schedulers change in `param_groups`; None if each `step` is given its own.
+    average: whether each dp rank's loss is the mean over its own samples, so that gradients are averaged over dp, or
+        its share of a mean over all ranks' samples, so that they are summed. To be said where there are several dp
+        ranks, unless the model is wrapped in DistributedDataParallel or cut by fully_shard: these average.
+    rule: how weights change; AdamW with its defaults unless given. Give each optimizer its own.
+    groups: factors of learning rate and weight decay by logical name; biases and norms do not decay by default.
+    clip: the largest global norm of the gradients; 0 to leave them as they are. norm: which one, 2, inf or any p >= 1.
+    zero_size: neighbouring dp ranks that share one copy of masters and averages (ZeRO-1): 0 for all of them, 1 for
+        none. It must divide the number of dp ranks.
+    overlap: sums over dp begin within the backward pass that `expect` announces, and weights are collected beside the
+        next forward pass; `wait` before looking at weights in between, and before letting go of the optimizer: what
+        nobody waits for any more would be taken for the next message.
+    bucket: elements that a sum or a collection takes at a time, or as many more as its last parameter has.
+    seed: of stochastic rounding.
+    native: AdamW on a CPU by kernels that a C compiler makes, wherever masters, gradients and averages are FP32 and
+        weights FP32 or rounded to bf16 nearest; the results are the same but for the last bits of the norm.
+    Raises UserError for what does not fit together.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        plan: PrecisionPlan,
+        mesh: DeviceMesh | None = None,
+        *,
+        lr: float | None = None,
+        average: bool | None = None,
+        rule: Rule | None = None,
+        weight_decay: float = 0.1,
+        groups: Sequence[Group] = (),
+        clip: float = 1.0,
+        norm: float = 2.0,
+        zero_size: int = 0,
+        overlap: bool = False,
+        bucket: int = 40_000_000,
+        seed: int = 0,
+        native: bool = False,
+    ) -> None:
+        self.clip, self.weight_decay, self.seed = clip, weight_decay, seed
+        self.rule: Rule = rule or AdamW()
+        if not norm >= 1:
+            raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
+        ranks = Ranks.of(mesh, parts)
+        self.pp, self.dp, self.tp, self.world, self.device = ranks.pp, ranks.dp, ranks.tp, ranks.world, ranks.device
+        require_known(parts, self.tp.size)
+        self.average = averages(parts, self.dp, average)
+        self.shards = Axis.cut(mesh, "dp", zero_size or Axis.of(mesh, "dp").size, "zero")
+        plan, self.marked = self._understood(parts, plan, groups)  # the latter: logical names
+        self.plan = plan
+        self.kernels = kernels_for(self.rule, self.device) if native else None
+        self.scaler = make_scaler(plan.scaling, self.device)
+        self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
+        self.stop = False  # set it on any rank: the next step's report has it on all of them
+        self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay)
+        super().__init__(self._groups.values(), {})
+        take_over_sums(parts)
+        cut = {p: StandIn(p, plan, self.device) for p in parameters_of(parts) if is_dtensor(p)}
+        self._stand_ins = tuple(cut.values())
+        require_nothing_left(self._stand_ins, overlap, zero_size)
+        self._tied: list[tuple[Buffer, Axis]] = []
+        axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
+        adopt = partial(self._adopt, tied=axes, groups=groups)
+        self.buffers = [list(map(adopt, alike)) for alike in self._taken_over(parts, cut, bucket)]  # by model chunk
+        self._in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
+        for one in (one for buffer in self._in_codes for one in buffer.owned):
+            one.held.state.renew = self._renew
+        self._slices = [
+            (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
+        ]
+        self._sums, self._weights = Sums(self.buffers, self.tp, overlap), Arrivals(parts, self.all_buffers(), overlap)
+        self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
+        self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
+        self._agreement = Agreement(self.pp, self.world, norm, self.device)
+        count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
+        self.num_elements = int(self.world.sum_(count).item())
+
+    def _understood(
+        self, parts: Sequence[nn.Module], plan: PrecisionPlan, groups: Sequence[Group]
+    ) -> tuple[PrecisionPlan, tuple[str, ...]]:
+        """The plan with what is marked FP32, and that. Raises UserError for patterns that match nothing anywhere."""
+        laid_out = (parameter for part in parts for parameter in part.parameters() if has_layout(parameter))
+        names = sorted({n.name for p in laid_out for n in layout_of(p).parts})
+        require_used("precision.keep_fp32", plan.keep_fp32, names, self.world, self.device)
+        require_used("optimizer.groups", [group.pattern for group in groups], names, self.world, self.device)
+        return keeping_marked(parts, plan, self.world, self.device)
+
+    def _taken_over(
+        self, parts: Sequence[nn.Module], cut: Mapping[nn.Parameter, StandIn], bucket: int
+    ) -> Iterator[list[list[nn.Parameter]]]:
+        """For each part the parameters of each of its buffers; what is not trained moves to the device.
+
+        cut: what stands in for parameters that torch has spread over ranks.
+        """
+        taken, marked = set[nn.Parameter](), parameters_of_marked(parts)
+        for part in parts:
+            held = [cut[p].parameter if p in cut else p for p in parameters_of([part]) if p not in taken]
+            taken.update(parameters_of([part]))
+            yield buckets(held, self.plan, bucket)
+            move_rest(part, self.plan, self.device, marked)
+
+    def _adopt(
+        self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], groups: Sequence[Group]
+    ) -> Buffer:
+        """A buffer for parameters of one kind. What torch has cut over the ranks is neither summed nor cut again."""
+        spread = any(parameters[0] is one.parameter for one in self._stand_ins)
+        buffer = Buffer(
+            by_factors(parameters, groups),
+            self.plan,
+            Axis("dp") if spread else self.dp,
+            Axis("zero") if spread else self.shards,
+            self.pp.rank,
+            self.device,
+            self.rule.names,
+            self.seed,
+            self.average and not spread,
+        )
+        if pipeline_ranks := layout_of(parameters[0]).tied:
+            self._tied.append((buffer, tied[pipeline_ranks]))
+        return buffer
+
+    def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Block]:
+        """A slice as it is updated: whole if the kernels can, else in runs that suit the device."""
+        whole = list(buffer.blocks(s.first, s.last, s.last - s.first))
+        if self.kernels is not None and self.kernels.updates(whole[0]):
+            return whole
+        return list(buffer.blocks(s.first, s.last))
+
+    def all_buffers(self) -> list[Buffer]:
+        """Every buffer of this rank, in an order that all dp ranks share."""
+        return [buffer for chunk in self.buffers for buffer in chunk]
+
+    @property
+    def scale(self) -> Tensor:
+        """What the loss of this step is to be multiplied by: float32 of shape [], the same on every rank."""
+        return self.scaler.scale
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Memory that this rank keeps for each element of its own weights: theirs, gradients, masters and averages."""
+        buffers = self.all_buffers()
+        return sum(b.num_bytes() for b in buffers) / max(1, sum(b.size for b in buffers))
+
+    def numbers(self) -> dict[str, Any]:
+        """What is not a tensor of the model: plain numbers, the same on every rank."""
+        rates = {"param_groups": kept} if (kept := saved(self._groups)) else {}
+        return {"steps": int(self.steps.item()), "scaler": self.scaler.state_dict(), "rule": self.rule.scalars, **rates}
+
+    @torch.no_grad()
+    def load_numbers(self, numbers: dict[str, Any]) -> None:
+        """Takes up saved numbers, and makes the weights from the masters as they now are."""
+        self.wait()
+        self.steps.fill_(numbers["steps"])
+        self.scaler.load_state_dict(numbers["scaler"])
+        self.rule.load_scalars(numbers.get("rule", {}))
+        take_up(numbers.get("param_groups", ()), self._groups)
+        for buffer in self.all_buffers():
+            buffer.publish(self.steps)
+        for one in self._stand_ins:
+            one.give_back()
+        self._outdate()
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """All of the state, whole on every rank: `numbers` and, by "kind/logical name", tensors on the CPU.
+
+        Collective over the mesh. For what does not fit into the memory of each rank: `megaprec.checkpoint`.
+        """
+        return {**self.numbers(), "tensors": gather_tensors(self.all_buffers(), self.world, self.device)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up a state of any layout. Raises UserError, before anything is changed, if it is of another model."""
+        if lacking := [key for key in ("tensors", "steps", "scaler") if key not in state]:
+            raise UserError(f"this is no state of an optimizer: it has no {' and no '.join(lacking)}")
+        self.wait()
+        load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
+        self.load_numbers(state)
+
+    def expect(self, chunk: int = 0) -> None:
+        """The next backward pass through model chunk `chunk` completes its gradients. With `overlap` each buffer's
+        sums begin when the pass is done with it."""
+        self._sums.expect(chunk)
+
+    @torch.no_grad()
+    def reduce(self, chunk: int = 0) -> None:
+        """Once per step, when the gradients of model chunk `chunk` are complete: sums them over tp and dp, or with
+        `overlap` begins to; then `step` waits for it."""
+        self._sums.reduce(chunk)
+
+    def wait(self) -> None:
+        """Returns when the layers' weights are those of the last step. A model's forward calls it by itself."""
+        self._weights.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of this step, which `step` does by itself. Collective where sums are under way."""
+        self._sums.drop()
+        self._forget_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Is for torch's constructor alone. Raises UserError later, for the parameters lie side by side by then."""
+        if hasattr(self, "buffers"):
+            raise UserError("parameters cannot be added to an optimizer that is built: build it over all of them")
+        super().add_param_group(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Is asked for by torch.amp.GradScaler alone. Raises UserError."""
+        raise UserError(
+            "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: leave the "
+            "GradScaler out, call (loss * optimizer.scale).backward() and optimizer.step()"
+        )
+
+    @torch.no_grad()
+    def step(self, lr: float | None = None, loss: Tensor | None = None) -> StepReport:  # pyright: ignore
+        """Applies or skips the step and forgets the gradients, after reducing those that `reduce` was not called for.
+
+        lr: the learning rate; None if the optimizer was built with one, for then that of `param_groups` counts.
+        loss: of this rank (unscaled), None for no share: with `average` its own mean, else its share of the global
+            mean loss, so that the sum over all ranks is that loss.
+        Raises UserError unless the learning rate is given once; RuntimeError on every rank, with nothing changed, if
+        the ranks came with different scalers or with gradients of different parameters, or if parameters were moved
+        out of the optimizer's memory; NonFiniteStep if the plan says so.
+        """
+        rates(self._groups, lr)
+        self._finish_sums()
+        return self._conclude(self._agree(loss), lr)
+
+    def _conclude(self, agreed_on: Tensor, lr: float | None) -> StepReport:
+        """Does with the gradients what `agreed_on`, the numbers of `_agree`, says, and forgets them."""
+        agreed = self._agreement.read(agreed_on)
+        scale = self.scale.clone()
+        norm = agreed.norm / scale
+        found = self._forbidden(agreed)
+        self._update(lr, scale.double() / self._clip_factor(norm), found)
+        report = self._report(agreed, norm, scale, lr)
+        if report.changed:
+            self._outdate()
+        self.scaler.update(agreed.finite.logical_not())
+        self._forget_gradients()
+        if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
+            raise NonFiniteStep(report)
+        return report
+
+    def _outdate(self) -> None:
+        """Says that codes of weights are not of the present masters."""
+        for one in (one for buffer in self._in_codes for one in buffer.owned):
+            one.held.state.outdated = True
+
+    @torch.no_grad()
+    def _renew(self, records: bool) -> None:
+        """Makes codes of the masters of weights that are kept in FP8 alone, and collects them. records: as
+        `FP8State.renew` says. Collective over shards and tp."""
+        amaxes = iter(agreed_amaxes([one for buffer in self._in_codes for one in buffer.owned], self.shards, self.tp))
+        for buffer in self._in_codes:
+            for one in buffer.owned:
+                one.encode(next(amaxes), records)
+            self._weights.begin(buffer)
+        self._weights.settle()
+
+    def _forget_gradients(self) -> None:
+        """Begins a new step."""
+        for buffer in self.all_buffers():
+            forget(buffer.parameters)
+        for one in self._stand_ins:
+            one.forget_gradient()
+
+    def _finish_sums(self) -> None:
+        """Afterwards the gradients in the own slices are those of the whole model, and nothing is under way."""
+        self.wait()
+        require_in_place(self.all_buffers())
+        for one in self._stand_ins:
+            one.take_gradient()
+        self._sums.finish()
+        for buffer, axis in self._tied:
+            axis.sum_(buffer.own(buffer.grads))
+
+    def _agree(self, loss: Tensor | None) -> Tensor:
+        """The numbers of `Agreement`, summed over the whole mesh."""
+        return self.world.sum_(self._own_numbers(loss))
+
+    def _own_numbers(self, loss: Tensor | None) -> Tensor:
+        """What this rank has to say of its gradients, to be summed over the whole mesh."""
+        agreement, missing = self._agreement, grad_presence.missing(self.all_buffers())
+        counted = statistics(self._counted, self._copies, self.device, self.kernels)
+        norm = counted[0] if agreement.p == 2 else norm_of(self._counted, agreement.p, self.device)
+        scaler = digest((*self.scaler.tensors(), self.steps))
+        loss = loss / self.dp.size if loss is not None and self.average else loss
+        return agreement.pack(counted, loss, scaler, grad_presence.digest(missing), norm, self.stop)
+
+    def _forbidden(self, agreed: Agreed) -> Tensor:
+        """float32 [], 1 if this step may change nothing."""
+        allowed = agreed.same_scaler & agreed.same_parameters
+        if self.plan.on_nonfinite != "ignore":
+            allowed = allowed & agreed.finite
+        return allowed.logical_not().float()
+
+    def _clip_factor(self, norm: Tensor) -> Tensor:
+        """At most 1; 1 for a norm that is not finite, which only a plan that ignores this makes use of."""
+        if self.clip <= 0:
+            return torch.ones_like(norm)
+        return torch.where(norm.isfinite(), (self.clip / (norm + 1e-6)).clamp(max=1.0), 1.0)
+
+    def _update(self, lr: float | None, divisor: Tensor, found: Tensor) -> None:
+        """The rule applied to gradient / divisor, or nothing at all where `found` is 1."""
+        self.steps += 1 - found
+        if self.device.type != "cpu" or not found:  # a GPU is not asked: what it computes leaves all as it is
+            self._apply(lr, divisor, found, self._update_block)
+
+    def _apply(self, lr: float | None, divisor: Tensor, found: Tensor, update: Callable[[Block, Step], None]) -> None:
+        """The update, block by block, as the step number `steps`, and the collection of weights."""
+        steps, rates_of = self.steps.clamp(min=1), rates(self._groups, lr)
+        for buffer, parts in self._slices:
+            for s, blocks in parts:
+                step = Step(*rates_of[s.lr, s.weight_decay], divisor, found, steps)
+                for block in blocks:
+                    update(block, step)
+            if not buffer.in_codes:
+                self._weights.begin(buffer)  # while the next buffer is updated
+        self._weights.settle()
+        for one in self._stand_ins:
+            one.give_back()
+        self.rule.advance(found)
+
+    def _update_block(self, block: Block, step: Step) -> None:
+        """May leave anything in the block's gradients but what makes non-finite ones finite."""
+        if self.kernels is not None and self.kernels.updates(block):
+            assert isinstance(self.rule, AdamW)
+            self.kernels.adamw_(block, self.rule, step)
+            return
+        weights, grads, state = block.wide()
+        self.rule.update_(weights, grads, state, step)
+        block.keep(weights, state, self.steps)
+
+    def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float | None) -> StepReport:
+        """The only place where the host waits for the device. A skipped step's gradients are looked into."""
+        flags = torch.stack((agreed.finite, agreed.same_scaler, agreed.same_parameters)).double()
+        numbers = torch.cat((torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros))
+        loss, size, scaled_by, stops, finite, same_scaler, same_parameters, *zeros = numbers.tolist()
+        if not same_scaler:
+            raise RuntimeError(f"ranks disagree about the loss scaler; on this one it is {self.scaler.state_dict()}")
+        if not same_parameters:
+            here = f"stage {self.pp.rank}, dp rank {self.dp.rank}, tensor rank {self.tp.rank}"
+            lacking = grad_presence.missing(self.all_buffers())
+            raise RuntimeError(grad_presence.disagreement(lacking, self.world, self.device, here))
+        offenders = () if finite else locate(self.all_buffers(), self.pp, self.tp, self.world, self.device)
+        broken: Outcome = "applied_nonfinite" if self.plan.on_nonfinite == "ignore" else "skipped_overflow"
+        counts = tuple(int(count) for count in zeros)
+        return StepReport(
+            outcome="applied" if finite else broken,
+            loss=loss,
+            grad_norm=size,
+            num_zeros=sum(counts),
+            zero_ratio=sum(counts) / self.num_elements,
+            stage_zeros=counts,
+            loss_scale=scaled_by,
+            lr=rates(self._groups, lr)[1.0, 1.0][0],
+            offenders=offenders,
+            stop=stops > 0,
+        )

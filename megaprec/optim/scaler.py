@@ -1,0 +1,160 @@
+"""Loss scaling: multiply the loss so that half-precision gradients neither vanish nor overflow.
+
+The scale searches for the largest value that does not overflow. Every overflow uses up one of `hysteresis`
+tolerated ones; when none is left the scale falls by `backoff_factor` and goes on falling with every further
+overflow. After `growth_interval` good steps in a row it grows by `growth_factor`, and only then (with the
+refill rule "growth", which is what Megatron-LM does) are the tolerated overflows refilled. The rule
+"good_step" refills them after every good step, so that only overflows in a row count.
+
+All state is tensors on the device of the gradients; an update never waits for the host. Whoever divides
+by the scale must read it *before* `update`: the factor divided out is the one that was multiplied in.
+"""
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from megaprec.precision.plan import LossScaling
+
+_SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # powers of two that float32 can hold and invert
+
+
+class GradScaler(Protocol):
+    """What the optimizer needs of a scaler. `scale` and `inv_scale` are float32 tensors of shape []."""
+
+    @property
+    def scale(self) -> Tensor: ...
+    @property
+    def inv_scale(self) -> Tensor: ...
+    def update(self, found_inf: Tensor) -> None: ...
+    def tensors(self) -> tuple[Tensor, ...]: ...
+    def state_dict(self) -> dict[str, float]: ...
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
+class ConstantGradScaler:
+    """A scale that never changes; steps with a non-finite gradient are still skipped, by the optimizer."""
+
+    def __init__(self, scale: float = 1.0, device: torch.device | str = "cpu") -> None:
+        if not _SMALLEST <= scale <= _LARGEST:
+            raise UserError(f"loss scale {scale} must lie between 2**-126 and 2**127")
+        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
+
+    @property
+    def inv_scale(self) -> Tensor:
+        return _inverse(self.scale)
+
+    def update(self, found_inf: Tensor) -> None:
+        pass
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.scale,)
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Keeps its own scale: what a checkpoint's scaler had found means nothing to a constant one."""
+
+
+class DynamicGradScaler:
+    """Raises UserError unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**127, growth_factor > 1,
+    0 < backoff_factor < 1 and growth_interval, hysteresis >= 1. Without `max_scale` the scale may reach 2**127."""
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**32,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float | None = None,
+        hysteresis_refill: Literal["growth", "good_step"] = "growth",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.min_scale, self.max_scale = min_scale, _LARGEST if max_scale is None else max_scale
+        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
+        self.growth_interval, self.hysteresis, self.hysteresis_refill = growth_interval, hysteresis, hysteresis_refill
+        self._check(initial_scale)
+        self.scale = torch.tensor(initial_scale, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
+
+    def _check(self, initial: float) -> None:
+        rules = {
+            f"initial scale {initial} must lie between the minimum {self.min_scale} and the maximum {self.max_scale}, "
+            "and these between 2**-126 and 2**127": (
+                _SMALLEST <= self.min_scale <= initial <= self.max_scale <= _LARGEST
+            ),
+            f"growth factor {self.growth_factor} must be above 1": self.growth_factor > 1,
+            f"backoff factor {self.backoff_factor} must lie between 0 and 1": 0 < self.backoff_factor < 1,
+            f"growth interval {self.growth_interval} must be at least 1": self.growth_interval >= 1,
+            f"hysteresis {self.hysteresis} must be at least 1": self.hysteresis >= 1,
+            f"hysteresis refill {self.hysteresis_refill!r} must be 'growth' or 'good_step'": (
+                self.hysteresis_refill in ("growth", "good_step")
+            ),
+        }
+        if broken := [rule for rule, holds in rules.items() if not holds]:
+            raise UserError(*broken)
+
+    @property
+    def inv_scale(self) -> Tensor:
+        return _inverse(self.scale)
+
+    def update(self, found_inf: Tensor) -> None:
+        """After each step. found_inf: [] or [1], non-zero if any gradient anywhere was not finite."""
+        found = found_inf.reshape(()) != 0
+        tolerated = torch.where(found, self.hysteresis_tracker - 1, self.hysteresis_tracker)
+        good = torch.where(found, 0, self.growth_tracker + 1)
+        # ">=", not "==": after a resume with a shorter interval the tracker may already lie beyond it.
+        grows = good >= self.growth_interval
+        grown = (self.scale * self.growth_factor).clamp(max=self.max_scale)
+        fallen = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
+        self.scale.copy_(torch.where(found & (tolerated <= 0), fallen, torch.where(grows, grown, self.scale)))
+        refills = grows if self.hysteresis_refill == "growth" else ~found
+        self.hysteresis_tracker.copy_(torch.where(refills, self.hysteresis, tolerated))
+        self.growth_tracker.copy_(torch.where(grows, 0, good))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of the state, which must be equal on all ranks."""
+        return self.scale, self.growth_tracker, self.hysteresis_tracker
+
+    def state_dict(self) -> dict[str, float]:
+        """The three numbers of Megatron's scaler, as plain numbers."""
+        return {
+            "scale": self.scale.item(),
+            "growth_tracker": self.growth_tracker.item(),
+            "hysteresis_tracker": self.hysteresis_tracker.item(),
+        }
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Takes up a saved search; nothing changes if `state` is a constant scaler's empty one."""
+        if state:
+            self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
+            self.growth_tracker.fill_(int(state["growth_tracker"]))
+            self.hysteresis_tracker.fill_(int(state["hysteresis_tracker"]))
+
+
+def make_scaler(scaling: LossScaling, device: torch.device | str = "cpu") -> GradScaler:
+    """The scaler that a plan asks for; "none" is a constant scale of one."""
+    if scaling.kind != "dynamic":
+        return ConstantGradScaler(scaling.initial if scaling.kind == "constant" else 1.0, device)
+    return DynamicGradScaler(
+        scaling.initial,
+        scaling.minimum,
+        scaling.growth_factor,
+        scaling.backoff_factor,
+        scaling.growth_interval,
+        scaling.hysteresis,
+        scaling.maximum,
+        scaling.hysteresis_refill,
+        device,
+    )
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """1 / scale, divided in float64 and then rounded once."""
+    return scale.double().reciprocal().float()

@@ -1,0 +1,185 @@
+"""The optimistic step: taken on a guess while the ranks are still agreeing on it, and taken back if it was wrong.
+
+The agreement of `optimizer` makes every stage of a pipeline wait for the slowest. Here a step guesses what will be
+agreed on: that all is finite, that no two ranks disagree and that nothing is clipped. It needs no communication and is
+the same on all ranks, so either all were right or all go back. The numbers travel beside the next step's first forward
+passes; whoever runs these calls `settle` before the first backward pass, for the gradients are needed until then.
+
+Going back is exact to the last bit, for arithmetic cannot undo an update: as each block is updated it is copied, and
+the copy is put back. Then the step is taken, or skipped, as if nobody had guessed. A guess costs that copy: as much
+memory again as weights, masters and averages of the own slice.
+
+A run that clips every step would never guess right. So a guess is made only if the last one was right, or would have
+been: after a clipped or skipped step the next one waits for the agreement, as it does without all this.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from megaprec.optim.consensus import Agreed
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import StepReport
+from megaprec.optim.update_rules import Step
+from megaprec.optim.update_tile import Block
+
+
+@dataclass(frozen=True)
+class _Guessed:
+    """A step that is taken but not agreed on. finish: waits for `numbers`. The rest is as it was before the step."""
+
+    lr: float
+    numbers: Tensor
+    finish: Callable[[], object]
+    scale: Tensor
+    counters: list[Tensor]
+    scalars: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A step whose outcome is known. stands: whether it is as guessed; if not, weights and scale are other ones now."""
+
+    report: StepReport
+    stands: bool
+
+
+class OptimisticOptimizer(ParallelAMPOptimizer):
+    """A ParallelAMPOptimizer whose steps come in two halves, `take` and `settle`; its arguments are the same.
+
+    `step`, which does all at once, is there as well, and all come out the same, bit for bit. Between the two halves
+    no gradient may be made and no state saved. Raises UserError for a plan that raises on what is not finite, for by
+    then the next step has begun.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if "lr" in self.param_groups[0]:
+            raise UserError("lr: an LR scheduler may move on before a step is settled; give each `take` its rate")
+        if self.plan.on_nonfinite == "raise":
+            raise UserError(
+                'optimizer.validation = "after" learns of a bad step when the next one has begun, so it cannot go with '
+                'precision.on_nonfinite = "raise": use "skip", or optimizer.validation = "before"'
+            )
+        if self.plan.fp8 is not None and self.plan.fp8.kind == "delayed":
+            raise UserError(
+                'optimizer.validation = "after" finds a bad step when the next one has begun, and delayed FP8 scales '
+                'have moved on: use optimizer.validation = "before", or fp8.kind = "current"'
+            )
+        if self._in_codes:
+            raise UserError(
+                'optimizer.validation = "after" takes back the weights of a bad step, and those that are kept in FP8 '
+                'are made again: use optimizer.validation = "before", or fp8.parameters = false'
+            )
+        self._guessed: _Guessed | None = None
+        self._guesses = True  # whether the last guess was right, or would have been
+        self._copies_of: dict[int, list[Tensor]] = {}  # by block: what it held before the guess
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As before; raises RuntimeError while a step is not settled, for its gradients are needed until then."""
+        self.require_settled()
+        super().zero_grad(set_to_none)
+
+    def expect(self, chunk: int = 0) -> None:
+        """As before; raises RuntimeError while a step is not settled, for this is a pass of the next one."""
+        self.require_settled()
+        super().expect(chunk)
+
+    def reduce(self, chunk: int = 0) -> None:
+        """As before; raises RuntimeError while a step is not settled, for these are the gradients of the next one."""
+        self.require_settled()
+        super().reduce(chunk)
+
+    @torch.no_grad()
+    def take(self, lr: float, loss: Tensor | None = None) -> StepReport | None:
+        """The first half of a step; arguments as in `step`. Returns the report if the step was not guessed.
+
+        Raises RuntimeError as `step` does, if it was not guessed, and if the step before is not settled.
+        """
+        self.require_settled()
+        self._finish_sums()
+        numbers = self._own_numbers(loss)
+        finish = self.world.start_sum_(numbers)
+        if not self._guesses:
+            finish()
+            self._guesses = self._as_guessed(self._agreement.read(numbers))
+            return self._conclude(numbers, lr)
+        counters = [counter.clone() for counter in self._counters()]
+        self._guessed = _Guessed(lr, numbers, finish, self.scale.clone(), counters, self.rule.scalars)
+        fine = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.steps += 1
+        self._apply(lr, self.scale.double(), fine, self._update_copied)
+        self.scaler.update(fine)
+        return None
+
+    @torch.no_grad()
+    def settle(self) -> Settled | None:
+        """The second half, which may wait for the other ranks' first halves; None if there is nothing to settle.
+
+        Raises RuntimeError as `step` does, with nothing changed by the step.
+        """
+        guessed, self._guessed = self._guessed, None
+        if guessed is None:
+            return None
+        guessed.finish()
+        agreed = self._agreement.read(guessed.numbers)
+        self._guesses = self._as_guessed(agreed, guessed.scale)
+        if self._guesses:
+            report = self._report(agreed, agreed.norm / guessed.scale, guessed.scale, guessed.lr)
+            self._forget_gradients()
+            return Settled(report, stands=True)
+        self._go_back(guessed)
+        return Settled(self._conclude(guessed.numbers, guessed.lr), stands=False)
+
+    def num_copied_bytes(self) -> int:
+        """Memory that a guess takes on this rank, in bytes; it is kept from the first one on."""
+        return sum(values.nbytes for block in self._blocks() for values in block.changed())
+
+    def numbers(self) -> dict[str, Any]:
+        """As before; raises RuntimeError while a step is not settled, for they may be wrong."""
+        self.require_settled()
+        return super().numbers()
+
+    def require_settled(self) -> None:
+        """Raises RuntimeError if a step was taken that is not settled."""
+        if self._guessed is not None:
+            raise RuntimeError("the last step is not settled: call `settle` first")
+
+    def _as_guessed(self, agreed: Agreed, scale: Tensor | None = None) -> bool:
+        """Whether what was agreed on is what any guess says. scale: of the step, if not the present one."""
+        unclipped = self._clip_factor(agreed.norm / (self.scale if scale is None else scale)) == 1
+        return bool(agreed.finite & agreed.same_scaler & agreed.same_parameters & unclipped)
+
+    def _blocks(self) -> Iterator[Block]:
+        return (block for _, parts in self._slices for _, blocks in parts for block in blocks)
+
+    def _counters(self) -> list[Tensor]:
+        """What a step changes besides what the blocks hold and the scalars of the rule."""
+        return [self.steps, *self.scaler.tensors()]
+
+    def _update_copied(self, block: Block, step: Step) -> None:
+        """Updates the block after copying what that is going to change. The gradients stay as they are."""
+        changed = block.changed()
+        copies = self._copies_of.setdefault(id(block), [])
+        if not copies:
+            copies += map(torch.empty_like, changed)
+        for copy, values in zip(copies, changed, strict=True):
+            copy.copy_(values)
+        reads = self.kernels is not None and self.kernels.updates(block)  # and does not write to the gradients
+        self._update_block(block if reads else replace(block, grads=block.grads.clone()), step)
+
+    def _go_back(self, guessed: _Guessed) -> None:
+        """Afterwards all is as it was before the guess, bit for bit, on this rank and in the weights of the others."""
+        self.wait()
+        for block in self._blocks():
+            for values, copy in zip(block.changed(), self._copies_of[id(block)], strict=True):
+                values.copy_(copy)
+        for buffer in self.all_buffers():
+            buffer.start_collect()()
+        for counter, value in zip(self._counters(), guessed.counters, strict=True):
+            counter.copy_(value)
+        self.rule.load_scalars(guessed.scalars)

@@ -1,0 +1,100 @@
+"""A run of elements of a buffer's own slice, as an update sees it: FP32 or wider, however they are kept.
+
+A CPU updates memory in runs that stay in a core's cache, so that rounding the new masters into the weights
+costs no second trip to memory; a GPU, which pays for each launch, takes long ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.layout import Part
+from megaprec.comm.random import bits, key, places
+from megaprec.precision.rounding import join, split, stochastic
+
+Wide = tuple[Tensor, Tensor, list[Tensor]]  # masters, gradients, averages, all FP32 or wider
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random numbers for stochastic rounding: by logical place and step, so they are alike in all layouts.
+
+    spans: (part, its first element here, first and last + 1 as positions in the block).
+    """
+
+    seed: int
+    length: int
+    spans: Sequence[tuple[Part, int, int, int]]
+    device: torch.device
+
+    def bits(self, what: str, steps: Tensor) -> Tensor:
+        """int64 [length]. what: is rounded. steps: taken so far."""
+        drawn = torch.zeros(self.length, dtype=torch.int64, device=self.device)
+        for part, start, first, last in self.spans:
+            index = places(part, start, start + last - first, self.device)
+            number = key(self.seed, "rounding", what, part.name)
+            drawn[first:last] = bits(number, index + (steps.long() << 40))
+        return drawn
+
+
+@dataclass(frozen=True)
+class Block:
+    """Views [n] of what is kept of the same n elements.
+
+    masters: None if the weights and their 16-bit remainder make them, the weights themselves if the dtypes agree.
+    nearest: whether the layers' weights are rounded to nearest. Averages narrower than FP32 never are: they would
+    stand still.
+    """
+
+    weights: Tensor
+    grads: Tensor
+    masters: Tensor | None
+    remainder: Tensor | None
+    state: tuple[tuple[str, Tensor], ...]
+    draw: Draw
+    nearest: bool
+
+    def wide(self) -> Wide:
+        """Masters, gradients and averages, to be updated in place: what is kept if it is wide enough, else copies."""
+        return self.wide_weights(), _widened(self.grads), [_widened(values) for _, values in self.state]
+
+    def changed(self) -> list[Tensor]:
+        """Views of all that an update changes, each element once."""
+        alone = self.masters is not None and self.masters.data_ptr() != self.weights.data_ptr()
+        masters = [self.masters] if alone else []
+        kept = (self.weights, *masters, self.remainder, *(values for _, values in self.state))
+        return [values for values in kept if values is not None]
+
+    def wide_weights(self) -> Tensor:
+        """The masters, FP32 or wider."""
+        if self.masters is not None:
+            return _widened(self.masters)
+        assert self.remainder is not None
+        return join(self.weights, self.remainder)
+
+    def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
+        """Takes back what `wide` gave, after step number `steps`, and rounds the masters into the layers' weights."""
+        for (name, kept), values in zip(self.state, state, strict=True):
+            if kept.dtype != values.dtype:
+                kept.copy_(stochastic(values, self.draw.bits(name, steps)))
+        if weights.data_ptr() != self.weights.data_ptr():
+            self.keep_weights(weights, steps)
+
+    def keep_weights(self, wide: Tensor, steps: Tensor | None = None) -> None:
+        """Stores masters, and what the layers see of them. Without `steps` weights are rounded to nearest."""
+        if self.remainder is not None:
+            split(wide, self.weights, self.remainder)
+            return
+        if self.masters is not None and self.masters.dtype == wide.dtype and self.masters.data_ptr() != wide.data_ptr():
+            self.masters.copy_(wide)
+        if self.nearest or steps is None:
+            self.weights.copy_(wide)
+        else:
+            drawn = stochastic(wide, self.draw.bits("weight", steps))
+            self.weights.copy_(torch.where(steps > 0, drawn, wide.bfloat16()))  # nearest, as at the start
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values if values.itemsize >= 4 else values.float()

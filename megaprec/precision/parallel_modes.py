@@ -1,0 +1,141 @@
+"""Which ranks a parallel mode means: InternEvo's names for groups of ranks, and the axes that they are here.
+
+Its modes are members of an enumeration, looked up in a global context. Here nobody looks a group up: a mode is one of
+the mesh that it is given with, and of no mesh only where every rank of the world can but be a data-parallel replica. A
+group may also be given itself, as an `Axis`, a process group of torch's or a DeviceMesh of one dim.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import has_layout, layout_of
+from megaprec.errors import UserError, did_you_mean
+
+
+class ParallelMode(Enum):
+    """InternEvo's modes (`internlm/core/context/process_group_initializer.py`), by its names and values."""
+
+    GLOBAL = "global"
+    DATA = "data"
+    MODEL = "model"
+    PIPELINE = "pipe"
+    TENSOR = "tensor"
+    ZERO1 = "zero1"
+    NETTEST = "nettest"
+    ZERO3_DP = "zero3_dp"
+    EXPERT = "expert"
+    EXPERT_DATA = "expert_data"
+    DUMMY = "dummy"
+    WEIGHT = "weight"
+    WEIGHT_DATA = "weight_data"
+    SEQUENCE = "sequence"
+    GQA = "gqa"
+
+
+Group = Axis | dist.ProcessGroup | DeviceMesh | Enum | str
+"""A group of ranks, or the mode that means one: a member of any enumeration with those names, or its name or value."""
+
+_DIMS = {
+    ParallelMode.DATA: (("dp", "data"),),
+    ParallelMode.TENSOR: (("tp", "tensor"),),
+    ParallelMode.PIPELINE: (("pp", "pipe"),),
+    ParallelMode.MODEL: (("pp", "pipe"), ("tp", "tensor")),
+}
+"""The dims of a mesh that a mode runs along, each by the names that it may have."""
+
+_GIVE = "give its Axis, process group or DeviceMesh dim as parallel_mode"
+
+
+def known_group(group: Group, mesh: DeviceMesh | None) -> Axis | dist.ProcessGroup | DeviceMesh | ParallelMode:
+    """The group that was given, or its mode; a string may name a dim of `mesh`. Raises UserError for another."""
+    if isinstance(group, Axis | dist.ProcessGroup | DeviceMesh):
+        return group
+    if isinstance(group, str) and mesh is not None and group in (mesh.mesh_dim_names or ()):
+        return Axis.of(mesh, group)
+    return mode_of(group)
+
+
+def axes_of(group: Group, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Axis, ...]:
+    """The axes whose ranks together are the group; those of one rank are left out.
+
+    mesh: on which a mode is looked up. model: whose parameters may show that ranks hold parts of it.
+    Raises UserError for a group that is not known, and on a rank that is not in the one that was given.
+    """
+    known = known_group(group, mesh)
+    if isinstance(known, ParallelMode):
+        axes = _of_mode(known, mesh, model)
+    elif isinstance(known, DeviceMesh):
+        axes = (_of_one_dim(known),)
+    else:
+        axes = (known if isinstance(known, Axis) else _axis("group", known),)
+    return tuple(axis for axis in axes if axis.size > 1)
+
+
+def mode_of(name: object) -> ParallelMode:
+    """The mode that a member of another enumeration or a string names. Raises UserError for what is none."""
+    word = name.name if isinstance(name, Enum) else str(name).rpartition(".")[2]
+    known = {mode.value: mode for mode in ParallelMode} | {mode.name.lower(): mode for mode in ParallelMode}
+    if not isinstance(name, Enum | str) or word.lower() not in known:
+        shown = ", ".join(ParallelMode.__members__)
+        raise UserError(
+            f"parallel_mode = {name!r} is no group of ranks: give an Axis, a process group, a DeviceMesh of one dim or "
+            f"one of {shown}{did_you_mean(word.lower(), known)}"
+        )
+    return known[word.lower()]
+
+
+def _of_mode(mode: ParallelMode, mesh: DeviceMesh | None, model: nn.Module) -> Sequence[Axis]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ()
+    if mode is ParallelMode.GLOBAL or (mode is ParallelMode.DATA and mesh is None and _is_plain(model)):
+        return (_axis("world", dist.group.WORLD),)
+    if mode not in _DIMS:
+        raise UserError(f"parallel_mode = {mode}: which ranks these are is not known here: {_GIVE}")
+    if mesh is None:
+        why = "the world is cut into groups or the model over ranks" if mode is ParallelMode.DATA else "without a mesh"
+        raise UserError(f"parallel_mode = {mode}: {why}, so its ranks are not known: {_GIVE}, or mesh = the mesh")
+    return [_along(mesh, names, mode) for names in _DIMS[mode]]
+
+
+def _along(mesh: DeviceMesh, names: Sequence[str], mode: ParallelMode) -> Axis:
+    for name in mesh.mesh_dim_names or ():
+        if name in names:
+            return Axis.of(mesh, name)
+    dims = ", ".join(mesh.mesh_dim_names or ()) or "no names"
+    raise UserError(f"parallel_mode = {mode}: the mesh has dims {dims}, and none called {' or '.join(names)}: {_GIVE}")
+
+
+def _of_one_dim(mesh: DeviceMesh) -> Axis:
+    if mesh.ndim != 1:
+        raise UserError(
+            f'parallel_mode is a DeviceMesh of {mesh.ndim} dims: give one of them, as mesh["dp"], or it as mesh'
+        )
+    return _axis((mesh.mesh_dim_names or ("group",))[0], mesh.get_group())
+
+
+def _axis(name: str, group: dist.ProcessGroup | None) -> Axis:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise UserError("parallel_mode is a process group that this rank is not in: give each rank its own")
+    return Axis(name, rank, size, group if size > 1 else None)
+
+
+def _is_plain(model: nn.Module) -> bool:
+    """Whether every rank can but hold a replica: the world was never cut into groups, and no parameter over ranks."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    if any(len(dist.get_process_group_ranks(group)) < dist.get_world_size() for group in groups):
+        return False
+    return not any(_is_cut(parameter) for parameter in model.parameters())
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    """Whether ranks hold parts or copies of it by its layout, or by torch's own (a DTensor)."""
+    if hasattr(parameter, "placements"):
+        return True
+    layout = layout_of(parameter) if has_layout(parameter) else None
+    return layout is not None and (bool(layout.tied) or any(p.shards * p.copies > 1 for p in layout.parts))

@@ -1,0 +1,70 @@
+"""What one micro-batch costs each stage of a model, known before anything is built.
+
+FLOPs of the matrix products: the backward pass of a product y = x W.T makes two products of the same size, one for x
+(the input gradient) and one for W (the weight gradient). Attention's own products have no weight, so both of theirs
+belong to the input gradient, and so does what is made again for it. Norms, softmax and activation functions are not
+counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from models.config import ModelConfig
+from models.stages import Cut
+from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.pipeline.instructions import Instruction, Op
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """forward, input, weight: FLOPs of one micro-batch. parameters: elements, a tied head counted where it lies."""
+
+    cut: Cut
+    forward: float
+    input: float
+    weight: float
+    parameters: int
+
+    def of(self, i: Instruction) -> float:
+        """FLOPs of an instruction of this stage."""
+        costs = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.input + self.weight,
+            Op.BACKWARD_INPUT: self.input,
+            Op.BACKWARD_WEIGHT: self.weight,
+        }
+        return costs.get(i.op, 0.0)
+
+
+def stage_costs(
+    config: ModelConfig, cuts: Sequence[Cut], seq_length: int, micro_batch: int, recompute: Recompute = KEEP
+) -> list[StageCost]:
+    """The cost of each stage, over all of its tp ranks together. The vocabulary must be known."""
+    return [_stage_cost(config, cut, seq_length, seq_length * micro_batch, recompute) for cut in cuts]
+
+
+def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int, recompute: Recompute) -> StageCost:
+    layers = len(cut.layers)
+    attention = layers * config.attention_flops(seq_length)
+    products = layers * config.layer_flops(seq_length) - attention + cut.last * config.head_flops()
+    lookup = cut.first * config.embedding_flops()
+    norm = config.hidden * (2 if config.norm == "layer" else 1)
+    table = config.vocab * config.hidden
+    parameters = layers * config.layer_parameters + cut.last * (norm + table) + cut.first * table
+    if cut.first and config.positions == "learned":
+        parameters += config.max_positions * config.hidden
+    if cut.first and cut.last and config.tied:
+        parameters -= table
+    return StageCost(
+        cut,
+        forward=tokens * (products + attention),
+        input=tokens * (products + 2 * attention + lookup + _again(config, recompute, layers, seq_length)),
+        weight=tokens * products,
+        parameters=parameters,
+    )
+
+
+def _again(config: ModelConfig, recompute: Recompute, layers: int, seq_length: int) -> int:
+    """FLOPs of what a stage of so many layers makes again, per token."""
+    attention = config.attention_flops(seq_length) if "attention" in recompute.modules else 0
+    return recompute.whole(layers) * config.again_flops(seq_length) + layers * attention

@@ -1,0 +1,86 @@
+"""A model of the user's own, built from the parallel layers: `model.factory = "my_model.py:build"`.
+
+The function is called once for each pipeline stage that a rank holds, as `build(config, context, cut, tied)`, and
+returns a module that does what `models.stages.Stage` does. docs/parity.md says what that is, with an example.
+"""
+
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from megaprec.comm.layout import has_layout
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from models.stages import Cut, MakeStage, Stage
+from parallel.context import Context
+
+
+def stage_maker(factory: str) -> MakeStage:
+    """What builds a stage: the function that `factory` names, its work looked over, or our own if it is empty.
+
+    Runs the user's code. Raises UserError if it cannot be found.
+    """
+    if not factory:
+        return Stage
+    make = _find(factory)
+
+    def checked(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Stage:
+        stage = make(config, context, cut, tied)
+        _require_stage(factory, stage, cut)
+        return stage
+
+    return checked
+
+
+def require_builtin(model: ModelConfig, what: str) -> None:
+    """Raises UserError if the model is the user's own, which `what` knows nothing of."""
+    if model.factory:
+        raise UserError(f'model.factory = "{model.factory}": {what} knows the built-in families only')
+
+
+def _find(factory: str) -> Any:
+    where, colon, name = factory.rpartition(":")
+    if not colon or not name:
+        raise UserError(f'model.factory = "{factory}": give "file.py:function" or "package.module:function"')
+    try:
+        module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except Exception as error:
+        raise UserError(
+            f'model.factory = "{factory}": {where} cannot be imported: {type(error).__name__}: {error}'
+        ) from error
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise UserError(f'model.factory = "{factory}": {where} has no function "{name}"')
+    return make
+
+
+@cache
+def _from_file(path: Path) -> ModuleType:
+    """The module in a file, executed once a process."""
+    spec = importlib.util.spec_from_file_location(f"own_model_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
+    """Raises UserError for what a stage must be and this one is not."""
+    made = f'model.factory = "{factory}": stage {cut.stage}'
+    if not isinstance(stage, nn.Module):
+        raise UserError(f"{made} is {type(stage).__name__}, not a torch.nn.Module")
+    if cut.last and not callable(getattr(stage, "losses", None)):
+        raise UserError(f"{made} is the last one, but has no method losses(logits, targets)")
+    if bare := [name for name, parameter in stage.named_parameters() if not has_layout(parameter)]:
+        raise UserError(
+            f"{made}: parameter {bare[0]} has no layout{f', nor have {len(bare) - 1} others' if bare[1:] else ''}: "
+            "make it with parallel.layers.parameter, or give it one with megaprec.comm.layout.attach_whole"
+        )

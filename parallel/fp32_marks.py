@@ -1,0 +1,53 @@
+"""Parts marked FP32 (`megaprec.precision.marks`) of a model that is built from the parallel layers.
+
+A layer has decided when it was built in what it computes: it holds a Context, or who makes its products. In a marked
+part both are exchanged for those of FP32, so that nothing between its layers is rounded, and none of its products is in
+FP8. What goes into it comes in FP32, and what comes out has the dtype that went in: of products, or of the residual
+stream. The optimizer holds its weights, gradients and masters in FP32, by their names, on every rank.
+"""
+
+from torch import nn
+
+from megaprec.errors import UserError
+from megaprec.fp8.linear import FP8Gemm
+from megaprec.fp8.params import release
+from megaprec.precision.gemm import Gemm
+from megaprec.precision.marks import compute_in_fp32, marked_parts
+from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel
+from megaprec.precision.plan import PrecisionPlan
+from parallel.context import Context
+from parallel.norms import LayerNorm, RMSNorm
+
+
+def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Has the marked parts of `model`, which was built by `plan`, compute in the sensitive dtype.
+
+    To be called once, before its optimizer is made. Raises UserError for a part that casts itself.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, NaiveAMPModel | PlannedModel):
+            raise UserError(
+                f"{path or 'the model'} is a {type(module).__name__}, which rounds weights before masters are made of "
+                "them: leave it out, [precision] casts the model; set_fp32_attr_to_module works without it"
+            )
+    for _, part in marked_parts(model):
+        for module in part.modules():
+            _widen(module, plan)
+        made = plan.compute if isinstance(part, RMSNorm | LayerNorm) else None
+        compute_in_fp32(part, lambda given, made=made: made or given or plan.residual, plan.sensitive)
+
+
+def _widen(module: nn.Module, plan: PrecisionPlan) -> None:
+    """One module, without those in it."""
+    for name, value in list(vars(module).items()):
+        if isinstance(value, Context):
+            setattr(module, name, value.in_fp32())
+        elif isinstance(value, Gemm | FP8Gemm):
+            if isinstance(value, FP8Gemm):
+                value.state.leave_out(value.reach, "it is in a part that is marked FP32")
+            setattr(module, name, Gemm(plan.sensitive, plan.sensitive, plan.tf32))
+    for parameter in module.parameters(recurse=False):
+        release(parameter)
+    for table in module.buffers(recurse=False):
+        if table.is_floating_point():
+            table.data = table.data.to(plan.sensitive)

@@ -1,0 +1,220 @@
+"""The kinds of pipeline schedules: in which order a rank runs the forwards and backwards of its stages.
+
+With p ranks and m micro-batches, what they cost (F, I, W: time of a forward, an input gradient, a weight gradient):
+
+    kind         stages a rank  rank waits for              rank holds at most
+    gpipe        1              (p - 1)(F + I + W)          m micro-batches
+    1f1b         1              (p - 1)(F + I + W)          p
+    interleaved  v              (p - 1)(F + I + W) / v      p + (p - 1) / v, a little more if p does not divide m
+    zb-h1        1              (p - 1)(F + I - W)          p
+    zb-h2        1              (p - 1)(F + I - 2 W)        2 p - 1
+    zb-v         2              0 (F = I = W)               p
+
+The zero-bubble kinds split a backward: the input gradient, for which the stage before waits, is made as early as
+possible, and the weight gradients, for which nobody waits, fill the time in which a rank would wait
+(Qi, Wan, Huang and Lin, "Zero bubble pipeline parallelism", 2023). For them m must be large enough: p for zb-h1,
+2 p - 1 for the other two. In interleaved schedules stages go round the ranks (Narayanan et al., 2021), in zb-v
+they go down and up again, so that the first and the last stage lie on rank 0.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from math import inf
+
+from megaprec.errors import UserError
+from parallel.pipeline.instructions import Cost, Instruction, Op, Schedule, complete
+from parallel.pipeline.simulate import simulate
+
+Order = list[Instruction]  # of one rank, forwards and backwards alone
+Done = Callable[[Instruction], bool]
+
+
+def equal(i: Instruction) -> float:
+    """All forwards and both halves of all backwards last equally long."""
+    return 1
+
+
+def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Cost = equal) -> Schedule:
+    """The schedule named `kind`, a key of `KINDS`. chunks: stages on each rank; 0 for what is usual.
+
+    cost: how long a forward, an input gradient and a weight gradient take, by which weight gradients are placed; as
+    if all were equal, if that ends earlier. Raises UserError that lists all that does not fit.
+    """
+    counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
+    problems = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
+    problems += chunk_problems(kind, chunks)
+    if problems:
+        raise UserError(*problems)
+    plans = [
+        KINDS[kind](ranks, microbatches, chunks or default_chunks(kind), by) for by in dict.fromkeys((cost, equal))
+    ]
+    return min(plans, key=lambda plan: max(span.end for span in simulate(plan, cost)))
+
+
+def default_chunks(kind: str) -> int:
+    """Stages on each rank, where nobody asks for another number."""
+    return 2 if kind in ("interleaved", "zb-v") else 1
+
+
+def chunk_problems(kind: str, chunks: int) -> list[str]:
+    """What is wrong with `chunks` stages on each rank in a schedule of this kind, or with the kind."""
+    if kind not in KINDS:
+        return [f"no schedule is called {kind!r}: choose one of {', '.join(KINDS)}"]
+    if chunks < 0:
+        return [f"chunks must be at least 1, got {chunks} (0: as many as {kind} usually has)"]
+    if kind == "zb-v" and chunks not in (0, 2):
+        return [f"zb-v goes down the ranks and up again, so each has 2 chunks, not {chunks}"]
+    if kind not in ("interleaved", "zb-v") and chunks > 1:
+        return [f"{kind} has one chunk a rank, not {chunks}: interleaved may have any number"]
+    return []
+
+
+def gpipe(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
+    """Every forward, then every backward. All micro-batches' activations are held at once."""
+    return complete([_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)], range(ranks))
+
+
+def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
+    """Forwards until the pipe is full, then one forward for one backward, then the remaining backwards.
+
+    As fast as GPipe, but rank r holds the activations of only min(microbatches, ranks - r) micro-batches.
+    """
+    return complete([_alternate(rank, microbatches, ranks - rank - 1) for rank in range(ranks)], range(ranks))
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) -> Schedule:
+    """1F1B over `chunks` stages on each rank, `ranks` apart: the pipe fills in 1 / chunks of the time.
+
+    A rank takes each group of micro-batches through one of its stages, then through the next. A group has at least
+    as many micro-batches as there are ranks, so that the first comes round as the last leaves.
+    """
+    visits = _visits(microbatches, _groups(ranks, microbatches), chunks)
+    first_group = max(_groups(ranks, microbatches))
+    orders = []
+    for rank in range(ranks):
+        forwards = [Instruction(Op.FORWARD, chunk * ranks + rank, m) for chunk, m in visits]
+        backwards = [Instruction(Op.BACKWARD, (chunks - 1 - chunk) * ranks + rank, m) for chunk, m in visits]
+        reach = 1 if chunks == 1 else 2
+        orders.append(_interlace(forwards, backwards, (ranks - rank - 1) * reach + (chunks - 1) * first_group))
+    return complete(orders, [stage % ranks for stage in range(ranks * chunks)])
+
+
+def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
+    """1F1B with the backward split; no rank holds more than rank 0 of 1F1B, which is `ranks` micro-batches."""
+    orders = [_alternate(rank, microbatches, ranks - rank - 1, Op.BACKWARD_INPUT) for rank in range(ranks)]
+    return complete(fill(orders, range(ranks), limit=ranks, cost=cost), range(ranks))
+
+
+def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
+    """As zb-h1, but twice as far ahead: no rank waits between its first and its last instruction."""
+    orders = [_alternate(rank, microbatches, 2 * (ranks - rank - 1), Op.BACKWARD_INPUT) for rank in range(ranks)]
+    return complete(fill(orders, range(ranks), limit=2 * ranks - 1, cost=cost), range(ranks))
+
+
+def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> Schedule:
+    """Stage s and stage 2 * ranks - 1 - s share a rank: no waiting as in zb-h2, in the memory of 1F1B."""
+    orders = [_v_order(rank, ranks, microbatches) for rank in range(ranks)]
+    rank_of_stage = [*range(ranks), *reversed(range(ranks))]
+    return complete(fill(orders, rank_of_stage, limit=2 * ranks, cost=cost), rank_of_stage)
+
+
+KINDS: Mapping[str, Callable[[int, int, int, Cost], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+}
+
+
+def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BACKWARD) -> Order:
+    forwards = [Instruction(Op.FORWARD, stage, m) for m in range(microbatches)]
+    return _interlace(forwards, [i._replace(op=backward) for i in forwards], warmup)
+
+
+def _interlace(forwards: Order, backwards: Order, warmup: int) -> Order:
+    """`warmup` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    return [*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]]
+
+
+def _groups(ranks: int, microbatches: int) -> list[int]:
+    """Sizes of the groups of micro-batches: as equal as can be, each `ranks` or more if there are so many."""
+    groups = max(1, microbatches // ranks)
+    return [microbatches // groups + (n < microbatches % groups) for n in range(groups)]
+
+
+def _visits(microbatches: int, groups: Sequence[int], chunks: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) in the order in which a rank visits them: a group through all chunks, then the next."""
+    visits, first = [], 0
+    for size in groups:
+        visits += [(chunk, m) for chunk in range(chunks) for m in range(first, first + size)]
+        first += size
+    return visits
+
+
+def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
+    """Forwards on the way down until the first micro-batch comes back up, then on both ways until its gradient comes.
+
+    Gradients come to the stage on the way up first, and last to the one on the way down.
+    """
+    down, up = rank, 2 * ranks - 1 - rank
+    pattern = [(Op.FORWARD, down)] * (2 * (ranks - rank) - 1)
+    pattern += [(Op.FORWARD, up), (Op.FORWARD, down)] * rank
+    pattern += [(Op.FORWARD, up), (Op.BACKWARD_INPUT, up)] * (ranks - rank)
+    pattern += [(op, stage) for stage in (down, up) for op in (Op.FORWARD, Op.BACKWARD_INPUT)] * microbatches
+    next_one = Counter[tuple[Op, int]]()
+    order = []
+    for op, stage in pattern:
+        order.append(Instruction(op, stage, next_one[op, stage]))
+        next_one[op, stage] += 1
+    return [i for i in order if i.microbatch < microbatches]
+
+
+def fill(orders: Sequence[Order], rank_of_stage: Sequence[int], limit: int, cost: Cost = equal) -> list[Order]:
+    """Adds to each rank's forwards and input gradients the weight gradients, wherever the rank would wait.
+
+    It would wait for another rank, or because it holds `limit` activations, each from its forward to its weight
+    gradient. The forwards and input gradients stay in order. cost: whole numbers compare exactly.
+    """
+    ranks = [_Filling(order, len(rank_of_stage) - 1, limit) for order in orders]
+    now, free_at = 0.0, [0.0] * len(ranks)
+    done_at: dict[Instruction, float] = {}
+    while any(rank.order or rank.put_off for rank in ranks):
+        for number, rank in enumerate(ranks):
+            if free_at[number] <= now and (i := rank.take(lambda i, now=now: done_at.get(i, inf) <= now)) is not None:
+                free_at[number] = done_at[i] = now + cost(i)
+        assert max(free_at) > now, "every rank waits for another, or for memory"
+        now = min(end for end in free_at if end > now)
+    return [rank.filled for rank in ranks]
+
+
+class _Filling:
+    """One rank in `fill`: what it has yet to do and what it has done."""
+
+    def __init__(self, order: Order, last_stage: int, limit: int) -> None:
+        self.order, self.last_stage, self.limit = deque(order), last_stage, limit
+        self.put_off: deque[Instruction] = deque()
+        self.held = 0
+        self.filled: Order = []
+
+    def take(self, done: Done) -> Instruction | None:
+        """The instruction that this rank begins now, if any can be run after those that are done."""
+        if self.order and self._can_run(self.order[0], done):
+            i = self.order.popleft()
+        elif self.put_off:
+            i = self.put_off.popleft()
+        else:
+            return None
+        self.held += (i.op is Op.FORWARD) - (i.op is Op.BACKWARD_WEIGHT)
+        if i.op is Op.BACKWARD_INPUT:
+            self.put_off.append(i._replace(op=Op.BACKWARD_WEIGHT))
+        self.filled.append(i)
+        return i
+
+    def _can_run(self, i: Instruction, done: Done) -> bool:
+        if i.op is Op.FORWARD:
+            return self.held < self.limit and (i.stage == 0 or done(i._replace(stage=i.stage - 1)))
+        return done(i._replace(op=Op.FORWARD)) and (i.stage == self.last_stage or done(i._replace(stage=i.stage + 1)))

@@ -1,0 +1,197 @@
+"""Carries out one rank's share of a pipeline schedule.
+
+It knows no schedule: it does what each instruction says, in order. Whatever passes from one stage to the next is
+a message, left in `_mail` until someone takes it: a send takes it away to another rank, a receive brings one, and
+a next stage on the same rank simply finds it there. The last stage leaves itself the gradient of the loss, one.
+
+Between its forward and its backward a stage keeps its input and the place in the autograd graph where its
+output stood, not the output itself: the next stage has that. Between the two halves of a split backward it keeps what
+the layers put off (`deferred.py`): for each product its input and the gradient of its output. The gradients of
+biases, norms and embeddings cost little and are made in the first half.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from parallel.pipeline.instructions import RECEIVES, WEIGHT_GRADIENTS, Instruction, Kind, Message, Op, picture
+from parallel.pipeline.p2p import Links
+from parallel.pipeline.simulate import Span
+from parallel.weight_grad_queue import Deferred, Work
+
+Forward = Callable[[int, int, Tensor | None], Tensor]
+OfStage = Callable[[int], None]
+After = Callable[[Instruction], None]
+
+
+class Executor:
+    """Runs `program`, the share of pipeline rank `links.axis.rank` in a schedule.
+
+    forward(stage, microbatch, received): `received` is the activation of the stage before, with the shape and
+        dtype of `links`, None for stage 0. Returns the activation to send on (the same shape and dtype), or on
+        the last stage the loss to back-propagate, a scalar that is already scaled.
+    reduce(stage): called when the gradients of `stage` are final. Needed only if the program says REDUCE.
+    complete(stage): if given, called before the backward pass that completes the gradients of `stage`, if one does and
+        the program then says REDUCE; a split backward has no such pass.
+    spans: if given, receives when each instruction ran, in seconds of this process's clock. A GPU is then waited for
+        after each one, or these would be the times at which it was told what to do.
+    deferred: the one that the stages' layers were given (`Context.deferred`). Layers that know of none make all
+        gradients in the first half of a split backward, which is right as well, but gains nothing.
+    after(instruction): if given, called after each one, at its place in the program.
+
+    Gradients accumulate wherever autograd puts them. Under `torch.no_grad()` nothing is kept for a backward, so a
+    program of forwards alone (`schedule.forward_only`) evaluates; `forward` then collects what it wants.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[Instruction],
+        links: Links,
+        forward: Forward,
+        reduce: OfStage | None = None,
+        spans: list[Span] | None = None,
+        deferred: Deferred | None = None,
+        after: After | None = None,
+        complete: OfStage | None = None,
+    ) -> None:
+        self.program, self.links, self.spans, self.after = program, links, spans, after
+        self._stage_forward, self._stage_reduce = forward, reduce
+        self._stage_complete = complete or (lambda stage: None)
+        self._completing = _completing(program)
+        self._mail: dict[Message, Tensor] = {}
+        self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
+        self._deferred = deferred or Deferred()
+        self._put_off: dict[tuple[int, int], Work] = {}  # by stage and micro-batch
+        self._to_expect: Iterator[Instruction] = iter(())  # receives that are not begun
+        self._carry_out: dict[Op, Callable[[Instruction], None]] = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.REDUCE: self._reduce,
+            Op.SEND_ACTIVATION: self._send,
+            Op.SEND_GRADIENT: self._send,
+            Op.RECV_ACTIVATION: self._receive,
+            Op.RECV_GRADIENT: self._receive,
+        }
+
+    def run(self) -> None:
+        """One step, or one evaluation: every instruction, in order, over the pipeline axis of `links`.
+
+        Raises RuntimeError that names the instruction and the rank, from whatever went wrong in it.
+        """
+        self.carry_out(0, len(self.program))
+        self.finish()
+
+    def carry_out(self, first: int, last: int) -> None:
+        """The part [first, last) of `run`. Where `links` can, each receive is begun when the one before it is over, not
+        when its message is needed: one message travels while the stages compute."""
+        self._to_expect = (i for i in self.program[first:last] if i.op in RECEIVES and self.links.early)
+        self._expect_next()
+        for at, i in enumerate(self.program[first:last], first):
+            start = perf_counter()
+            try:
+                with torch.profiler.record_function(str(i)):
+                    self._carry_out[i.op](i)
+            except Exception as error:
+                raise RuntimeError(self._failure(at, error)) from error
+            if self.spans is not None:
+                _await(self.links.device)
+                self.spans.append(Span(self.links.axis.rank, i, start, perf_counter()))
+            if self.after is not None:
+                self.after(i)
+
+    def abandon(self, unread: Sequence[Instruction]) -> None:
+        """Forgets what was carried out, so that it can begin anew. unread: receives of what others sent meanwhile."""
+        self._mail.clear()
+        self._begun.clear()
+        for i in unread:
+            self.links.receive(i)
+
+    def finish(self) -> None:
+        """The end of `run`, when every instruction is carried out."""
+        self.links.finish()
+        left = [*self._mail, *self._begun, *self._put_off]
+        assert not left, f"left over: messages, graphs or weight gradients of {left}"
+
+    def _forward(self, i: Instruction) -> None:
+        learns = torch.is_grad_enabled()
+        received = None
+        if i.stage > 0:
+            received = self._mail.pop(Message(Kind.ACTIVATION, i.stage - 1, i.microbatch)).requires_grad_(learns)
+        output = self._stage_forward(i.stage, i.microbatch, received)
+        if learns:
+            self._begun[i.stage, i.microbatch] = received, get_gradient_edge(output)
+        if i.stage < self.links.stages - 1:
+            self._mail[Message(Kind.ACTIVATION, i.stage, i.microbatch)] = output.detach()
+        elif learns:
+            self._mail[Message(Kind.GRADIENT, i.stage, i.microbatch)] = _gradient_of_loss(output)
+
+    def _backward(self, i: Instruction) -> None:
+        if i in self._completing:
+            self._stage_complete(i.stage)
+        received, output = self._begun.pop((i.stage, i.microbatch))
+        gradient = self._mail.pop(Message(Kind.GRADIENT, i.stage, i.microbatch))
+        torch.autograd.backward((output,), (gradient,))
+        if received is not None:
+            assert received.grad is not None, f"the output of stage {i.stage} does not depend on what it received"
+            self._mail[Message(Kind.GRADIENT, i.stage - 1, i.microbatch)] = received.grad
+
+    def _backward_input(self, i: Instruction) -> None:
+        with self._deferred.collect() as work:
+            self._backward(i)
+        self._put_off[i.stage, i.microbatch] = work
+
+    @torch.no_grad()
+    def _backward_weight(self, i: Instruction) -> None:
+        work = self._put_off.pop((i.stage, i.microbatch))
+        while work:
+            work.popleft()()
+
+    def _reduce(self, i: Instruction) -> None:
+        assert self._stage_reduce is not None, f"the program says {i}, but no `reduce` was given"
+        self._stage_reduce(i.stage)
+
+    def _send(self, i: Instruction) -> None:
+        self.links.send(i, self._mail.pop(_message(i)))
+
+    def _receive(self, i: Instruction) -> None:
+        self._mail[_message(i)] = self.links.receive(i)
+        self._expect_next()
+
+    def _expect_next(self) -> None:
+        following = next(self._to_expect, None)
+        if following is not None:
+            self.links.expect(following)
+
+    def _failure(self, at: int, error: Exception) -> str:
+        rank = self.links.axis.rank
+        where = picture({rank: self.program}, {rank: at}, {rank: "failed here"})
+        return f"{self.program[at]} failed on pipeline rank {rank}: {type(error).__name__}: {error}\n{where}"
+
+
+def _completing(program: Sequence[Instruction]) -> set[Instruction]:
+    """The last backward pass of each stage that is reduced, where that pass makes the gradients of weights as well."""
+    last = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
+    return {last[i.stage] for i in program if i.op is Op.REDUCE and last[i.stage].op is Op.BACKWARD}
+
+
+def _await(device: torch.device) -> None:
+    """Returns when a device has done what it was given here: not messages under way, which may wait for what comes."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def _message(i: Instruction) -> Message:
+    message = Message.of(i)
+    assert message is not None, f"{i} transfers nothing"
+    return message
+
+
+def _gradient_of_loss(loss: Tensor) -> Tensor:
+    if loss.dim():
+        raise ValueError(f"the last stage must return a scalar loss, not {list(loss.shape)}")
+    return torch.ones_like(loss)

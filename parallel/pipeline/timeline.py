@@ -1,0 +1,43 @@
+"""When each instruction of a real step ran, on all ranks of a pipeline, on one clock.
+
+Clocks of different machines need not agree, so each rank counts from the moment at which it leaves a barrier of the
+pipeline; ranks leave it within the time that a small message takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from megaprec.comm.axis import Axis
+from parallel.pipeline.instructions import Schedule
+from parallel.pipeline.simulate import Span
+
+
+@dataclass
+class Recording:
+    """One step under record: hand `spans` to the executor that runs it. Made by `Recording.start`."""
+
+    pp: Axis
+    zero: float
+    spans: list[Span] = field(default_factory=list)
+
+    @staticmethod
+    def start(pp: Axis) -> "Recording":
+        """Collective over `pp`, the pipeline axis."""
+        pp.barrier()
+        return Recording(pp, perf_counter())
+
+    def gather(self, schedule: Schedule, device: torch.device) -> list[Span]:
+        """The spans of all ranks, in seconds from the start. Collective over the pipeline axis."""
+        times = torch.zeros(max(map(len, schedule.programs)), 2, dtype=torch.float64, device=device)
+        own = [(span.start - self.zero, span.end - self.zero) for span in self.spans]
+        times[: len(own)] = torch.tensor(own, dtype=torch.float64)
+        everyone = self.pp.gather(times).view(self.pp.size, -1, 2).tolist()
+        return [span for rank, rows in enumerate(everyone) for span in _spans(schedule, rank, rows)]
+
+
+def _spans(schedule: Schedule, rank: int, times: Sequence[Sequence[float]]) -> list[Span]:
+    program = schedule.programs[rank]
+    return [Span(rank, i, start, end) for i, (start, end) in zip(program, times, strict=False)]

@@ -1,0 +1,136 @@
+"""The laws of random numbers: they have the right distribution and are the same however the model is cut."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Part
+from megaprec.comm.random import keep, key, normal, normal_part, uniform
+from megaprec.precision.plan import plan
+from parallel.context import Context
+from parallel.dropout import Place, attention_dropout, dropout
+from tests.layouts import LAYOUTS, Result, Run, batches, make_engine, share_of, train_all
+from tests.models.test_parity import CLOSE, MODELS, differing
+
+DROPS = {"dropout": 0.2, "attention_dropout": 0.1}
+NAMES = ["llama", "gpt2"]
+N = 1 << 18
+INDEX = torch.arange(N)
+
+
+def runs() -> list[Run]:
+    """Each model with the sequence whole and cut, and once more in other micro-batches and another schedule."""
+    plain = [Run({**MODELS[name], **DROPS}, steps=2) for name in NAMES]
+    return [*plain, *(replace(run, sequence=True) for run in plain), replace(plain[0], micro_batch=1, kind="gpipe")]
+
+
+@cache
+def alone() -> list[Result]:
+    return train_all(runs()[: len(NAMES)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "tp{} pp{} dp{}".format(*x))
+def test_dropout_and_initial_weights_are_the_same_in_every_layout(layout: tuple[int, int, int]) -> None:
+    for n, result in enumerate(train_all(runs(), *layout)):
+        expected = alone()[n % len(NAMES)]
+        assert all(torch.equal(result.before[name], weight) for name, weight in expected.before.items())
+        for step, (ours, theirs) in enumerate(zip(result.reports, expected.reports, strict=True)):
+            assert ours.loss == pytest.approx(theirs.loss, rel=CLOSE)
+            assert not (wrong := differing(result.grads[step], expected.grads[step])), f"run {n}: {wrong}"
+
+
+def test_evaluation_drops_nothing() -> None:
+    for name in NAMES:
+        dropping, plain = Run({**MODELS[name], **DROPS}), Run(MODELS[name])
+        share = share_of(None, batches(plain)[0])
+        engine, expected = make_engine(None, dropping), make_engine(None, plain)
+        assert engine.evaluate(share) == expected.evaluate(share)
+        assert engine.step(share, 0.0, 0).loss != expected.step(share, 0.0, 0).loss
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 5), (4, 6, 3)], ids=str)
+def test_a_slice_is_drawn_as_it_lies_in_the_whole(shape: tuple[int, ...]) -> None:
+    whole = normal_part(Part("w", shape), 3, 0.5, torch.float64)
+    for dim, size in product(range(len(shape)), (2, 3, 4, 5)):
+        parts = [Part.cut("w", shape, dim, Axis("tp", rank, size)) for rank in range(size)]
+        slices = [normal_part(part, 3, 0.5, torch.float64) for part in parts]
+        assert all(torch.equal(part.take(whole), values) for part, values in zip(parts, slices, strict=True))
+        assert torch.equal(torch.cat(slices, dim), whole)
+
+
+def test_large_tensors_are_drawn_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part("w", (50, 3))
+    whole = normal_part(part, 3, 1.0, torch.float32)
+    monkeypatch.setattr("megaprec.comm.random._BLOCK", 16)
+    assert torch.equal(normal_part(part, 3, 1.0, torch.float32), whole)
+
+
+def test_normal_numbers_are_normal() -> None:
+    """Bounds of six standard errors, and 2.5 / sqrt(n) for the largest distance of the distributions (p = 7e-6)."""
+    for name in ("a", "b"):
+        x = normal(key(0, name), INDEX)
+        assert abs(x.mean()) < 6 / N**0.5
+        assert abs(x.std() - 1) < 6 / (2 * N) ** 0.5
+        assert abs((x[:-1] * x[1:]).mean()) < 6 / N**0.5, "neighbours are correlated"
+        expected = torch.special.ndtr(x.sort().values)
+        assert (expected - (INDEX + 0.5) / N).abs().max() < 2.5 / N**0.5
+    values = normal_part(Part("w", (512, 512)), 0, 0.02, torch.float64)
+    assert values.std().item() == pytest.approx(0.02, rel=0.01)
+
+
+def test_uniform_numbers_are_never_zero_or_one_and_keys_are_independent() -> None:
+    drawn = [uniform(key(seed, name), INDEX) for seed, name in product((0, 1), ("a", "b"))]
+    for u in drawn:
+        assert 0 < u.min() < 1e-4
+        assert 1 - 1e-4 < u.max() < 1
+    for i, j in product(range(len(drawn)), repeat=2):
+        correlation = torch.corrcoef(torch.stack((drawn[i], drawn[j])))[0, 1]
+        assert (abs(correlation) < 6 / N**0.5) == (i != j)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 0.8, 1.0])
+def test_elements_are_kept_with_the_probability_asked_for(probability: float) -> None:
+    rate = keep(key(0, "x"), INDEX, probability).double().mean().item()
+    assert abs(rate - probability) <= 6 * (probability * (1 - probability) / N) ** 0.5
+
+
+def masks(context: Context, name: str, place: Place) -> tuple[Tensor, Tensor]:
+    """What becomes of ones: residual [s, b, h] and attention weights [b, n, s, s]."""
+    ones = torch.ones(16, len(place.samples), 32), torch.ones(len(place.samples), 4, 16, 16)
+    return dropout(ones[0], 0.25, context, name, place), attention_dropout(ones[1], 0.25, context, name, place)
+
+
+def test_every_step_layer_seed_and_sample_has_a_mask_of_its_own() -> None:
+    context, place = Context(plan("fp32")), Place(3, torch.arange(4))
+    first = masks(context, "layers.0", place)
+    others = [
+        masks(context, "layers.1", place),
+        masks(context, "layers.0", Place(4, place.samples)),
+        masks(context, "layers.0", Place(3, place.samples + 4)),
+        masks(replace(context, seed=1), "layers.0", place),
+    ]
+    for which, dims in ((0, (0, 1, 2)), (1, (0, 1, 2, 3))):
+        kept = first[which] > 0
+        assert set(first[which].unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
+        for other in others:
+            agree = ((other[which] > 0) == kept).double().mean().item()
+            assert abs(agree - (0.75**2 + 0.25**2)) < 6 * (0.25 / kept.numel()) ** 0.5, "the masks are not independent"
+        for dim in dims:
+            assert not torch.equal(kept.narrow(dim, 0, 1), kept.narrow(dim, 1, 1)), f"dim {dim} repeats"
+        again = masks(context, "layers.0", Place(3, place.samples.flip(0)))[which] > 0
+        assert torch.equal(again.flip(1 - which), kept), "the mask of a sample depends on where it lies"
+
+
+def test_nothing_is_dropped_without_a_place_or_a_probability() -> None:
+    context, x = Context(plan("fp32")), torch.randn(4, 2, 8)
+    place = Place(0, torch.arange(2))
+    assert dropout(x, 0.5, context, "a", None) is x
+    assert dropout(x, 0.0, context, "a", place) is x
+    weights = torch.randn(2, 4, 4, 4)
+    assert attention_dropout(weights, 0.5, context, "a", None) is weights
+    assert attention_dropout(weights, 0.0, context, "a", place) is weights

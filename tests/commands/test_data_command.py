@@ -1,0 +1,105 @@
+"""`megaprec data build` and `inspect`, through the parser."""
+
+import argparse
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megaprec.data.files import alone
+from megaprec.data.indexed import IndexedWriter
+from megaprec.errors import UserError
+from tools.commands.data import add_parser
+
+
+def command(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers(required=True))
+    args = parser.parse_args(["data", *map(str, words)])
+    return args.run(args)
+
+
+def test_a_text_is_built_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "py"
+    assert command("build", "python", out, "--vocab-size", 500, "--max-chars", 60_000) == 0
+    assert "built from python" in capsys.readouterr().out
+    assert command("build", "python", out, "--vocab-size", 500, "--max-chars", 60_000) == 0
+    assert "already there" in capsys.readouterr().out
+    assert command("inspect", out, "--samples", 2) == 0
+    shown = capsys.readouterr().out
+    for line in ("documents ", "dtype              uint16", "longest document", "mean document", "largest id"):
+        assert line in shown
+    assert shown.count("--- document") == 2
+    assert "import" in shown or "def " in shown or "#" in shown
+
+
+def test_without_a_tokenizer_ids_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedWriter(tmp_path / "x", 1000) as writer:
+        writer.add_document(list(range(100)))
+        writer.add_document([7, 8])
+    assert command("inspect", tmp_path / "x", "--samples", 5) == 0
+    shown = capsys.readouterr().out
+    assert "--- document 0: first 64 of 100 tokens\n0 1 2 3" in shown
+    assert "--- document 1: 2 tokens\n7 8" in shown
+    assert "mean document      51.0 tokens" in shown
+
+
+def test_an_empty_data_set_can_be_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedWriter(tmp_path / "x", 1000):
+        pass
+    assert command("inspect", tmp_path / "x") == 0
+    assert "documents          0" in capsys.readouterr().out
+
+
+def test_a_tokenizer_too_small_for_the_data_is_refused(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "x", 1000) as writer:
+        writer.add_document([999])
+    command("build", "python", tmp_path / "py", "--vocab-size", 400, "--max-chars", 30_000)
+    with pytest.raises(UserError, match="vocabulary of 400 does not hold"):
+        command("inspect", tmp_path / "x", "--tokenizer", tmp_path / "py.model")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("build", "nowhere", "x", "--vocab-size", 300),
+        ("build", "python", "x", "--tokenizer", "nowhere"),
+        ("build", "python", "x", "--vocab-size", 300, "--max-chars", 0),
+        ("inspect", "x"),
+    ],
+)
+def test_bad_input_is_the_users_error_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError):
+        command(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tokenizer", [(), ("--vocab-size", 300, "--tokenizer", "x")])
+def test_one_tokenizer_is_asked_for(tokenizer: tuple, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command("build", "python", "x", *tokenizer)
+    assert stop.value.code == 2
+    assert "--vocab-size" in capsys.readouterr().err
+
+
+def test_a_build_waits_for_another_of_the_same_prefix_and_takes_what_it_made(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ("build", "python", tmp_path / "py", "--vocab-size", 400, "--max-chars", 30_000)
+    with ThreadPoolExecutor(1) as other:
+        with alone(tmp_path / ".py.lock", lambda: pytest.fail("nobody builds yet")):
+            waiting, said, deadline = other.submit(command, *words), "", time.monotonic() + 60
+            while "waiting for another process" not in said:
+                assert time.monotonic() < deadline and not waiting.done()
+                time.sleep(0.01)
+                said += capfd.readouterr().err
+            assert [path.name for path in tmp_path.iterdir()] == [".py.lock"]
+            assert command(*words[:2], tmp_path / "another", *words[3:]) == 0, "another prefix is free"
+            for path in tmp_path.glob("another.*"):
+                path.rename(path.with_stem("py"))
+        assert waiting.result() == 0
+    assert "already there, unchanged" in capfd.readouterr().out

@@ -1,0 +1,190 @@
+"""`megaprec fp8-advice` and `python -m tools.bench fp8`: every product is listed with its own numbers."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaprec.fp8.quantize import quantize_both
+from megaprec.precision.fp8_recipe import FP8Recipe, Kind
+from tools.bench import fp8 as bench
+from tools.cli import main
+from tools.commands import fp8_advice
+from tools.commands.fp8_timing import Shape, Times, linear_times
+from tools.config.run_file import RunConfig, load_run
+
+RUN = """
+[model]
+layers = 3
+hidden = 64
+heads = 4
+kv_heads = 2
+ffn = 160
+vocab = 512
+[data]
+source = "python"
+vocab_size = 512
+[precision]
+compute = "bf16"
+[train]
+steps = 1
+global_batch = 4
+micro_batch = 2
+seq_length = 40
+"""
+
+
+@pytest.fixture(autouse=True)
+def single_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(RUN)
+    return tmp_path / "run.toml"
+
+
+def listed(config: RunConfig, kind: Kind = "current") -> dict[str, tuple[str, int, str]]:
+    found = fp8_advice.products(config, config.model, FP8Recipe(kind))
+    return {one.name: (str(one.shape), one.count, one.wide) for one in found}
+
+
+def test_every_kind_of_product_is_listed_as_a_tensor_rank_makes_it(run_file: Path) -> None:
+    assert listed(load_run(run_file, ["parallel.tensor=2"])) == {
+        "layers.*.attention.query.weight": ("80 x 64 x 64", 3, ""),  # 32 + 16 + 16 rows
+        "layers.*.attention.output.weight": ("80 x 32 x 64", 3, ""),
+        "layers.*.mlp.gate.weight": ("80 x 64 x 160", 3, ""),
+        "layers.*.mlp.down.weight": ("80 x 80 x 64", 3, ""),
+    }
+
+
+def test_experts_share_the_tokens(run_file: Path) -> None:
+    found = listed(load_run(run_file, ["model.family=mixtral", "model.experts=4", "model.experts_per_token=2"]))
+    assert found["layers.*.mlp.experts.*.down.weight"] == ("40 x 160 x 64", 12, "")
+
+
+def test_the_shares_are_of_all_flops_of_the_model(run_file: Path) -> None:
+    config = load_run(run_file)
+    found = fp8_advice.products(config, config.model, FP8Recipe("current"))
+    flops = sum(one.flops for one in found) + fp8_advice.others(config, config.model)
+    assert flops == 80 * config.model.flops_per_token(40)
+
+
+def test_weights_that_fp8_does_not_take_are_named_with_the_dim(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fp8-advice", str(run_file), "fp8.kind=blockwise"]) == 0
+    said = capsys.readouterr().out
+    assert "layers.*.mlp.down.weight: 64 outputs (dim 0) are no multiple of 128 and 160 inputs (dim 1)" in said
+    assert main(["fp8-advice", str(run_file), "fp8.kind=current", "train.seq_length=41"]) == 0
+    assert "82 tokens are no multiple of 16" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_published_numbers_decide_and_are_named(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["fp8-advice", str(run_file)]) == 0
+    said = capsys.readouterr().out
+    assert "1024 x 2048 x 1024 0.80, 4096 x 8192 x 16384 1.39 (torchao" in said
+    assert "if it were asked for: fp8.kind is none" in said
+    assert said.count("loses") >= 4
+
+
+def test_estimates_meet_the_published_numbers_and_stay_between_them() -> None:
+    (small, low), (large, high) = fp8_advice.PUBLISHED
+    assert (fp8_advice.estimate(small), fp8_advice.estimate(large)) == (low, pytest.approx(high))
+    assert fp8_advice.estimate(Shape(1, 1, 1)) == low
+    assert fp8_advice.estimate(Shape(10**5, 10**5, 10**5)) == high
+    between = [fp8_advice.estimate(Shape(tokens, 4096, 4096)) for tokens in (256, 1024, 4096, 16384)]
+    assert between == sorted(between)
+    assert low < between[0] < 1 < between[-1] < high
+
+
+def test_the_gain_of_all_counts_what_fp8_does_not_reach() -> None:
+    shape = Shape(8, 16, 32)
+    fast, wide = (fp8_advice.Product("a", shape, 1, why, gain) for why, gain in (("", 2.0), ("because", 1.0)))
+    assert fp8_advice.speedup([fast], 0.0) == 2.0
+    assert fp8_advice.speedup([fast, wide], 2 * shape.flops) == pytest.approx(4 / 3.5)
+    assert [fp8_advice.verdict(one) for one in (fast, wide)] == ["gains", "wide"]
+
+
+def test_a_weight_is_cast_once_for_all_micro_batches() -> None:
+    times = Times(wide=6.0, products=2.0, casts=1.0, weight=4.0)
+    assert (times.gain(1), times.gain(4)) == (6 / 7, 1.5)
+
+
+@pytest.mark.parametrize("kind", ["delayed", "blockwise"])
+def test_products_can_be_timed_on_a_cpu(kind: Kind) -> None:
+    times = linear_times(Shape(32, 48, 64), FP8Recipe(kind), torch.bfloat16, torch.device("cpu"))
+    assert min(times.wide, times.products, times.casts, times.weight) > 0
+
+
+def test_bad_input_is_one_line(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["nowhere.toml"], "nowhere.toml"),
+        ([str(run_file), "fp8.kind=fp6"], "fp8.kind"),
+        ([str(run_file), "fp8.history_length=0"], "fp8.history_length"),
+    ):
+        assert main(["fp8-advice", *arguments]) == 2
+        told = capsys.readouterr().err
+        assert said in told
+        assert len(told.splitlines()) == 1
+    if not torch.cuda.is_available():
+        assert main(["fp8-advice", str(run_file), "--device", "cuda"]) == 2
+        assert "--device cuda: torch sees no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["current", "delayed"])
+def test_casts_are_traced_whole_and_change_no_bit_when_compiled(kind: Kind) -> None:
+    """Without a code generator: what is shown is that torch.compile sees one graph that does the same."""
+    traced = torch.compile(quantize_both, backend="aot_eager", fullgraph=True)
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scale = torch.tensor(3.0) if kind == "delayed" else None
+    for role in ("input", "gradient"):
+        made, told = traced(x, FP8Recipe(kind), role, scale), quantize_both(x, FP8Recipe(kind), role, scale)
+        for a, b in zip(made, told, strict=True):
+            assert torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8))
+            assert torch.equal(a.inverse, b.inverse)
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_parser(parser.add_subparsers())
+    return parser.parse_args(["fp8", *given])
+
+
+def test_without_a_gpu_the_benchmark_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(arguments()) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("no GPU here")
+
+
+def test_the_benchmark_times_all_products_and_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--hidden", "64", "--layers", "1", "--tokens", "16", "--micro-batch", "1", "--rounds", "1"]
+    small += ["--kinds", "current", "--peak", "1e6"]
+    assert bench.main(arguments("--device", "cpu", *small)) == 0
+    *lines, formula = capsys.readouterr().out.splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [r["shape"] for r in records[:4]] == ["16 x 64 x 96", "16 x 64 x 64", "16 x 64 x 448", "16 x 224 x 64"]
+    assert [r["precision"] for r in records[4:]] == ["bf16", "current"]
+    for record in records[4:]:
+        expected = record["tokens_per_s"] * 3 * bench.layer_stack(arguments(*small)).flops_per_token(16) / 1e6
+        assert record["mfu"] == pytest.approx(expected, rel=0.01)
+    assert formula == "MFU = tokens/s x 3 x forward FLOPs a token / bf16 FLOP/s of the device"
+
+
+def test_the_benchmarks_layer_is_that_of_llama_3_8b() -> None:
+    made = bench.layer_stack(arguments())
+    assert (made.hidden, made.heads, made.kv_heads, made.head_dim, made.ffn) == (4096, 32, 8, 128, 14336)
+    assert str(bench.shapes(made, 8192)["gate, up"]) == "8192 x 4096 x 28672"

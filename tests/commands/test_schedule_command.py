@@ -1,0 +1,233 @@
+"""`megaprec schedule` and the keys of a run file about schedules: what is told is right, and what is wrong is told."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megaprec.errors import UserError
+from parallel.pipeline.builders import schedule
+from parallel.pipeline.instructions import Schedule
+from parallel.pipeline.simulate import simulate
+from tests.runs import losses, train, train_on, write_run
+from tools.cli import main
+from tools.config.run_file import load_run
+from tools.plots.drawing import Drawing, Rect, Text, to_svg
+from tools.plots.perfetto import TIMELINE, read_trace, write_trace
+from tools.plots.timeline import Panel, as_text, draw
+
+REQUIRED = ("model.hidden=16", "model.heads=2", "train.steps=1", "train.global_batch=8", "train.micro_batch=1")
+BARE = (*REQUIRED, "train.seq_length=8", "model.vocab=64", "data.vocab_size=64")
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs"))
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main(["schedule", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main(["schedule", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_it_tells_bubble_and_memory_beside_the_textbook(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "--pipeline", 4, "--microbatches", 8, "--kind", "1f1b")
+    assert "bubble  37.5% (textbook 37.5% = (p - 1) / m): " in text
+    assert "memory  4 (textbook 4 = p): " in text
+    assert re.search(r"^0 +0 +27\.3% +4$", text, re.MULTILINE)
+    text = said(capsys, "--pipeline", 4, "--microbatches", 8, "--kind", "zb-v")
+    assert "bubble  0.0%" in text and "4 ranks x 2 stages" in text
+    slow = said(capsys, "--pipeline", 4, "--microbatches", 8, "--costs", "1,1.5,0.5", "--transfer", "0.5")
+    assert "bubble  37.5%" not in slow
+
+
+def test_a_text_timeline_shows_who_does_what_and_when() -> None:
+    panel = Panel("", simulate(schedule("interleaved", 2, 2)), 2)
+    assert as_text(panel, 80).splitlines() == [
+        "rank 0   F0 F1 f0 f1 ......b0    ...b1    B0    B1    ",
+        "rank 1   ...F0 F1 f0 b0    f1 b1    B0    B1    ......",
+    ]
+
+
+def test_every_form_is_written_and_what_can_be_read_back_is_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"drawn{suffix}" for suffix in (".svg", ".png", ".json", ".txt")]
+    outputs = [word for file in files for word in ("-o", file)]
+    text = said(capsys, "--kind", "zb-h2", "--pipeline", 3, "--microbatches", 5, *outputs)
+    assert all(f"written    {file}" in text for file in files)
+    svg, png, trace, own = files
+    s = schedule("zb-h2", 3, 5)
+    assert Schedule.parse(own.read_text()) == s
+    assert sorted(map(str, read_trace(trace))) == sorted(map(str, simulate(s)))
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"thread_name", "F0.0", "W2.4", "rA1.0"} <= names
+    assert png.read_bytes().startswith(b"\x89PNG")
+    root = ElementTree.parse(svg).getroot()
+    tips = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len([tip for tip in tips if not tip.endswith("held")]) == 3 * 3 * 5
+    again = said(capsys, "--own", own)
+    assert again.split("\n\n")[2:] == text.split("written")[0].split("\n\n")[2:]
+
+
+def test_a_drawing_stays_inside_its_frame_and_blocks_of_a_rank_do_not_overlap() -> None:
+    for kind in ("gpipe", "interleaved", "zb-v"):
+        s = schedule(kind, 4, 9)
+        drawing = draw("title", ["a line"], [Panel("one", simulate(s), 4), Panel("two", simulate(s), 4)])
+        blocks = [shape for shape in drawing.shapes if isinstance(shape, Rect)]
+        assert all(r.x >= 0 and r.x + r.width <= drawing.width and r.y + r.height <= drawing.height for r in blocks)
+        named = [r for r in blocks if r.tip and not r.tip.endswith("held")]
+        assert len(named) == 2 * sum(span.end > span.start for span in simulate(s) if span.instruction.op in "FBIW")
+        for row in {r.y for r in named}:
+            ends = sorted((r.x, r.x + r.width) for r in named if r.y == row)
+            assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+
+
+def test_text_in_a_picture_is_escaped() -> None:
+    svg = to_svg(Drawing(10, 10, [Text(0, 0, "<a> & b")]))
+    assert "&lt;a&gt; &amp; b" in svg
+    ElementTree.fromstring(svg)
+
+
+def test_a_schedule_of_ones_own_that_would_hang_is_named_and_drawn_with_a_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, picture = tmp_path / "own.txt", tmp_path / "own.svg"
+    own.write_text("F0.0 sA0.0 F0.1 sA0.1 rG0.1 B0.1 rG0.0 B0.0 R0\nrA1.0 F1.0 B1.0 sG1.0 rA1.1 F1.1 B1.1 sG1.1 R1\n")
+    text = refused(capsys, "--own", own, "-o", picture)
+    assert "this schedule cannot finish" in text
+    assert re.search(r"rank 0: .*\[rG0\.1\].*<-- waits for sG1\.1 of rank 1, behind sG1\.0", text)
+    svg = picture.read_text()
+    assert "cannot run" in svg and "rank 0: waits for sG1.1 of rank 1, behind sG1.0" in svg and "#d1242f" in svg
+    own.write_text("F0.0 F0.1 B0.0\nF1.0 B1.0 F1.1 B1.1\n")
+    text = refused(capsys, "--own", own, "-o", picture)
+    assert text.startswith("rank 0: B0.1 is missing")
+    assert "rank 0: B0.1 is missing" in picture.read_text()
+
+
+BAD = [
+    (("--kind", "zb-v", "--chunks", 3), "zb-v goes down the ranks and up again, so each has 2 chunks, not 3"),
+    (("--pipeline", 0, "--microbatches", 0), "pipeline ranks must be at least 1, got 0"),
+    (("--costs", "1,2"), "--costs 1,2: three numbers with commas between"),
+    (("--costs", "1,0,1"), "each must be more than 0"),
+    (("-o", "drawing.pdf"), "--output drawing.pdf: what is to be written follows from the suffix: .svg and .png"),
+    (("--own", "nowhere.txt"), "schedule nowhere.txt: cannot be read (No such file or directory)"),
+    (("--measured", "nowhere.json"), "trace nowhere.json: cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD)
+def test_bad_arguments_are_told(
+    arguments: tuple[object, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert says in refused(capsys, *arguments)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for text in ("{", "[]", '{"traceEvents": [{"ph": "X", "name": "F0"}]}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match="not a trace that megaprec wrote"):
+            read_trace(path)
+    write_trace(path, simulate(schedule("1f1b", 2, 2)), "again")
+    assert read_trace(path)
+
+
+RUNS = [
+    (("parallel.chunks=2", "model.layers=8"), "parallel.chunks 2: 1f1b has one chunk a rank, not 2"),
+    (("parallel.schedule=zb-v", "parallel.chunks=3", "model.layers=8"), "each has 2 chunks, not 3"),
+    (
+        ("parallel.schedule=zb-v", "parallel.pipeline=2", "model.layers=3"),
+        "parallel.pipeline 2 x 2 chunks = 4 is more than model.layers 3: a stage needs a layer",
+    ),
+    (
+        ("parallel.schedule=interleaved", "parallel.chunks=3", "parallel.pipeline=2", "model.layers=5"),
+        "parallel.pipeline 2 x 3 chunks = 6 is more than model.layers 5",
+    ),
+    (
+        ("parallel.cuts=[2, 1]", "parallel.pipeline=2", "model.layers=4"),
+        "parallel.cuts [2, 1] cuts 3 layers into 2, but parallel.pipeline 2 and model.layers is 4",
+    ),
+    (("parallel.cuts=[4, 0]", "parallel.pipeline=2", "model.layers=4"), "parallel.cuts"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "says"), RUNS)
+def test_schedules_that_do_not_fit_a_run_are_told_at_load(overrides: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        load_run(None, [*BARE, *overrides])
+    assert any(says in problem for problem in refusal.value.problems), refusal.value.problems
+
+
+def test_a_schedule_file_that_does_not_fit_a_run_is_told_at_load(tmp_path: Path) -> None:
+    own = tmp_path / "own.txt"
+    run = [*BARE, "model.layers=4", "parallel.pipeline=2", f"parallel.schedule_file={own}"]
+    with pytest.raises(UserError, match="cannot be read"):
+        load_run(None, run)
+    own.write_text(str(schedule("1f1b", 2, 4)))
+    with pytest.raises(UserError, match=r"has 4 micro-batches, but train\.global_batch over .* is 8"):
+        load_run(None, run)
+    own.write_text(str(schedule("1f1b", 3, 8)))
+    with pytest.raises(UserError, match=r"has 3 ranks, but parallel\.pipeline is 2"):
+        load_run(None, run)
+    own.write_text(str(schedule("1f1b", 2, 8)).replace("B1.3 ", ""))
+    with pytest.raises(UserError, match=r"rank 1: B1\.3 is missing"):
+        load_run(None, run)
+    own.write_text(str(schedule("zb-h1", 2, 8)))
+    assert load_run(None, run).schedule == schedule("zb-h1", 2, 8)
+
+
+def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["model.layers=4", "parallel.schedule=zb-v", "log.timeline=2", "train.steps=2", f"train.folder={tmp_path}"]
+    folder = train_on(run_file, *keys, pipeline=2, tensor=2)
+    recorded = read_trace(folder / TIMELINE)
+    config = load_run(run_file, [*keys, "parallel.pipeline=2", "parallel.tensor=2"])
+    assert [(s.rank, s.instruction) for s in recorded] == [(r, i) for r in (0, 1) for i in config.schedule.programs[r]]
+    picture = tmp_path / "run.svg"
+    text = said(capsys, run_file, *keys, "parallel.pipeline=2", "parallel.tensor=2", "-o", picture)
+    assert re.search(r"^0 +0 +0 \+ embedding +[\d,]+ +\d+\.\d%", text, re.MULTILINE)
+    assert re.search(r"^3 +0 +3 \+ head ", text, re.MULTILINE)
+    assert "measured: bubble" in text
+    assert "predicted: bubble" in picture.read_text() and "measured: bubble" in picture.read_text()
+    other = [run_file, *keys, "parallel.pipeline=2", "parallel.schedule=interleaved"]
+    assert f"left out   {folder / TIMELINE}, which was recorded under another schedule" in said(capsys, *other)
+    assert "recorded under another schedule" in refused(capsys, *other, "--measured", folder / TIMELINE)
+
+
+def test_a_model_with_experts_has_a_table_too(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["model.family=mixtral", "model.layers=4", "parallel.pipeline=2", "parallel.schedule=zb-v"]
+    assert len(re.findall(r"^\d +\d +\d.* as routed$", said(capsys, run_file, *keys), re.MULTILINE)) == 4
+
+
+def test_every_schedule_and_cut_trains_the_same_losses(run_file: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text(str(schedule("zb-h1", 2, 4)))
+    keys = ["model.layers=5", "train.steps=3"]
+    assert train(run_file, *keys, f"train.folder={tmp_path / 'alone'}") == 0
+    variants = {
+        "own": (f"parallel.schedule_file={own}", "parallel.cuts=[4,1]"),
+        "interleaved": ("parallel.schedule=interleaved", "parallel.chunks=2", "parallel.cuts=[1,2,1,1]"),
+        "zb-h2": ("parallel.schedule=zb-h2",),
+    }
+    for name, chosen in variants.items():
+        folder = train_on(run_file, *keys, *chosen, f"train.folder={tmp_path / name}", pipeline=2)
+        assert losses(folder) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)

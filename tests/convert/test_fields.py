@@ -1,0 +1,253 @@
+"""Every field of the configuration classes of transformers: the same logits, or refused by that name; none is left out.
+
+The oracle is transformers' own model of the same config.json, in float64.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+
+from megaprec.errors import UserError
+from tests.other_systems import CONFIGS, usually
+from tools.convert.hf.config import from_hugging_face
+from tools.convert.hf.keys import ALIASES, DEFAULTS
+from tools.convert.probe import BOUND, check_config, difference, reduced
+
+transformers: Any = pytest.importorskip(
+    "transformers", reason="needs the package transformers (pip install megaprec[hf])", exc_type=ImportError
+)
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
+FAMILIES = tuple(DEFAULTS)
+NEOX = {**CONFIGS["gpt_neox"], "hidden_size": 32, "rotary_pct": 0.5}  # of which a quarter can turn too
+SMALL = {kind: NEOX if kind == "gpt_neox" else CONFIGS[kind] for kind in FAMILIES}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+SLIDING = ["full_attention", "sliding_attention"] * 2
+ROPES: list[Any] = [
+    {"rope_type": "default", "rope_theta": 50.0},
+    {"rope_type": "default", "rope_theta": 50.0, "factor": 2.0},
+    {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
+    {"type": "linear", "factor": 3.0},
+    {"rope_type": "linear"},
+    {"rope_type": "linear", "factor": 2.0, "type": "dynamic"},
+    {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 50.0},
+    {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16},
+    YARN,
+    {**YARN, "factor": None},
+    {key: value for key, value in YARN.items() if key != "original_max_position_embeddings"},
+    {**YARN, "attention_factor": 1.7},
+    {**YARN, "attention_factor": 0.0},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4},
+    {**YARN, "mscale": 0.7},
+    {**YARN, "beta_fast": 4.0, "beta_slow": 0.5},
+    {**YARN, "truncate": False},
+    {**YARN, "truncate": None},
+    {**YARN, "partial_rotary_factor": 0.5},
+    {**LLAMA3, "original_max_position_embeddings": 16},
+    LLAMA3,
+    {**LLAMA3, "high_freq_factor": None},
+    {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 5, "long_factor": [2.0] * 5},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "mrope_section": [1, 2, 2]},
+    {"full_attention": {"rope_type": "default", "rope_theta": 50.0}},
+]
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+# Values that are no default, where one cannot be made of the default itself.
+OTHERS: dict[str, list[Any]] = {
+    "activation_function": ["gelu", "gelu_pytorch_tanh", "gelu_fast", "relu", "silu"],
+    "hidden_act": ["gelu", "gelu_new", "silu", "swish", "relu", "gelu_pytorch_tanh"],
+    "rope_parameters": ROPES,
+    "rope_scaling": ROPES,
+    "rope_theta": [50.0, 10000, 10000.0],
+    "partial_rotary_factor": [0.5, 1.0],
+    "original_max_position_embeddings": [16],
+    "layer_types": [SLIDING, ["full_attention"] * 4, ["sliding_attention"] * 4, ["chunked_attention"] * 4, SLIDING[:3]],
+    "max_window_layers": [0, 2, 4],
+    "sliding_window": [5, None, 0],
+    "num_attention_heads": [2],
+    "n_head": [2],
+    "num_key_value_heads": [1, 4, None],
+    "head_dim": [6, 8, None],
+    "hidden_size": [48],
+    "n_embd": [32],
+    "n_inner": [20],
+    "mlp_only_layers": [[1]],
+    "decoder_sparse_step": [2],
+    "num_experts_per_tok": [1, 3],
+    "id2label": [{"0": "a", "1": "b", "2": "c"}],
+    "label2id": [{"a": 0, "b": 1}],
+    "problem_type": ["regression"],
+    "dtype": ["bfloat16"],
+    "torch_dtype": ["float16"],
+    "architectures": [["OtherForCausalLM"]],
+    "transformers_version": ["4.1.0"],
+    "tie_word_embeddings": [True, False],
+    "bos_token_id": [7, None],
+    "eos_token_id": [7, [7, 8], None],
+    "pad_token_id": [7],
+    "per_layer_config": [{"1": {"sliding_window": 5}}],
+    "quantization_config": [{"quant_method": "fp8"}],
+    "is_causal": [False, True, None],
+    "attn_logit_softcapping": [5.0, None],
+    "final_logit_softcapping": [5.0],
+    "logit_scale": [0.5],
+    "layer_norm_eps": [1e-3],
+    "layer_norm_epsilon": [1e-3],
+    "rms_norm_eps": [1e-3],
+    "classifier_dropout": [0.3],
+    "summary_type": ["last"],
+    "summary_activation": ["tanh"],
+    "auto_map": [{"AutoModelForCausalLM": "modeling_x.X"}],
+    "attention_bias": [True, False],
+    "mlp_bias": [True, False],
+    "qkv_bias": [True, False],
+    "use_qk_norm": [True],
+    "tie_encoder_decoder": [True],
+    "pruned_heads": [{"1": [0]}],
+    "use_mrope": [True],
+    "attention_multiplier": [0.3],
+    "residual_multiplier": [0.3],
+    "embedding_multiplier": [12.0],
+    "temperature": [0.7],
+}
+# Keys that no class has a field for, but that people's files have; all are tried with every family.
+FOREIGN = (
+    "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "layer_types",
+    "is_causal", "head_dim", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping",
+    "logit_scale", "per_layer_config", "torch_dtype", "sliding_window", "use_sliding_window", "max_window_layers",
+    "attention_bias", "mlp_bias", "rotary_pct", "rotary_emb_base", "auto_map", "qkv_bias", "use_qk_norm",
+    "pruned_heads", "use_mrope", "attention_multiplier", "residual_multiplier", "embedding_multiplier",
+    "router_jitter_noise", "embd_pdrop", "resid_pdrop", "hidden_dropout", "norm_topk_prob", "temperature",
+    "num_experts", "num_local_experts", "rope_interleaved", "tie_encoder_decoder", "num_labels", "hidden_size",
+    "num_hidden_layers", "n_ctx",
+)  # fmt: skip
+
+
+def fields_of(kind: str) -> dict[str, Any]:
+    """The fields of a family's class and of its bases, with their defaults."""
+    found = fields(transformers.AutoConfig.for_model(kind))
+    return {f.name: f.default if f.default is not MISSING else None for f in found}
+
+
+def others(name: str, default: Any) -> list[Any]:
+    """Values of a field that are not its default."""
+    if name in OTHERS:
+        return OTHERS[name]
+    if isinstance(default, bool):
+        return [not default]
+    if isinstance(default, int):
+        return [default + 1]
+    if isinstance(default, float):
+        return [default + 0.125]
+    return {"rotary_pct": [0.75], "rotary_emb_base": [50.0]}.get(name, [True, 1, 0.125])
+
+
+def changes(kind: str) -> Iterator[dict[str, Any]]:
+    """Changes to a family's small config.json: each field in turn, and some that only together do something."""
+    known = fields_of(kind)
+    for name in dict.fromkeys((*known, *FOREIGN)):
+        yield from ({name: value} for value in others(name, known.get(name)))
+    for types in OTHERS["layer_types"]:
+        yield {**WINDOW, "layer_types": types}
+    yield from ({**WINDOW, "max_window_layers": first} for first in (0, 1, 3, 4, 9))
+    yield {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}
+    yield {"rope_parameters": {**YARN, "rope_theta": 10.0}, "rope_theta": 20.0}
+    for kind_of_rope in (YARN, LLAMA3, {"rope_type": "dynamic", "factor": 2.0}, {"type": "linear", "factor": 2.0}):
+        yield {"rope_scaling": kind_of_rope, "original_max_position_embeddings": 12}
+        yield {"rope_scaling": kind_of_rope, "rotary_pct": 0.75}
+
+
+def judge(config: dict[str, Any], change: dict[str, Any]) -> str:
+    """What happens to a change: same, refused, or what is wrong with that."""
+    try:
+        from_hugging_face(config)
+    except UserError as error:
+        named = any(str(name) in str(error) for key, value in change.items() for name in names_in(key, value))
+        return "refused" if named else f"refused without its name: {error}"
+    try:
+        apart = difference(json.dumps(config))
+    except UserError as error:
+        return "" if "makes no model" in str(error) else f"taken, but its tensors are refused: {error}"
+    return "same" if apart <= BOUND else f"taken, and another model: logits differ by {apart:.2g}"
+
+
+def names_in(key: str, value: Any) -> set[str]:
+    """A key, and those inside of it; ours for what pydantic finds wrong."""
+    inner = set(value) if isinstance(value, dict) else set()
+    return {key, *inner, *({"heads"} if "heads" in key else set()), *({"layers"} if "layers" in key else set())}
+
+
+@pytest.mark.parametrize("kind", usually(("gpt_neox", "qwen3"), FAMILIES))
+def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> None:
+    verdicts = [(change, judge({**SMALL[kind], **change}, change)) for change in changes(kind)]
+    wrong = [f"{change}: {verdict}" for change, verdict in verdicts if verdict not in ("same", "refused", "")]
+    assert not wrong, "\n".join(wrong)
+    assert sum(verdict == "same" for _, verdict in verdicts) > 40
+    assert sum(verdict == "refused" for _, verdict in verdicts) > 20
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_missing_key_is_what_its_own_class_says(kind: str) -> None:
+    theirs, wrong = fields_of(kind), []
+    for key, ours in DEFAULTS[kind].items():
+        if key in theirs and not (theirs[key] == ours and isinstance(theirs[key], bool) == isinstance(ours, bool)):
+            wrong.append(f"{key}: {ours!r}, theirs {theirs[key]!r}")
+    made = transformers.AutoConfig.for_model(kind)
+    if kind != "gpt2":
+        base = "rotary_emb_base" if kind == "gpt_neox" else "rope_theta"
+        assert made.rope_parameters["rope_theta"] == DEFAULTS[kind][base]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("kind", usually(("gpt2", "mixtral"), FAMILIES))
+def test_what_a_file_leaves_out_gives_the_same_logits(kind: str) -> None:
+    """Keys that are no sizes, one by one and all together."""
+    config, sizes = (
+        SMALL[kind],
+        ("size", "layer", "heads", "embd", "n_", "experts", "vocab", "positions", "model_type"),
+    )
+    rest = [key for key in config if not any(part in key for part in sizes) or key.endswith("eps")]
+    for left in (*([key] for key in rest), rest):
+        given = {key: value for key, value in config.items() if key not in left}
+        given |= {"head_dim": 6} if "head_dim" in left and kind in ("qwen3",) else {}
+        assert difference(json.dumps(given)) <= BOUND, left
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "llama-yarn", "llama-stretched"])
+def test_a_small_model_keeps_what_a_large_one_says(kind: str) -> None:
+    """Windows, lengths and patterns are shrunk so that all of them matter to the tokens of the probe."""
+    large = {**CONFIGS[kind], "pad_token_id": 5}
+    small = reduced(large)
+    assert small.keys() >= {key for key in large if key not in ALIASES.get(kind, {})}
+    model = from_hugging_face(small)
+    assert not model.window or model.window < model.max_positions
+    assert "computes what" in check_config(large, "it")
+
+
+def test_a_pattern_of_windows_is_shrunk_with_its_window() -> None:
+    large = {
+        **CONFIGS["qwen3"],
+        "num_hidden_layers": 40,
+        "max_position_embeddings": 4096,
+        **WINDOW,
+        "sliding_window": 512,
+    }
+    for pattern in ({"max_window_layers": 39}, {"layer_types": ["full_attention"] + 39 * ["sliding_attention"]}):
+        model = from_hugging_face(reduced({**large, **pattern}))
+        assert (model.layers, model.window) == (4, 6) and 0 < len(model.window_layers) < 4
+        assert "computes what" in check_config({**large, **pattern}, "it")
+
+
+def test_a_key_that_is_read_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe itself, on readings that are wrong by little."""
+    wrong = {"norm_eps": 1e-6, "rope_base": 10001.0, "window": 15, "router_aux_loss": 0.5}
+    right = from_hugging_face(CONFIGS["mistral"])
+    for key, value in wrong.items():
+        difference.cache_clear()
+        changed = right.model_copy(update={key: value})
+        monkeypatch.setattr("tools.convert.hf.folder.from_hugging_face", lambda _, changed=changed: changed)
+        assert (difference(json.dumps(CONFIGS["mistral"])) > BOUND) == (key != "router_aux_loss"), key
+    difference.cache_clear()

@@ -1,0 +1,247 @@
+"""InternEvo's checkpoints: every layout is the same model, with the logits of a plain one; nothing is left unsaid."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprec.errors import UserError
+from tests.convert.test_untrusted import Malice
+from tests.internevo import HIDDEN, VOCAB, Form, config_class, logits, save, stages, state, uneven, weights
+from tests.other_systems import slow
+from tools.cli import main
+from tools.convert.formats import open_source
+from tools.convert.verify import load_stage
+
+here = pytest.mark.usefixtures("torch_files_read_here")
+FORMS = {
+    "w2 closes": Form(),
+    "w3 closes": Form(closing="w3"),
+    "not gated": Form(closing="fc2"),
+    "layer norm, vocabulary cut": Form(norm="layernorm", split_hidden=False),
+    "no biases": Form(biased=False, said={"no_bias": True}),
+}
+LAYOUTS: list[dict[str, int]] = [{"tp": t, "pp": p} for t in (1, 2, 4) for p in (1, 2)]
+LAYOUTS += [{"pp": 2, "chunks": 3}, {"tp": 2, "pp": 4}, {"wp": 1}, {"wp": 2, "pp": 2}, {"wp": 4}]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    source = open_source(folder)
+    return {key: source.read(key) for key in source.keys("weight")}
+
+
+@here
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_logits_in_float64_are_those_of_a_plain_model(form: Form, tmp_path: Path) -> None:
+    whole, ids = weights(form), torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
+    source = open_source(save(tmp_path / "step", form, whole, tp=2, pp=2))
+    ours = load_stage(source, "fp64")(ids.t()).transpose(0, 1)
+    torch.testing.assert_close(ours, logits(form, whole, ids), rtol=0, atol=1e-10)
+
+
+@here
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_layout_is_the_same_model(form: Form, tmp_path: Path) -> None:
+    whole = weights(form)
+    expected = tensors(save(tmp_path / "whole", form, whole))
+    assert sum(values.numel() for values in expected.values()) == sum(values.numel() for values in whole.values())
+    for n, layout in enumerate(LAYOUTS):
+        found = tensors(save(tmp_path / str(n), form, whole, **layout))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), layout
+
+
+@here
+def test_weight_parallelism_of_older_versions_cuts_layers_and_ends_apart(tmp_path: Path) -> None:
+    """A file for each pair of a tp and a wp rank that there is: ranks 0 to 3 are 00, 11, 02, 13."""
+    form = Form()
+    whole = weights(form)
+    expected = tensors(save(tmp_path / "whole", form, whole))
+    folder = save(tmp_path / "pairs", form, whole)
+    (folder / "model_tp0_pp0.pt").unlink()
+
+    def cut(rank: int, name: str, values: torch.Tensor) -> torch.Tensor:
+        if name.startswith("embedding"):
+            return values.chunk(2, 1)[rank % 2]
+        if name.startswith("head"):
+            return uneven(values, 2, rank % 2)
+        return values if "norm" in name else uneven(values, 4, rank)
+
+    for file in (*folder.glob("topo*"), *folder.glob("optimizer*")):
+        file.unlink()
+    for rank in range(4):
+        own = state(form, whole, stages(1, 1)[0], lambda n, v, r=rank: cut(r, n, v))
+        torch.save(own, folder / f"model_tp{rank % 2}_wp{rank}_pp0.pt")
+    found = tensors(folder)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    (folder / "model_tp0_wp2_pp0.pt").unlink()
+    with pytest.raises(UserError, match="is in the files of some ranks of a stage and not of others"):
+        open_source(folder)
+
+
+@here
+def test_a_vocabulary_that_ranks_cut_unevenly_is_whole_again(tmp_path: Path) -> None:
+    form = Form()
+    whole = weights(form) | {"head.weight": torch.randn(VOCAB, HIDDEN).double()}
+    found = tensors(save(tmp_path / "step", form, whole, tp=3, pp=1))
+    assert torch.equal(found["weight/head.weight"], whole["head.weight"])
+
+
+@here
+def test_it_is_converted_and_inspected_and_says_what_was_left_and_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    form = Form()
+    folder = save(tmp_path / "step", form, weights(form), tp=2)
+    config = {key: value for key, value in form.config.items() if key != "rope_base"}
+    torch.save(config, folder / "model_config.pt")
+    assert main(["convert", str(folder), str(tmp_path / "ours")]) == 0
+    said = capsys.readouterr().out
+    assert "not read: the optimizer's state (optimizer_*.pt), context.pt" in said
+    assert "note: " in said and "leaves to InternEvo, which takes: rope_base = 10000" in said
+    assert main(["inspect", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "format     InternEvo" in said and "rope_base = 10000" in said and "tensor 2" in said
+    assert main(["diff", str(folder), str(tmp_path / "ours")]) == 0
+    assert "0 differ" in capsys.readouterr().out
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        open_source(folder)
+    return "\n".join(caught.value.problems)
+
+
+def change(file: Path, **changes: Any) -> None:
+    content = torch.load(file, weights_only=False)
+    content |= changes
+    torch.save({key: value for key, value in content.items() if value is not None}, file)
+
+
+@here
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_layers": None}, "lacks num_layers"),
+        ({"hidden_size": None, "vocab_size": None}, "lacks hidden_size"),
+        ({"moe_use_residual": True}, "the key 'moe_use_residual' is not known"),
+        ({"is_reward": True}, "is_reward = True cannot be converted"),
+        ({"use_dynamic_ntk_rope": True}, "use_dynamic_ntk_rope = True cannot be converted"),
+        ({"qk_interleaved": True}, "qk_interleaved = True cannot be converted"),
+        ({"norm_type": "l2"}, "norm_type = 'l2' is not known"),
+        ({"mlp_ratio": 8.0}, "mlp_ratio leads to a width of 512, but the feed-forward of all files has 256"),
+        ({"no_bias": True}, "no_bias = True, but the attention layers have biases"),
+        ({"num_kv_attention_heads": 4}, "num_kv_attention_heads is not num_attention_heads"),
+        ({"num_chunks": 2}, "num_chunks = 2, but the files hold 1"),
+        ({"num_layers": 7}, "lacks the tensor blocks.6.norm1.weight"),
+        ({"num_layers": 5}, "blocks.5.norm1.weight, which its model has no place for"),
+        ({"vocab_size": 100}, "embedding.weight of 2 ranks makes [136, 48], but the model asks for [100, 48]"),
+        ({"num_attention_heads": 7}, "hidden 48 is not a multiple of heads 7"),
+        ({"layer_norm_epsilon": "1e-5"}, "norm_eps"),
+    ],
+)
+def test_a_configuration_that_is_not_understood_is_refused_by_the_key(
+    config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
+    given = {**Form().config, **config}
+    torch.save({key: value for key, value in given.items() if value is not None}, folder / "model_config.pt")
+    assert said in refused(folder)
+
+
+@here
+@pytest.mark.parametrize("name", ["model_tp1_pp0.pt", "model_tp0_pp1.pt", "model_tp1_pp1.pt", "model_config.pt"])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), tp=2, pp=2)
+    (folder / name).unlink()
+    assert f"{folder / name} is missing" in refused(folder)
+
+
+@here
+def test_ranks_that_are_missing_without_a_trace_are_missed(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), tp=4)
+    for file in (*folder.glob("*tp3*"), *folder.glob("topo*"), *folder.glob("optimizer*")):
+        file.unlink(missing_ok=True)
+    assert "all files has 192: files of ranks are missing" in refused(folder)
+
+
+@pytest.mark.parametrize("length", [3000, *slow((0,), (100,))])
+def test_a_damaged_file_is_named(length: int, tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
+    file = folder / "model_tp1_pp0.pt"
+    file.write_bytes(file.read_bytes()[:length])
+    assert f"{file} is not opened" in refused(folder)
+
+
+@here
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    def broken(name: str, **changes: Any) -> str:
+        folder = save(tmp_path / name, Form(), weights(Form()), tp=2)
+        change(folder / "model_tp1_pp0.pt", **changes)
+        return refused(folder)
+
+    rows = torch.zeros(HIDDEN // 2, HIDDEN)
+    assert "blocks.0.mlp.w9.weight" in broken("surplus", **{"blocks.0.mlp.w9.weight": rows})
+    assert "blocks.1.mlp.w1.weight is in the files of some ranks" in broken("lost", **{"blocks.1.mlp.w1.weight": None})
+    assert "norm.weight is in the files of some ranks" in broken("norm", **{"norm.weight": None})
+    assert "head.weight has values of another type" in broken("type", **{"head.weight": torch.zeros(68, 48).half()})
+    assert "text is no tensor" in broken("text", text="a")
+
+
+@here
+def test_copies_that_differ_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
+    change(folder / "model_tp1_pp0.pt", **{"norm.weight": torch.zeros(HIDDEN).double()})
+    with pytest.raises(UserError, match=r"ranks disagree about norm\.weight"):
+        tensors(folder)
+
+
+@here
+def test_a_closing_layer_that_cannot_be_told_is_not_guessed(tmp_path: Path) -> None:
+    """With a width of hidden * tp the parts of w2 and w3 are squares."""
+    form = Form()
+    whole = weights(form)
+    for n in range(6):
+        for name, shape in (("w1", (192, 48)), ("w3", (192, 48)), ("w2", (48, 192))):
+            whole[f"blocks.{n}.mlp.{name}.weight"] = torch.zeros(shape).double()
+    folder = save(tmp_path / "step", form, whole, tp=4, mlp_ratio=4, multiple_of=64)
+    assert "w2 and w3 of the feed-forward have the same shape [48, 48]" in refused(folder)
+
+
+@here
+@pytest.mark.parametrize("name", ["model_tp0_pp0_dp1.pt", "model_moe_layer0_expert3_tp0.pt"])
+def test_kinds_that_are_not_read_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()))
+    torch.save({}, folder / name)
+    assert f"{folder / name} holds" in refused(folder) and "cannot be read here" in refused(folder)
+
+
+@here
+def test_other_types_of_models_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()))
+    torch.save({"layers.0.attention.wqkv.weight": torch.zeros(4, 4)}, folder / "model_tp0_pp0.pt")
+    assert "is no model of InternEvo's INTERNLM type" in refused(folder) and "convert2hf" in refused(folder)
+
+
+@here
+def test_a_folder_of_two_systems_is_refused_with_both_names(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()))
+    (folder / "config.json").write_text("{}")
+    assert "has files of Hugging Face and of InternEvo" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["model_config.pt", *slow(("model_tp0_pp0.pt",))])
+def test_a_hostile_pickle_does_not_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()))
+    with config_class() as config:
+        torch.save(config(x=Malice(tmp_path / "ran")), folder / name)
+    assert main(["convert", str(folder), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert f"{folder / name} is not opened" in said and "getoutput" in said and "Traceback" not in said
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+
+
+@here
+def test_its_own_settings_class_is_let_in_as_a_dict(tmp_path: Path) -> None:
+    assert open_source(save(tmp_path / "step", Form(), weights(Form()))).model.rope_base == 50000

@@ -1,0 +1,272 @@
+"""Every field of megatron-core and every argument of its GPTModel: the same logits, or refused by that name.
+
+The oracle is megatron-core's own model on one CPU rank, in FP32. Fields that it takes on GPUs alone are refused or have
+a reason in `megatron_keys`, as every other one has.
+"""
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm.layout import layout_of
+from megaprec.errors import UserError
+from megaprec.precision.plan import plan
+from models.config import ModelConfig
+from models.stages import Stage, cuts
+from parallel.context import Context
+from tests.ranks import run_ranks
+from tools.convert.core.names import megatron
+from tools.convert.core.rules import heads, matches
+from tools.convert.megatron.keys import ALIASES, FREE, FREE_PREFIXES, ONLY, READ
+from tools.convert.megatron.layout import model_of
+
+pytest.importorskip(
+    "megatron.core", reason="needs the package megatron-core (pip install megatron-core einops)", exc_type=ImportError
+)
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # warnings of megatron-core
+VOCAB, LENGTH, BOUND = 64, 24, 1e-5
+SHARED: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "kv_channels": 8,
+    "ffn_hidden_size": 48,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+MODEL = {"vocab_size": VOCAB, "max_sequence_length": LENGTH, "parallel_output": False}
+ROTARY = {"position_embedding_type": "rope", "rotary_base": 100}
+LLAMA = {
+    "num_query_groups": 2,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "add_bias_linear": False,
+}
+# Fields of TransformerConfig and arguments of GPTModel, of models that differ where fields ask for it.
+BASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (SHARED | LLAMA, MODEL | ROTARY),
+    "gpt2": (SHARED, MODEL | {"share_embeddings_and_output_weights": True}),
+    "mixtral": (SHARED | LLAMA | {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"}, MODEL | ROTARY),
+}
+# Values that are no default, where one cannot be made of the default itself.
+OTHERS: dict[str, list[Any]] = {
+    "num_layers": [2],
+    "hidden_size": [48],
+    "num_attention_heads": [2],
+    "num_query_groups": [1, 4],
+    "kv_channels": [6],
+    "ffn_hidden_size": [24],
+    "softmax_scale": [0.2, 8**-0.5],
+    "softmax_type": ["off-by-one", "learnable"],
+    "layernorm_epsilon": [1e-2],
+    "activation_func": ["gelu", "silu", "relu"],
+    "window_size": [(4, 0), (4, 1), (-1, 0)],
+    "window_attn_skip_freq": [2, [1, 0, 1, 0]],
+    "normalization": ["LayerNorm", "RMSNorm"],
+    "no_rope_freq": [2, [0, 0, 0, 0]],
+    "moe_layer_freq": [2, [1, 1, 1, 1], [0, 1, 1, 1]],
+    "moe_router_load_balancing_type": ["none", "sinkhorn", "seq_aux_loss"],
+    "moe_router_topk": [1, 3],
+    "moe_router_score_function": ["sigmoid"],
+    "moe_router_topk_scaling_factor": [2.5],
+    "moe_router_num_groups": [2],
+    "moe_router_group_topk": [1],
+    "moe_ffn_hidden_size": [24],
+    "moe_z_loss_coeff": [0.01],
+    "moe_input_jitter_eps": [0.1],
+    "moe_expert_capacity_factor": [0.5],
+    "moe_shared_expert_intermediate_size": [16],
+    "activation_func_clamp_value": [0.1],
+    "glu_linear_offset": [1.0],
+    "mtp_num_layers": [1],
+    "experimental_attention_variant": ["dsa"],
+    "position_embedding_type": ["rope", "learned_absolute", "mrope", "yarn", "none"],
+    "rotary_percent": [0.5],
+    "rotary_base": [50],
+    "rope_scaling_factor": [4.0],
+    "rope_scaling": [True],
+    "seq_len_interpolation_factor": [2.0],
+    "max_sequence_length": [32],
+    "num_moe_experts": [4, 2],
+    "moe_latent_size": [16],
+    "moe_router_dtype": ["fp64"],
+}
+PAIRS: list[dict[str, Any]] = [
+    {"window_size": (4, 0), "window_attn_skip_freq": 2},
+    {"window_size": (4, 0), "window_attn_skip_freq": [0, 1, 1, 0]},
+    {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    {"moe_router_topk": 3, "moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.0},
+    {"rope_scaling": True, "seq_len_interpolation_factor": 2.0},
+    {"rope_scaling": True, "rope_scaling_factor": 4.0},
+    {"add_bias_linear": True, "add_qkv_bias": True},
+    {"qk_layernorm": True, "normalization": "RMSNorm"},
+    {"bias_activation_fusion": True, "add_bias_linear": True},
+]
+
+
+STAGES = {"pre_process", "post_process"}  # a stage of a model is none
+
+
+def core(module: str) -> Any:
+    return importlib.import_module(f"megatron.core.{module}")
+
+
+def config_fields() -> dict[str, Any]:
+    """Fields with their defaults, those of multi-latent attention too."""
+    found = fields(core("transformer.transformer_config").MLATransformerConfig)
+    plain = {f.name: f.default for f in fields(core("transformer.transformer_config").TransformerConfig)}
+    return {f.name: None if f.default is MISSING else f.default for f in found} | plain
+
+
+def latent() -> set[str]:
+    """Fields that multi-latent attention has besides."""
+    plain = {f.name for f in fields(core("transformer.transformer_config").TransformerConfig)}
+    return {f.name for f in fields(core("transformer.transformer_config").MLATransformerConfig)} - plain
+
+
+def arguments() -> dict[str, Any]:
+    """Arguments of GPTModel with their defaults."""
+    given = list(inspect.signature(core("models.gpt").GPTModel.__init__).parameters.values())[2:]
+    return {p.name: None if p.default is inspect.Parameter.empty else p.default for p in given}
+
+
+def test_every_field_and_argument_is_accounted_for() -> None:
+    known = {*ONLY, *READ.split(), *ALIASES, *FREE}
+    names = [*config_fields(), *arguments()]
+    assert len(names) > 250
+    assert not [name for name in names if name not in known and not name.startswith(FREE_PREFIXES)]
+
+
+def changes() -> Iterator[dict[str, Any]]:
+    for name, default in {**config_fields(), **arguments()}.items():
+        if name in STAGES:
+            continue
+        if name in OTHERS:
+            yield from ({name: value} for value in OTHERS[name])
+        elif isinstance(default, bool):
+            yield {name: not default}
+        elif isinstance(default, int):
+            yield {name: default + 1}
+        elif isinstance(default, float):
+            yield {name: default + 0.125}
+    yield from PAIRS
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> None:
+    (verdicts,) = run_ranks(walk, {"dp": 1}, kind=kind)
+    wrong = [f"{change}: {verdict}" for change, verdict in verdicts if verdict.startswith(("taken", "refused without"))]
+    same = [change for change, verdict in verdicts if verdict == "same"]
+    assert not wrong, "\n".join(wrong)
+    assert len(same) > 60 and sum(verdict == "refused" for _, verdict in verdicts) > 30
+
+
+def walk(mesh: DeviceMesh, kind: str) -> list[tuple[dict[str, Any], str]]:
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]  # it asks without looking
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    core("tensor_parallel.random").CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    core("transformer.utils").get_sliding_window_causal_mask = windowed
+    core("fusions.fused_softmax").get_sliding_window_causal_mask = windowed
+    core("transformer.moe.moe_utils").te_general_gemm = None  # it asks for Transformer Engine's without looking
+    core("parallel_state").initialize_model_parallel(1, 1)
+    plain = judge(kind, {})
+    assert plain == "same", plain
+    return [(change, judge(kind, change)) for change in changes()]
+
+
+def windowed(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
+    """Theirs makes it on a GPU: True where nothing is seen."""
+    ones = torch.ones(queries, keys, dtype=torch.bool)
+    return ~ones.triu(keys - queries - window[0]).tril(keys - queries + window[1])
+
+
+def judge(kind: str, change: dict[str, Any]) -> str:
+    config, model = (dict(part) for part in BASES[kind])
+    for name, value in change.items():
+        (model if name in arguments() and name not in config_fields() else config)[name] = value
+        if name in latent() - {"rotary_percent", "rotary_base"}:
+            config["multi_latent_attention"] = True
+        if name in ("rotary_percent", "rotary_base"):  # both have them; only GPTModel reads them
+            model[name] = config.pop(name)
+    said = {**arguments(), **config, **model}
+    try:
+        ours = model_of(said, None)
+    except UserError as error:
+        names = {*change, "multi_latent_attention", *(ALIASES.get(name, name) for name in change)}
+        return "refused" if any(name in str(error) for name in names) else f"refused without its name: {error}"
+    try:
+        made = theirs(config, model)
+        logits = run(made)
+    except Exception as error:
+        return f"not made: {type(error).__name__} {error}"[:200]
+    try:
+        apart = (
+            logits - of_ours(ours, made.state_dict(), made.config.rotary_interleaved)
+        ).abs().max() / logits.abs().max()
+    except KeyError as error:
+        return f"taken, but its tensors are others: {error}"
+    return "same" if apart <= BOUND else f"taken, and another model: logits differ by {apart:.2g}"
+
+
+def theirs(config: dict[str, Any], model: dict[str, Any]) -> Any:
+    functions = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu, "relu": torch.nn.functional.relu}
+    kwargs = {**config, "activation_func": functions[config.get("activation_func", "gelu")]}
+    kind = "MLATransformerConfig" if config.get("multi_latent_attention") else "TransformerConfig"
+    made = getattr(core("transformer.transformer_config"), kind)(**kwargs)
+    layer = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(
+        normalization=made.normalization,
+        qk_layernorm=made.qk_layernorm,
+        num_experts=made.num_moe_experts,
+        qk_l2_norm=made.qk_l2_norm,
+        moe_grouped_gemm=made.moe_grouped_gemm,
+    )
+    torch.manual_seed(0)
+    built = core("models.gpt").GPTModel(made, layer, **model).eval()
+    with torch.no_grad():
+        for name, parameter in built.named_parameters():
+            parameter.copy_(0.25 * torch.randn(parameter.shape) + float("norm" in name and name.endswith("weight")))
+    return built
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(4))
+
+
+@torch.no_grad()
+def run(model: Any) -> Tensor:
+    positions = torch.arange(LENGTH)[None].expand(2, -1)
+    future = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return model(tokens(), positions, future).float()
+
+
+@torch.no_grad()
+def of_ours(config: ModelConfig, state: dict[str, Tensor], interleaved: bool) -> Tensor:
+    """Our logits with their weights."""
+    rules, sizes = megatron(False, interleaved, config), heads(config)
+    found = matches(rules, config)
+    state = {name: values for name, values in state.items() if values is not None and "_extra_state" not in name}
+    weights = {
+        name: part
+        for match in found
+        for name, part in zip(match.logical, match.how.split(state.pop(match.foreign), sizes), strict=True)
+    }
+    if others := [name for name in state if not (config.tied and name == "output_layer.weight")]:
+        raise KeyError(others[0])
+    stage = Stage(config, Context(plan("fp32")), cuts(config, 1, LENGTH)[0])
+    for parameter in stage.parameters():
+        for part, first, last in layout_of(parameter).spans():
+            parameter.view(-1)[first:last] = weights[part.name].reshape(-1)
+    return stage(tokens().t()).transpose(0, 1)

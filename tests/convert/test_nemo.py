@@ -1,0 +1,156 @@
+"""NeMo 2's checkpoints: weights from torch_dist, the model from model.yaml, every key of it accounted for."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch import Tensor
+
+from megaprec.errors import UserError
+from tests.convert.test_megatron_stacked import state_of
+from tests.convert.test_untrusted import Malice
+from tests.nemo import config_of, write_context
+from tests.other_systems import usually, write_folder
+from tools.cli import main
+from tools.convert.formats import open_source
+from tools.convert.verify import load_stage
+
+here = pytest.mark.usefixtures("torch_files_read_here")
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about saving without ranks
+KINDS = ["gpt2", "gpt2-untied", "llama", "llama-tied", "llama-stretched", "qwen2", "qwen3"]
+
+
+def save(folder: Path, kind: str = "llama", stacked: bool = True, **changes: Any) -> Path:
+    """A checkpoint of the model of `folder`/hf, in `folder`/nemo. changes: of its configuration; ...: no such key."""
+    source = open_source(write_folder(folder / "hf", kind))
+    state = {f"module.{name}": values for name, values in state_of(source, (stacked, True, False)).items()}
+    state |= {f"optimizer.state.exp_avg.{name}": values for name, values in state.items()}
+    dcp.save(state, checkpoint_id=folder / "nemo/weights", no_dist=True)
+    torch.save({"epoch": 0, "global_step": 7}, folder / "nemo/weights/common.pt")
+    config = config_of(source.model) | changes
+    write_context(folder / "nemo", {key: value for key, value in config.items() if value is not ...})
+    return folder / "nemo"
+
+
+def tensors(source: Any) -> dict[str, Tensor]:
+    return {key: source.read(key) for key in source.keys("weight")}
+
+
+@here
+@pytest.mark.parametrize("kind", usually(("gpt2", "llama-stretched", "qwen3"), KINDS))
+@pytest.mark.parametrize("stacked", [True, False])
+def test_it_is_the_model_that_was_saved(kind: str, stacked: bool, tmp_path: Path) -> None:
+    found, expected = open_source(save(tmp_path, kind, stacked), 131), open_source(tmp_path / "hf")
+    ours, theirs = tensors(found), tensors(expected)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    ids = torch.randint(131, (2, 30), generator=torch.Generator().manual_seed(1)).t()
+    assert torch.equal(load_stage(found, "fp64")(ids), load_stage(expected, "fp64")(ids))
+
+
+@here
+def test_it_is_converted_and_inspected_and_says_what_was_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(tmp_path)
+    assert main(["convert", str(folder), str(tmp_path / "ours"), "--vocab", "131"]) == 0
+    assert "not read: the optimizer's state, common.pt" in capsys.readouterr().out
+    assert main(["inspect", str(folder / "weights"), "--vocab", "131"]) == 0
+    assert "format     NeMo" in capsys.readouterr().out
+    assert main(["diff", str(tmp_path / "ours"), str(tmp_path / "hf")]) == 0
+    assert "0 differ" in capsys.readouterr().out
+
+
+def refused(folder: Path, vocab: int | None = 131) -> str:
+    with pytest.raises(UserError) as caught:
+        open_source(folder, vocab)
+    return "\n".join(caught.value.problems)
+
+
+@here
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_layers": ...}, "lacks num_layers, which says what the model is"),
+        ({"qk_layernorm": ...}, "lacks qk_layernorm"),
+        ({"surprise": 3}, "the key 'surprise' is not known"),
+        ({"num_moe_experts": 8}, "num_moe_experts = 8 cannot be converted: only None can"),
+        ({"window_size": [4096, 0]}, "window_size = [4096, 0] cannot be converted"),
+        ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma = True cannot be converted"),
+        ({"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor = 2.0 cannot be converted"),
+        ({"activation_func": {"_target_": "megatron.core.activations.squared_relu"}}, "squared_relu' with a gate"),
+        ({"gated_linear_unit": False}, "silu' with no gate is not known"),
+        ({"normalization": "L2Norm"}, "normalization = 'L2Norm' is not known"),
+        ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn' is not known"),
+        ({"scale_factor": 8.0}, "has some of scale_factor"),
+        ({"vocab_size": 131}, "the embedding has 256 tokens, but model.yaml says vocab_size = 131"),
+        ({"_target_": "nemo.collections.llm.gpt.model.gemma.GemmaConfig"}, "GemmaConfig' is not known"),
+        ({"_target_": "__main__.MyConfig"}, "the class '__main__.MyConfig' is not known"),
+        ({"_target_": ...}, "the class None is not known"),
+        ({"num_layers": 5}, "linear_proj.weight is [4, 24, 40], but its args say [5] of its kind"),
+        ({"hidden_size": 48}, "but the model asks for"),
+        ({"add_qkv_bias": True}, "lacks the tensor decoder.layers.0.self_attention.linear_qkv.bias"),
+    ],
+)
+def test_a_configuration_that_is_not_understood_is_refused_by_the_key(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    assert said in refused(save(tmp_path, **changes))
+
+
+@here
+def test_the_tokens_are_those_that_are_said(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    assert "vocab_size is null, so NeMo took the tokenizer's: give its tokens as --vocab N" in refused(folder, None)
+    (tmp_path / "two").mkdir()
+    folder = save(tmp_path / "two", vocab_size=256)
+    assert (open_source(folder).model.vocab, open_source(folder, 131).model.vocab) == (256, 131)
+
+
+@here
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    file = folder / "context/model.yaml"
+    text = file.read_text()
+    for content, said in (("a: [", "cannot be read"), ("- 1", "does not hold a mapping"), ("a: 1", "has no config")):
+        file.write_text(content)
+        assert f"{file} {said}" in refused(folder)
+    file.unlink()
+    assert f"{file} cannot be read" in refused(folder)
+    file.write_text(text)
+    (folder / "weights/.metadata").rename(tmp_path / "kept")
+    assert ".metadata is missing: only distributed checkpoints (torch_dist) are read" in refused(folder)
+
+
+@here
+def test_a_tensor_without_the_prefix_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    state = {"module.x": torch.zeros(2), "decoder.final_layernorm.weight": torch.zeros(24)}
+    for file in (folder / "weights").iterdir():
+        file.unlink()
+    dcp.save(state, checkpoint_id=folder / "weights", no_dist=True)
+    assert "has the tensor decoder.final_layernorm.weight, which does not begin with 'module.'" in refused(folder)
+
+
+@here
+def test_yaml_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    file = folder / "context/model.yaml"
+    file.write_text(f"config: !!python/object/apply:subprocess.getoutput ['touch {tmp_path}/ran']\n")
+    yaml.unsafe_load(file.read_text())
+    assert (tmp_path / "ran").exists(), "the bait works where YAML is trusted"
+    (tmp_path / "ran").unlink()
+    assert f"{file} cannot be read" in refused(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_hostile_pickle_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save(tmp_path)
+    (folder / "weights/.metadata").write_bytes(pickle.dumps(Malice(tmp_path / "ran")))
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--vocab", "131"]) == 2
+    said = capsys.readouterr().err
+    assert "is not opened" in said and "getoutput" in said and "Traceback" not in said
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()

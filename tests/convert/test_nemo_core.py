@@ -1,0 +1,66 @@
+"""NeMo 2's checkpoints by Megatron-core's own code: its modules, its saving, and all fields of its configuration."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.config import ModelConfig
+from tests.convert.test_megatron import build, core, ids_of, save_in_chunks
+from tests.nemo import config_of, write_context
+from tests.other_systems import CONFIGS, slow
+from tests.ranks import run_ranks
+from tools.convert.formats import open_source
+from tools.convert.hf.config import from_hugging_face
+from tools.convert.systems.nemo_model import model_of
+from tools.convert.verify import load_stage
+
+pytest.importorskip(
+    "megatron.core", reason="needs the package megatron-core (pip install megatron-core einops)", exc_type=ImportError
+)
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of megatron-core
+
+
+def fields_of(config: Any, model: ModelConfig) -> dict[str, Any]:
+    """What NeMo dumps: the model's own keys, and every field of Megatron-core's class with its default."""
+    dumped = {}
+    for field in dataclasses.fields(config):
+        default = field.default if field.default is not dataclasses.MISSING else None
+        plain = default is None or isinstance(default, str | int | float | bool)
+        dumped[field.name] = default if plain else {"_target_": f"somewhere.{field.name}", "_call_": False}
+    return dumped | config_of(model)
+
+
+def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> Tensor | None:
+    """Saves as nemo/lightning/io/pl.py does, returns the logits if this rank has all layers."""
+    model = build(kind, tp, pp)
+    torch.manual_seed(3 + dist.get_rank())
+    save_in_chunks(model.sharded_state_dict(prefix="module."), folder / "weights")
+    if dist.get_rank() == 0:
+        write_context(folder, fields_of(model.config, from_hugging_face(CONFIGS[kind])))
+    if pp > 1:
+        return None
+    ids, s = ids_of(), ids_of().shape[1]
+    positions, future = torch.arange(s)[None].expand(len(ids), -1), torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        return model.eval()(ids, positions, future)[..., :131]
+
+
+@pytest.mark.parametrize("kind", ["llama", *slow(("gpt2",), ("qwen3",), ("llama-tied",))])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (1, 2), (2, 2), (4, 1))])
+def test_what_megatron_core_saves_for_nemo_computes_the_same(kind: str, tp: int, pp: int, tmp_path: Path) -> None:
+    answers = run_ranks(save, {"tp": tp, "pp": pp}, kind=kind, folder=tmp_path, tp=tp, pp=pp)
+    ours = load_stage(open_source(tmp_path, 131))(ids_of().t()).transpose(0, 1)
+    for logits in answers if pp == 1 else ():
+        torch.testing.assert_close(logits, ours, rtol=0, atol=1e-5 * max(1.0, ours.abs().max().item()))
+
+
+def test_every_field_of_megatron_cores_configuration_is_accounted_for() -> None:
+    model = from_hugging_face(CONFIGS["llama"])
+    config = core("transformer.transformer_config").TransformerConfig
+    assert model_of(fields_of(config, model), 131, "model.yaml") == model

@@ -1,0 +1,235 @@
+"""Against the real transformers: its folders in, ours out, the same logits, the same training, the same token ids."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaprec.data.indexed import IndexedWriter
+from megaprec.errors import UserError
+from tests.models.test_families import float32_is_float64
+from tests.other_systems import CONFIGS, WITHOUT_MEGATRON, slow, usually
+from tests.runs import checkpoint, steps, tensors, train_on, write_run
+from tools.cli import main
+from tools.convert.core import names, transforms
+from tools.convert.formats import open_source
+from tools.convert.verify import compare_logits, load_stage
+
+transformers: Any = pytest.importorskip(
+    "transformers", reason="needs the package transformers (pip install megaprec[hf])", exc_type=ImportError
+)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of transformers
+    pytest.mark.usefixtures("torch_files_read_here"),
+]
+
+
+def run(*arguments: object) -> None:
+    assert main(["convert", *map(str, arguments)]) == 0
+
+
+def theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of random weights that is lively enough for every tensor to matter, saved by transformers."""
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(**CONFIGS[kind])
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager", dtype=dtype
+    )
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            values.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.25)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_folder_that_transformers_wrote_is_read_tensor_by_tensor(kind: str, tmp_path: Path) -> None:
+    theirs(tmp_path / "hf", kind)
+    source = open_source(tmp_path / "hf")
+    count = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").parameters())
+    assert sum(torch.Size(shape).numel() for shape in source.shapes.values()) == count
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logits_in_float64_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    ids = torch.randint(131, (3, 40), generator=torch.Generator().manual_seed(1))
+    with float32_is_float64():
+        expected = theirs(tmp_path / "hf", kind, torch.float64)(ids).logits
+    ours = load_stage(open_source(tmp_path / "hf"), "fp64")(ids.t()).transpose(0, 1)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", usually(("gpt2", "llama-tied", "qwen2"), CONFIGS.keys() - WITHOUT_MEGATRON))
+def test_what_is_exported_transformers_loads_and_computes_the_same(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = theirs(tmp_path / "hf", kind)
+    run(tmp_path / "hf", tmp_path / "ours", "--verify", "logits")
+    run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2, "--verify", "logits")
+    run(tmp_path / "megatron", tmp_path / "back", "--to", "hf", "--verify", "logits")
+    assert capsys.readouterr().out.count("FP32 differ by at most") == 3
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours, others = again.state_dict(), model.state_dict()
+    assert ours.keys() == others.keys()
+    assert all(torch.equal(ours[name], others[name]) for name in others)
+    assert again.dtype == torch.float32
+    for key in ("rope_parameters", "tie_word_embeddings", "attention_bias", "layer_norm_epsilon", "head_dim"):
+        assert getattr(again.config, key, None) == getattr(model.config, key, None), key
+
+
+PLANTED = {
+    "gpt2": ("PACKED_TRANSPOSED", transforms.Transform(
+        lambda p, heads: transforms.GROUPED.join(p, heads).t(), lambda w, heads: transforms.GROUPED.split(w.t(), heads)
+    )),
+    "llama": ("SAME", transforms.Transform(  # rotary partners side by side, as Meta has them
+        lambda p, heads: p[0],
+        lambda w, heads: [transforms._interleave(w, heads) if len(w) == 40 and w.dim() == 2 else w],
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_wrong_rearrangement_is_found_by_the_logits(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads back as it was written, and no shape tells."""
+    theirs(tmp_path / "hf", kind)
+    name, wrong = PLANTED[kind]
+    right = getattr(transforms, name)
+    rules = [
+        names.Rule(rule.foreign, rule.logical, wrong, rule.cut)
+        if rule.how is right and (kind == "gpt2" or "q_proj.weight" in rule.foreign)
+        else rule
+        for rule in names.HUGGING_FACE[kind]
+    ]
+    monkeypatch.setitem(names.HUGGING_FACE, kind, rules)
+    run(tmp_path / "hf", tmp_path / "ours")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="are not the same model: FP32 logits differ"):
+        compare_logits(tmp_path / "hf", tmp_path / "ours")
+
+
+LR, STEPS, BATCH, LENGTH = 1e-2, 3, 4, 16
+EPS = 1e-6  # so that a gradient that is zero but for rounding, as a key bias has, moves nothing
+
+
+def their_training(model: Any, batches: list[Tensor]) -> list[float]:
+    """Plain steps with torch's AdamW; matrices are decayed, vectors not. Returns the losses."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS, foreach=False)
+    losses = []
+    for tokens in batches:
+        logits = model(tokens[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def write_job(folder: Path, ids: Tensor) -> Path:
+    """A run file that trains on these ids in their order."""
+    with IndexedWriter(folder / "ids", 131) as writer:
+        writer.add_document(ids.tolist())
+    path = folder / "run.toml"
+    path.write_text(f"""
+[data]
+source = "{folder}/ids"
+shuffle = false
+vocab_size = 131
+held_out = 0
+[precision]
+compute = "fp64"
+[optimizer]
+clip = 0
+eps = {EPS}
+[lr]
+peak = {LR}
+schedule = "constant"
+[train]
+init_from = "{folder}/hf"
+folder = "{folder}/run"
+steps = {STEPS}
+global_batch = {BATCH}
+micro_batch = 1
+seq_length = {LENGTH}
+threads = 1
+[log]
+tensorboard = false
+plot = false
+""")
+    return path
+
+
+TRAINED = ("gpt2", "llama", "gpt_neox", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+
+
+@pytest.mark.parametrize("kind", usually(("gpt2", "llama"), TRAINED))
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(2, 2, 1), *slow((1, 1, 1), (1, 2, 2))])
+def test_three_steps_from_a_folder_are_three_steps_of_transformers(
+    kind: str, tensor: int, pipeline: int, data: int, tmp_path: Path
+) -> None:
+    with float32_is_float64():
+        model = theirs(tmp_path / "hf", kind, torch.float64).train()
+    ids = torch.randint(131, (STEPS * BATCH * LENGTH + 1,), generator=torch.Generator().manual_seed(1))
+    file = write_job(tmp_path, ids)
+    alone = "model.router_aux_loss=0"  # theirs is asked for its logits, and so adds no loss of the router's
+    folder = train_on(file, alone, tensor=tensor, pipeline=pipeline, data=data)
+    batches = [
+        torch.stack([ids[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(n * BATCH, (n + 1) * BATCH)])
+        for n in range(STEPS)
+    ]
+    with float32_is_float64():
+        losses = their_training(model, batches)
+    for record, loss in zip(steps(folder), losses, strict=True):
+        assert record["loss"] == pytest.approx(loss, rel=1e-12)
+    model.save_pretrained(tmp_path / "trained")
+    expected = open_source(tmp_path / "trained")
+    for key, values in tensors(checkpoint(folder, STEPS)).items():
+        if key.startswith("weight/"):
+            torch.testing.assert_close(values, expected.read(key), rtol=1e-9, atol=1e-11, msg=key)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a SentencePiece tokenizer that ends with an export."""
+    file = write_run(tmp_path_factory.mktemp("runs"))
+    assert main(["train", str(file), "train.steps=2", "--export-hf", str(file.parent / "exported")]) == 0
+    return file.parent
+
+
+NASTY = [
+    "", " ", "  two  spaces ", "\n\n\t\r\n", "the model learns über Öl", "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈", "数字と漢字、한국어",
+    "control \x00\x01\x07\x1b[2J\x7f", "a\u0301e\u0308 \ufeff\u200b\u202e", "1234567890 3.14e-10",
+    "x" * 3000 + " " + "ab " * 500,
+]  # fmt: skip
+
+
+def test_a_sentencepiece_tokenizer_is_loaded_by_autotokenizer_with_the_same_ids(trained: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained / "exported")
+    ours = open_source(trained / "run")
+    import sentencepiece  # noqa: PLC0415
+
+    model = sentencepiece.SentencePieceProcessor(model_file=str(ours.tokenizer[0]))
+    for text in [*NASTY, (trained / "text.txt").read_text()]:
+        ids = model.encode(text)
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids, text[:40]
+        assert tokenizer.decode(ids) == model.decode(ids)
+    assert tokenizer.eos_token_id == model.eos_id()
+    assert len(tokenizer) == model.get_piece_size()
+
+
+def test_an_export_generates_with_transformers(trained: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained / "exported")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained / "exported")
+    said = model.generate(**tokenizer("the model", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+    assert said.shape[1] > 5
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert "logits" in compare_logits(trained / "run", trained / "exported")

@@ -1,0 +1,218 @@
+"""Other systems' files are read without being run, quickly, and what is wrong with one is a line with its place."""
+
+import json
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import pytest
+import torch
+
+from megaprec.errors import UserError
+from tests.foreign.expected import TABLE
+from tools.cli import main
+from tools.commands.precision import understand
+
+BF16, FP16 = torch.bfloat16, torch.float16
+HOSTILE = {
+    "does not end.py": "while True:\n    x = 1\ndef f():\n    return f()\nf()\n",
+    "calls itself.py": "def f(x):\n    return f(f(x))\nf(f(1))\n",
+    "doubles.py": "def a(): pass\n" + "\n".join(f"def {b}(): {a}(); {a}()" for a, b in pairwise(ascii_lowercase)),
+    "deep.py": "x = " + "(" * 5000 + ")" * 5000,
+    "deep sum.py": "x = " + "1 + " * 30000 + "1",
+    "megabyte.py": "x = [" + "[1, 2], " * 130_000 + "]",
+    "quarter megabyte.py": "x = [" + "[1, 2], " * 30_000 + "]\n",
+    "many names.py": "\n".join(f"fp8_margin_{i} = fp8_amax_{i}(dtype={i})" for i in range(2500)),
+    "null.py": "x = 1\0",
+    "deep.json": "[" * 100_000 + "]" * 100_000,
+    "deep.toml": "x = " + "[" * 5000 + "]" * 5000,
+    "deep.yaml": "[" * 5000 + "]" * 5000,
+    "laughs.yaml": "a0: &a0 [x]\n" + "\n".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]" for i in range(1, 20)),
+    "object.yaml": "mp_policy:\n  param_dtype: !!python/object/apply:os.system ['touch {mark}']\n",
+    "runs.py": "import os\nos.system('touch {mark}')\nfp16 = dict(mode=__import__('os').system('touch {mark}'))\n",
+    "calls.py": "fp16 = dict(mode=exec('import os; os.system(\"touch {mark}\")') or 'TORCH')\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_one_line_with_its_name_in_a_second_and_runs_nothing(name: str, tmp_path: Path) -> None:
+    path, mark = tmp_path / name, tmp_path / "ran"
+    path.write_text(HOSTILE[name].replace("{mark}", str(mark)))
+    began = time.process_time()
+    with pytest.raises(UserError) as caught:
+        understand(path)
+    assert time.process_time() - began < 1
+    assert not mark.exists()
+    assert all(len(problem.splitlines()) == 1 for problem in caught.value.problems)
+    assert str(path) in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.py", b"x = 1\nfp16 = dict(mode=\n", "a.py, line 2: not Python"),
+        ("a.py", b"\xff\xfe", "a.py: cannot be read (not UTF-8 text)"),
+        ("a.yaml", b"a: [1\nb: }\n", "a.yaml, line 2: not YAML"),
+        ("a.yaml", b"- 1\n- 2\n", "a.yaml: not a YAML mapping"),
+        ("a.json", b"{", "a.json: not a JSON object"),
+        ("a.toml", b"x = \n", "a.toml: not TOML"),
+        ("a.py", b"", "a.py: says nothing of precision in any system's words"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_the_place(
+    name: str, content: bytes, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert main(["precision", "show", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert line in captured.err and not captured.out
+
+
+def test_a_folder_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["precision", "show", str(tmp_path)]) == 2
+    assert "cannot be read (Is a directory)" in capsys.readouterr().err
+
+
+def write(folder: Path, text: str, name: str = "config.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+OPEN = """
+from torch.distributed.fsdp import MixedPrecision
+def wrap(args, dtype=torch.float32):
+    if args.bf16:
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=dtype)
+    else:
+        policy = MixedPrecision(param_dtype=torch.float16, reduce_dtype=dtype)
+    return FSDP(model, mixed_precision=policy)
+"""
+
+
+def test_what_a_file_leaves_open_is_refused_until_it_is_assumed(tmp_path: Path) -> None:
+    path = write(tmp_path, OPEN)
+    with pytest.raises(UserError, match=r"line 5: .*depends on `args.bf16` \(line 4\).* --assume 'args.bf16=True'"):
+        understand(path)
+    with pytest.raises(UserError, match=r"reduce_dtype .*`dtype` is an argument of wrap\(\), by default torch.float32"):
+        understand(path, assume=["args.bf16=True"])
+    for bf16, dtype in ((True, BF16), (False, FP16)):
+        found = understand(path, assume=[f"args.bf16={bf16}", "dtype=torch.bfloat16"])
+        assert (found.plan.compute, found.plan.reduce) == (dtype, BF16)
+
+
+def test_an_assumption_that_nothing_needs_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "plugins = bf16_mixed()")
+    with pytest.raises(UserError, match=r"--assume args.fp8=...: .* has no such expression whose value is open"):
+        understand(path, assume=["args.fp8=True"])
+    with pytest.raises(UserError, match="must be EXPRESSION=VALUE"):
+        understand(path, assume=["args fp8"])
+
+
+TWO = "one = run.Config(nl.Trainer, plugins=bf16_mixed())\ntwo = run.Config(nl.Trainer, plugins=fp16_mixed())\n"
+
+
+def test_of_several_runs_in_a_file_one_is_picked_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, TWO)
+    with pytest.raises(UserError, match=r"line 2: a second one, and they differ: .* name one with --pick"):
+        understand(path)
+    assert understand(path, pick="one").plan.compute == BF16
+    assert understand(path, pick="two").plan.compute == FP16
+    with pytest.raises(UserError, match=r"--pick tow: .* has no such name; did you mean two\?"):
+        understand(path, pick="tow")
+
+
+def test_strict_refuses_what_would_be_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "plugins = bf16_mixed()\ntorch.set_float32_matmul_precision('high')\n")
+    assert main(["precision", "show", str(path)]) == 0
+    note = f"note: {path}, line 2: torch.set_float32_matmul_precision('high'): not read"
+    assert note in capsys.readouterr().out
+    assert main(["precision", "show", str(path), "--strict"]) == 2
+    assert note in capsys.readouterr().err
+
+
+def test_translate_writes_notes_as_comments_and_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "plugins = bf16_mixed()\nmodel.half()\n")
+    assert main(["precision", "translate", str(path), "--to", "native"]) == 0
+    captured = capsys.readouterr()
+    assert "line 2: model.half(): not read" in captured.err
+    assert any(line.startswith("# note: ") and "model.half()" in line for line in captured.out.splitlines())
+    assert main(["precision", "translate", str(path), "--to", "native", "--strict"]) == 2
+
+
+def test_show_prints_the_plan_as_json_with_the_line_that_decided(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, "cfg = bf16_mixed()\ncfg.fp8 = 'hybrid'\ncfg.fp8_margin = 2\n")
+    assert main(["precision", "show", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["plan"]["compute"]["value"] == "bf16"
+    assert shown["plan"]["fp8"]["value"]["margin"] == 2
+    assert f"precision.nemo.fp8_margin (file {path}, line 3)" in shown["plan"]["fp8"]["origin"]
+    assert shown["notes"] == []
+
+
+def test_a_terminal_shows_names_of_files_without_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    path = write(tmp_path, "plugins = bf16_mixed()")
+    assert main(["precision", "show", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "precision plan of config.py" in out and "recipe (line 1)" in out and str(tmp_path) not in out
+
+
+def test_a_run_names_what_was_noted_about_its_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = '[model]\npreset = "llama-demo"\n[train]\nsteps = 1\nglobal_batch = 2\nmicro_batch = 1\nseq_length = 8\n'
+    run += f'folder = "{tmp_path / "run"}"\n[data]\nsource = "nowhere.txt"\n'
+    run += '[precision.smp.mp_policy]\nparam_dtype = "bfloat16"\n'
+    path = write(tmp_path, run, "run.toml")
+    for command in ("train", "schedule"):
+        main([command, str(path)])
+        assert "note: mp_policy.reduce_dtype is not given" in capsys.readouterr().err
+        assert main([command, str(path), "--strict"]) == 2
+
+
+SYSTEMS = ("nxd", "smp", "colossalai", "internevo", "nemo")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_corpus_has_a_dozen_files_of_each_system(system: str) -> None:
+    assert sum(entry.file.startswith(f"{system}_") for entry in TABLE) >= 12
+
+
+def test_reading_leaves_the_environment_alone(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    text = 'import os, neuronx_distributed\nos.environ["XLA_DOWNCAST_BF16"] = "1"\n'
+    understand(write(tmp_path, text + 'mixed_precision_config = {"use_master_weights": True}\n'))
+    assert dict(os.environ) == before
+
+
+ALIASES = """
+import torch.sagemaker as smp
+fp8_autocast(True, fp8_recipe=DelayedScaling(), fp8_group=smp.state.world_process_group)
+"""
+MODULES = """
+from transformer_engine.common import recipe as r
+import transformer_engine.pytorch as t
+with t.autocast(recipe=r.DelayedScaling(2, r.Format.E4M3)):
+    pass
+"""
+RENAMED: list[tuple[str, dict[str, Any]]] = [
+    (ALIASES, {"reduce_over": "world"}),
+    (MODULES, {"format": "e4m3", "margin": 2}),
+    ("te.fp8_autocast(True, False, DelayedScaling(amax_history_len=4), None)", {"history_length": 4}),
+]
+
+
+@pytest.mark.parametrize(("text", "fields"), RENAMED)
+def test_transformer_engine_is_known_by_any_alias_and_by_position(
+    text: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    fp8 = understand(write(tmp_path, text)).plan.fp8
+    assert fp8 is not None and {name: getattr(fp8, name) for name in fields} == fields

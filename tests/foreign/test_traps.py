@@ -1,0 +1,151 @@
+"""What Python does between an assignment and its use is followed, or the value is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprec.errors import UserError
+from tools.commands.precision import understand
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+USE = "\nFSDP(model, mixed_precision=MixedPrecision(param_dtype=dtype))\n"
+OPEN = None
+"""The file leaves the value open: it is refused."""
+TRAPS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "a field of a recipe under a condition": (
+        "recipe = llm.llama3_8b.pretrain_recipe()\nif args.fp8:\n    recipe.trainer.plugins.fp8 = 'hybrid'",
+        OPEN,
+    ),
+    "an early return": (
+        "def tune(recipe):\n    if not args.fp8:\n        return recipe\n    recipe.trainer.plugins.fp8 = 'hybrid'\n"
+        "    return recipe\nr = tune(llm.llama3_8b.pretrain_recipe())",
+        OPEN,
+    ),
+    "an error before": ("if not args.ok:\n    raise ValueError\ndtype = torch.bfloat16" + USE, {"compute": BF16}),
+    "pop under a condition": (
+        "kw = dict(param_dtype=torch.bfloat16)\nif args.m:\n    kw.pop('param_dtype')\nMixedPrecision(**kw)",
+        OPEN,
+    ),
+    "global": (
+        "dtype = torch.bfloat16\ndef setup():\n    global dtype\n    dtype = torch.float16\nsetup()" + USE,
+        {"compute": FP16},
+    ),
+    "nonlocal": (
+        "def f():\n    dtype = torch.bfloat16\n    def g():\n        nonlocal dtype\n        dtype = torch.float16\n"
+        "    g()\n    return MixedPrecision(dtype)\nf()",
+        {"compute": FP16},
+    ),
+    "break": ("for d in [torch.bfloat16, torch.float16]:\n    dtype = d\n    break" + USE, {"compute": BF16}),
+    "continue": (
+        "kw = {}\nfor k, v in {'param_dtype': torch.bfloat16, 'reduce_dtype': torch.float32}.items():\n"
+        "    if k == 'reduce_dtype':\n        continue\n    kw[k] = v\nMixedPrecision(**kw)",
+        {"reduce": BF16},
+    ),
+    "else of a loop": ("for n in []:\n    pass\nelse:\n    dtype = torch.bfloat16" + USE, {"compute": BF16}),
+    "a deep copy": (
+        "import copy\na = dict(b={'param_dtype': torch.bfloat16})\nc = copy.deepcopy(a)\n"
+        "c['b']['param_dtype'] = torch.float16\nMixedPrecision(**a['b'])",
+        {"compute": BF16},
+    ),
+    "a policy that is left aside": (
+        "p = MixedPrecision(torch.bfloat16)\nmodel = FSDP(model, mixed_precision=None)",
+        OPEN,
+    ),
+    "in a list that is not known": (
+        "import sys\ndtype = torch.bfloat16 if 'bf16' in [sys.argv[1]] else torch.float16" + USE,
+        OPEN,
+    ),
+    "a list that may be empty": (
+        "flags = []\nif args.half:\n    flags.append('half')\ndtype = torch.float16 if flags else torch.bfloat16" + USE,
+        OPEN,
+    ),
+    "a method of what pop returns": (
+        "kw = dict(tp_size=2, pp_size=1, precision='BF16')\nprecision = kw.pop('precision', 'FP16').lower()\n"
+        "HybridParallelPlugin(precision=precision, **kw)",
+        {"compute": BF16},
+    ),
+    "a key that is not known": (
+        "import sys\nkw = dict(param_dtype=torch.bfloat16)\nkw[sys.argv[1]] = torch.float16\nMixedPrecision(**kw)",
+        OPEN,
+    ),
+    "an item of a list": (
+        "d = [torch.bfloat16, torch.float32]\nd[0] = torch.float16\ndtype = d[0]" + USE,
+        {"compute": FP16},
+    ),
+    "setattr in a loop over something unknown": (
+        "p = MixedPrecision(torch.bfloat16)\nfor k, v in vars(args).items():\n    setattr(p, k, v)",
+        OPEN,
+    ),
+    "the fields behind an object": (
+        "p = MixedPrecision(torch.bfloat16)\np.__dict__.update(overrides)",
+        OPEN,
+    ),
+    "fields of a dataclass by position": (
+        "@dataclass\nclass C:\n    dtype: torch.dtype = torch.bfloat16\ndtype = C(torch.float16).dtype" + USE,
+        {"compute": FP16},
+    ),
+    "__post_init__": (
+        "@dataclass\nclass C:\n    dtype: torch.dtype = torch.bfloat16\n    def __post_init__(self):\n"
+        "        self.dtype = torch.float16\ndtype = C().dtype" + USE,
+        {"compute": FP16},
+    ),
+    "a static method": (
+        "class P:\n    @staticmethod\n    def make(name, fp8=None):\n"
+        "        return MegatronMixedPrecision('bf16-mixed', fp8=fp8)\nplugin = P.make('hybrid')",
+        {"fp8": None},
+    ),
+    "a default that was evaluated before": (
+        "dtype = torch.bfloat16\ndef f(d=dtype):\n    return MixedPrecision(d)\ndtype = torch.float16\nf()",
+        {"compute": BF16},
+    ),
+    "setdefault of the environment": (
+        "import os, neuronx_distributed\nos.environ['NEURON_RT_STOCHASTIC_ROUNDING_EN'] = '0'\n"
+        "os.environ.setdefault('NEURON_RT_STOCHASTIC_ROUNDING_EN', '1')\n"
+        "mixed_precision_config = {'use_master_weights': True}",
+        {"rounding": "nearest"},
+    ),
+    "a list that is turned around": (
+        "order = [torch.bfloat16, torch.float16]\norder.reverse()\ndtype = order[0]" + USE,
+        OPEN,
+    ),
+    "a function that may end without a value": (
+        "import sys\ndef f():\n    if sys.argv[1] == 'a':\n        return torch.float16\ndtype = f()" + USE,
+        OPEN,
+    ),
+    "a decorator": (
+        "def half(f):\n    return lambda **k: f(dtype=torch.float16)\n@half\ndef make(dtype=torch.bfloat16):\n"
+        "    return dtype\ndtype = make()" + USE,
+        OPEN,
+    ),
+    "a dict that holds itself": ("model = dict(dtype='torch.bfloat16')\nmodel['x'] = model", OPEN),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_value_is_what_it_is_when_it_is_used_or_it_is_refused(name: str, tmp_path: Path) -> None:
+    path, (text, expected) = tmp_path / "config.py", TRAPS[name]
+    path.write_text(text)
+    if expected is None:
+        with pytest.raises(UserError):
+            understand(path)
+    else:
+        plan = understand(path).plan
+        assert {field: getattr(plan, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize("text", ["exec(open('more.py').read())", "from local_overrides import *"])
+def test_what_may_set_anything_is_noted(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(f"dtype = torch.bfloat16\n{text}{USE}")
+    assert any("line 2" in note for note in understand(path).notes)
+
+
+def test_keys_of_yaml_win_over_those_that_are_merged(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "base: &b {param_dtype: float16, reduce_dtype: float32}\nmp_policy:\n  param_dtype: bfloat16\n  <<: *b\n"
+    )
+    plan = understand(path).plan
+    assert (plan.compute, plan.reduce) == (BF16, FP32)

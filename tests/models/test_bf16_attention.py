@@ -1,0 +1,102 @@
+"""Attention by matrix products in bf16 is attention, as near to float64 as bf16 allows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaprec.precision.plan import plan
+from models.bf16_attention import attend, worthwhile
+from models.blocks import Attention
+from models.config import ModelConfig
+from parallel.context import Context
+
+SAMPLES, HEADS, LENGTH, DIM = 2, 3, 130, 40
+BOUND = 2**-7  # of the norm: scores, weights and result are each rounded by up to 2^-9
+
+
+def tensors(length: int = LENGTH) -> list[Tensor]:
+    """Query, key, value and the gradient of the result, [b, n, s, d] as a model has them: views of [s, b, n, d]."""
+    torch.manual_seed(0)
+    return [torch.randn(length, SAMPLES, HEADS, DIM).bfloat16().permute(1, 2, 0, 3) for _ in range(4)]
+
+
+def hidden(kind: str) -> Tensor | None:
+    """What a token does not attend to: all that comes later, and more."""
+    later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    documents = torch.tensor([[0] * 50 + [1] * 80, [0] * 129 + [1]])
+    return {
+        "later": None,
+        "window": later | torch.ones_like(later).tril(-7),
+        "documents": later | (documents[:, None, :, None] != documents[:, None, None, :]),
+    }[kind]
+
+
+def exact(kind: str) -> list[Tensor]:
+    """Result and gradients in float64."""
+    query, key, value, grad = (x.double().requires_grad_() for x in tensors())
+    later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    unseen = hidden(kind)
+    mixed = F.scaled_dot_product_attention(query, key, value, ~(later if unseen is None else unseen))
+    return [mixed, *torch.autograd.grad(mixed, (query, key, value), grad)]
+
+
+@pytest.mark.parametrize("rows", [512, 48, 129])
+@pytest.mark.parametrize("kind", ["later", "window", "documents"])
+def test_result_and_gradients_are_those_of_float64_as_near_as_bf16_allows(kind: str, rows: int) -> None:
+    query, key, value, grad = (x.requires_grad_() for x in tensors())
+    mixed = attend(query, key, value, hidden(kind), rows)
+    gradients = torch.autograd.grad(mixed, (query, key, value), grad)
+    for made, true in zip([mixed, *gradients], exact(kind), strict=True):
+        assert made.dtype == torch.bfloat16
+        assert (made - true).norm() < BOUND * true.norm()
+
+
+@pytest.mark.parametrize("kind", ["later", "window", "documents"])
+def test_what_a_token_does_not_see_has_no_gradient_at_all(kind: str) -> None:
+    query, key, value, _ = (x.requires_grad_() for x in tensors())
+    mixed = attend(query, key, value, hidden(kind), 48)
+    token, unseen = 100, hidden(kind)
+    expected = torch.arange(LENGTH) <= token if unseen is None else ~unseen.expand(SAMPLES, 1, -1, -1)[0, 0, token]
+    for gradient in torch.autograd.grad(mixed[0, :, token].sum(), (key, value)):
+        assert not gradient[1].any()
+        assert torch.equal(gradient[0].ne(0).any(-1), expected.expand(HEADS, -1))
+
+
+def test_a_head_has_the_same_bits_whichever_others_are_computed_with_it() -> None:
+    query, key, value, grad = (x.requires_grad_() for x in tensors())
+    mixed, alone = attend(query, key, value), attend(query[:, 1:2], key[:, 1:2], value[:, 1:2])
+    assert torch.equal(alone, mixed[:, 1:2])
+    ones = torch.autograd.grad(alone, (query, key, value), grad[:, 1:2])
+    for one, among in zip(ones, torch.autograd.grad(mixed, (query, key, value), grad), strict=True):
+        assert torch.equal(one[:, 1], among[:, 1])
+
+
+def test_a_number_that_is_not_finite_comes_out_of_every_token_that_it_reaches() -> None:
+    reached = torch.arange(LENGTH) >= 60
+    for which in range(3):
+        query, key, value, _ = some = tensors()
+        some[which][0, 0, 60, 3] = torch.inf
+        broken = attend(query, key, value)[0, 0].isfinite().all(-1).logical_not()
+        raised = query[0, 0, :, 3] > 0  # a weight of exp(-inf) is a finite one
+        assert broken[60] if which == 0 else torch.all(broken | ~(reached & (raised | (which == 2))))
+
+
+@pytest.mark.parametrize("kind", ["later", "window", "documents"])
+def test_a_layer_has_it_see_what_the_layer_sees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("models.bf16_attention.worthwhile", lambda query: True)
+    config = ModelConfig(layers=1, hidden=16, heads=4, kv_heads=2, window=7 if kind == "window" else 0)
+    layer, unseen = Attention(config, Context(plan("bf16")), "attention").bfloat16(), hidden(kind)
+    x = torch.randn(LENGTH, SAMPLES, 16, dtype=torch.bfloat16, requires_grad=True)
+    (seen,) = torch.autograd.grad(layer(x, None, None, unseen if kind == "documents" else None)[100, 0].sum(), x)
+    expected = torch.arange(LENGTH) <= 100 if unseen is None else ~unseen.expand(SAMPLES, 1, -1, -1)[0, 0, 100]
+    assert torch.equal(seen[:, 0].ne(0).any(-1), expected)
+    assert not seen[:, 1].any()
+
+
+def test_it_is_left_to_the_fused_kernel_where_that_is_the_faster_one() -> None:
+    query, *_ = tensors()
+    assert not worthwhile(query.float())
+    assert not worthwhile(query[:, :, :127])
+    assert not worthwhile(query.to("meta"))
+    assert worthwhile(query) == (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -1,0 +1,123 @@
+"""What stages cost and keep, known beforehand, is what they really have, do and keep."""
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaprec.precision.plan import plan
+from models.config import ModelConfig
+from models.estimate.flops import stage_costs
+from models.estimate.memory import kept_bytes
+from models.stages import Stage, cuts
+from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.context import Context
+from parallel.dropout import Place
+
+SIZES: dict[str, Any] = {"layers": 5, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 101, "max_positions": 24}
+MODELS = [
+    {"family": "llama", "kv_heads": 2, **SIZES},
+    {"family": "gpt2", **SIZES},
+    {"family": "gpt2", "tied": False, **SIZES},
+    {"family": "llama", "tied": True, "bias": True, **SIZES},
+]
+LENGTH, BATCH = 24, 2
+
+
+def stages(config: ModelConfig, count: int, precision: str = "fp32", recompute: Recompute = KEEP) -> list[Stage]:
+    context = Context(plan(precision), recompute=recompute)
+    return [Stage(config, context, cut).to(context.plan.parameters) for cut in cuts(config, count, LENGTH)]
+
+
+def inputs(stage: Stage) -> tuple[Tensor, Tensor]:
+    ids = torch.zeros(LENGTH, BATCH, dtype=torch.int64)
+    if stage.cut.first:
+        return ids, ids
+    shape = (LENGTH, BATCH, stage.config.hidden)
+    return torch.zeros(shape, dtype=stage.context.plan.compute, requires_grad=True), ids
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) -> None:
+    config = ModelConfig(**model)
+    for count in (1, 3):
+        costs = stage_costs(config, cuts(config, count, LENGTH), LENGTH, BATCH)
+        held = [sum(p.numel() for p in stage.parameters()) for stage in stages(config, count)]
+        assert [cost.parameters for cost in costs] == held
+        twice = config.vocab * config.hidden if config.tied and count > 1 else 0
+        assert sum(held) == config.num_parameters + twice
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [
+        *((model, KEEP) for model in MODELS),
+        (MODELS[0], Recompute(("attention", "activation", "norm"))),
+        (MODELS[1], Recompute(fraction=1.0)),
+        (MODELS[3], Recompute(fraction=0.5)),
+        (MODELS[0], Recompute(layers=1)),
+    ],
+)
+def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Recompute) -> None:
+    """With attention written out, for of the fused kernel torch counts nothing on a CPU."""
+    config = ModelConfig(**model)
+    for stage in stages(config, 3, recompute=recompute):
+        (cost,) = stage_costs(config, [stage.cut], LENGTH, BATCH, recompute)
+        x, ids = inputs(stage)
+        with sdpa_kernel(SDPBackend.MATH):
+            with FlopCounterMode(display=False) as forward:
+                y = stage(x)
+            y = stage.losses(y, ids) if stage.cut.last else y
+            with FlopCounterMode(display=False) as backward:
+                y.sum().backward()
+        lookup = LENGTH * BATCH * config.embedding_flops() * stage.cut.first
+        assert forward.get_total_flops() == cost.forward
+        assert backward.get_total_flops() == cost.input + cost.weight - lookup
+
+
+def held_by(work: Any) -> Iterator[Tensor]:
+    """The factors that a piece of work, and what it is going to call, has been left."""
+    for content in (cell.cell_contents for cell in work.__closure__ or ()):
+        if isinstance(content, tuple):
+            yield from content
+        elif isinstance(content, FunctionType):
+            yield from held_by(content)
+
+
+@pytest.mark.parametrize(("model", "precision"), [*zip(MODELS, ["fp32", "bf16", "fp16", "bf16"], strict=True)])
+def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict[str, Any], precision: str) -> None:
+    config = ModelConfig(**model)
+    made = stages(config, 3, precision)
+    for stage, kept in zip(
+        made, kept_bytes(config, plan(precision), [s.cut for s in made], LENGTH, BATCH), strict=True
+    ):
+        x, ids = inputs(stage)
+        with torch.no_grad():
+            stage(x)  # makes rotary tables, which all micro-batches share
+        own = {p.untyped_storage().data_ptr() for p in [*stage.parameters(), *(stage._tables or ())]}
+        saved: dict[int, torch.UntypedStorage] = {}
+
+        def save(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved, own: set[int] = own) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage
+            return tensor
+
+        for p in stage.parameters():
+            p.main_grad = torch.zeros(p.shape)  # type: ignore[attr-defined]
+        save(x)  # whether or not a layer needs it, the executor does, for its gradient
+        with saved_tensors_hooks(save, lambda tensor: tensor):
+            y = stage(x, Place(0, torch.arange(BATCH)))  # as in training: logits are not widened
+            loss = stage.losses(y, ids).sum() if stage.cut.last else y.sum()
+        assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(kept.activations, rel=0.01)
+        with stage.context.deferred.collect() as work:
+            loss.backward()
+        tensors = [t for job in work for t in held_by(job)]
+        assert len(work) == 4 * len(stage.cut.layers) + stage.cut.last
+        assert sum(t.nbytes for t in tensors) == kept.put_off

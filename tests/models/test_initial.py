@@ -1,0 +1,107 @@
+"""What a run can begin with or go on from: folders, checkpoints of other layouts, converted ones."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaprec.checkpoint.atomic import checkpoint_path
+from megaprec.errors import UserError
+from tests.other_systems import slow
+from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
+from tools.cli import main
+from tools.config.run_file import load_run
+from tools.training.corpus import open_corpus
+
+
+def convert(*arguments: object) -> None:
+    assert main(["convert", *map(str, arguments)]) == 0
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file whose run has been trained by tp 2 x pp 2 ranks, without dropout."""
+    file = write_run(tmp_path_factory.mktemp("initial"))
+    file.write_text(file.read_text().replace("dropout = 0.1", "dropout = 0.0"))
+    train_on(file, tensor=2, pipeline=2)
+    return file
+
+
+def begun(file: Path, init: Path, name: str, **layout: int) -> Path:
+    """A run of two steps that begins with `init`, with no [model] of its own."""
+    text = file.read_text()
+    own = file.with_name(f"{name}.toml")
+    own.write_text(text[text.index("[data]") :])
+    place = own.with_suffix("")
+    keys = [f"train.init_from={init}", f"train.folder={place}", f"data.cache={place}/data", "train.steps=2"]
+    open_corpus(load_run(own, keys))
+    return train_on(own, *keys, **layout)
+
+
+def test_a_run_begins_with_the_weights_of_a_checkpoint_of_any_origin_and_layout(file: Path, tmp_path: Path) -> None:
+    """A run directory, the folders exported from it, and a checkpoint made of one are the same beginning."""
+    run = file.parent / "run"
+    convert(run, tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "converted")
+    convert(run, tmp_path / "megatron", "--to", "megatron", "--tp", 2)
+    shutil.copytree(checkpoint(run, 6), tmp_path / "copy")
+    expected = steps(begun(file, tmp_path / "hf", "from_hf"))
+    assert steps(begun(file, run, "from_run")) == expected
+    assert steps(begun(file, tmp_path / "converted", "from_converted")) == expected
+    assert steps(begun(file, tmp_path / "megatron", "from_megatron")) == expected
+    for step, other in zip(expected, steps(begun(file, tmp_path / "copy", "tensor", tensor=2, data=2)), strict=True):
+        assert step["loss"] == pytest.approx(other["loss"], rel=1e-6)
+    last = steps(run)[-1]["loss"]
+    assert expected[0]["loss"] < (steps(run)[0]["loss"] + last) / 2, "it did not begin with trained weights"
+
+
+def test_the_model_and_the_tokenizer_come_from_the_checkpoint(file: Path) -> None:
+    found = checkpoint(file.parent / "run", 6)
+    bare = file.with_name("bare.toml")
+    bare.write_text("[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n[data]\nsource = 'x'\n")
+    config = load_run(bare, [f"train.init_from={found}"])
+    assert (config.model.layers, config.model.ffn, config.model.vocab) == (2, 32, 330)
+    assert config.origin("model.ffn") == str(found / "checkpoint.json")
+    assert Path(config.data.tokenizer) == found / "text.model"
+    with pytest.raises(UserError, match=r"^model.ffn = 40 .*: it is 32 in .*checkpoint.json; leave it out"):
+        load_run(bare, [f"train.init_from={found}", "model.ffn=40"])
+
+
+def test_a_run_does_not_go_on_from_weights_alone_and_says_what_to_do(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(file.parent / "run", tmp_path / "hf")
+    alone = checkpoint_path(tmp_path / "run/checkpoints", 6)
+    convert(tmp_path / "hf", alone)
+    before = sorted(tmp_path.rglob("*"))
+    assert train(file, f"train.folder={tmp_path}/run") == 2
+    said = capsys.readouterr().err
+    assert f"{alone} holds no exp_avg and no exp_avg_sq, which the optimizer goes on with" in said
+    assert f'train.init_from = "{alone}"' in said and "damaged" not in said
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("dtype", ["bf16", *slow(("fp32",))])
+@pytest.mark.usefixtures("torch_files_read_here")
+def test_a_run_that_went_through_megatrons_files_goes_on_as_if_it_had_not(
+    dtype: str, file: Path, tmp_path: Path
+) -> None:
+    """Masters, moments, step count and how much of the data was seen: the steps are the same, bit for bit."""
+    run = file.parent / "run"
+    stopped = rewind(run, tmp_path / "stopped", 3)
+    convert(checkpoint(stopped, 3), tmp_path / "megatron", "--to", "megatron", "--tp", 2, "--dtype", dtype)
+    moved = checkpoint_path(tmp_path / "moved/checkpoints", 3)
+    convert(tmp_path / "megatron", moved)
+    shutil.copy(file.parent / "run/checkpoints/step_00000003/text.model", moved)
+    shutil.copy(stopped / "metrics.jsonl", tmp_path / "moved/metrics.jsonl")
+    train_on(file, f"train.folder={tmp_path}/moved", tensor=2, pipeline=2)
+    assert steps(tmp_path / "moved")[3:] == steps(run)[3:]
+    before, after = (tensors(checkpoint(folder, 6)) for folder in (run, tmp_path / "moved"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_of_no_format_is_refused(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="has none of the known formats"):
+        load_run(file, [f"train.init_from={tmp_path}/empty"])

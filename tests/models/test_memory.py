@@ -1,0 +1,159 @@
+"""Memory of activations known beforehand is what torch's allocator really gives out, to five per cent."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import ProfilerActivity, profile
+
+from megaprec.comm.axis import Axis
+from megaprec.precision.plan import plan
+from models.config import ModelConfig
+from models.engine import Engine, Share
+from models.estimate.memory import Kept, kept_bytes, message_bytes
+from models.stages import Cut, Stage, cuts
+from parallel.activation_checkpoint import KEEP, MODULES, Recompute
+from parallel.context import Context
+from parallel.pipeline.builders import schedule
+from parallel.pipeline.instructions import Instruction
+from parallel.pipeline.simulate import peak
+from tests.ranks import run_ranks
+
+SIZES: dict[str, Any] = {"layers": 8, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 301, "max_positions": 128}
+LENGTH, BATCH, MICRO_BATCHES = 128, 4, 4
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "kv_heads": 2, **SIZES},
+    "gpt2": {"family": "gpt2", **SIZES},
+    "gpt_neox": {"family": "gpt_neox", **SIZES},
+}
+WAYS = [KEEP, *(Recompute((module,)) for module in MODULES), Recompute(MODULES), Recompute(fraction=0.5)]
+
+
+@dataclass(frozen=True)
+class Case:
+    model: dict[str, Any] = field(hash=False)
+    recompute: Recompute
+    sequence: bool = False
+    kind: str = "1f1b"
+    residual: str = "bf16"
+
+    @property
+    def plan(self) -> Any:
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        return plan("bf16", residual=dtypes[self.residual], pipeline=dtypes[self.residual])
+
+
+@contextmanager
+def allocations() -> Iterator[list[int]]:
+    """Sizes in the order in which the allocator gave them out, negative when it took them back."""
+    sizes: list[int] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11 says so at each start
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+            yield sizes
+    assert events.profiler is not None and events.profiler.kineto_results is not None
+    sizes += [e.nbytes() for e in events.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[attr-defined]
+
+
+def foretold(case: Case, cut: Sequence[Cut], tp: int) -> list[Kept]:
+    config = ModelConfig(**case.model)
+    return kept_bytes(config, case.plan, cut, LENGTH, BATCH, tp, case.sequence, case.recompute)
+
+
+def middle(model: dict[str, Any]) -> Cut:
+    """The second of three stages."""
+    return cuts(ModelConfig(**model), 3, LENGTH)[1]
+
+
+def kept_by_a_stage(mesh: DeviceMesh, cases: Sequence[Case]) -> list[int]:
+    """Bytes in use after the forward pass of a stage in the middle."""
+    return [_kept(Axis.of(mesh, "tp"), case) for case in cases]
+
+
+def _kept(tp: Axis, case: Case) -> int:
+    config = ModelConfig(**case.model)
+    context = Context(case.plan, tp, case.sequence, recompute=case.recompute)
+    stage = Stage(config, context, middle(case.model)).to(torch.bfloat16)
+    shape = LENGTH // (tp.size if context.cut_sequence else 1), BATCH, config.hidden
+    with torch.no_grad():
+        stage(torch.zeros(shape, dtype=case.plan.residual))  # makes what is made once for all
+    with allocations() as sizes:
+        x = torch.zeros(shape, dtype=case.plan.pipeline, requires_grad=True)
+        edge = get_gradient_edge(stage(x.to(case.plan.residual)))
+    assert edge
+    return sum(sizes)
+
+
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
+def test_a_stage_keeps_what_is_foretold(tp: int, sequence: bool) -> None:
+    cases = [Case(model, way, sequence) for model in FAMILIES.values() for way in (WAYS if tp == 1 else WAYS[-3:])]
+    cases += [Case(FAMILIES["llama"], KEEP, sequence, residual="fp32"), Case(FAMILIES["gpt2"], KEEP, sequence)]
+    expected = [foretold(case, [middle(case.model)], tp)[0].activations for case in cases]
+    for found in run_ranks(kept_by_a_stage, {"tp": tp}, cases=cases):
+        for case, real, said in zip(cases, found, expected, strict=True):
+            assert real == pytest.approx(said, rel=0.05), case
+
+
+def peaks(mesh: DeviceMesh, cases: Sequence[Case]) -> list[int]:
+    """The most that a rank really has in use during all passes of a step."""
+    return [_peak(mesh, case) for case in cases]
+
+
+def _peak(mesh: DeviceMesh, case: Case) -> int:
+    config = ModelConfig(**case.model)
+    engine = Engine(
+        config,
+        case.plan,
+        mesh,
+        schedule(case.kind, mesh["pp"].size(), MICRO_BATCHES),
+        micro_batch=BATCH,
+        seq_length=LENGTH,
+        sequence=case.sequence,
+        recompute=case.recompute,
+    )
+    ids = torch.arange(MICRO_BATCHES * BATCH * LENGTH).view(-1, LENGTH) % config.vocab
+    share = Share(ids, ids)
+    engine.step(share, 0.0, 0)
+    with allocations() as sizes:
+        engine.accumulate(share, 1)
+    return max(accumulate(sizes))
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_a_step_takes_what_is_foretold(axes: dict[str, int]) -> None:
+    """With tp the sequence is cut: messages, and scratch memory of the CPU's products, come on top. They are as large
+    for any number of layers: more layers outweigh them, but not where whole layers are made again."""
+    ways = [KEEP, Recompute(MODULES), *([] if "tp" in axes else [Recompute(fraction=1.0)])]
+    kinds = ("1f1b", "zb-h1", "zb-v")
+    more: dict[str, Any] = {"layers": 12} if "tp" in axes else {}
+    model = FAMILIES["llama"] | more
+    cases = [Case(model, way, "tp" in axes, kind) for way in ways for kind in kinds]
+    config, known = ModelConfig(**model), dict[tuple[Recompute, int], list[Kept]]()
+    expected = []
+    for case in cases:
+        planned = schedule(case.kind, 2, MICRO_BATCHES)
+        stages = len(planned.rank_of_stage)
+        if (case.recompute, stages) not in known:
+            known[case.recompute, stages] = foretold(case, cuts(config, stages, LENGTH), axes.get("tp", 1))
+        kept = known[case.recompute, stages]
+        message = message_bytes(config, case.plan, LENGTH, BATCH, axes.get("tp", 1), case.sequence)
+        expected.append(peak(planned, partial(_growth, kept), partial(_within, kept), message))
+    for rank, found in enumerate(run_ranks(peaks, axes, cases=cases)):
+        for case, real, said in zip(cases, found, expected, strict=True):
+            assert real == pytest.approx(said[rank // axes.get("tp", 1)], rel=0.05), case
+
+
+def _growth(kept: Sequence[Kept], i: Instruction) -> int:
+    return kept[i.stage].growth(i)
+
+
+def _within(kept: Sequence[Kept], i: Instruction) -> int:
+    return kept[i.stage].within(i)

@@ -1,0 +1,177 @@
+"""What a model description counts, against published models and counts by hand."""
+
+from math import prod
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megaprec.comm.layout import layout_of
+from megaprec.errors import UserError
+from megaprec.precision.plan import plan
+from models.config import ModelConfig
+from models.presets import PRESETS, preset
+from models.stages import Cut, Stage
+from parallel.context import Context
+from tests.families import CASES, config_of
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "pythia-14m": 14_067_712,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_exactly_the_parameters_of_the_published_models(name: str) -> None:
+    if name.endswith("-demo"):
+        assert 5e6 < preset(name).with_vocab(4096).num_parameters < 7e6  # published by nobody, for a laptop
+    else:
+        assert preset(name).num_parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_has_as_many_parameters_as_its_description_says(name: str) -> None:
+    config = config_of(CASES[name])
+    stage = Stage(config, Context(plan()), Cut(0, range(config.layers), first=True, last=True))
+    parts = {part for parameter in stage.parameters() for part in layout_of(parameter).parts}
+    assert sum(prod(part.shape) for part in parts) == config.num_parameters
+
+
+def test_parameters_follow_every_switch() -> None:
+    plain = ModelConfig(layers=2, hidden=8, heads=4, kv_heads=2, head_dim=6, ffn=16, vocab=10)
+    weights = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 16  # q, k and v, output, gated feed-forward
+    assert plain.num_parameters == 2 * (weights + 2 * 8) + 8 + 2 * 10 * 8
+    for bias, size in {"qkv_bias": 24 + 2 * 12, "output_bias": 8, "mlp_bias": 2 * 16 + 8}.items():
+        assert plain.model_copy(update={bias: True}).num_parameters - plain.num_parameters == 2 * size
+    assert plain.model_copy(update={"qk_norm": True}).num_parameters - plain.num_parameters == 2 * 2 * 6
+    many = plain.model_copy(update={"experts": 5})
+    assert many.num_parameters - plain.num_parameters == 2 * (4 * 3 * 8 * 16 + 5 * 8)
+    assert plain.model_copy(update={"norm": "layer"}).num_parameters - plain.num_parameters == 2 * 2 * 8 + 8
+    assert plain.num_parameters - plain.model_copy(update={"tied": True}).num_parameters == 10 * 8
+    learned = plain.model_copy(update={"positions": "learned", "max_positions": 7})
+    assert learned.num_parameters - plain.num_parameters == 7 * 8
+    assert plain.num_parameters - plain.model_copy(update={"mlp": "gelu"}).num_parameters == 2 * 8 * 16
+
+
+def test_flops_are_two_per_weight_that_multiplies_plus_attention_over_the_whole_sequence() -> None:
+    model = preset("gpt2", bias=False)
+    weights = 12 * 768 * 768  # of one block: 4 for attention, 8 for the feed-forward
+    assert model.layer_flops(seq_length=100) == 2 * weights + 2 * 2 * 100 * 768
+    assert model.head_flops() == 2 * 768 * 50257
+    assert model.flops_per_token(100) == 12 * model.layer_flops(100) + model.head_flops()
+
+
+def test_flops_count_the_experts_of_a_token_the_router_and_the_window() -> None:
+    plain = ModelConfig(layers=2, hidden=8, heads=4, ffn=16, vocab=10)
+    sparse = plain.model_copy(update={"experts": 5, "experts_per_token": 3})
+    assert sparse.layer_flops(7) - plain.layer_flops(7) == 2 * (2 * 3 * 8 * 16 + 5 * 8)
+    window = plain.model_copy(update={"window": 3})
+    assert plain.layer_flops(7) - window.layer_flops(7) == 4 * (7 - 3) * 8
+    assert window.layer_flops(2) == plain.layer_flops(2)
+
+
+def test_a_bias_is_everywhere_or_where_it_is_asked_for() -> None:
+    sizes = {"layers": 1, "hidden": 16, "heads": 2}
+
+    def biases(**switches: Any) -> tuple[bool, bool, bool]:
+        model = ModelConfig(**sizes, **switches)
+        return model.qkv_bias, model.output_bias, model.mlp_bias
+
+    assert biases() == (False, False, False)
+    assert biases(bias=True) == biases(family="gpt2") == (True, True, True)
+    assert biases(family="qwen2") == biases(qkv_bias=True) == (True, False, False)
+    assert biases(family="gpt_neox", qkv_bias=False, output_bias=False) == (False, False, True)
+
+
+def test_a_family_chooses_the_switches_and_any_of_them_can_be_changed() -> None:
+    llama, gpt2 = preset("llama-demo"), preset("gpt2", norm="rms")
+    assert (llama.norm, llama.positions, llama.mlp, llama.bias, llama.tied) == ("rms", "rope", "swiglu", False, False)
+    assert (gpt2.norm, gpt2.positions, gpt2.mlp, gpt2.bias, gpt2.tied) == ("rms", "learned", "gelu", True, True)
+
+
+def test_sizes_not_given_follow_from_those_that_are() -> None:
+    model = ModelConfig(layers=1, hidden=256, heads=8)
+    assert (model.kv_heads, model.head_dim, model.ffn) == (8, 32, 704)  # 8/3 * 256 = 682.7, up to 11 * 64
+    assert ModelConfig(layers=1, hidden=192, heads=8).ffn == 512  # 8/3 * 192 is a multiple already
+    assert ModelConfig(family="gpt2", layers=1, hidden=256, heads=8).ffn == 1024
+    assert ModelConfig(layers=1, hidden=256, heads=8, head_dim=0) == model
+
+
+def test_sizes_that_do_not_fit_are_reported_together() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ModelConfig(layers=1, hidden=100, heads=6, kv_heads=4)
+    assert "hidden 100 is not a multiple of heads 6" in str(caught.value)
+    assert "kv_heads 4 does not divide heads 6: 1, 2, 3, 6 would" in str(caught.value)
+    with pytest.raises(ValidationError, match="hidden 100 is not a multiple of heads 6"):
+        ModelConfig(layers=1, hidden=100, heads=6, head_dim=0)
+    assert ModelConfig(family="gpt2", layers=1, hidden=20, heads=4).head_dim == 5  # learned positions turn nothing
+
+
+SCALED = {"kind": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("switches", "problem"),
+    [
+        ({"head_dim": 5}, "head_dim 5: rotary positions turn pairs, .* but all of it turn, 5 features"),
+        ({"rotary_fraction": 0.4}, "head_dim 8: rotary positions .* but 0.4 of it turn, 3 features"),
+        ({"rotary_fraction": 0.1}, "head_dim 8: rotary positions .* but 0.1 of it turn, 0 features"),
+        ({"positions": "learned", "rope_scaling": SCALED}, 'rope_scaling and rotary_fraction are of positions = "rope'),
+        ({"positions": "learned", "rotary_fraction": 0.5}, 'rope_scaling and rotary_fraction are of positions = "rope'),
+        ({"experts": 4, "experts_per_token": 5}, "experts_per_token 5 is more than experts 4: at most 4 would do"),
+        ({"experts": 4, "bias": True}, "mlp_bias true: the 4 experts have no biases; set mlp_bias = false"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embeddings is missing"),
+        ({"rope_scaling": {"factor": 2.0}}, 'rope_scaling.factor 2.0 means nothing to kind "none": .* no other key'),
+        ({"rope_scaling": {**SCALED, "mscale": 2.0}}, 'mscale 2.0 means nothing to kind "linear": it reads factor'),
+        ({"rope_scaling": {**SCALED, "factor": 0.5}}, "greater than or equal to 1"),
+        (
+            {"head_dim": 2, "rope_scaling": {**SCALED, "kind": "dynamic", "original_max_position_embeddings": 4}},
+            "dynamic needs more than one pair",
+        ),
+        ({"rope_scaling": {**SCALED, "kind": "llama3", "low_freq_factor": 4.0}}, "high_freq_factor 4.0 must be above"),
+        ({"rope_scaling": {**SCALED, "kind": "yarn", "beta_slow": 32.0}}, "beta_fast 32.0 must be above beta_slow"),
+    ],
+)
+def test_switches_that_do_not_fit_are_refused_in_plain_words(switches: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        ModelConfig(**{"layers": 1, "hidden": 32, "heads": 4, **switches})
+
+
+def test_with_vocab_changes_only_the_vocabulary() -> None:
+    demo = preset("llama-demo")
+    assert demo.vocab == 0
+    assert demo.with_vocab(77) == demo.model_copy(update={"vocab": 77})
+    with pytest.raises(ValidationError):
+        demo.with_vocab(-1)
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match=", ".join(PRESETS)):
+        preset("gpt5")

@@ -1,0 +1,183 @@
+"""The laws of a state in logical tensors: whole on every rank, of any layout, into any layout, or not at all."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.errors import UserError
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from tests.layouts import Fragment, assemble
+from tests.logical import SHAPES, Case, give, held, make_optimizer, results, train
+from tests.ranks import run_ranks
+
+CASES = {
+    "fp32": Case("fp32"),
+    "split": Case("bf16", {"masters": "split"}),
+    "all bf16": Case("bf16", {"masters": "none", "rounding": "stochastic", "moments": "bf16"}),
+    "nadam": Case("bf16", {"keep_fp32": ("norm.*",)}, rule=("NAdam", {})),
+}
+CHAIN: list[dict[str, int]] = [{}, {"pp": 2, "tp": 2}, {"dp": 2}, {"pp": 2, "dp": 2}, {"tp": 2}]
+State = dict[str, Any]
+
+
+def go_on(mesh: DeviceMesh | None, states: list[State], step: int) -> list[tuple[State, dict[str, list[Fragment]]]]:
+    """One step more for each case; the state then, and what this rank holds."""
+    found = []
+    for case, state in zip(CASES.values(), states, strict=True):
+        optimizer = make_optimizer(mesh, case)
+        for buffer in optimizer.all_buffers():
+            for values in (buffer.weights, *buffer.saved().values()):
+                values.mul_(3)
+        optimizer.load_state_dict(state)
+        give(optimizer, step)
+        optimizer.step(case.lr)
+        found.append((optimizer.state_dict(), held(optimizer)))
+    return found
+
+
+def require_equal(state: State, other: State) -> None:
+    assert {key: value for key, value in state.items() if key != "tensors"} == {
+        key: value for key, value in other.items() if key != "tensors"
+    }
+    assert state["tensors"].keys() == other["tensors"].keys()
+    assert all(torch.equal(values, other["tensors"][key]) for key, values in state["tensors"].items())
+    assert all(values.dtype == other["tensors"][key].dtype for key, values in state["tensors"].items())
+
+
+def test_a_state_goes_from_any_layout_into_any_other() -> None:
+    """A run that changes its layout before every step ends with what one process holds: bit for bit."""
+    states = [train(None, replace(case, steps=1))[0].state_dict() for case in CASES.values()]
+    held_by_layers: list[dict[str, Tensor]] = []
+    for number, axes in enumerate(CHAIN):
+        ranks = run_ranks(go_on, axes, states=states, step=number + 1)
+        for answers in zip(*ranks, strict=True):
+            for state, _ in answers:
+                require_equal(state, answers[0][0])
+        states = [state for state, _ in ranks[0]]
+        held_by_layers = [assemble([rank[n][1]["held"] for rank in ranks]) for n in range(len(CASES))]
+    expected = results([replace(case, steps=len(CHAIN) + 1) for case in CASES.values()], {})
+    for name, state, layers, result in zip(CASES, states, held_by_layers, expected, strict=True):
+        tensors: dict[str, Tensor] = state["tensors"]
+        assert tensors.keys() == {f"{kind}/{n}" for kind in result.kinds if kind != "held" for n in SHAPES}
+        for key, values in tensors.items():
+            kind, logical = key.split("/")
+            assert values.device.type == "cpu" and values.shape == SHAPES[logical]
+            assert torch.equal(values, result.kinds[kind][logical]), f"{name}: {key}"
+        assert all(torch.equal(layers[n], values) for n, values in result.kinds["held"].items()), name
+
+
+def lose(key: str) -> Callable[[State], object]:
+    return lambda state: state["tensors"].pop(key)
+
+
+def reshape(state: State) -> None:
+    state["tensors"]["exp_avg/head.bias"] = torch.zeros(6)
+
+
+def add(state: State) -> None:
+    state["tensors"]["weight/other"] = torch.zeros(2)
+
+
+def add_many(state: State) -> None:
+    for n in range(9):
+        state["tensors"][f"weight/other{n}"] = torch.zeros(2)
+
+
+def of_sgd(state: State) -> None:
+    """Two averages that are not there, and one that nobody knows."""
+    for name in SHAPES:
+        state["tensors"][f"momentum_buffer/{name}"] = state["tensors"].pop(f"exp_avg/{name}")
+        del state["tensors"][f"exp_avg_sq/{name}"]
+
+
+def no_numbers(state: State) -> None:
+    del state["steps"]
+
+
+def no_tensors(state: State) -> None:
+    del state["tensors"]
+
+
+DAMAGES: list[tuple[Callable[[State], object], str, str]] = [
+    (lose("weight/query.weight"), "weight/query.weight is [8, 6] in the model, not in the state", "first"),
+    (reshape, "exp_avg/head.bias is [5] in the model, [6] in the state", "last"),
+    (add, "weight/other of the state is not in the model", "both"),
+    (add_many, "weight/other0 of the state is not in the model", "both"),
+    (of_sgd, "momentum_buffer/", ""),
+]
+
+
+def snapshot(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
+    optimizer.wait()
+    tensors = [optimizer.steps, *optimizer.scaler.tensors()]
+    tensors += [t for buffer in optimizer.all_buffers() for t in (buffer.weights, *buffer.saved().values())]
+    return [tensor.clone() for tensor in tensors]
+
+
+def refuse(mesh: DeviceMesh) -> list[list[str]]:
+    case = Case("bf16")
+    optimizer, _ = train(mesh, replace(case, steps=2))
+    said = []
+    for damage, _, _ in DAMAGES:
+        state, before = optimizer.state_dict(), snapshot(optimizer)
+        damage(state)
+        with pytest.raises(UserError) as raised:
+            optimizer.load_state_dict(state)
+        assert all(torch.equal(a, b) for a, b in zip(snapshot(optimizer), before, strict=True)), "something was loaded"
+        said.append(str(raised.value).splitlines())
+    return said
+
+
+def test_a_state_of_another_model_is_refused_on_every_rank_and_nothing_changes() -> None:
+    first, last = run_ranks(refuse, {"pp": 2})
+    for n, (_, message, who) in enumerate(DAMAGES):
+        for said, stage in ((first[n], "first"), (last[n], "last")):
+            assert said[0] == "the state is of another model"
+            assert len(said) <= 6
+            if who in (stage, "both"):
+                assert message in said
+            elif who:
+                assert said[1:] == ["another rank says which tensors differ"]
+
+
+@pytest.mark.parametrize("damage", [no_numbers, no_tensors])
+def test_what_is_no_state_is_refused_and_nothing_changes(damage: Callable[[State], object]) -> None:
+    optimizer, _ = train(None, Case("bf16", steps=2))
+    state, before = optimizer.state_dict(), snapshot(optimizer)
+    for values in state["tensors"].values():
+        values.add_(1)
+    damage(state)
+    with pytest.raises(UserError, match=r"steps|tensors"):
+        optimizer.load_state_dict(state)
+    assert all(torch.equal(a, b) for a, b in zip(snapshot(optimizer), before, strict=True)), "something was loaded"
+
+
+def one_rank_differs(mesh: DeviceMesh) -> str:
+    optimizer, _ = train(mesh, Case("fp32", steps=1))
+    state = optimizer.state_dict()
+    if optimizer.world.rank == 1:
+        del state["tensors"]["weight/scale"]
+    with pytest.raises(UserError) as raised:
+        optimizer.load_state_dict(state)
+    return str(raised.value)
+
+
+def test_a_state_that_only_one_rank_cannot_take_is_taken_by_none() -> None:
+    for said in run_ranks(one_rank_differs, {"dp": 2}):
+        assert said.startswith("the state is of another model\n")
+
+
+def test_moments_can_be_narrowed_and_widened_on_the_way() -> None:
+    """A BF16 average comes back as it is; an FP32 one is rounded to the nearest."""
+    wide, narrow = Case("bf16", steps=3), Case("bf16", {"moments": "bf16"}, steps=3)
+    for source, target in ((wide, narrow), (narrow, wide)):
+        state = train(None, source)[0].state_dict()
+        optimizer = make_optimizer(None, target)
+        optimizer.load_state_dict(state)
+        for key, values in optimizer.state_dict()["tensors"].items():
+            assert torch.equal(values, state["tensors"][key].to(values.dtype)), key

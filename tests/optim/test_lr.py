@@ -1,0 +1,56 @@
+"""Learning rates against Megatron's formulas, worked out by hand."""
+
+import math
+
+import pytest
+
+from megaprec.errors import UserError
+from megaprec.optim.lr import Kind, LRSchedule
+
+
+def schedule(kind: Kind, peak: float = 1.0, final: float = 0.2, warmup: int = 10, total: int = 110) -> LRSchedule:
+    return LRSchedule(kind, peak, final, warmup, total, decay=40)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+def test_warm_up_rises_from_zero_and_reaches_the_peak_after_warmup_steps(kind: Kind) -> None:
+    assert [schedule(kind).at(n) for n in (0, 1, 5, 10)] == [0.0, 0.1, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+def test_without_warm_up_the_first_step_trains_at_the_peak(kind: Kind) -> None:
+    assert schedule(kind, warmup=0).at(0) == 1.0
+
+
+def test_constant_stays_at_the_peak_for_ever() -> None:
+    assert {schedule("constant").at(n) for n in (10, 11, 110, 1000)} == {1.0}
+
+
+def test_linear_falls_evenly_to_final() -> None:
+    assert [schedule("linear").at(n) for n in (35, 60, 85, 110, 111)] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_cosine_falls_by_half_a_wave_to_final() -> None:
+    quarter = 0.2 + 0.8 * (math.sqrt(0.5) + 1) / 2  # cos(pi / 4) at a quarter of the way
+    assert [schedule("cosine").at(n) for n in (35, 60, 110, 111)] == pytest.approx([quarter, 0.6, 0.2, 0.2])
+
+
+def test_wsd_holds_the_peak_until_its_tail_and_then_halves_towards_final() -> None:
+    rates = [schedule("wsd").at(n) for n in (11, 70, 90, 110, 111)]
+    assert rates == pytest.approx([1.0, 1.0, 0.2 + 0.8 * (2 * 0.5**0.5 - 1), 0.2, 0.2])
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_run_that_is_all_warm_up_ends_at_the_peak(kind: Kind) -> None:
+    assert schedule(kind, warmup=110).at(110) == 1.0
+
+
+def test_everything_that_does_not_fit_is_reported_together() -> None:
+    with pytest.raises(UserError) as caught:
+        LRSchedule("wsd", peak=1e-3, final=1e-2, warmup=5, total=10, decay=6)
+    decay, final = caught.value.problems
+    assert "decay 6" in decay
+    assert "1 to 5" in decay
+    assert "final 0.01" in final
+    with pytest.raises(UserError, match="warmup 11: must be between 0 and 10"):
+        LRSchedule("linear", 1.0, 0.0, warmup=11, total=10, decay=0)

@@ -1,0 +1,319 @@
+"""The laws of the optimizer: torch's AdamW and clipping, however its state is cut."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import attach_whole, parameters_of
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import StepReport
+from megaprec.precision.plan import LossScaling, plan
+from models.config import ModelConfig
+from models.stages import build, cuts
+from parallel.context import Context
+from tests.given import declare
+from tests.layouts import Run, train_all
+from tests.models.test_parity import MODELS
+from tests.ranks import run_ranks
+
+CLOSE = 1e-12
+CPU = torch.device("cpu")
+LR, SAMPLES, WIDTH = 1e-2, 12, 5
+Step = tuple[StepReport, list[Tensor]]  # and the weights after it
+
+
+class Net(nn.Module):
+    """An ordinary torch module; its sizes divide by nothing."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(width, 7 * width)
+        self.norm = nn.LayerNorm(7 * width)
+        self.last = nn.Linear(7 * width, 3)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.norm(torch.relu(self.first(x))))
+        return y.to(torch.promote_types(y.dtype, torch.float32)).square().sum(-1)
+
+
+def batch(step: int, width: int) -> Tensor:
+    return torch.randn(SAMPLES, width, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def ours(
+    compute: str, clip: float, mesh: DeviceMesh | None = None, *, width: int = WIDTH, zero_size: int = 0
+) -> list[Step]:
+    """Four steps on this rank's share of the samples."""
+    made = plan(compute, LossScaling("constant", 1024.0) if compute == "fp16" else None)
+    model = Net(width, made.masters)
+    attach_whole(model)
+    optimizer = ParallelAMPOptimizer([model], made, mesh, average=False, clip=clip, zero_size=zero_size)
+    steps: list[Step] = []
+    for step in range(4):
+        loss = model(optimizer.dp.chunk(batch(step, width)).to(made.compute)).sum() / SAMPLES
+        (loss * optimizer.scale).backward()
+        optimizer.reduce()
+        report = optimizer.step(LR, loss.detach())
+        steps.append((report, [p.detach().clone() for p in model.parameters()]))
+    return steps
+
+
+def torchs(
+    dtype: torch.dtype, clip: float, *, width: int = WIDTH, fused: bool = False
+) -> list[tuple[float, float, list[Tensor]]]:
+    """Loss, norm and weights of the same steps by torch alone."""
+    model = Net(width, dtype)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=fused)
+    steps = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(batch(step, width).to(dtype)).sum() / SAMPLES
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)
+        optimizer.step()
+        steps.append((loss.item(), norm.item(), [p.detach().clone() for p in model.parameters()]))
+    return steps
+
+
+def require_torchs_steps(steps: list[Step], clip: float) -> None:
+    for (report, weights), (loss, norm, expected) in zip(steps, torchs(torch.float64, clip), strict=True):
+        assert report.outcome == "applied"
+        assert report.loss == pytest.approx(loss, rel=CLOSE)
+        assert report.grad_norm == pytest.approx(norm, rel=CLOSE)
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0, 6.0])
+def test_without_a_process_group_it_is_torchs_adamw_with_clipping(clip: float) -> None:
+    steps = ours("fp64", clip)
+    require_torchs_steps(steps, clip)
+    if clip == 6.0:
+        assert len({report.grad_norm > clip for report, _ in steps}) == 2, "some steps clip and some do not"
+
+
+def test_unclipped_fp32_steps_are_torchs_fused_adamw_to_the_last_bit() -> None:
+    """Where vectors of elements fit: a width of 64. The last elements of others are rounded as scalars."""
+    for (_, weights), (_, _, expected) in zip(
+        ours("fp32", 0.0, width=64), torchs(torch.float32, 0.0, width=64, fused=True), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(weights[:-2], expected[:-2], strict=True))
+        torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
+
+
+def steps_on_rank(mesh: DeviceMesh, sizes: Sequence[int]) -> dict[tuple[str, int], list[Step]]:
+    return {
+        (compute, size): ours(compute, 1.0, mesh, zero_size=size)
+        for compute in ("fp64", "fp32", "bf16", "fp16")
+        for size in sizes
+    }
+
+
+@pytest.mark.parametrize(("dp", "sizes"), [(2, (0, 1)), (3, (0, 1)), (4, (0, 1, 2))], ids=str)
+def test_zero_on_off_and_over_a_part_are_the_same_bits_on_every_rank(dp: int, sizes: tuple[int, ...]) -> None:
+    ranks = run_ranks(steps_on_rank, {"dp": dp}, sizes=sizes)
+    for compute in ("fp64", "fp32", "bf16", "fp16"):
+        expected = ranks[0][compute, 0]
+        for steps in (rank[compute, size] for rank in ranks for size in sizes):
+            for (report, weights), (first_report, first_weights) in zip(steps, expected, strict=True):
+                assert report == first_report
+                assert all(torch.equal(a, b) for a, b in zip(weights, first_weights, strict=True))
+    require_torchs_steps(ranks[0]["fp64", 0], 1.0)
+
+
+@pytest.mark.parametrize("layout", [(1, 2, 2), (2, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
+def test_zero_on_and_off_and_overlap_train_the_same_model_bit_for_bit(layout: tuple[int, int, int]) -> None:
+    run = Run(MODELS["gpt2"], compute="bf16")
+    on, *others = train_all([run, replace(run, zero_size=1), replace(run, options={"overlap": True})], *layout)
+    assert on.num_elements == run.config.num_parameters
+    for other in others:
+        assert (other.reports, other.num_elements) == (on.reports, on.num_elements)
+        for name, weight in on.after.items():
+            assert torch.equal(other.after[name], weight), name
+            assert all(torch.equal(a[name], b[name]) for a, b in zip(on.grads, other.grads, strict=True)), name
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_logical_element_is_counted_by_exactly_one_rank(model: str, tp: int) -> None:
+    config = ModelConfig(**MODELS[model])
+    for pp, dp, zero in product((1, 2, 3), (1, 2, 3), (True, False)):
+        counted: dict[str, Tensor] = {}
+        for p, d, t in product(range(pp), range(dp), range(tp)):
+            context = Context(plan("fp32"), Axis("tp", t, tp))
+            stages = build(config, context, cuts(config, pp, 8), range(pp), p)
+            for parameter in parameters_of(stages.values()):
+                shards = Axis("zero", d, dp) if zero else Axis("zero")
+                count(Buffer([parameter], context.plan, Axis("dp", d, dp), shards, p, CPU), counted)
+        assert sum(c.numel() for c in counted.values()) == config.num_parameters
+        assert all((c == 1).all() for c in counted.values()), f"{pp=} {dp=} {zero=}"
+
+
+def count(buffer: Buffer, counted: dict[str, Tensor]) -> None:
+    """Adds one to every logical element that the buffer counts. What it does not count it must hold as a copy."""
+    flags = torch.zeros(buffer.size, dtype=torch.int32)
+    for ranges, flag in ((buffer.counted(), 1), (buffer.copies(), 2)):
+        for first, last in ranges:
+            flags[buffer.first + first : buffer.first + last] += flag
+    elements = torch.zeros_like(flags)
+    for piece in buffer.pieces:
+        elements[piece.start : piece.stop] = 1
+        part = piece.part
+        whole = counted.setdefault(part.name, torch.zeros(part.shape, dtype=torch.int32))
+        part.take(whole).add_((flags[piece.start : piece.stop] == 1).view(part.local))
+    held = slice(buffer.first, buffer.last)
+    assert torch.equal((flags[held] > 0).int(), elements[held]), "padding is looked at, or an element is not"
+    assert flags.max() <= 2, "an element is looked at twice"
+
+
+def adopted(compute: str = "fp32", **options: Any) -> tuple[Net, ParallelAMPOptimizer]:
+    model = Net(WIDTH, torch.float32)
+    attach_whole(model)
+    return model, ParallelAMPOptimizer(
+        [model], plan(compute, on_nonfinite=options.pop("on_nonfinite", "skip")), **options
+    )
+
+
+def test_biases_and_norms_do_not_decay() -> None:
+    model, optimizer = adopted(weight_decay=0.5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    report = optimizer.step(0.1)
+    assert (report.grad_norm, report.num_zeros, report.zero_ratio) == (0.0, optimizer.num_elements, 1.0)
+    for name, p in model.named_parameters():
+        factor = 0.95 if name in ("first.weight", "last.weight") else 1.0
+        torch.testing.assert_close(p, before[name] * factor, rtol=1e-6, atol=0)
+        assert torch.equal(p, before[name]) == (factor == 1.0)
+
+
+def test_a_frozen_parameter_is_left_alone() -> None:
+    model = Net(WIDTH, torch.float32)
+    model.first.requires_grad_(False)
+    attach_whole(model)
+    optimizer = ParallelAMPOptimizer([model], plan("fp32"))
+    assert optimizer.num_elements == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_masters_are_made_of_the_values_before_they_are_rounded(compute: str) -> None:
+    model, optimizer = adopted(compute)
+    (buffer,) = optimizer.all_buffers()
+    for parameter, start, (name, exact) in zip(
+        buffer.parameters,
+        buffer.starts,
+        sorted(Net(WIDTH, torch.float32).named_parameters(), key=lambda x: x[1].dim() < 2),
+        strict=True,
+    ):
+        assert torch.equal(buffer.saved()["weight"][start : start + exact.numel()], exact.detach().view(-1)), name
+        assert torch.equal(parameter, exact.to(parameter.dtype)), name
+        assert parameter.dtype == optimizer.plan.compute
+    assert not torch.equal(model.first.weight.float(), Net(WIDTH, torch.float32).first.weight), "nothing was rounded"
+
+
+def test_a_parameter_without_a_layout_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"^first.weight: a parameter of shape \(35, 5\) .*attach_whole\(model\).*; 5 others"
+    ):
+        ParallelAMPOptimizer([Net(WIDTH, torch.float32)], plan("fp32"))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("where", ["gradient", "loss"])
+def test_asked_to_raise_it_raises_and_changes_nothing(where: str, bad: float) -> None:
+    model, optimizer = adopted(on_nonfinite="raise")
+    model(batch(0, WIDTH).float()).sum().backward()
+    optimizer.step(LR)
+    state = {name: t.clone() for b in optimizer.all_buffers() for name, t in b.saved().items()}
+    weights = [p.detach().clone() for p in model.parameters()]
+    if where == "gradient":
+        optimizer.all_buffers()[0].grads[3] = bad
+        declare(optimizer)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        optimizer.step(LR, torch.tensor(bad if where == "loss" else 1.0))
+    assert optimizer.numbers()["steps"] == 1
+    assert all(torch.equal(t, state[name]) for b in optimizer.all_buffers() for name, t in b.saved().items())
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+
+
+def test_finite_gradients_of_any_size_are_not_taken_for_an_overflow() -> None:
+    """Whose squares FP32 could not hold."""
+    _, optimizer = adopted(clip=0.0)
+    optimizer.all_buffers()[0].grads[:7] = 3e38
+    declare(optimizer)
+    report = optimizer.step(LR)
+    assert report.outcome == "applied"
+    assert report.grad_norm == pytest.approx(3e38 * 7**0.5, rel=1e-6)
+
+
+def norm_of_whole_parameters(mesh: DeviceMesh) -> tuple[float, int]:
+    """Of gradients that are all one."""
+    model = nn.Linear(3, 5)
+    attach_whole(model, Axis.of(mesh, "tp"))
+    optimizer = ParallelAMPOptimizer([model], plan("fp64"), mesh)
+    for buffer in optimizer.all_buffers():
+        for piece in buffer.pieces:
+            buffer.grads[piece.start : piece.stop] = 1
+    declare(optimizer)
+    optimizer.reduce()
+    return optimizer.step(LR).grad_norm, optimizer.num_elements
+
+
+def test_parameters_that_every_tensor_rank_holds_whole_count_once() -> None:
+    assert run_ranks(norm_of_whole_parameters, {"tp": 2}) == [(20**0.5, 20)] * 2
+
+
+def refused_layout(mesh: DeviceMesh) -> str:
+    model = nn.Linear(3, 5)
+    attach_whole(model)  # as if there were one tensor rank
+    with pytest.raises(ValueError, match="laid out for") as caught:
+        ParallelAMPOptimizer([model], plan("fp32"), mesh)
+    return str(caught.value)
+
+
+def test_a_layout_for_another_number_of_tensor_ranks_is_refused() -> None:
+    said = "weight is laid out for 1 slices x 1 copies, but there are 2 tensor-parallel ranks"
+    assert run_ranks(refused_layout, {"tp": 2}) == [said] * 2
+
+
+def test_a_frozen_parameter_joins_the_others_in_dtype_and_stays_as_it_is() -> None:
+    model = Net(WIDTH, torch.float32)
+    model.first.weight.requires_grad_(False)
+    before = model.first.weight.to(torch.bfloat16)
+    attach_whole(model)
+    optimizer = ParallelAMPOptimizer([model], plan("bf16"))
+    model(batch(0, WIDTH).bfloat16()).sum().backward()
+    optimizer.reduce()
+    assert optimizer.step(LR).outcome == "applied"
+    assert torch.equal(model.first.weight, before)
+
+
+def test_a_step_reduces_what_was_not_reduced_and_nothing_is_reduced_twice() -> None:
+    run_ranks(reduce_by_step, {"dp": 2})
+
+
+def reduce_by_step(mesh: DeviceMesh) -> None:
+    reports = []
+    for by_hand in (True, False):
+        model = Net(WIDTH, torch.float64)
+        attach_whole(model)
+        optimizer = ParallelAMPOptimizer([model], plan("fp64"), mesh, average=False)
+        model(optimizer.dp.chunk(batch(0, WIDTH))).sum().backward()
+        if by_hand:
+            optimizer.reduce()
+            with pytest.raises(RuntimeError, match="twice"):
+                optimizer.reduce()
+        reports.append(optimizer.step(LR))
+    assert reports[0] == reports[1]

@@ -1,0 +1,155 @@
+"""What travels while the model computes changes no bit, begins when it can, and is waited for by who needs it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import attach_whole, layout_of
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.grad_sync import Arrivals, Sums
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.precision.plan import plan
+from models.config import ModelConfig
+from models.stages import build, cuts
+from parallel.context import Context
+from tests.layouts import Result, Run, train_all
+from tests.models.test_parity import MODELS
+
+CPU = torch.device("cpu")
+SMALL = 300  # elements of a bucket: most matrices of these models get one of their own
+
+
+def require_same_bits(one: Result, other: Result) -> None:
+    assert other.reports == one.reports
+    for name, weight in one.after.items():
+        assert torch.equal(other.after[name], weight), name
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(one.grads, other.grads, strict=True)), name
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2), (1, 2, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
+@pytest.mark.parametrize("model", ["gpt2", "llama", "mixtral"])
+def test_overlap_by_buckets_trains_the_same_model_bit_for_bit(model: str, layout: tuple[int, int, int]) -> None:
+    run = Run(MODELS[model], compute="bf16", sequence=layout[0] > 1, options={"bucket": SMALL})
+    runs = [run, replace(run, zero_size=1)]
+    if layout[1] > 1:
+        four = {**MODELS[model], "layers": 4}
+        runs = [
+            replace(run, model=four, kind=kind, chunks=n) for kind, n in (("1f1b", 1), ("interleaved", 2), ("zb-v", 2))
+        ]
+    early = [replace(run, options={"bucket": SMALL, "overlap": True}) for run in runs]
+    results = train_all([*runs, *early], *layout)
+    for plain, overlapped in zip(results[: len(runs)], results[len(runs) :], strict=True):
+        assert any(report.outcome == "applied" for report in plain.reports)
+        require_same_bits(plain, overlapped)
+
+
+class Net(nn.Module):
+    """Three layers in a list, and a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.head = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.head
+
+
+def buffers_of(net: Net, done: Callable[[str, int], None]) -> list[Buffer]:
+    """A buffer for each weight of the net, layers first; `done` is told what is begun and ended, and of which."""
+    attach_whole(net)
+    parameters = [*(layer.weight for layer in net.layers), net.head]
+    buffers = [Buffer([p], plan("fp32"), Axis("dp"), Axis("zero"), 0, CPU) for p in parameters]  # type: ignore[list-item]
+    for n, buffer in enumerate(buffers):
+
+        def start_reduce(n: int = n) -> Callable[[], None]:
+            done("sum", n)
+            return lambda: done("end", n)
+
+        def start_collect(n: int = n) -> Callable[[], None]:
+            return lambda: done("arrived", n)
+
+        buffer.start_reduce, buffer.start_collect = start_reduce, start_collect  # type: ignore[method-assign]
+    return buffers
+
+
+def test_sums_begin_while_the_last_backward_pass_goes_on_in_one_order_and_end_in_the_step() -> None:
+    net, seen = Net(), list[str]()
+    sums = Sums([buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True)
+    for n, layer in enumerate(net.layers):
+        layer.register_full_backward_pre_hook(lambda module, grad, n=n: seen.append(f"backward {n}"))
+    x = torch.ones(2, 3, requires_grad=True)
+    net(x).sum().backward()
+    assert seen == ["backward 2", "backward 1", "backward 0"], "nothing is summed before the pass that completes it"
+    seen.clear()
+    sums.expect(0)
+    net(x).sum().backward()
+    expected = ["backward 2", "sum 3", "backward 1", "sum 2", "backward 0", "sum 1", "sum 0"]
+    assert sorted(seen) == sorted(expected)
+    assert [s for s in seen if s.startswith("sum")] == ["sum 3", "sum 2", "sum 1", "sum 0"]
+    assert seen.index("sum 3") < seen.index("backward 0"), "the head's sum waits for the whole pass"
+    sums.reduce(0)
+    assert sorted(seen) == sorted(expected)
+    sums.finish()
+    assert [s for s in seen if s.startswith("end")] == ["end 3", "end 2", "end 1", "end 0"]
+
+
+def test_a_weight_that_the_pass_does_not_reach_holds_up_no_sum_for_good() -> None:
+    net, seen = Net(), list[str]()
+    sums = Sums([buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True)
+    sums.expect(0)
+    net.layers[0](torch.ones(2, 3)).sum().backward()
+    assert seen == [], "the head comes first in the order that all ranks keep"
+    sums.finish()
+    assert sorted(seen) == sorted(f"{what} {n}" for n in range(4) for what in ("sum", "end"))
+
+
+def test_the_layers_of_a_stage_wait_for_themselves_and_the_stage_for_its_table_and_head() -> None:
+    config = ModelConfig(**MODELS["llama"])
+    (stage,) = build(config, Context(plan("fp32")), cuts(config, 1, 8), [0], 0).values()
+    optimizer = ParallelAMPOptimizer([stage], plan("fp32"), overlap=True, bucket=1)
+    seen: list[str] = []
+    for buffer in optimizer.all_buffers():
+        name = layout_of(buffer.parameters[0]).parts[0].name
+        buffer.start_collect = lambda name=name: lambda: seen.append(name)  # type: ignore[method-assign]
+    for block in stage.layers.values():
+        block.register_forward_pre_hook(lambda module, args: seen.append(f"{module.name} runs"))
+    ids = torch.zeros(8, 2, dtype=torch.int64)
+    stage.losses(stage(ids), ids).sum().backward()
+    seen.clear()
+    optimizer.step(1e-3)
+    assert seen == []
+    stage(ids)
+    outside = {"embedding.weight", "head.weight", "final_norm.weight"}
+    assert set(seen[:3]) == outside
+    of_layers = [name.split(".")[1].split()[0] for name in seen[3:]]
+    assert of_layers == sorted(of_layers), "a layer waits for no other"
+    assert all(seen[n - 1].startswith(name.split()[0]) for n, name in enumerate(seen) if name.endswith("runs"))
+
+
+def test_a_layer_waits_for_its_own_weights_and_the_model_for_all_others() -> None:
+    net, seen = Net(), list[int]()
+    buffers = buffers_of(net, lambda what, n: seen.append(n))
+    arrivals = Arrivals([net], buffers, early=True)
+    for buffer in buffers:
+        arrivals.begin(buffer)
+    arrivals.settle()
+    assert seen == []
+    net.layers[1](torch.ones(1, 3))
+    assert seen == [1]
+    net(torch.ones(1, 3))
+    assert seen == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize(("bucket", "sizes"), [(1, [9, 9, 9, 9]), (10, [18, 18]), (100, [36])])
+def test_a_bucket_is_full_with_the_parameter_that_reaches_its_size(bucket: int, sizes: list[int]) -> None:
+    net = Net()
+    attach_whole(net)
+    optimizer = ParallelAMPOptimizer([net], plan("fp32"), bucket=bucket)
+    assert [sum(p.numel() for p in buffer.parameters) for buffer in optimizer.all_buffers()] == sizes

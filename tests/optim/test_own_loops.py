@@ -1,0 +1,63 @@
+"""Loops of a user's own, as docs/optimizer.md prints them and as examples/pretrain.py has one, run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.project.test_docs import blocks
+from tests.project.test_readme import ROOT
+
+BLOCKS = blocks(ROOT / "docs" / "optimizer.md", "python")
+LAUNCHED = re.compile(r"# torchrun --nproc-per-node (\d+) \w+\.py\n")
+
+
+def launched_by(ranks: int | str) -> list[str]:
+    """torchrun, with a port of its own."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+def run(words: list[str], here: Path) -> list[str]:
+    """The lines that a program prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout.splitlines()
+
+
+def run_block(code: str, here: Path) -> list[str]:
+    (here / "block.py").write_text(code)
+    launched = LAUNCHED.match(code)
+    return run([*(launched_by(launched[1]) if launched else [sys.executable]), "block.py"], here)
+
+
+@pytest.mark.parametrize("number", [n for n, code in enumerate(BLOCKS) if not LAUNCHED.match(code)])
+def test_a_loop_of_the_page_runs_as_printed_in_one_process(number: int, tmp_path: Path) -> None:
+    lines = run_block(BLOCKS[number], tmp_path)
+    losses = [float(line.split()[1]) for line in lines]
+    assert len(lines) == 10
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [n for n, code in enumerate(BLOCKS) if LAUNCHED.match(code)])
+def test_a_loop_of_the_page_runs_as_printed_under_torchrun(number: int, tmp_path: Path) -> None:
+    lines = run_block(BLOCKS[number], tmp_path)
+    losses = [float(line.split()[1]) for line in lines if line.startswith("applied")]
+    assert len(lines) in (10, 30)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_example_reports_the_same_mean_loss_however_many_replicas_there_are(replicas: int, tmp_path: Path) -> None:
+    """That of guessing one of 256 bytes, at first: were replicas added up, it would be twice as high."""
+    program = str(ROOT / "examples" / "pretrain.py")
+    lines = run([*launched_by(4 * replicas), program], tmp_path)
+    losses = [float(line.split()[4]) for line in lines]
+    assert len(losses) == 60
+    assert losses[0] == pytest.approx(5.5, abs=0.6)
+    assert losses[-1] < 0.8 * losses[0]

@@ -1,0 +1,216 @@
+"""The laws of update rules: torch's optimizers on whole tensors, however the state is cut, and nothing else."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.layout import attach_whole
+from megaprec.errors import UserError
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.update_rules import SGD, AdamW, Torch, rule
+from megaprec.precision.plan import plan
+from tests.given import declare
+from tests.logical import INF, SHAPES, Case, Result, Tensors, gradient, initial, results
+
+CLOSE = 1e-12
+STEPS, BAD, RESTART, CLIP, DECAY = 6, 2, 4, 4.0, 0.1
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("adamw", {}),
+    "SGD": ("sgd", {}),
+    "SGD nesterov": ("SGD", {"momentum": 0.8, "nesterov": True}),
+    "SGD plain": ("sgd", {"momentum": 0.0}),
+    "Adadelta": ("Adadelta", {}),
+    "Adagrad": ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.2}),
+    "Adam": ("Adam", {"betas": (0.8, 0.99)}),
+    "Adam amsgrad": ("Adam", {"amsgrad": True, "maximize": True}),
+    "Adam decoupled": ("Adam", {"decoupled_weight_decay": True, "foreach": True}),
+    "Adamax": ("Adamax", {}),
+    "NAdam": ("NAdam", {"momentum_decay": 0.1}),
+    "RAdam": ("RAdam", {"betas": (0.8, 0.9)}),
+    "RMSprop": ("RMSprop", {"momentum": 0.9, "centered": True}),
+    "Rprop": ("Rprop", {}),
+}
+DEFAULTS: dict[str, dict[str, Any]] = {"AdamW": {"betas": (0.9, 0.95)}, "SGD": {"momentum": 0.9}}
+LARGE = {"Adadelta": 1.0, "Adagrad": 0.3}  # learning rates
+
+
+def case(name: str) -> Case:
+    return Case("fp64", rule=RULES[name], clip=CLIP, steps=STEPS, bad=(BAD,), restart=RESTART, lr=LARGE.get(name, 0.01))
+
+
+@cache
+def torchs(name: str) -> Tensors:
+    """The weights after the same steps, but for the one that is skipped, by torch's own class."""
+    kind, options = (name.split()[0], RULES[name][1])
+    options = DEFAULTS.get(kind, {}) | options
+    weights = {n: initial(n, torch.float64) for n in SHAPES}
+    decays = kind != "Rprop"
+    groups = [
+        {"params": [w], "weight_decay": DECAY if w.dim() >= 2 else 0.0} if decays else {"params": [w]}
+        for w in weights.values()
+    ]
+    optimizer = getattr(torch.optim, kind)(groups, lr=LARGE.get(name, 0.01), **options)
+    for step in range(STEPS):
+        for n, w in weights.items():
+            w.grad = gradient(n, step)
+        nn.utils.clip_grad_norm_(list(weights.values()), CLIP)
+        if step != BAD:
+            optimizer.step()
+    return weights
+
+
+def require_close(ours: Result, theirs: Tensors) -> None:
+    assert ours.weights.keys() == theirs.keys()
+    for name, weights in theirs.items():
+        torch.testing.assert_close(ours.weights[name], weights, rtol=CLOSE, atol=CLOSE, msg=name)
+
+
+@pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}], ids=str)
+def test_a_rule_is_torchs_class_on_whole_tensors(axes: dict[str, int]) -> None:
+    """Clipped, with a skipped step, and carried over into a new optimizer on the way."""
+    names = list(RULES)[:: 3 if "tp" in axes else 1]
+    for name, result in zip(names, results([case(n) for n in names], axes), strict=True):
+        assert [r.outcome == "applied" for r in result.reports] == [step != BAD for step in range(STEPS)]
+        assert all(r.grad_norm > CLIP for r in result.reports if r.outcome == "applied")
+        try:
+            require_close(result, torchs(name))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def test_every_class_of_torch_is_taken_or_refused() -> None:
+    """So that a new one in torch is noticed."""
+    kinds = {n for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)}
+    taken = {name.split()[0] for name in RULES}
+    assert kinds - taken == {"Optimizer", *REFUSED}
+
+
+REFUSED = {
+    "Adafactor": "is not elementwise: a slice stepped alone comes out otherwise",
+    "ASGD": "keeps eta, one number for all elements that is not the same for all learning rates",
+    "LBFGS": "cannot step a flat slice of a parameter: .*closure",
+    "Muon": "cannot step a flat slice of a parameter: .*2D",
+    "SparseAdam": "cannot step a flat slice of a parameter: .*dense gradients",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_class_that_is_not_elementwise_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UserError, match=f"^optimizer torch.*{name} {REFUSED[name]}"):
+        rule(name)
+
+
+class Made(torch.optim.Optimizer):
+    """A step of a test's own. `change` makes an update of (gradient, weights)."""
+
+    change: Callable[[Tensor, Tensor], Tensor] = staticmethod(lambda grad, weights: grad)  # type: ignore[assignment]
+
+    def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.mul_(group["beta"]).add_(type(self).change(p.grad, p))
+                p.sub_(group["lr"] * mean)
+
+
+class Normalized(Made):
+    change = staticmethod(lambda grad, weights: grad / (grad.norm() + 1e-6))  # type: ignore[assignment]
+
+
+class ClippedByItself(Made):
+    change = staticmethod(lambda grad, weights: grad / max(1.0, float(grad.norm()) / 100))  # type: ignore[assignment]
+
+
+class Restless(Made):
+    change = staticmethod(lambda grad, weights: grad + 1e-3)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", [Normalized, ClippedByItself])
+def test_a_class_that_looks_at_the_whole_tensor_is_refused(kind: type[Made]) -> None:
+    with pytest.raises(UserError, match=f"{kind.__name__} is not elementwise.*cannot be cut over ranks"):
+        Torch(kind)
+
+
+def test_a_class_that_would_fill_padding_is_refused() -> None:
+    with pytest.raises(UserError, match="Restless moves weights of 0 whose gradients are 0"):
+        Torch(Restless)
+
+
+def momentum(made: Torch | SGD, steps: int, state: dict[str, Any] | None = None) -> ParallelAMPOptimizer:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    attach_whole(model)
+    optimizer = ParallelAMPOptimizer([model], plan("fp64"), rule=made, weight_decay=0.0)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for _ in range(steps):
+        optimizer.all_buffers()[0].grads[:8] = 0.1
+        declare(optimizer)
+        optimizer.step(0.1)
+    return optimizer
+
+
+def test_a_class_of_ones_own_that_counts_no_steps_is_resumed() -> None:
+    """Having no numbers to restore must not be taken for never having been stepped."""
+
+    def fresh() -> Torch:
+        return Torch(Made, {"beta": 0.9})
+
+    whole = momentum(fresh(), 5).state_dict()
+    resumed = momentum(fresh(), 2, momentum(fresh(), 3).state_dict()).state_dict()
+    plain = momentum(SGD(0.9), 5).state_dict()
+    for name in ("weight", "bias"):
+        assert torch.equal(resumed["tensors"][f"weight/{name}"], whole["tensors"][f"weight/{name}"])
+        torch.testing.assert_close(
+            whole["tensors"][f"weight/{name}"], plain["tensors"][f"weight/{name}"], rtol=1e-13, atol=0
+        )
+
+
+def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own() -> None:
+    """Adam counts steps itself, which our AdamW leaves to the optimizer."""
+    state = momentum(AdamW(), 3).state_dict()  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="Adam keeps step, but the loaded state has nothing: it is of another one"):
+        momentum(Torch(torch.optim.Adam), 1, state)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("Lion", {}, "optimizer.name = 'Lion' is not known: use adamw, sgd or a class of torch.optim"),
+        ("Optimizer", {}, "is not known"),
+        ("adamw", {"beta": 1}, "optimizer.options for 'adamw': .*'beta'"),
+        ("adamw", {"betas": (0.9, 1.0)}, r"betas = \[0.9, 1.0\] must be two numbers from 0 to below 1"),
+        ("adamw", {"betas": (0.9,)}, "must be two numbers"),
+        ("adamw", {"eps": 0.0}, "eps = 0.0 must be above 0"),
+        ("sgd", {"momentum": 1.0}, "momentum = 1.0 must lie from 0 to below 1"),
+        ("sgd", {"momentum": 0.0, "nesterov": True}, "nesterov needs a momentum above 0"),
+        ("RAdam", {"lr": 1.0}, "RAdam: lr is not one of its options here; it comes with each step"),
+        ("RAdam", {"weight_decay": 1.0}, "weight_decay is not one of its options"),
+        ("RAdam", {"beta": 1.0}, "RAdam.*beta"),
+        ("RAdam", {"betas": (0.9, 2.0)}, "RAdam.*beta"),
+    ],
+)
+def test_what_no_rule_can_be_made_of_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rule(name, options)
+
+
+def test_a_nonfinite_step_moves_neither_averages_nor_scalars() -> None:
+    """Skipped as the very first one, it leaves the averages for torch to begin with."""
+    cases = [Case("fp32", rule=RULES["NAdam"], steps=n, bad=bad) for n, bad in ((3, (2,)), (2, ()), (1, (0,)), (0, ()))]
+    later, earlier, first, none = results(cases, {"dp": 2})
+    for ours, theirs in ((later, earlier), (first, none)):
+        assert ours.kinds.keys() == theirs.kinds.keys()
+        for kind, tensors in theirs.kinds.items():
+            assert all(torch.equal(ours.kinds[kind][n], values) for n, values in tensors.items()), kind
+        assert ours.numbers == theirs.numbers
+    assert earlier.numbers["rule"] == pytest.approx({"step": 2.0, "mu_product": earlier.numbers["rule"]["mu_product"]})
+    assert INF not in earlier.numbers["rule"].values()

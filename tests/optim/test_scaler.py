@@ -1,0 +1,234 @@
+"""The laws of loss scaling, against the rules of Megatron-LM written down again in plain floats."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaprec.errors import UserError
+from megaprec.optim.scaler import ConstantGradScaler, DynamicGradScaler, make_scaler
+from megaprec.precision.plan import LossScaling
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "loss-scaling.md"
+
+# found an inf or not -> scale, growth tracker, hysteresis tracker. Begins at 256; growth after 3, hysteresis 2.
+MEGATRON = [
+    (True, 256.0, 0, 1),  # tolerated
+    (False, 256.0, 1, 1),  # a good step refills nothing
+    (True, 128.0, 0, 0),
+    (True, 64.0, 0, -1),  # nor does a back-off: every further inf backs off
+    (False, 64.0, 1, -1),
+    (False, 64.0, 2, -1),
+    (False, 128.0, 0, 2),  # growth does
+    (False, 128.0, 1, 2),
+    (True, 128.0, 0, 1),  # good steps count in a row
+    (False, 128.0, 1, 1),
+    (False, 128.0, 2, 1),
+    (True, 64.0, 0, 0),
+]
+SMALL: dict[str, Any] = {"initial_scale": 256.0, "growth_interval": 3, "hysteresis": 2}
+DEFAULTS: dict[str, Any] = {
+    "min_scale": 1.0,
+    "max_scale": None,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "hysteresis_refill": "growth",
+}
+
+
+def state(scaler: DynamicGradScaler) -> tuple[float, float, float]:
+    return tuple(scaler.state_dict().values())  # type: ignore[return-value]
+
+
+def update(scaler: DynamicGradScaler, found: bool) -> tuple[float, float, float]:
+    scaler.update(torch.tensor(float(found)))
+    return state(scaler)
+
+
+def f32(x: float) -> float:
+    return struct.unpack("f", struct.pack("f", min(x, 2.0**127)))[0]
+
+
+@dataclass
+class Reference:
+    """The rules, with `>=` where Megatron has `==` and a ceiling where it has none."""
+
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.scale, self.growth, self.hysteresis = self.options["initial_scale"], 0, self.options["hysteresis"]
+
+    def update(self, found: bool) -> tuple[float, int, int]:
+        o = self.options
+        if found:
+            self.growth, self.hysteresis = 0, self.hysteresis - 1
+            if self.hysteresis <= 0:
+                self.scale = max(f32(self.scale * f32(o["backoff_factor"])), o["min_scale"])
+        else:
+            self.growth += 1
+            if o["hysteresis_refill"] == "good_step":
+                self.hysteresis = o["hysteresis"]
+            if self.growth >= o["growth_interval"]:
+                self.growth, self.hysteresis = 0, o["hysteresis"]
+                self.scale = min(f32(self.scale * f32(o["growth_factor"])), o["max_scale"] or math.inf)
+        return self.scale, self.growth, self.hysteresis
+
+
+@st.composite
+def all_options(draw: st.DrawFn) -> dict[str, Any]:
+    low, initial, high = sorted(draw(st.tuples(*[st.integers(-126, 127)] * 3)))
+    return {
+        "initial_scale": 2.0**initial,
+        "min_scale": 2.0**low,
+        "max_scale": draw(st.sampled_from([None, 2.0**high])),
+        "growth_factor": draw(st.sampled_from([1.1, 2.0, 4.0, 2.0**60])),
+        "backoff_factor": draw(st.sampled_from([0.9, 0.5, 0.25, 2.0**-60])),
+        "growth_interval": draw(st.integers(1, 5)),
+        "hysteresis": draw(st.integers(1, 4)),
+        "hysteresis_refill": draw(st.sampled_from(["growth", "good_step"])),
+    }
+
+
+def require_megatron_trace() -> None:
+    scaler = DynamicGradScaler(**SMALL)
+    for step, (found, *expected) in enumerate(MEGATRON, 1):
+        assert update(scaler, found) == tuple(expected), f"step {step}"
+
+
+def test_the_scale_takes_the_course_of_megatron() -> None:
+    require_megatron_trace()
+    reference = Reference({**DEFAULTS, **SMALL})
+    assert [(found, *reference.update(found)) for found, *_ in MEGATRON] == MEGATRON, "the reference is not Megatron"
+
+
+def test_refilled_by_good_steps_only_overflows_in_a_row_count() -> None:
+    scaler = DynamicGradScaler(**SMALL, hysteresis_refill="good_step")
+    assert [update(scaler, found)[0] for found, *_ in MEGATRON] == [
+        256,
+        256,
+        256,
+        128,
+        128,
+        128,
+        256,
+        256,
+        256,
+        256,
+        256,
+        256,
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(all_options(), st.lists(st.booleans(), min_size=40, max_size=120))
+def test_the_scaler_follows_its_rules_and_stays_within_its_bounds(options: dict[str, Any], flags: list[bool]) -> None:
+    ours, reference = DynamicGradScaler(**options), Reference(options)
+    for found in flags:
+        now = update(ours, found)
+        assert now == reference.update(found)
+        assert options["min_scale"] <= now[0] <= (options["max_scale"] or 2.0**127)
+        assert ours.inv_scale.item() == torch.tensor(1 / now[0], dtype=torch.float64).float().item() > 0
+
+
+def test_a_shortened_interval_lets_the_scale_grow_at_once() -> None:
+    scaler = DynamicGradScaler(**SMALL)
+    scaler.load_state_dict({"scale": 64.0, "growth_tracker": 900, "hysteresis_tracker": 1})
+    assert update(scaler, False) == (128.0, 0, 2)
+
+
+def require_state_round_trip() -> None:
+    """Through JSON, at every point of the trace, the rest of it is the same: all three numbers count."""
+    for step in range(len(MEGATRON)):
+        before, after = DynamicGradScaler(**SMALL), DynamicGradScaler(**SMALL)
+        for found, *_ in MEGATRON[:step]:
+            update(before, found)
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        for found, *expected in MEGATRON[step:]:
+            assert update(after, found) == tuple(expected), f"taken up after step {step}"
+
+
+def test_a_saved_search_goes_on_as_if_never_interrupted() -> None:
+    require_state_round_trip()
+
+
+def test_a_loaded_scale_is_kept_within_the_bounds() -> None:
+    scaler = DynamicGradScaler(initial_scale=8.0, min_scale=4.0, max_scale=16.0)
+    for saved, taken in ((1.0, 4.0), (8.0, 8.0), (math.inf, 16.0)):
+        scaler.load_state_dict({"scale": saved, "growth_tracker": 0, "hysteresis_tracker": 1})
+        assert scaler.scale.item() == taken
+
+
+def test_a_constant_scale_never_changes_and_neither_takes_nor_gives_state() -> None:
+    scaler = ConstantGradScaler(1024.0)
+    scaler.update(torch.tensor(1.0))
+    scaler.load_state_dict({"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 1})
+    assert (scaler.scale.item(), scaler.inv_scale.item(), scaler.state_dict()) == (1024.0, 2.0**-10, {})
+    dynamic = DynamicGradScaler(**SMALL)
+    dynamic.load_state_dict(scaler.state_dict())
+    assert state(dynamic) == (256.0, 0, 2)
+
+
+IMPOSSIBLE = [
+    ({"min_scale": 0.0}, "initial scale 4294967296.0 must lie between the minimum 0.0 and the maximum"),
+    ({"min_scale": 2.0**33}, "initial scale 4294967296.0 must lie between the minimum 8589934592.0"),
+    ({"max_scale": 2.0**31}, "must lie between the minimum 1.0 and the maximum 2147483648.0"),
+    ({"max_scale": math.inf}, "maximum inf"),
+    ({"min_scale": 1e-45, "initial_scale": 1.0}, "minimum 1e-45"),
+    ({"initial_scale": math.nan}, "initial scale nan"),
+    ({"growth_factor": 1.0}, "growth factor 1.0 must be above 1"),
+    ({"backoff_factor": 1.0}, "backoff factor 1.0 must lie between 0 and 1"),
+    ({"backoff_factor": 0.0}, "backoff factor 0.0"),
+    ({"growth_interval": 0}, "growth interval 0 must be at least 1"),
+    ({"hysteresis": 0}, "hysteresis 0 must be at least 1"),
+    ({"hysteresis_refill": "never"}, "hysteresis refill 'never' must be 'growth' or 'good_step'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), IMPOSSIBLE, ids=lambda x: str(x) if isinstance(x, dict) else "")
+def test_an_impossible_option_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        DynamicGradScaler(**options)
+    (problem,) = raised.value.problems
+    assert message in problem
+
+
+def test_all_impossible_options_are_named_at_once() -> None:
+    with pytest.raises(UserError) as raised:
+        DynamicGradScaler(1.0, 2.0, 0.5, 1.5, 0, 0, hysteresis_refill="never")  # type: ignore[arg-type]
+    assert len(raised.value.problems) == 6
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e39, 1e-46])
+def test_a_constant_scale_that_float32_cannot_hold_is_refused(scale: float) -> None:
+    with pytest.raises(UserError, match="loss scale"):
+        ConstantGradScaler(scale)
+
+
+def test_every_field_of_a_plan_reaches_the_scaler() -> None:
+    scaling = LossScaling("dynamic", 2.0**20, 2.0**2, 8.0, 0.125, 77, 5)
+    made = make_scaler(scaling)
+    assert isinstance(made, DynamicGradScaler)
+    assert (made.scale.item(), made.min_scale, made.growth_factor, made.backoff_factor) == (2.0**20, 4.0, 8.0, 0.125)
+    assert (made.growth_interval, made.hysteresis) == (77, 5)
+    assert make_scaler(replace(scaling, kind="constant")).scale.item() == 2.0**20
+    assert make_scaler(replace(scaling, kind="none")).scale.item() == 1.0
+
+
+@pytest.mark.parametrize("refill", ["growth", "good_step"])
+def test_the_documented_trace_is_what_the_scaler_does(refill: Literal["growth", "good_step"]) -> None:
+    rows = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
+    table = {row[0].strip("`"): row[1:] for row in rows}
+    scaler = DynamicGradScaler(8, 1, growth_interval=3, hysteresis=2, hysteresis_refill=refill)
+    trace = []
+    for step in table["step"]:
+        scaler.update(torch.tensor(float(step.endswith("x"))))
+        trace.append(f"{scaler.scale.item():g} ({scaler.hysteresis_tracker.item()})")
+    assert len(trace) == 12
+    assert trace == table[refill]

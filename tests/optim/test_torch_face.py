@@ -1,0 +1,238 @@
+"""The optimizer where a torch optimizer is expected: what loops reach for works, or is refused with what to do."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from megaprec.comm.layout import attach_whole
+from megaprec.errors import UserError
+from megaprec.optim.group_factors import Group
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.speculative import OptimisticOptimizer
+from megaprec.optim.update_rules import SGD, AdamW
+from megaprec.precision.plan import plan
+
+LR, STEPS = 0.25, 6
+GROUPS = [Group("0.bias", lr=4.0), Group("2.weight", lr=0.5)]
+FACTORS = {"0.weight": 1.0, "0.bias": 4.0, "2.weight": 0.5, "2.bias": 1.0}
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=STEPS + 1, cycle_momentum=False),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+}
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def made(compute: str = "fp32", **options: Any) -> tuple[nn.Sequential, ParallelAMPOptimizer]:
+    model = make_model()
+    attach_whole(model)
+    options = {"rule": SGD(0.0), "weight_decay": 0.0, "clip": 0.0} | options
+    return model, ParallelAMPOptimizer([model], plan(compute), **options)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], step: int = 0) -> Tensor:
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_torchs_schedulers_change_the_rate_that_is_really_used(name: str) -> None:
+    """Against torch's own SGD under the same scheduler, with a group for each factor."""
+    model, optimizer = made(lr=LR, groups=GROUPS)
+    theirs = make_model()
+    by_factor = {f: [p for n, p in theirs.named_parameters() if FACTORS[n] == f] for f in (1.0, 4.0, 0.5)}
+    torchs = torch.optim.SGD([{"params": some, "lr": LR * f} for f, some in by_factor.items()])
+    ours_moves, theirs_moves = SCHEDULERS[name](optimizer), SCHEDULERS[name](torchs)
+    rates = set()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        rates.add(report_lr := optimizer.step().lr)
+        ours_moves.step()
+        torchs.zero_grad()
+        loss_of(theirs, step).backward()
+        assert report_lr == torchs.param_groups[0]["lr"]
+        torchs.step()
+        theirs_moves.step()
+        for ours, expected in zip(model.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+    assert len(rates) > 2, "the rate hardly moved"
+    assert set(ours_moves.get_last_lr()) == set(theirs_moves.get_last_lr())
+
+
+def test_param_groups_hold_every_parameter_once_and_the_numbers_really_used() -> None:
+    model, optimizer = made(lr=LR, groups=GROUPS, weight_decay=0.1)
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(map(id, listed)) == sorted(map(id, model.parameters()))
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            decays = 0.1 if p.dim() > 1 else 0.0
+            assert (group["lr"], group["weight_decay"]) == (LR * FACTORS[names[id(p)]], decays)
+    weight = model.get_parameter("0.weight")
+    before = weight.detach().clone()
+    optimizer.param_groups[0]["weight_decay"] = 0.5  # that of factors 1, the first weight's alone
+    loss_of(model).backward()
+    weight.main_grad.zero_()  # type: ignore[attr-defined]
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), before * (1 - LR * 0.5))
+
+
+def test_state_goes_on_with_the_rates_it_had() -> None:
+    """A scheduler that computes each rate from the last one."""
+
+    def run(steps: range, state: Any = None) -> tuple[nn.Module, list[float], Any]:
+        model, optimizer = made(lr=LR, rule=AdamW())
+        scheduler = lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        if state:
+            optimizer.load_state_dict(state[0])
+            scheduler.load_state_dict(state[1])
+        used = []
+        for step in steps:
+            loss_of(model, step).backward()
+            used.append(optimizer.step().lr)
+            scheduler.step()
+        return model, used, copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+
+    model, used, _ = run(range(STEPS))
+    _, first, state = run(range(3))
+    resumed, second, _ = run(range(3, STEPS), state)
+    assert first + second == used
+    assert all(map(torch.equal, model.parameters(), resumed.parameters()))
+
+
+def test_zero_grad_forgets_the_gradients_of_this_step() -> None:
+    model, optimizer = made(lr=LR)
+    expected, other = made(lr=LR)
+    for wrong in (True, False):
+        loss_of(model, 7 if wrong else 0).backward()
+        if wrong:
+            optimizer.zero_grad()
+    loss_of(expected).backward()
+    assert str(optimizer.step()) == str(other.step())
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+
+
+def unscale(optimizer: ParallelAMPOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+REACHED: dict[str, Callable[[nn.Module, ParallelAMPOptimizer], object]] = {
+    "clip_grad_norm_": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip_grad_value_": lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "grad": lambda model, optimizer: next(model.parameters()).grad,
+    "model.zero_grad": lambda model, optimizer: model.zero_grad(),
+    "unscale_": lambda model, optimizer: unscale(optimizer),
+    "another optimizer": lambda model, optimizer: torch.optim.SGD(model.parameters(), 0.1).step(),
+}
+
+
+@pytest.mark.parametrize("what", REACHED)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_looking_for_gradients_where_there_are_none_says_where_they_are(what: str, compute: str) -> None:
+    model, optimizer = made(compute, lr=LR)
+    model(torch.randn(4, 5, dtype=plan(compute).compute)).square().mean().backward()
+    with pytest.raises(UserError, match=r"^0\.weight\.grad is empty.*clip=.*optimizer\.scale.*main_grad$"):
+        REACHED[what](model, optimizer)
+    optimizer.step()
+    assert next(model.parameters()).grad is None, "there is none after a step"
+    model.zero_grad()
+
+
+def test_torchs_scaler_is_refused_and_a_disabled_one_does_nothing() -> None:
+    model, optimizer = made("fp16", lr=LR)
+    scaler = torch.amp.GradScaler("cpu")  # type: ignore[attr-defined]
+    scaler.scale(model(torch.randn(4, 5).half()).float().mean()).backward()
+    with pytest.raises(UserError, match=r"GradScaler around ParallelAMPOptimizer.*loss \* optimizer\.scale"):
+        scaler.step(optimizer)
+    model, optimizer = made(lr=LR)
+    off = torch.amp.GradScaler("cpu", enabled=False)  # type: ignore[attr-defined]
+    off.scale(loss_of(model)).backward()
+    report: Any = off.step(optimizer)
+    assert report.outcome == "applied"
+
+
+def test_the_learning_rate_is_given_in_one_place() -> None:
+    _, without = made()
+    _, has = made(lr=LR)
+    with pytest.raises(UserError, match=r"built without lr: give ParallelAMPOptimizer\(lr=\.\.\.\)"):
+        lr_scheduler.StepLR(without, 1)
+    with pytest.raises(UserError, match=r"built without lr: .*step\(lr=\.\.\.\)"):
+        without.step()
+    with pytest.raises(UserError, match="leave one of the two out"):
+        has.step(lr=0.1)
+    with pytest.raises(UserError, match="not a closure"):
+        has.step(lambda: 1.0)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="build it over all of them"):
+        has.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    model = make_model()
+    attach_whole(model)
+    with pytest.raises(UserError, match="give each `take` its rate"):
+        OptimisticOptimizer([model], plan("fp32"), lr=LR)
+
+
+def test_gradients_put_into_grad_by_hand_are_taken() -> None:
+    model, optimizer = made(lr=LR)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    optimizer.step()
+    for p, was in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), was - 2 * LR)
+
+
+def test_gradients_from_before_the_optimizer_was_built_are_of_its_first_step() -> None:
+    model = make_model()
+    loss_of(model).backward()
+    attach_whole(model)
+    optimizer = ParallelAMPOptimizer([model], plan("fp32"), lr=LR)
+    norm = torch.cat([p.main_grad.flatten() for p in model.parameters()]).norm().item()  # type: ignore[union-attr]
+    assert norm > 0
+    assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("change", [nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)])
+def test_a_model_cast_after_the_optimizer_was_built_is_refused_at_the_next_step(
+    change: Callable[[nn.Module], object],
+) -> None:
+    model, optimizer = made(lr=LR)
+    change(model)
+    with pytest.raises(RuntimeError, match=re.escape("0.weight (and 3 others) was cast or moved after the optimizer")):
+        optimizer.step()
+
+
+def test_copies_and_compiled_models_have_ordinary_gradients_and_train() -> None:
+    model, optimizer = made(lr=LR)
+    twin = copy.deepcopy(model)
+    loss_of(twin).backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    compiled = torch.compile(model, backend="eager")
+    loss_of(compiled).backward()
+    optimizer.step()
+    for p, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(p, other - LR * other.grad)
+
+
+def test_every_buffer_says_which_parameters_have_left_it() -> None:
+    model, optimizer = made(lr=LR)
+    assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()]
+    weight = model.get_parameter("2.weight")
+    weight.data = weight.data.clone()
+    assert [name for buffer in optimizer.all_buffers() for name in buffer.strayed()] == ["2.weight"]

@@ -1,0 +1,385 @@
+"""Faults that are planted in the ranks of a layout, and where `megaprec parity` must say that they arise.
+
+Each is a change to the library within the ranks of one launch. `phase` and `place` (a pattern) are what the certificate
+must name as the first difference: the part of the step, and the module or tensors.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import layout_of
+from megaprec.optim import grad_sync
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.main_grad import given
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.partial_grads import sum_partial
+from megaprec.optim.update_tile import Block as Run
+from models.blocks import Block
+from models.engine import Engine
+from models.stages import Stage
+from parallel import collectives, dropout, layers, linear
+from parallel.activation_checkpoint import _Call
+from parallel.pipeline.instructions import Kind, Message
+from parallel.pipeline.p2p import Links
+
+Make = Callable[[Any], Any]
+LAYER_1, MLP_2 = "layers.1.attention.output", "layers.2.mlp.down"
+IDENTITY: Callable[[Tensor, Axis], Tensor] = lambda x, axis: x  # noqa: E731
+TP, SP, PP, DP = "tp=2", "tp=2,sequence=true", "pp=2", "dp=2"
+MLP = r"layers\.3\.mlp"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the run and the layout that it is planted in, and where it must be said to arise."""
+
+    run: str
+    layout: str
+    phase: str
+    place: str
+    plant: Callable[[], None]
+
+
+def change(owner: Any, name: str, make: Make) -> Callable[[], None]:
+    """Puts make(what was there) in the place of an attribute."""
+
+    def plant() -> None:
+        inner = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+        static = isinstance(inner, staticmethod)
+        made = make(inner.__func__ if static else inner)
+        setattr(owner, name, staticmethod(made) if static else made)
+
+    return plant
+
+
+def called_from(file: str) -> bool:
+    """Whether who calls the function that asks is in a file of this name."""
+    return sys._getframe(2).f_code.co_filename.endswith(file)
+
+
+def named(weight: Any, name: str) -> bool:
+    """Whether a part of the parameter has a logical name that begins so."""
+    return any(part.name.startswith(name) for part in layout_of(weight).parts)
+
+
+def in_module(name: str, collective: str, instead: Callable[[Tensor, Axis], Tensor]) -> Callable[[], None]:
+    """A row-parallel layer's collective is another one."""
+
+    def make(inner: Any) -> Any:
+        def forward(self: Any, x: Tensor) -> Any:
+            kept = getattr(collectives, collective)
+            if named(self.weight, name):
+                setattr(collectives, collective, instead)
+            try:
+                return inner(self, x)
+            finally:
+                setattr(collectives, collective, kept)
+
+        return forward
+
+    return change(layers.RowParallelLinear, "forward", make)
+
+
+def input_gradient(name: str, instead: Callable[[Any, Any, Any, Any], Any]) -> Callable[[], None]:
+    """Layers whose weight's name begins so make their input's gradient by instead(inner, ctx, grad, shape)."""
+
+    def make(inner: Any) -> Any:
+        return lambda ctx, grad, shape: (
+            instead(inner, ctx, grad, shape) if named(ctx.weight, name) else inner(ctx, grad, shape)
+        )
+
+    return change(linear, "_start_input_gradient", make)
+
+
+def alone(inner: Any, ctx: Any, grad: Any, shape: Any) -> Any:
+    """The input's gradient is not summed over tp."""
+    lies, tp = ctx.lies, ctx.tp
+    ctx.lies = linear.Input.OWN
+    try:
+        made = inner(ctx, grad, shape)()
+    finally:
+        ctx.lies = lies
+    return lambda: tp.chunk(made).contiguous() if lies is linear.Input.SEQUENCE else made
+
+
+def twice(inner: Any, ctx: Any, grad: Any, shape: Any) -> Any:
+    return lambda: inner(ctx, grad, shape)() * 2
+
+
+def only(rank: int, axis: str, changed: Callable[..., Any]) -> Make:
+    """`changed(inner, self, ...)` where self's axis has this rank, else `inner`."""
+
+    def make(inner: Any) -> Any:
+        def new(self: Any, *args: Any, **named: Any) -> Any:
+            place = self.context.tp if hasattr(self, "context") and axis == "tp" else getattr(self, axis)
+            return changed(inner, self, *args, **named) if place.rank == rank else inner(self, *args, **named)
+
+        return new
+
+    return make
+
+
+def messages(kind: Kind, instead: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """What stages send of this kind is changed."""
+
+    def make(inner: Any) -> Any:
+        def send(self: Links, i: Any, tensor: Tensor) -> None:
+            message = Message.of(i)
+            assert message is not None
+            inner(self, i, instead(tensor) if message.kind is kind else tensor)
+
+        return send
+
+    return change(Links, "send", make)
+
+
+def late_messages() -> Callable[[], None]:
+    """Each activation that is sent is that of the micro-batch before."""
+    last: dict[int, Tensor] = {}
+
+    def make(inner: Any) -> Any:
+        def send(self: Links, i: Any, tensor: Tensor) -> None:
+            message = Message.of(i)
+            assert message is not None
+            if message.kind is Kind.ACTIVATION:
+                tensor, last[message.stage] = last.get(message.stage, tensor), tensor
+            inner(self, i, tensor)
+
+        return send
+
+    return change(Links, "send", make)
+
+
+def weight_gradients(name: str, instead: Callable[[Any, Any], Any]) -> Callable[[], None]:
+    """instead(weight, make) makes the gradient of weights whose name begins so."""
+
+    def make(inner: Any) -> Any:
+        def made(products: Any, weight: Any, grad: Any, x: Any) -> Any:
+            go = lambda: inner(products, weight, grad, x)  # noqa: E731
+            return instead(weight, go) if named(weight, name) else go()
+
+        return made
+
+    return change(linear, "weight_gradient", make)
+
+
+def overwritten(weight: Any, go: Any) -> Any:
+    given(weight)[0].zero_()
+    return go()
+
+
+def doubled(weight: Any, go: Any) -> Any:
+    go()
+    return go()
+
+
+def shares(keep: Callable[[Any], bool]) -> Callable[[], None]:
+    """Only the shares of parameters that are kept are summed over tp."""
+
+    def make(inner: Any) -> Any:
+        return lambda parameters, tp: sum_partial([p for p in parameters if keep(p)], tp)
+
+    return change(grad_sync, "sum_partial", make)
+
+
+def averaged_shares(inner: Any) -> Any:
+    def average(parameters: Any, tp: Axis) -> None:
+        inner(parameters, tp)
+        for parameter in (p for p in parameters if layout_of(p).partial):
+            for part, first, last in layout_of(parameter).spans():
+                parameter.main_grad.view(-1)[first:last] /= part.copies
+
+    return average
+
+
+def after_reduce(what: Callable[[Buffer], object]) -> Callable[[], None]:
+    """`what` happens to a buffer when its gradients are summed over dp."""
+
+    def make(inner: Any) -> Any:
+        def start(self: Buffer) -> Any:
+            finish = inner(self)
+            return lambda: (finish(), what(self), None)[2]
+
+        return start
+
+    return change(Buffer, "start_reduce", make)
+
+
+def unsummed(inner: Any) -> Any:
+    return lambda self: lambda: None
+
+
+def once_more(inner: Any) -> Any:
+    def finish(self: ParallelAMPOptimizer) -> None:
+        inner(self)
+        for buffer, axis in self._tied:
+            axis.sum_(buffer.own(buffer.grads))
+
+    return finish
+
+
+def untied(inner: Any) -> Any:
+    def finish(self: ParallelAMPOptimizer) -> None:
+        self._tied = []
+        inner(self)
+
+    return finish
+
+
+def numbers_without(pp_rank: int) -> Make:
+    def make(inner: Any) -> Any:
+        def numbers(self: ParallelAMPOptimizer, loss: Any) -> Tensor:
+            self._counted = [] if self.pp.rank == pp_rank else self._counted
+            return inner(self, loss)
+
+        return numbers
+
+    return make
+
+
+def dp_counts_twice(inner: Any) -> Any:
+    def counted(self: Buffer) -> Any:
+        self.share = 0, self.size
+        return inner(self)
+
+    return counted
+
+
+def padding_counts(inner: Any) -> Any:
+    def counted(self: Buffer) -> Any:
+        looked_at = sorted(inner(self) + self.copies())
+        ends = [0, *(last for _, last in looked_at)], [*(first for first, _ in looked_at), self.last - self.first]
+        return inner(self) + [(a, b) for a, b in zip(*ends, strict=True) if a < b]
+
+    return counted
+
+
+def own_tokens(inner: Any) -> Any:
+    def begin(self: Engine, share: Any, step: Any, scale: Any) -> Any:
+        run = inner(self, share, step, scale)
+        run.num_tokens = share.mask.sum().double()
+        return run
+
+    return begin
+
+
+def running(what: Callable[[Engine, Any], object]) -> Callable[[], None]:
+    """`what` happens to what is under way before a step's passes."""
+
+    def make(inner: Any) -> Any:
+        def begin(self: Engine, share: Any, step: Any, scale: Any) -> Any:
+            run = inner(self, share, step, scale)
+            what(self, run)
+            return run
+
+        return begin
+
+    return change(Engine, "_begin", make)
+
+
+def unmasked(self: Engine, run: Any) -> None:
+    if self.dp.rank == 1:
+        run.share = replace(run.share, mask=torch.ones_like(run.share.mask))
+
+
+def own_samples(self: Engine, run: Any) -> None:
+    run.share = replace(run.share, first=0)
+
+
+def fewer_layers(inner: Any) -> Any:
+    def init(self: Stage, config: Any, context: Any, cut: Any, tied: Any = ()) -> None:
+        inner(self, config, context, replace(cut, layers=[n for n in cut.layers if n != 2]), tied)
+
+    return init
+
+
+def block(name: str, instead: Callable[..., Tensor]) -> Callable[[], None]:
+    """A layer's forward is instead(inner, self, x, ...)."""
+
+    def make(inner: Any) -> Any:
+        def forward(self: Block, x: Tensor, *rest: Any, **more: Any) -> Tensor:
+            return instead(inner, self, x, *rest, **more) if self.name == name else inner(self, x, *rest, **more)
+
+        return forward
+
+    return change(Block, "forward", make)
+
+
+def scaled_input_gradient(factor: float) -> Make:
+    """A norm's input gradient is multiplied."""
+
+    def make(inner: Any) -> Any:
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            first, *others = inner(ctx, grad)
+            return first * factor, *others
+
+        return backward
+
+    return make
+
+
+def same_samples(inner: Any) -> Any:
+    return lambda self, samples, position: inner(
+        self, samples, position - self.dp.rank * (self.config.train.global_batch // self.dp.size)
+    )
+
+
+def updates(change_step: Callable[[ParallelAMPOptimizer, Any], Any]) -> Callable[[], None]:
+    """Each block's update is of a changed step."""
+
+    def make(inner: Any) -> Any:
+        return lambda self, block, step: inner(self, block, change_step(self, step))
+
+    return change(ParallelAMPOptimizer, "_update_block", make)
+
+
+def rounded_masters(inner: Any) -> Any:
+    def wide(self: Run) -> Any:
+        weights, grads, state = inner(self)
+        weights.copy_(weights.to(torch.bfloat16).double())
+        return weights, grads, state
+
+    return wide
+
+
+def uncollected(inner: Any) -> Any:
+    """Under ZeRO-1 each rank keeps the other slices of its weights as they were."""
+    return lambda self: lambda: None
+
+
+def wrong_step_in_recomputation(inner: Any) -> Any:
+    """What is made again drops other elements."""
+
+    def made(self: _Call) -> None:
+        kept = dropout.key
+        dropout.key = lambda seed, *names: kept(seed + 1, *names)
+        try:
+            inner(self)
+        finally:
+            dropout.key = kept
+
+    return made
+
+
+def lost_rows(inner: Any) -> Any:
+    """Of a token that occurs twice in a micro-batch one gradient is kept."""
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ids = ctx.saved_tensors[0].flatten()
+        again = torch.tensor([id in ids[:n] for n, id in enumerate(ids.tolist())]).view(ctx.saved_tensors[0].shape)
+        return inner(ctx, grad.masked_fill(again.unsqueeze(-1), 0))
+
+    return backward
+
+
+def dropped_work(inner: Any) -> Any:
+    def backward_weight(self: Any, i: Any) -> None:
+        inner(self, i) if i.microbatch else self._put_off.pop((i.stage, i.microbatch)).clear()
+
+    return backward_weight

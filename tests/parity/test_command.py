@@ -1,0 +1,215 @@
+"""`megaprec parity` from end to end: what it says, leaves and returns; bad input; and how runs are made small."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.presets import PRESETS
+from tools import cli
+from tools.commands.parity import fitting
+from tools.config.run_file import load_run
+from tools.parity.certificate import not_tried
+from tools.parity.compare import Difference, worst
+from tools.parity.layouts import every
+from tools.parity.page import conclusion
+from tools.parity.shrink import Most, like, shrunk
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ["train.steps=9", "train.global_batch=12", "train.micro_batch=2", "train.seq_length=64", "train.folder=unused"]
+
+
+# --- the command
+
+
+def command(*arguments: object) -> int:
+    threads = torch.get_num_threads()
+    try:
+        return cli.main(["parity", *map(str, arguments)])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def own_model(folder: Path, change: tuple[str, str] = ("", "")) -> list[str]:
+    """Arguments for the run of the example, its model changed."""
+    text = (ROOT / "examples" / "own_model.py").read_text()
+    assert change[0] in text
+    (folder / "mine.py").write_text(text.replace(*change))
+    run = ROOT / "examples" / "own_model.toml"
+    return [str(run), f"model.factory={folder}/mine.py:build", f"train.folder={folder}/run"]
+
+
+def test_a_model_of_ones_own_passes_and_leaves_a_certificate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = own_model(tmp_path)
+    assert command(*arguments, "--precision", "both", "--layouts", "tp=2,pp=2") == 0
+    said = capfd.readouterr().out
+    assert "all 2 comparisons agree with one process" in said
+    made = json.loads((tmp_path / "run" / "parity.json").read_text())
+    assert made["verdict"] == "proven"
+    assert [(one["layout"], one["precision"]) for one in made["layouts"]] == [
+        ("tp=2,pp=2", "float64"),
+        ("tp=2,pp=2", "bf16"),
+    ]
+    assert made["applied"] == made["clipped"] == 3
+    assert made["steps"] == 4
+    exact = made["layouts"][0]["quantities"]
+    assert exact["gradient"]["compared"] == 3 * made["tensors"]
+    assert exact["gradient"]["error"] <= exact["gradient"]["bound"] == 1e-12
+    assert made["changes"]["model.hidden"] == ["64", "16"]
+    page = (tmp_path / "run" / "parity.html").read_text()
+    assert open_tags(page) == []
+    assert "all 2 comparisons agree" in page
+
+
+def open_tags(page: str) -> list[str]:
+    """Elements of an HTML page that are not closed, or not in order."""
+
+    class Reader(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.open += [tag] if tag != "meta" else []
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open.pop() == tag
+
+    reader = Reader()
+    reader.feed(page)
+    return reader.open
+
+
+def test_a_broken_model_of_ones_own_is_found_with_exit_code_1(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = own_model(tmp_path, (", partial=context.cut_sequence, mean", ", mean"))
+    assert command(*arguments, "--json", "--layouts", "tp=2") == 1
+    made = json.loads(capfd.readouterr().out)
+    (layout,) = made["layouts"]
+    assert made["verdict"] == layout["verdict"] == "wrong"
+    assert (layout["first"]["phase"], layout["first"]["place"]) == ("gradients", "layers.*.scale")
+    assert (layout["first"]["quantity"], layout["first"]["name"]) == ("gradient", "layers.3.scale")
+    assert "layers.3.scale among them" in layout["likely_cause"]
+    way = {stop["name"]: stop["verdict"] for stop in layout["way"]}
+    assert way["layers.2.down>out"] == way["loss"] == "proven", "models of one's own have borders too"
+    assert way["gradients"] == "wrong"
+    page = (tmp_path / "run" / "parity.html").read_text()
+    assert open_tags(page) == []
+    assert re.search(r'<li class="wrong first"[^>]*>gradients</li>', page)
+    assert {d["name"] for d in layout["differing"] if d["step"] == 1 and d["quantity"] == "gradient"} == {
+        f"layers.{n}.scale" for n in range(4)
+    }
+
+
+def test_a_fault_in_the_forward_pass_is_named_by_module_and_shown_on_the_page(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = own_model(tmp_path, ("return x + dropout(y,", "return x + (1 + context_rank(self)) * dropout(y,"))
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write(
+            "\n\ndef context_rank(layer):\n    return 1e-9 * layer.context.tp.rank * (layer.name == 'layers.2')\n"
+        )
+    assert command(*arguments, "--layouts", "tp=2") == 1
+    said = capfd.readouterr().out
+    assert "arises in    forward: layers.2" in said
+    assert "activation layers.2>out, step 1" in said
+    assert ", on rank 1" in said, "rank 0 has the right one"
+    page = (tmp_path / "run" / "parity.html").read_text()
+    assert re.search(r'<li class="wrong first"[^>]*>layers.2&gt;out</li>', page)
+
+
+def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
+    config = load_run(None, ["model.preset=llama-demo", "model.layers=3", *TRAIN, "train.global_batch=16"])
+    good, others = fitting(config, every(4), asked=False)
+    assert len(good) == 8
+    ((layout, why),) = others
+    assert layout.name == "pp=4"
+    assert why == "parallel.pipeline 4 is more than model.layers 3: a stage needs a layer"
+    entries = [{"verdict": "proven"}, not_tried(layout, "float64", why)]
+    assert entries[1]["verdict"] == "not tried"
+    said = conclusion({"layouts": entries, "tensors": 1, "steps": 4, "applied": 3, "clipped": 3})
+    assert said.startswith("all 1 comparisons agree")
+    assert said.endswith("; 1 not tried")
+
+
+def test_what_rounding_hides_proves_nothing_and_is_not_called_proven() -> None:
+    told, hidden = Difference("loss", "", 1, 1e-16, 1e-12), Difference("loss", "", 2, 1e-9, 1e-3, untold="rounding")
+    assert not hidden.fails
+    assert not replace(hidden, error=1.0).fails, "nor is it called wrong"
+    assert worst([told, hidden]) is told
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            ("self.scale = parameter(context, [whole], 0.0, partial=context.cut_sequence, mean=1.0)",
+             "self.scale = nn.Parameter(torch.ones(config.hidden))"),
+            r".*mine.py:build.: stage 0: parameter layers.0.scale has no layout, nor have 3 others: .*",
+        ),
+        (("def losses", "def loss"), r'.*: stage 0 is the last one, but has no method losses\(logits, targets\)'),
+        (("def build", "def make"), r'.*mine.py has no function "build"'),
+        (("import torch\n", "import torch\nimport no_such\n"), r".*mine.py cannot be imported: ModuleNotFound.*"),
+    ],
+)  # fmt: skip
+def test_what_a_model_of_ones_own_lacks_is_said_in_a_line(
+    change: tuple[str, str], line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command(*own_model(tmp_path, change)) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert re.fullmatch(line, said[0]), said[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["parallel.sequence=false", "--layouts", "tp=3"], r"--layouts tp=3: parallel.tensor 3 does not divide .*"),
+        (["--layouts", "tp2"], r'--layouts "tp2": no such key "tp2"; did you mean tp\?'),
+        (["--layouts", "tp=2,pp=x"], r'--layouts "tp=2,pp=x": pipeline: must be a valid integer'),
+        (["--steps", "0"], r"--steps 0: give at least 1"),
+        (["--layouts", "dp=5"], r"--layouts dp=5: train.global_batch .* is not a multiple .*"),
+    ],
+)
+def test_bad_arguments_are_said_in_a_line(
+    arguments: list[str], line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, *others = own_model(tmp_path)
+    assert command(run, *others, *arguments) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1, said
+    assert re.fullmatch(line, said[0]), said[0]
+
+
+# --- made small
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_made_small_a_model_divides_as_it_did(name: str) -> None:
+    config = load_run(None, [f"model.preset={name}", *TRAIN])
+    model, small = config.model, shrunk(config, Most(4, 4, 4)).model
+    assert (small.heads // small.kv_heads, small.family, small.tied) == (
+        model.heads // model.kv_heads,
+        model.family,
+        model.tied,
+    )
+    sizes = [(model.heads, small.heads), (model.kv_heads, small.kv_heads), (model.ffn, small.ffn)]
+    sizes += [(model.vocab or config.data.vocab_size, small.vocab)]
+    for before, after in sizes:
+        assert after <= before
+        assert [after % d == 0 for d in (2, 3, 4)] == [before % d == 0 for d in (2, 3, 4)]
+    assert small.num_parameters < min(4_000_000, model.with_vocab(4096).num_parameters)
+    assert bool(small.window) == bool(model.window)
+    assert (small.experts > small.experts_per_token) == (model.experts > model.experts_per_token)
+
+
+def test_a_number_is_replaced_by_the_smallest_that_divides_alike() -> None:
+    assert like(50257, 61, 4) == 61
+    assert like(4096, 61, 4) == 64
+    assert like(12, 3, 4) == 12
+    assert like(5, 9, 4) == 5

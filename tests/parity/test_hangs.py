@@ -1,0 +1,152 @@
+"""A layout that hangs is reported with what each rank waits in, long before gloo loses patience."""
+
+import json
+import re
+import time
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.parity.test_command import ROOT, TRAIN, command, own_model
+from tests.ranks import run_ranks
+from tools.config.run_file import RunConfig, load_run
+from tools.parity import ranks
+from tools.parity.layouts import asked, fitted
+from tools.parity.progress import Watch, noting, odd, told
+from tools.parity.ranks import TODO, Run, corpus_of, run_together
+from tools.parity.record import Plan, record
+from tools.parity.runs import in_float64, made_ready, with_random_tokens
+from tools.parity.shrink import Most
+
+PATIENCE = 4.0
+LONE_BARRIER = (
+    "y = self.down(",
+    "torch.distributed.barrier() if self.context.tp.rank == 0 else None\n        y = self.down(",
+)
+TIED_END = ('name="embedding")', 'name="embedding", tied=tied)')
+
+
+def hung(run: RunConfig, axes: dict[str, int]) -> dict[int, dict[str, Any]]:
+    """Where the ranks of a layout are when they are found to hang."""
+    folder = Path(mkdtemp(prefix="megaprec_test_"))
+    Run(run, Plan(1), folder).write()
+    with Watch(folder, 2, PATIENCE) as watch, pytest.raises(pytest.fail.Exception, match="the process died"):
+        run_ranks(watched, axes, folder=folder)
+    return watch.stuck
+
+
+def watched(mesh: DeviceMesh, folder: Path) -> None:
+    with noting(folder / f"{dist.get_rank()}.at"):
+        run = Run.read(folder)
+        record(run.config, corpus_of(run.config), mesh, run.plan, run.folder)
+
+
+def of_own_model(folder: Path, layout: str, *changes: tuple[str, str]) -> RunConfig:
+    text = (ROOT / "examples" / "own_model.py").read_text()
+    for one, other in changes:
+        assert one in text
+        text = text.replace(one, other)
+    (folder / "mine.py").write_text(text)
+    keys = [f"model.factory={folder}/mine.py:build", f"train.folder={folder}/run", "model.tied=true"]
+    config = made_ready(load_run(ROOT / "examples" / "own_model.toml", keys), Most(2, 2, 2), False, 2, folder)
+    config = in_float64(with_random_tokens(config, 3, folder))
+    (said,) = asked([layout], config.parallel)
+    return config.model_copy(update={"parallel": fitted(config, said).parallel})
+
+
+def test_a_tied_head_without_tied_is_found_where_the_other_end_waits_for_it(tmp_path: Path) -> None:
+    stuck = hung(of_own_model(tmp_path, "pp=2", TIED_END), {"pp": 2})
+    assert stuck.keys() == {0, 1}
+    said = [told(rank, one) for rank, one in sorted(stuck.items())]
+    assert said[0].startswith("rank 0 waits in sum over tied at megaprec/optim/optimizer.py")
+    assert said[1].startswith("rank 1 waits in sum over world at megaprec/optim/optimizer.py")
+    assert odd(stuck), "the two wait for different things"
+
+
+def test_a_barrier_that_one_rank_alone_enters_is_named_with_instruction_and_module(tmp_path: Path) -> None:
+    stuck = hung(of_own_model(tmp_path, "tp=2", LONE_BARRIER), {"tp": 2})
+    said = [told(rank, one) for rank, one in sorted(stuck.items())]
+    assert said[0].startswith("rank 0 waits in barrier at ")
+    assert "mine.py" in said[0]
+    assert "instruction F0.0, layers.0" in said[0]
+    assert re.match("rank 1 waits in (sum|gather) over tp at ", said[1])
+
+
+# --- from end to end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "change", "expected"),
+    [("pp=2", TIED_END, "waits in sum over tied"), ("tp=2", LONE_BARRIER, "rank 0 waits in barrier")],
+)
+def test_the_command_reports_a_hang_in_under_a_minute_and_goes_on(
+    layout: str, change: tuple[str, str], expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = time.monotonic()
+    arguments = own_model(tmp_path, change)
+    assert command(*arguments, "model.tied=true", "--json", "--layouts", layout, "dp=2") == 1
+    assert time.monotonic() - start < 240, "two launches on a crowded machine"
+    made = json.loads(capfd.readouterr().out)
+    hangs, other = sorted(made["layouts"], key=lambda one: one["verdict"] != "wrong")
+    assert hangs["layout"] == layout
+    assert hangs["first"]["phase"] == "hang"
+    assert expected in hangs["first"]["place"]
+    assert len(hangs["ranks_at"]) == 2
+    assert other["verdict"] == "proven", "a layout after one that hangs is tried all the same"
+
+
+# --- what becomes of the other layouts
+
+
+class Launches:
+    """Stands in for the launcher: each launch ends as `codes` say, having done some of what is to do."""
+
+    def __init__(self, *codes: tuple[int, int]) -> None:
+        self.codes, self.asked = list(codes), list[list[str]]()
+
+    def __call__(self, argv: list[str], ranks: int, threads: int) -> int:
+        folder, (done, code) = Path(argv[1]), self.codes.pop(0)
+        names = (folder / TODO).read_text().splitlines()
+        self.asked.append(names)
+        for name in names[:done]:
+            for rank in range(ranks):
+                (folder / name / f"{rank}.json").touch()
+        if code == 1:
+            (folder / names[done] / "1.failed").write_text("rank 1: ValueError: no")
+        return code
+
+
+def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *codes: tuple[int, int]) -> tuple[list[Any], list[list[str]]]:
+    """What became of three runs, and which were asked for in each launch."""
+    launches = Launches(*codes)
+    monkeypatch.setattr(ranks, "launch_local", launches)
+    config = load_run(None, ["model.preset=llama-demo", "parallel.data=2", *TRAIN])
+    found = run_together([Run(config, Plan(1), folder / "all" / name) for name in "abc"], folder / "all")
+    return found, launches.asked
+
+
+def test_after_a_layout_that_fails_the_others_are_launched_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, asked = taken(tmp_path, monkeypatch, (1, 1), (1, 0))
+    assert [one.why if one else None for one in found] == [
+        None,
+        "its ranks ended with code 1: rank 1: ValueError: no",
+        None,
+    ]
+    assert asked == [["a", "b", "c"], ["c"]]
+
+
+def test_a_rank_that_a_signal_ends_is_a_failure_and_being_told_to_stop_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = taken(tmp_path / "one", monkeypatch, (0, 134), (2, 0))
+    assert [one and (one.why, one.stopped) for one in found] == [("a rank was ended by signal 6", False), None, None]
+    found, asked = taken(tmp_path / "two", monkeypatch, (1, 130))
+    assert [one and (one.why, one.stopped) for one in found] == [None, *[("stopped by signal 2", True)] * 2]
+    assert len(asked) == 1, "nothing is launched any more"

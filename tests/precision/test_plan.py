@@ -1,0 +1,55 @@
+"""What no plan may say, whichever configuration it comes from."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megaprec.comm.layout import attach_whole
+from megaprec.errors import UserError
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.precision.plan import plan
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("bf16", {"moments": "fp16"}, "moments = fp16: use fp32 or bf16"),
+    ("fp32", {"masters": "bf16"}, "masters = bf16 are narrower than parameters = fp32"),
+    ("bf16", {"masters": "fp16"}, "half masters must be the weights"),
+    ("bf16", {"gradients": "fp16"}, "gradients = fp16 must be fp32 or that of the parameters, bf16"),
+    ("fp16", {"masters": "split"}, "split masters need bf16 parameters"),
+    ("fp16", {"rounding": "stochastic"}, "stochastic rounding makes bf16 weights"),
+    ("bf16", {"rounding": "stochastic", "masters": "split"}, "cannot be undone"),
+    ("bf16", {"masters": "fp64"}, "fp64 goes with fp64"),
+    ("fp64", {"moments": "bf16"}, "fp64 goes with fp64"),
+    ("fp32", {"moments": "fp64"}, "fp64 goes with fp64"),
+    ("bf16", {"reduce": "fp64"}, "reduce = fp64 is wider"),
+    ("bf16", {"reduce": "fp8"}, "precision.reduce = 'fp8' is not known: use one of fp64, fp32, bf16, fp16"),
+]
+
+
+@pytest.mark.parametrize(("compute", "changes", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_plan_that_cannot_be_is_refused_with_a_reason(compute: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(compute, **changes)
+
+
+def test_a_kept_parameter_is_held_and_used_in_fp32() -> None:
+    made = plan("bf16", keep_fp32=("head.*", "*norm*"))
+    assert (made.holds("head.weight"), made.computes("head.weight")) == (torch.float32, torch.float32)
+    assert (made.holds("layers.0.mlp.up.weight"), made.computes("layers.0.mlp.up.weight")) == (torch.bfloat16,) * 2
+    wide = plan("bf16", parameters="fp32", keep_fp32=("head.*",))
+    assert (wide.holds("x"), wide.computes("x"), wide.computes("head.weight")) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"norm": 0.5}, "norm 0.5: give 2, inf"), ({"zero_size": 2}, "cannot be cut into runs of 2")],
+)
+def test_an_optimizer_with_impossible_options_is_refused(options: dict[str, Any], message: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    attach_whole(model)
+    with pytest.raises(UserError, match=message):
+        ParallelAMPOptimizer([model], plan("fp32"), **options)

@@ -1,0 +1,111 @@
+"""TF32: ten bits of mantissa, halfway cases away from zero, special values as they are, and switches put back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaprec.precision.tf32 import product_tf32, round_tf32, tf32
+
+INF, NAN = float("inf"), float("nan")
+ULP = 2.0**-10  # of TF32, between 1 and 2
+
+
+def rounded(value: float) -> float:
+    return round_tf32(torch.tensor(value)).item()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, 0.0),
+        (1.0, 1.0),
+        (1 + ULP, 1 + ULP),
+        (1 + ULP / 2 - 2**-23, 1.0),
+        (1 + ULP / 2, 1 + ULP),  # a tie goes away from zero, also from an even number
+        (1 + ULP * 1.5, 1 + ULP * 2),
+        (-1 - ULP / 2, -1 - ULP),
+        (2 - 2**-23, 2.0),  # carries into the exponent
+        (2.0**127 * (2 - ULP), 2.0**127 * (2 - ULP)),  # the largest
+        (2.0**127 * (2 - 2**-23), INF),
+        (-(2.0**127) * (2 - ULP / 2), -INF),
+        (INF, INF),
+        (-INF, -INF),
+        (2.0**-126, 2.0**-126),  # the smallest normal
+        (2.0**-136, 2.0**-136),  # the smallest subnormal
+        (2.0**-137, 2.0**-136),
+        (2.0**-138, 0.0),
+        (2.0**-149, 0.0),
+    ],
+)
+def test_values_where_rounding_is_special(value: float, expected: float) -> None:
+    assert rounded(value) == expected
+
+
+def test_zero_keeps_its_sign() -> None:
+    assert torch.signbit(round_tf32(torch.tensor([-0.0, -(2.0**-149)]))).all()
+
+
+def test_nan_stays_nan_with_any_payload() -> None:
+    bits = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, -(2**31) + 0x7F800001], dtype=torch.int64).int()
+    assert round_tf32(bits.view(torch.float32)).isnan().all()
+
+
+@given(bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=64))
+def test_every_number_goes_to_the_nearest_tf32_and_ties_away_from_zero(bits: list[int]) -> None:
+    values = np.array(bits, np.uint32).view(np.float32)
+    values = values[np.isfinite(values)]
+    ours = round_tf32(torch.from_numpy(values.copy())).numpy()
+    exponent = np.clip(np.frexp(values.astype(np.float64))[1] - 1, -126, None)
+    step = np.exp2(exponent.astype(np.float64) - 10)
+    exact = np.sign(values) * np.floor(np.abs(values.astype(np.float64)) / step + 0.5) * step
+    with np.errstate(over="ignore"):
+        expected = exact.astype(np.float32)
+    assert np.array_equal(ours, expected)
+    assert not (np.frombuffer(ours[np.isfinite(ours)].tobytes(), np.uint32) & 0x1FFF).any()
+
+
+def test_rounding_takes_any_shape_and_leaves_its_input_alone() -> None:
+    values = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).t()
+    before = values.clone()
+    assert round_tf32(values).shape == (4, 3)
+    assert torch.equal(values, before)
+    assert torch.equal(round_tf32(round_tf32(values)), round_tf32(values))
+
+
+def test_a_product_is_as_far_from_fp32s_as_ten_bits_allow() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(32, 64, generator=generator), torch.randn(64, 16, generator=generator)
+    exact, ours = a.double() @ b.double(), product_tf32(a, b)
+    bound = (a.abs().double() @ b.abs().double()) * (2 * 2.0**-11 + 2.0**-22) + 64 * 2.0**-20
+    assert ((ours - exact).abs() <= bound).all()
+    assert not torch.equal(ours, a @ b)
+    assert torch.equal(ours, round_tf32(a) @ round_tf32(b))
+
+
+def switches() -> tuple[bool, bool]:
+    return bool(torch.backends.cuda.matmul.allow_tf32), torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("on", [False, True])
+def test_the_switches_hold_in_the_block_and_are_put_back_even_after_an_error(before: bool, on: bool) -> None:
+    inside = []
+
+    def fail() -> None:
+        with tf32(on):
+            inside.append(switches())
+            raise KeyError
+
+    untouched = switches()
+    with tf32(before):
+        with pytest.raises(KeyError):
+            fail()
+        assert switches() == (before, before)
+    assert inside == [(on, on)]
+    assert switches() == untouched
+
+
+def test_what_is_not_a_number_in_tf32_is_nan() -> None:
+    assert np.isnan(rounded(NAN))

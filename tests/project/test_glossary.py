@@ -1,0 +1,79 @@
+"""docs/glossary.md explains every word that a run writes, and none that it does not."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprec.optim.step_report import Offender, StepReport
+from tests.project.test_readme import ROOT
+from tests.runs import train, write_run
+from tools.journal.records import read_events, read_metrics
+
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+
+
+def explained(section: str) -> list[str]:
+    """The words in the first column of the table under a heading."""
+    text = re.split(rf"^##+ {re.escape(section)}$", GLOSSARY, flags=re.MULTILINE)[1]
+    cells = re.findall(r"^\| (`[^|]+) \|", re.split(r"^##+ ", text, flags=re.MULTILINE)[0], re.MULTILINE)
+    return [word for cell in cells for word in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with steps that were applied, shadowed, skipped and evaluated after."""
+    file = write_run(tmp_path_factory.mktemp("glossary"))
+    folder = file.parent / "run"
+    scaled = ("precision.compute=fp16", "precision.loss_scale=1e30")
+    fp8 = ("fp8.kind=current", "fp8.pad=true", "fp8.shadow_every=1", "fp8.shadow_cosine=0.99999")
+    assert train(file, "train.steps=1", "train.eval_every=1", "precision.compute=bf16", *fp8) == 0
+    assert train(file, "train.steps=2", "train.eval_every=1", *scaled) == 0
+    return folder
+
+
+def test_every_field_of_a_shadow_is_explained_and_none_is_stale(overflowing: Path) -> None:
+    shadows = read_events(overflowing, "fp8_shadow")
+    assert sorted(explained("fp8_shadow")) == sorted(keys(shadows))
+    assert any("shadow_alarm" in record for record in read_metrics(overflowing))
+
+
+def keys(records: list[dict[str, Any]]) -> set[str]:
+    return {key for record in records for key in record}
+
+
+def test_every_field_of_a_steps_record_is_explained_and_none_is_stale(overflowing: Path) -> None:
+    written = keys(read_metrics(overflowing))
+    assert written >= {field.name for field in fields(StepReport)} - {"offenders", "stop"}
+    assert sorted(explained("metrics.jsonl")) == sorted(written)
+
+
+def test_every_field_of_an_event_is_explained_and_none_is_stale(overflowing: Path) -> None:
+    events = read_events(overflowing)
+    assert sorted(explained("overflow")) == sorted(keys(events))
+    offenders = keys([offender for event in events for offender in event["offenders"]])
+    assert offenders >= {field.name for field in fields(Offender)}
+    assert sorted(explained("offenders")) == sorted(offenders)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_every_word_of_a_run_is_explained(skipped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path)
+    capsys.readouterr()
+    more = ("precision.compute=fp16", "precision.loss_scale=1e30") if skipped else ()
+    assert train(file, "train.steps=1", "train.eval_every=1", *more) == 0
+    said = capsys.readouterr().out.splitlines()
+    begun = [match[1] for line in said if (match := re.match(r"(\w+) {2,}", line))]
+    lines = explained("Before the first step")
+    after = re.findall(r"`(\w+)`", GLOSSARY.split("After the last step:")[1].split("\n\n")[0])
+    assert begun[:5] == ["model", "data", "layout", "batch", "precision"]
+    assert set(begun) <= {*lines, *after}
+    (step,) = (line for line in said if line.startswith("step "))
+    for known in (
+        *explained("The line of a step"),
+        *(r.get("overflow_in", "") for r in read_metrics(file.parent / "run")),
+    ):
+        step = step.replace(known, "", 1)
+    assert not re.findall("[a-z]+", re.sub("1e[+]30|nan|inf", "", step)), step

@@ -1,0 +1,106 @@
+"""House rules that a reader relies on: import order, budgets, nothing unpickled, everything shipped."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("megaprec", "parallel", "models", "tools")  # each imports only itself and those before it
+UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+# A program of its own that opens what others pickled, under limits; and the writer of a format that is one.
+MAY = {
+    ("tools/convert/core/untrusted.py", "imports pickle"),
+    ("tools/convert/core/untrusted.py", "calls torch.load"),
+    ("tools/convert/megatron/write.py", "calls torch.save"),
+}
+FILE_LINES, FUNCTION_LINES = 400, 60
+
+
+def modules() -> dict[Path, ast.Module]:
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    return {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8"), str(file)) for file in files}
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of everything imported anywhere in `tree`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, "." * node.level + (node.module or "")
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def offences(rule: Callable[[Path, ast.Module], Iterator[str]]) -> str:
+    return "\n".join(f"{path}:{offence}" for path, tree in modules().items() for offence in rule(path, tree))
+
+
+def wrong_direction(path: Path, tree: ast.Module) -> Iterator[str]:
+    later = PACKAGES[PACKAGES.index(path.parts[0]) + 1 :]
+    yield from (f"{line} imports {name}" for line, name in imported(tree) if name.split(".")[0] in later)
+    yield from (f"{line} imports {name}" for line, name in imported(tree) if name.startswith("."))
+
+
+def hidden_imports(_: Path, tree: ast.Module) -> Iterator[str]:
+    inside = {item for function in functions(tree) for item in imported(function)}
+    yield from (f"{line} imports {name} inside a function" for line, name in inside if name.split(".")[0] in PACKAGES)
+
+
+def code_from_data(path: Path, tree: ast.Module) -> Iterator[str]:
+    """What runs code that a file holds: pickle, eval and exec. No module imports a program of its own."""
+    yield from (f"{line} imports {name}" for line, name in imported(tree) if name == "tools.convert.core.untrusted")
+    yield from (o for o in _dangerous(tree) if (str(path), o.partition(" ")[2]) not in MAY)
+
+
+def _dangerous(tree: ast.Module) -> Iterator[str]:
+    yield from (f"{line} imports {name}" for line, name in imported(tree) if name.split(".")[0] in UNPICKLERS)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        pickles = any(word.arg == "allow_pickle" and ast.unparse(word.value) != "False" for word in node.keywords)
+        if called in ("eval", "exec", "torch.load", "torch.save") or pickles:
+            yield f"{node.lineno} calls {called}"
+
+
+def too_long(path: Path, tree: ast.Module) -> Iterator[str]:
+    if (lines := len((ROOT / path).read_text(encoding="utf-8").splitlines())) > FILE_LINES:
+        yield f"1 has {lines} lines, {FILE_LINES} at most"
+    for function in functions(tree):
+        if (lines := (function.end_lineno or 0) - function.lineno + 1) > FUNCTION_LINES:
+            yield f"{function.lineno} {function.name} has {lines} lines, {FUNCTION_LINES} at most"
+
+
+def test_packages_import_only_those_before_them() -> None:
+    assert not offences(wrong_direction)
+
+
+def test_our_own_imports_stand_at_the_top() -> None:
+    assert not offences(hidden_imports)
+
+
+def test_nothing_that_is_read_can_run_code() -> None:
+    assert not offences(code_from_data)
+
+
+def test_files_and_functions_stay_short() -> None:
+    assert not offences(too_long)
+
+
+def test_every_folder_of_code_is_a_typed_package_that_pip_finds() -> None:
+    untyped = [package for package in PACKAGES if not (ROOT / package / "py.typed").is_file()]
+    folders = {path.parent for path in modules()}
+    assert not untyped
+    assert not [str(folder) for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
+
+
+def test_every_dependency_is_pinned_and_torch_to_the_version_tested_with() -> None:
+    needed = set(re.findall(r'"([a-z-]+)>=', (ROOT / "setup.py").read_text()))
+    pinned = dict(re.findall(r"^([a-z-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert needed >= {"torch", "numpy", "pytest"}
+    assert needed <= pinned.keys()
+    assert pinned["torch"] == "2.13.0"

@@ -1,0 +1,227 @@
+"""A run that goes on says what it has other keys for, and goes on with other data only if that is said."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megaprec.checkpoint.reader import Store
+from tests.runs import checkpoint, rewind, steps, tensors, train, write_run
+from tools.config.run_file import known_keys, load_run
+from tools.training.changed_keys import FREELY
+
+OWN = "data.cache="
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file whose run, with data of its own, has been trained for six steps, with checkpoints at 3 and 6; and
+    another text."""
+    file = write_run(tmp_path_factory.mktemp("changed"))
+    text = (file.parent / "text.txt").read_text(encoding="utf-8")
+    (file.parent / "other.txt").write_text(text[::-1], encoding="utf-8")
+    assert train(file, OWN) == 0
+    return file
+
+
+@pytest.fixture
+def run(file: Path, tmp_path: Path) -> Path:
+    return rewind(file.parent / "run", tmp_path / "run", 3)
+
+
+def changed(said: str) -> list[str]:
+    return [line.removeprefix("changed    ") for line in said.splitlines() if line.startswith("changed ")]
+
+
+def test_every_key_that_is_another_one_is_named_and_those_that_change_numbers_are_marked(
+    file: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = ["train.steps=4", "train.global_batch=4", "lr.peak=2e-2", "log.every=2", "model.dropout=0.2"]
+    assert train(file, OWN, f"train.folder={run}", *other, "parallel.tensor=1", "precision.compute=bf16") == 0
+    assert changed(capsys.readouterr().out) == [
+        "log.every: 1 -> 2",
+        "lr.peak: 0.01 -> 0.02 (not bit for bit)",
+        "model.dropout: 0.1 -> 0.2 (not bit for bit)",
+        "model.embedding_dropout: 0.1 -> 0.2 (not bit for bit)",
+        'precision.attention: "fp32" -> "bf16" (not bit for bit)',
+        'precision.compute: "fp32" -> "bf16" (not bit for bit)',
+        'precision.parameters: "fp32" -> "bf16" (not bit for bit)',
+        'precision.pipeline: "fp32" -> "bf16" (not bit for bit)',
+        'precision.residual: "fp32" -> "bf16" (not bit for bit)',
+        f'train.folder: "{file.parent}/run" -> "{run}"',
+        "train.global_batch: 8 -> 4 (not bit for bit)",
+        "train.steps: 6 -> 4",
+    ]
+
+
+def test_a_run_that_is_the_same_says_nothing_of_it(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [OWN, f"train.folder={tmp_path}"]
+    assert train(file, *arguments, "train.steps=3") == 0
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "kept")
+    capsys.readouterr()
+    assert train(file, *arguments, "train.steps=4") == 0
+    said = capsys.readouterr().out
+    assert changed(said) == ["train.steps: 3 -> 4"], "the rate is constant"
+    assert "note" not in said
+
+
+def test_keys_that_change_no_number_are_keys() -> None:
+    assert all(any(key == f or (f[-1] == "*" and key.startswith(f[:-1])) for key in known_keys()) for f in FREELY)
+
+
+def test_unmarked_changes_go_on_bit_for_bit(file: Path, run: Path) -> None:
+    free = ["log.every=3", "train.eval_every=2", "data.workers=1", "parallel.zero=false", "precision.patience=3"]
+    assert train(file, OWN, f"train.folder={run}", *free, "optimizer.validation=after", "checkpoint.every=2") == 0
+    before, after = tensors(checkpoint(file.parent / "run", 6)), tensors(checkpoint(run, 6))
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "line"),
+    [
+        ("train.seed=7", "seed", "train.seed: 1234 -> 7: "),
+        ("data.shuffle=false", "shuffle", "data.shuffle: true -> false: "),
+        ("data.held_out=0.3", "data", "data.held_out: 0.1 -> 0.3: "),
+        ("data.vocab_size=320", "tokenizer", "data.vocab_size = 320, but the tokenizer has 330 tokens: "),
+        ("data.source=FOLDER/other.txt", "data", 'data.source: "FOLDER/text.txt" -> "FOLDER/other.txt": not the text'),
+        ("data.max_chars=9000", "data", 'data.source: "FOLDER/text.txt": not the text that'),
+    ],
+    ids=lambda value: value.partition("=")[0] if "=" in value else "",
+)
+def test_other_data_is_refused_and_one_command_goes_on_with_it(
+    override: str, what: str, line: str, file: Path, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(file.parent)
+    arguments = [OWN, f"train.folder={run}", override.replace("FOLDER", folder)]
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    capfd.readouterr()
+    assert train(file, *arguments) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(line.replace("FOLDER", folder)), said
+    assert f"--allow {what}" in said
+    assert {path: path.read_bytes() for path in before} == before
+    if what == "tokenizer":
+        return  # which of another size is of another model
+    assert train(file, *arguments, "--allow", what) == 0
+    out = capfd.readouterr().out
+    key = line.partition(":")[0]
+    assert any(found.startswith(f"{key}: ") and found.endswith("(not bit for bit)") for found in changed(out)), out
+    assert len(steps(run)) == 6
+    assert train(file, *arguments, "train.steps=7") == 0, "it is the data of the checkpoint now"
+
+
+def test_what_is_asked_for_twice_is_allowed_twice(file: Path, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = [OWN, f"train.folder={run}", "train.seed=7", "data.shuffle=false"]
+    assert train(file, *arguments, "--allow", "seed") == 2
+    said = capfd.readouterr().err
+    assert "train.seed" not in said and "give --allow shuffle to go on" in said
+    assert train(file, "--allow", "seed", "--allow", "shuffle", *arguments) == 0
+
+
+def test_an_allowance_that_is_not_needed_is_told(file: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(file, OWN, f"train.folder={run}", "--allow", "seed") == 0
+    assert "note       --allow seed: not needed" in capsys.readouterr().out
+
+
+def test_removed_data_is_made_again_and_the_run_goes_on_bit_for_bit(file: Path, run: Path) -> None:
+    shutil.rmtree(run / "data")
+    assert train(file, OWN, f"train.folder={run}") == 0
+    assert steps(run) == steps(file.parent / "run")
+    assert (run / "data" / "text.model").read_bytes() == (file.parent / "run" / "data" / "text.model").read_bytes()
+
+
+def test_a_ready_data_set_that_was_replaced_is_refused(
+    file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        shutil.copytree(file.parent / "run" / "data", tmp_path / name)
+    (tmp_path / "two" / "text.json").unlink()
+    content = bytearray((tmp_path / "two" / "text.bin").read_bytes())
+    content[40:80] = content[80:120]
+    (tmp_path / "two" / "text.bin").write_bytes(content)
+    arguments = [f"data.source={tmp_path}/data/text", f"train.folder={tmp_path}/run"]
+    shutil.copytree(tmp_path / "one", tmp_path / "data")
+    assert train(file, *arguments, "train.steps=3") == 0
+    shutil.rmtree(tmp_path / "data")
+    shutil.copytree(tmp_path / "two", tmp_path / "data")
+    capfd.readouterr()
+    assert train(file, *arguments) == 2
+    first, last = capfd.readouterr().err.splitlines()
+    assert first.startswith(f'data.source: "{tmp_path}/data/text" (') and " SHA-256 " in first and " -> " in first
+    assert last.startswith("this run cannot go on from") and "--allow data" in last
+    assert train(file, *arguments, "--allow", "data") == 0
+
+
+def test_a_blend_keeps_its_parts_and_weights(file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = file.parent
+
+    def blend(first: float, *more: str) -> list[str]:
+        parts = [
+            f'{{source = "{folder}/text.txt", weight = {first}}}',
+            f'{{source = "{folder}/other.txt", weight = 1.0}}',
+        ]
+        source = "data.source=python"
+        return [OWN, source, f"data.blend=[{', '.join([*parts, *more])}]", f"train.folder={tmp_path}/run"]
+
+    assert train(file, *blend(1.0), "train.steps=2") == 0
+    assert train(file, *blend(1.0), "train.steps=3") == 0
+    capfd.readouterr()
+    assert train(file, *blend(3.0), "train.steps=4") == 2
+    assert "data.blend[0].weight: 1.0 -> 3.0\n" in capfd.readouterr().err
+    assert train(file, *blend(3.0), "train.steps=4", "--allow", "data") == 0
+    assert train(file, *blend(3.0, f'{{source = "{folder}/my.toml", weight = 1.0}}'), "train.steps=5") == 2
+    assert "data.blend: 2 data sets -> 3 data sets\n" in capfd.readouterr().err
+
+
+def test_the_same_tokens_by_another_name_are_the_same_data(
+    file: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(file, f"data.source={run}/data/text", f"train.folder={run}") == 0
+    assert f'data.source: "{file.parent}/text.txt" -> "{run}/data/text"' in changed(capsys.readouterr().out)
+    assert steps(run) == steps(file.parent / "run")
+
+
+def test_another_tokenizer_of_the_same_size_is_refused(
+    file: Path, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = [f"data.source={file.parent}/other.txt", f"data.cache={run}/fresh", f"train.folder={run}/first"]
+    assert train(file, *asked, "train.steps=1") == 0
+    tokenizer = ["--allow", "data", OWN, f"train.folder={run}", f"data.tokenizer={run}/fresh/text.model"]
+    capfd.readouterr()
+    assert train(file, *tokenizer) == 2
+    said = capfd.readouterr().err
+    assert "is not the tokenizer that the checkpoint was trained with" in said and "--allow tokenizer" in said
+    assert train(file, *tokenizer, "--allow", "tokenizer") == 0
+
+
+def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cosine = [f"train.folder={tmp_path}", "lr.schedule=cosine", "train.eval_every=0"]
+    assert train(file, *cosine, "train.steps=4") == 0
+    capsys.readouterr()
+    shutil.copytree(tmp_path, tmp_path.parent / "held")
+    assert train(file, *cosine, "train.steps=8") == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+    rates = [record["lr"] for record in steps(tmp_path)]
+    assert rates[4] > 3 * rates[3]
+    assert f"jumps from {rates[3]:.3g} in step 4 to {rates[4]:.3g} in step 5: train.steps 4 -> 8 stretches" in note
+    way = note.partition("Ways out: ")[2].split(" goes on")[0].split()
+    held = [f"train.folder={tmp_path.parent}/held", *way, "train.steps=8"]
+    assert train(file, *cosine, *held) == 0
+    assert steps(tmp_path.parent / "held")[4]["lr"] == pytest.approx(rates[3], rel=1e-2), "the way out works"
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+
+
+def test_a_checkpoint_keeps_what_it_was_trained_on(file: Path) -> None:
+    store = Store(checkpoint(file.parent / "run", 6))
+    data = store.index["data"]
+    record = json.loads((file.parent / "run" / "data" / "text.json").read_text())
+    (one,) = data["sets"]
+    assert (one["bin_sha256"], one["idx_sha256"]) == (record["bin_sha256"], record["idx_sha256"])
+    assert (data["held_out"], data["shuffle"], data["seed"]) == (0.1, True, 1234)
+    assert data["tokenizer"] == record["tokenizer_sha256"]
+    assert store.index["run"]["lr.peak"] == load_run(file).value("lr.peak")

@@ -1,0 +1,268 @@
+"""Local ranks: what they are told, how they end, and that none is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from megaprec.errors import UserError
+from tools.training.launch import (
+    PROGRAM,
+    first_failure,
+    has_own_device,
+    joined_world,
+    share_of_cores,
+    slurm_environment,
+    start_ranks,
+)
+
+ROOT = Path(__file__).parents[2]
+REPORT = """
+import json, os, pathlib, sys
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps([dict(os.environ), sys.argv[2:]]))
+"""
+FAIL = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+if os.environ["RANK"] == "0":
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    time.sleep(60)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+from tools.training.launch import note_failure
+from megaprec.errors import UserError
+try:
+    raise UserError("data.source: empty", "data.vocab_size: too large")
+except UserError as error:
+    note_failure(error)
+    sys.exit(2)
+"""
+CRASH = "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGSEGV); time.sleep(60)"
+WAIT = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
+pathlib.Path(sys.argv[1], str(os.getpid())).touch()
+time.sleep(60)
+"""
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu-[007-009,012]",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-c", code, *map(str, arguments)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_ranks_are_told_their_world_and_get_the_arguments_untouched(tmp_path: Path) -> None:
+    assert start_ranks(python(REPORT, tmp_path, "cost=$5 $$ ${rank}"), ranks=2) == 0
+    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env, _ in told] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+    ]
+    assert {env["MASTER_ADDR"] for env, _ in told} == {"127.0.0.1"}
+    assert [arguments for _, arguments in told] == [["cost=$5 $$ ${rank}"]] * 2
+    assert all(joined_world(env) for env, _ in told)
+
+
+@pytest.mark.parametrize(("threads", "asked", "given"), [(3, None, "3"), (0, "5", "5"), (3, "5", "3"), (0, None, None)])
+def test_threads_are_those_asked_for_or_a_share_of_the_cores(
+    threads: int, asked: str | None, given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    if asked:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert start_ranks(python(REPORT, tmp_path), 2, threads) == 0
+    assert json.loads((tmp_path / "0").read_text())[0]["OMP_NUM_THREADS"] == (given or "4")
+
+
+def test_ranks_never_get_more_threads_than_there_are_cores_while_there_are_enough() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert all(ranks * share_of_cores(ranks) <= cores for ranks in range(1, cores + 1))
+    assert share_of_cores(cores + 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "more"), [(2, ["data.vocab_size: too large"]), (3, ["data.vocab_size: too large"]), (1, [])]
+)
+def test_the_first_failure_ends_the_run_with_its_code_and_its_reason_last(
+    code: int, more: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failing = FAIL.replace("sys.exit(2)", f"sys.exit({code})")
+    assert start_ranks(python(failing, tmp_path / "pid"), ranks=2) == code
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == [f"rank 1 failed with exit code {code}: UserError: data.source: empty", *more]
+    assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_rank_that_crashes_is_named_with_its_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    assert start_ranks(python(CRASH), ranks=2) == 128 + signal.SIGSEGV
+    assert capfd.readouterr().err == "rank 1 was ended by SIGSEGV\n"
+
+
+def test_launching_leaves_this_process_as_it_was() -> None:
+    before = dict(os.environ)
+    start_ranks(python("pass"), ranks=1)
+    assert os.environ == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_stops_all_ranks(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    start = f"start_ranks({python(WAIT, tmp_path)!r}, 2)"
+    program = f"import sys; from tools.training.launch import start_ranks; sys.exit({start})"
+    with subprocess.Popen(python(program), cwd=ROOT, stderr=subprocess.PIPE, text=True) as launcher:
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ranks = [int(path.name) for path in tmp_path.iterdir()]
+        launcher.send_signal(number)
+        assert launcher.communicate(timeout=30)[1] == f"stopped by {number.name}\n"
+    assert launcher.returncode == code
+    assert len(ranks) == 2
+    assert not any(alive(pid) for pid in ranks)
+
+
+def test_the_first_failure_is_the_one_noted_first_and_never_a_rank_that_was_stopped(tmp_path: Path) -> None:
+    def failure(rank: int, exitcode: int, second: float) -> ProcessFailure:
+        note = tmp_path / f"{rank}.json"
+        note.write_text(json.dumps({"message": {"message": f"{rank}", "extraInfo": {"timestamp": "100"}}}))
+        os.utime(note, (second, second))
+        return ProcessFailure(rank, 1, exitcode, str(note))
+
+    failures = {0: failure(0, 1, 100.5), 1: failure(1, 3, 100.2), 2: failure(2, -signal.SIGTERM, 100.1)}
+    rank, found = first_failure(failures)
+    assert (rank, found.exitcode) == (1, 3)
+
+
+def test_ranks_run_our_program_even_where_the_user_has_a_folder_called_tools(tmp_path: Path) -> None:
+    for place, word in (("ours", "right"), ("users", "wrong")):
+        folder = tmp_path / place / "tools"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "cli.py").write_text(f"import sys\ndef main(): print('{word}', sys.argv[1:])\n")
+    command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "ours"), "train", "x"]
+    users = tmp_path / "users"
+    searched = {**os.environ, "PYTHONPATH": str(users)}
+    done = subprocess.run(command, cwd=users, env=searched, capture_output=True, text=True, check=True)
+    assert done.stdout == "right ['train', 'x']\n"
+
+
+def test_a_world_is_joined_only_when_it_is_wholly_described() -> None:
+    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert joined_world(whole)
+    assert not joined_world({})
+    assert not joined_world({"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    assert joined_world(SLURM)
+    for lost in whole:
+        if lost in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+            with pytest.raises(UserError, match=f"not {lost}"):
+                joined_world({name: value for name, value in whole.items() if name != lost})
+
+
+def test_a_slurm_step_is_said_in_torchs_words() -> None:
+    assert slurm_environment(SLURM) == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "gpu-007",
+        "MASTER_PORT": "23456",
+    }
+    assert slurm_environment(SLURM | {"SLURM_STEP_NODELIST": "a1,b[2-3]"})["MASTER_ADDR"] == "a1"
+    assert slurm_environment(SLURM | {"SLURM_STEP_NODELIST": "n[2-3]-ib,m"})["MASTER_ADDR"] == "n2-ib"
+    assert slurm_environment(SLURM | {"MASTER_ADDR": "me", "MASTER_PORT": "9"})["MASTER_ADDR"] == "me"
+
+
+@pytest.mark.parametrize(
+    ("said", "local"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, "2"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3", "SLURM_NTASKS_PER_NODE": "9"}, "1"),
+        ({"SLURM_NTASKS_PER_NODE": "2"}, "2"),
+        ({}, None),
+    ],
+)
+def test_a_slurm_task_knows_how_many_ranks_its_node_has(said: dict[str, str], local: str | None) -> None:
+    assert slurm_environment(SLURM | said).get("LOCAL_WORLD_SIZE") == local
+
+
+@pytest.mark.parametrize(
+    ("devices", "said", "own"),
+    [
+        (1, {"SLURM_PROCID": "0", "SLURM_GPUS_PER_TASK": "1"}, True),
+        (1, {"SLURM_PROCID": "0", "LOCAL_WORLD_SIZE": "2", "SLURM_GPUS_ON_NODE": "2"}, True),
+        (1, {"SLURM_PROCID": "0", "LOCAL_WORLD_SIZE": "2", "SLURM_GPUS_ON_NODE": "1"}, False),
+        (2, {"SLURM_PROCID": "0", "SLURM_GPUS_PER_TASK": "2"}, False),
+        (1, {"SLURM_GPUS_PER_TASK": "1"}, False),
+    ],
+)
+def test_a_lone_device_is_a_tasks_own_only_if_slurm_gave_it_to_that_task(
+    devices: int, said: dict[str, str], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    assert has_own_device(said) is own
+
+
+@pytest.mark.parametrize("change", [{"SLURM_STEP_NUM_TASKS": "1"}, {"RANK": "0"}])
+def test_slurm_is_not_asked_when_a_step_has_one_task_or_torchrun_spoke(change: dict[str, str]) -> None:
+    assert slurm_environment(SLURM | change) == {}
+    assert slurm_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == {}  # a batch script outside any step
+
+
+STUCK = f"""
+import argparse, atexit, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+from megaprec.errors import UserError
+from parallel import mesh
+from tools import cli
+
+mesh.PARTING = 0.1
+dist.destroy_process_group = lambda: time.sleep(60)  # as NCCL's does while another rank waits for this one
+atexit.register(time.sleep, 60)  # and does again when the process ends
+
+def fail(args):
+    with mesh.world():
+        raise {{error}}
+
+cli._parser = lambda: argparse.ArgumentParser(argument_default=None, add_help=False)
+argparse.Namespace.run = staticmethod(fail)
+sys.exit(cli.main([]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [("UserError('the disk is full')", 2, "the disk is full"), ("ValueError('a bug')", 1, "ValueError: a bug")],
+)
+def test_a_rank_that_failed_alone_says_why_and_ends_though_its_world_cannot_be_left(
+    error: str, code: int, last: str
+) -> None:
+    ended = subprocess.run(python(STUCK.format(error=error)), capture_output=True, text=True, timeout=40, check=False)
+    assert ended.returncode == code
+    assert ended.stderr.splitlines()[-1] == last

@@ -1,0 +1,306 @@
+"""A damaged checkpoint is never nothing: what has the name of one and is none is refused, and nothing is changed."""
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprec.checkpoint import atomic as module
+from megaprec.checkpoint.atomic import begin, checkpoint_at, checkpoints, commit, latest
+from megaprec.checkpoint.digests import OTHERS, OWN
+from megaprec.checkpoint.reader import INDEX
+from megaprec.errors import UserError
+from tests.checkpoint.test_checkpoint import names, saved
+from tests.runs import checkpoint, edit_index, rewind, steps, train, write_run
+from tools.cli import main
+
+
+def unlink(path: Path) -> None:
+    (path / INDEX).unlink()
+
+
+def make_folder(path: Path) -> None:
+    unlink(path)
+    (path / INDEX).mkdir()
+
+
+def make_fifo(path: Path) -> None:
+    unlink(path)
+    os.mkfifo(path / INDEX)
+
+
+def make_link_to_nothing(path: Path) -> None:
+    unlink(path)
+    (path / INDEX).symlink_to("nowhere")
+
+
+def make_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("a file")
+
+
+def make_outer_link_to_nothing(path: Path) -> None:
+    shutil.rmtree(path)
+    path.symlink_to("nowhere")
+
+
+LOSSES: dict[Callable[[Path], None], str] = {
+    unlink: "it has no checkpoint.json",
+    make_folder: "its checkpoint.json is no file",
+    make_fifo: "its checkpoint.json is no file",
+    make_link_to_nothing: "its checkpoint.json is a link to nothing",
+    make_file: "it is no folder",
+    make_outer_link_to_nothing: "it has no checkpoint.json",
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file whose run has been trained for six steps, with checkpoints at 3 and 6."""
+    file = write_run(tmp_path_factory.mktemp("lost"))
+    assert train(file) == 0
+    return file
+
+
+def contents(folder: Path) -> dict[Path, object]:
+    """All that lies there, with the content of files; without the lock of a run."""
+
+    def of(path: Path) -> object:
+        mode = path.lstat().st_mode
+        return path.read_bytes() if stat.S_ISREG(mode) else stat.S_IFMT(mode)
+
+    return {path: of(path) for path in folder.rglob("*") if path.name != ".lock"}
+
+
+Refused = Callable[..., list[str]]
+
+
+@pytest.fixture
+def refused(file: Path, capfd: pytest.CaptureFixture[str]) -> Refused:
+    def check(run: Path, *arguments: object) -> list[str]:
+        """What the command says when it refuses, having changed nothing in `run`."""
+        before, _ = contents(run), capfd.readouterr()
+        assert main([*map(str, arguments)]) == 2
+        assert contents(run) == before
+        out, err = capfd.readouterr()
+        assert out == ""
+        return err.splitlines()
+
+    return check
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+@pytest.mark.parametrize("only", [True, False], ids=["only one", "of two"])
+def test_a_checkpoint_without_its_index_is_refused_by_every_command_and_left_alone(
+    lose: Callable[[Path], None], only: bool, file: Path, tmp_path: Path, refused: Refused
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    if only:
+        shutil.rmtree(checkpoint(run, 3))
+    lose(checkpoint(run, 6))
+    remedy = f"move it away to {'start anew' if only else 'go on from step_00000003'}"
+    line = f"{checkpoint(run, 6)} is damaged: {LOSSES[lose]}: restore it, or {remedy}"
+    assert refused(run, "train", file, "train.steps=8", f"train.folder={run}") == [line]
+    assert refused(run, "inspect", run) == [line]
+    assert refused(run, "generate", run, "--prompt", "the") == [line]
+    assert refused(run, "convert", run, tmp_path / "out") == [line]
+    said = refused(run, "train", file, f"train.init_from={run}", f"train.folder={tmp_path}/new")
+    assert said == [f"train.init_from (command line): {line}"]
+
+
+def test_the_remedy_works(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    unlink(checkpoint(run, 6))
+    assert train(file, f"train.folder={run}") == 2
+    checkpoint(run, 6).rename(run / "checkpoints" / "step_00000006.damaged")
+    assert train(file, f"train.folder={run}") == 0
+    assert "resumed    from" in capsys.readouterr().out
+    assert steps(run) == steps(file.parent / "run")
+    assert len(names(run / "checkpoints" / "step_00000006.damaged")) == 3
+
+
+def test_an_older_one_is_refused_too(tmp_path: Path) -> None:
+    older, newer = saved(tmp_path, 1), saved(tmp_path, 2)
+    unlink(older)
+    with pytest.raises(UserError, match=r"step_00000001 is damaged: it has no .* move it away to start anew"):
+        latest(tmp_path)
+    unlink(newer)
+    with pytest.raises(UserError) as said:
+        checkpoints(tmp_path)
+    assert len(said.value.problems) == 2
+
+
+def test_a_checkpoint_named_by_itself_is_refused_alike(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1)
+    assert checkpoint_at(path) == path
+    unlink(path)
+    with pytest.raises(UserError, match=r"step_00000001 is damaged: it has no checkpoint\.json"):
+        checkpoint_at(path)
+
+
+def test_one_that_is_damaged_in_mid_run_is_not_removed_by_a_save(tmp_path: Path) -> None:
+    for step in (1, 2):
+        unlink(saved(tmp_path, step))
+    assert names(saved(tmp_path, 2, keep=1).parent) == ["step_00000001", "step_00000002", "step_00000002.damaged"]
+    assert names(tmp_path / "step_00000001") == names(tmp_path / "step_00000002.damaged")
+    begin(tmp_path, 3)
+    shutil.copy(tmp_path / "step_00000002" / INDEX, tmp_path / ".step_00000003.partial" / INDEX)
+    commit(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step_00000001", "step_00000002.damaged", "step_00000003"]
+
+
+def put_file(folder: Path) -> None:
+    folder.write_text("a file")
+
+
+def put_link(folder: Path) -> None:
+    folder.symlink_to("nowhere")
+
+
+def put_fifo(folder: Path) -> None:
+    os.mkfifo(folder)
+
+
+def put_leftover(folder: Path) -> None:
+    folder.mkdir()
+    (folder / ".step_00000003.partial").write_text("a file")
+
+
+def put_linked_leftover(folder: Path) -> None:
+    folder.mkdir()
+    (folder / ".step_00000003.partial").symlink_to(folder)
+
+
+@pytest.mark.parametrize(
+    ("put", "why"),
+    [
+        (put_file, "is not a folder, but checkpoints belong there: move it away"),
+        (put_fifo, "is not a folder, but checkpoints belong there: move it away"),
+        (put_link, "is a link to nowhere, which is not there: mount it, or move the link"),
+        (put_leftover, "/.step_00000003.partial is no folder, but has the name of an unfinished .*: move it away"),
+        (put_linked_leftover, "/.step_00000003.partial is no folder, but has the name of an unfinished .*"),
+    ],
+)
+def test_a_place_where_nothing_can_be_saved_is_found_at_the_start(
+    put: Callable[[Path], None], why: str, file: Path, tmp_path: Path, refused: Refused
+) -> None:
+    (tmp_path / "run").mkdir()
+    put(tmp_path / "run" / "checkpoints")
+    (line,) = refused(tmp_path, "train", file, f"train.folder={tmp_path}/run")
+    assert line.startswith(f"{tmp_path}/run/checkpoints")
+    assert why.replace(".*", "") in line or why.split(".*")[0] in line
+
+
+@pytest.mark.parametrize("what", ["listdir", "lstat", "index"])
+def test_what_may_not_be_read_is_not_nothing(
+    what: str, file: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a user to whom a folder of mode 0333, one above it, or one in it of mode 0600, is closed."""
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    inner, closed = getattr(os, what, os.stat), run / "checkpoints"
+
+    def close(path: Any, *rest: Any, **options: Any) -> Any:
+        if options.get("follow_symlinks", True) and Path(path) == (
+            checkpoint(run, 6) / INDEX if what == "index" else closed
+        ):
+            raise PermissionError(13, "Permission denied")
+        return inner(path, *rest, **options)
+
+    monkeypatch.setattr(module.os, "stat" if what == "index" else what, close)
+    (line,) = refused(tmp_path, "train", file, f"train.folder={run}")
+    assert str(closed) in line and "(Permission denied)" in line and "allow" in line + "allow" * (what == "index")
+
+
+# --- newer versions, and indices that were edited
+
+
+def of_a_newer_version(index: dict[str, Any]) -> None:
+    index["format"] = 2
+
+
+def with_a_key(table: str) -> Callable[[dict[str, Any]], None]:
+    return lambda index: index[table].update(newer=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (of_a_newer_version, "it has checkpoint format 2, and this one reads 1"),
+        (with_a_key("model"), "it says model.newer"),
+        (with_a_key("progress"), "it says progress.newer"),
+        (with_a_key("watch"), "it says watch.newer"),
+    ],
+    ids=["format", "model", "progress", "watch"],
+)
+def test_a_newer_version_is_told_from_damage(
+    change: Callable[[dict[str, Any]], None], why: str, file: Path, tmp_path: Path, refused: Refused
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    edit_index(checkpoint(run, 6), change)
+    said = refused(run, "train", file, "train.steps=8", f"train.folder={run}")
+    newer = f"{checkpoint(run, 6)} was saved by a newer version of megaprec: {why}: update megaprec to go on with it"
+    assert said[0] == newer
+
+
+def test_an_index_that_lost_its_digests_is_damaged(file: Path, tmp_path: Path, refused: Refused) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    index = json.loads((checkpoint(run, 6) / INDEX).read_bytes())
+    (checkpoint(run, 6) / INDEX).write_text(json.dumps({k: v for k, v in index.items() if k not in (OWN, OTHERS)}))
+    said = refused(run, "train", file, "train.steps=8", f"train.folder={run}")
+    assert "has lost the digests that it was saved with" in said[0]
+
+
+def test_of_a_checkpoint_without_digests_a_run_says_that_nothing_was_checked(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    index = json.loads((checkpoint(run, 6) / INDEX).read_bytes())
+    older = {k: v for k, v in index.items() if k not in (OWN, OTHERS, "data", "run")}
+    (checkpoint(run, 6) / INDEX).write_text(json.dumps(older))
+    assert train(file, "train.steps=7", f"train.folder={run}") == 0
+    said = capsys.readouterr().out
+    assert f"note       {checkpoint(run, 6)} has no digests (an earlier version saved it), so nothing tells" in said
+    assert "keeps no record of the data and the keys that it was trained with" in said
+
+
+WRONG: tuple[Any, ...] = (None, [], {}, "x", -1, 1.5, True, [[]], {"x": -1}, 10**30)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something stands in the index; of lists and of tensors, which are many and alike, the first."""
+    found = [path] if path else []
+    if isinstance(value, dict):
+        keys = list(value)[:1] if path in (("tensors",), ("files",), ("sha256",)) else list(value)
+        return found + [place for key in keys for place in places(value[key], (*path, key))]
+    return found + ([*places(value[0], (*path, 0))] if isinstance(value, list) and value else [])
+
+
+@pytest.mark.slow
+def test_no_edit_of_an_index_ends_in_a_traceback(file: Path, tmp_path: Path) -> None:
+    """Each value in turn is left out, or is another one; a run goes on with it or says what is wrong."""
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    index_file = checkpoint(run, 6) / INDEX
+    whole = json.loads(index_file.read_bytes())
+    whole.pop(OWN)
+    found = [place for place in places(whole) if place[0] != "model" or len(place) == 1]
+    for place in found:
+        for wrong in ("lost", WRONG[len(str(place)) % len(WRONG)], WRONG[(len(str(place)) + 3) % len(WRONG)]):
+
+            def change(index: dict[str, Any], place: tuple[Any, ...] = place, wrong: Any = wrong) -> None:
+                inner: Any = index
+                for key in place[:-1]:
+                    inner = inner[key]
+                if wrong == "lost":
+                    del inner[place[-1]]
+                else:
+                    inner[place[-1]] = wrong
+
+            edit_index(checkpoint(run, 6), change)
+            assert train(file, f"train.folder={run}") in (0, 2), f"{place}: {wrong!r}"
+            index_file.write_text(json.dumps(whole))
+            edit_index(checkpoint(run, 6), lambda index: None)

@@ -1,0 +1,85 @@
+"""One odd line in metrics.jsonl or events.jsonl ends nothing: it stays, it is named, and the rest is used."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.runs import checkpoint, rewind, steps, train, write_run
+from tools.cli import main
+from tools.journal.records import EVENTS, METRICS, odd_lines, read_events, read_lines, read_metrics
+
+ODD = (
+    b"\xff\xfe", b"5", b"[]", b"{}", b"null", b'"x"', b"[" * 100_000, b'{"step": "three"}', b'{"step": 3}', b"{",
+    b'{"step": true, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1}', b"\x00\x00\x00",
+    b'{"step": 3, "outcome": "applied", "loss": "low", "grad_norm": 1, "loss_scale": 1}',
+    b'{"event": ["x"], "step": 1}', b'{"event": "overflow", "step": 1}',
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file whose run has been trained for six steps, with checkpoints at 3 and 6; each step is skipped."""
+    file = write_run(tmp_path_factory.mktemp("records"))
+    assert train(file, "precision.compute=fp16") == 0
+    return file
+
+
+def spoil(path: Path) -> list[bytes]:
+    """Puts each odd line behind the first line; returns the good ones."""
+    good = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([good[0], *ODD, *good[1:]]) + b"\n")
+    return good
+
+
+@pytest.mark.parametrize("name", [METRICS, EVENTS])
+def test_odd_lines_are_kept_named_and_not_used(
+    name: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 3)
+    good = spoil(run / name)
+    note = f"note       {run / name}: lines 2 to {len(ODD) + 1} are no records: kept, not used\n"
+    assert train(file, "precision.compute=fp16", f"train.folder={run}", "log.plot=true") == 0
+    assert capsys.readouterr().out.count(note) == 1
+    lines = read_lines(run / name)
+    assert [line.content for line in lines if line.record is None] == [*ODD]
+    assert len(lines) - len(ODD) == len(good)
+    (run / METRICS).with_suffix(".good").write_bytes(b"")
+    assert [r["step"] for r in (read_metrics if name == METRICS else read_events)(run)] == [1, 2, 3, 4, 5, 6]
+    if name == METRICS:
+        pytest.importorskip("matplotlib")
+        assert main(["compare", str(run), "-o", str(tmp_path / "x.png")]) == 0
+    else:
+        assert main(["explain-overflow", str(run)]) == 0
+    assert note in capsys.readouterr().out
+
+
+def test_a_line_that_a_kill_cut_short_is_taken_again_without_a_word(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 3)
+    lines = (run / METRICS).read_bytes().splitlines()
+    (run / METRICS).write_bytes(b"\n".join(lines[:4]) + b"\n" + lines[4][:30])
+    assert odd_lines(run / METRICS) == ""
+    assert train(file, "precision.compute=fp16", f"train.folder={run}") == 0
+    assert "note" not in capsys.readouterr().out
+    assert steps(run) == steps(file.parent / "run")
+
+
+def test_steps_that_left_no_line_are_named(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    lines = (run / METRICS).read_bytes().splitlines(keepends=True)
+    (run / METRICS).write_bytes(b"".join([lines[0], *lines[3:5]]))
+    assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 0
+    assert f"note       {run / METRICS} has no record of steps 2 to 3 and 6\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [METRICS, EVENTS])
+def test_what_is_no_file_is_found_at_the_start(
+    name: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = rewind(file.parent / "run", tmp_path / "run", 6)
+    (run / name).unlink()
+    (run / name).mkdir()
+    assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 2
+    assert capsys.readouterr().err == f"{run / name} is no file, but the records of steps belong there: move it away\n"
+    assert not checkpoint(run, 7).exists()

@@ -1,0 +1,365 @@
+"""Run files: what is read, what is refused and in which words, and that a saved run is the same run."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaprec.errors import UserError
+from megaprec.precision.plan import LossScaling
+from tools.config.key_suggestions import ELSEWHERE
+from tools.config.native_keys import loss_scaling
+from tools.config.run_file import RunConfig, check_world, describe, known_keys, load_run
+from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Precision, Train
+
+RUN = """
+[model]
+preset = "llama-demo"
+heads = 8
+[parallel]
+tensor = 2
+pipeline = 2
+[train]
+steps = 10
+global_batch = 8
+micro_batch = 2
+seq_length = 64
+"""
+REQUIRED = ["train.steps=10", "train.global_batch=8", "train.micro_batch=2", "train.seq_length=64"]
+MINIMAL = ["model.preset=llama-demo", *REQUIRED]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "my.toml"
+    path.write_text(RUN)
+    return path
+
+
+def problems(*overrides: str, path: Path | None = None) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load_run(path, overrides)
+    return list(caught.value.problems)
+
+
+def test_the_command_line_wins_over_the_file_over_the_preset_over_defaults(run_file: Path) -> None:
+    config = load_run(run_file, ["train.steps=20", "train.steps=30"])
+    assert (config.train.steps, config.model.heads, config.model.layers, config.train.seed) == (30, 8, 6, 1234)
+    origins = [config.origin(key) for key in ("train.steps", "model.heads", "model.layers", "train.seed")]
+    assert origins == ["command line", f"file {run_file}", "preset llama-demo", "default"]
+
+
+def test_what_a_preset_leaves_open_follows_from_the_keys_that_change_it() -> None:
+    assert load_run(None, [*MINIMAL, "model.hidden=512"]).model.ffn == 1408
+
+
+def test_the_longest_sequence_is_the_one_trained_on_unless_said_otherwise() -> None:
+    assert load_run(None, MINIMAL).model.max_positions == 64
+    assert load_run(None, [*REQUIRED, "model.preset=gpt2"]).model.max_positions == 1024
+
+
+def test_numbers_of_a_step(run_file: Path) -> None:
+    config = load_run(run_file, ["parallel.data=2"])
+    assert (config.world_size, config.num_microbatches, config.tokens_per_step) == (8, 2, 8 * 64)
+
+
+@pytest.mark.parametrize(("unit", "total"), [("steps", 10), ("samples", 80)])
+def test_the_learning_rate_counts_in_its_unit(unit: str, total: int) -> None:
+    schedule = load_run(None, [*MINIMAL, f"lr.unit={unit}", "lr.warmup=10", "lr.decay=3", "lr.final=1e-5"]).lr_schedule
+    assert (schedule.total, schedule.warmup, schedule.decay, schedule.final) == (total, 10, 3, 1e-5)
+    assert schedule.peak == LR().peak
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.betas=[0.8, 0.99]", (0.8, 0.99)),
+        ("parallel.sequence=true", True),
+        ("optimizer.clip = 2", 2.0),
+        ("precision.compute=bf16", "bf16"),
+        ("train.folder=runs/a b", "runs/a b"),
+        ('train.folder="runs/a=b"', "runs/a=b"),
+        ("log.sample=true", "true"),  # text stays text
+        ("data.source=2024", "2024"),
+        ('log.sample="1"\n[train]\nsteps = 1', '"1"\n[train]\nsteps = 1'),  # one value, not a file
+        ("data.tokenizer=", ""),
+    ],
+)
+def test_override_values_are_toml_and_text_needs_no_quotes(override: str, value: object) -> None:
+    table, key = override.partition("=")[0].strip().split(".")
+    assert getattr(getattr(load_run(None, [*MINIMAL, override]), table), key) == value
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("train.stpes=3", "train.stpes = 3 (command line): no such key; did you mean train.steps?"),
+        ("train.tensor=2", "did you mean parallel.tensor?"),
+        ("tensor=2", "did you mean parallel.tensor?"),
+        ("optimizer.lr=3", "did you mean lr.peak?"),
+        ("parallel.tensor_model_parallel_size=2", "did you mean parallel.tensor?"),
+        ("fp8.recipe=delayed", "did you mean fp8.kind?"),
+        ("tp=2", "did you mean parallel.tensor?"),
+        ("lr=3", "lr = 3 (command line): a table, not a key; give keys of it, as lr.peak"),
+        ("modle.layers=2", "[modle] (command line): no such table; did you mean [model]?"),
+        ("model.preset=llama-dem", "did you mean llama-demo?"),
+        ("parallel.schedule=1fb1", "'zb-h2' or 'zb-v'; did you mean 1f1b?"),
+        ("nothing", '"nothing" (command line): an override is table.key=value'),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_known_one(wrong: str, hint: str) -> None:
+    (problem,) = problems(*REQUIRED, "model.layers=2", "model.hidden=64", "model.heads=2", wrong)
+    assert hint in problem
+
+
+def test_words_of_other_trainers_stand_for_keys_that_are_and_are_none_of_ours() -> None:
+    words = [word for there in ELSEWHERE.values() for word in there]
+    assert set(ELSEWHERE) <= known_keys() and len(words) == len(set(words))
+    assert not set(words) & {key.partition(".")[2] for key in known_keys()}
+
+
+def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_file: Path) -> None:
+    run_file.write_text(RUN + "stpes = 3\n[optimiser]\nclip = 1.0\neps = 1e-6\n")
+    key, table = problems(path=run_file)
+    assert key == f"train.stpes = 3 (file {run_file}): no such key; did you mean train.steps?"
+    assert table == f"[optimiser] (file {run_file}): no such table; did you mean [optimizer]?"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ("train.steps=8.0", "must be a valid integer"),
+        ("train.steps=0", "must be greater than 0"),
+        ("train.steps=true", "must be a valid integer"),
+        ("lr.peak=high", 'lr.peak = "high" (command line): must be a valid number'),
+        ("lr.peak=nan", "must be a finite number"),
+        ("parallel.zero=True", "must be true or false"),
+        ("optimizer.betas=[0.9, 1.0]", "value 2 must be less than 1"),
+        ("optimizer.betas=[0.9]", "too few values"),
+        ("precision.compute=fp8", "products in FP8 are asked for by fp8.kind"),
+        ("optimizer.betas=0.9", "must be a list in brackets"),
+        ("data.held_out=1.0", "must be less than 1"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_says_what_was_expected(wrong: str, expected: str) -> None:
+    (problem,) = problems(*MINIMAL, wrong)
+    assert expected in problem
+    assert problem.startswith(wrong.partition("=")[0])
+
+
+def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> None:
+    run_file.write_text(RUN + "folder = 3\n")
+    assert problems(path=run_file) == [f"train.folder = 3 (file {run_file}): must be text in quotes"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (["parallel.tensor=3"], "parallel.tensor 3 does not divide model.heads 4, model.kv_heads 2 and model.ffn 704"),
+        (["parallel.tensor=3"], "1, 2, 4 would"),
+        (["model.ffn=705", "parallel.tensor=2"], "and model.ffn 705 evenly: 1 would"),
+        (["model.heads=12", "model.kv_heads=3", "parallel.tensor=2", "model.head_dim=8"], "evenly: 1 would"),
+        (["parallel.tensor=4", "parallel.sequence=true", "train.seq_length=66"], "64 or 68 would be"),
+        (["parallel.pipeline=7"], "parallel.pipeline 7 is more than model.layers 6"),
+        (["train.micro_batch=3"], "train.micro_batch 3 x parallel.data 1 = 3: 6 or 9 would be"),
+        (["parallel.data=8"], "train.micro_batch 2 x parallel.data 8 = 16: 16 would be"),
+        (["model.max_positions=63"], "train.seq_length 64 is more than model.max_positions 63"),
+        (["model.vocab=100"], "model.vocab 100 is smaller than data.vocab_size 4096"),
+        (["train.eval_every=5", "data.held_out=0"], "data.held_out is 0"),
+        (["lr.warmup=11"], "lr.warmup 11: must be between 0 and 10"),
+        (["lr.warmup=81", "lr.unit=samples"], "between 0 and 80, the length of the run (in samples)"),
+        (["lr.schedule=wsd"], 'lr.decay 0: "wsd" needs a tail of 1 to 10'),
+        (["lr.final=1.0"], "lr.final 1: must be between 0 and the peak, 0.0003"),
+        (["precision.min_scale=4.0", "precision.initial_scale=2.0"], "precision.min_scale 4 is more than"),
+        (["model.heads=5"], "model.hidden 256 is not a multiple of heads 5"),
+        (["model.kv_heads=3"], "model.kv_heads 3 does not divide heads 4: 1, 2, 4 would"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused_with_what_would(wrong: list[str], expected: str) -> None:
+    assert any(expected in problem for problem in problems(*MINIMAL, *wrong))
+
+
+def test_what_fits_is_accepted() -> None:
+    few_kv_heads = ["model.heads=8", "model.kv_heads=2", "parallel.tensor=8", "parallel.sequence=true"]
+    edges = ["parallel.pipeline=6", "train.micro_batch=4", "parallel.data=2", "lr.warmup=10", "model.max_positions=64"]
+    load_run(None, [*MINIMAL, *few_kv_heads, *edges, "model.vocab=4096"])
+    load_run(None, [*MINIMAL, "model.vocab=100", "data.tokenizer=t.model"])  # only the tokenizer can tell
+
+
+def test_all_problems_of_every_kind_are_reported_at_once() -> None:
+    found = problems(*MINIMAL, "lr.peak=x", "train.sede=1", "parallel.tensor=3", "train.micro_batch=3", "oops")
+    for part in ('"oops"', "train.sede", "lr.peak", "parallel.tensor 3", "train.micro_batch 3"):
+        assert sum(part in problem for problem in found) == 1, (part, found)
+    assert len(found) == 5
+
+
+def test_what_has_no_default_must_be_given() -> None:
+    found = problems()
+    missing = ["model.layers", "model.hidden", "model.heads", *(r.partition("=")[0] for r in REQUIRED)]
+    assert [problem.partition(" ")[0] for problem in found] == missing
+    assert "or choose a model.preset" in found[0]
+
+
+def test_a_file_that_cannot_be_read_is_a_users_mistake(tmp_path: Path) -> None:
+    (bad := tmp_path / "bad.toml").write_text("[train\n")
+    (binary := tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    for path, reason in [(bad, "not TOML"), (binary, "not UTF-8"), (tmp_path / "none.toml", "No such file")]:
+        (problem,) = problems(path=path)
+        assert str(path) in problem
+        assert reason in problem
+
+
+def test_tables_built_in_python_obey_the_same_laws(run_file: Path) -> None:
+    config = load_run(run_file)
+    train = Train(steps=1, global_batch=3, micro_batch=2, seq_length=64)
+    with pytest.raises(ValueError, match=r"train.global_batch 3 is not a multiple"):
+        RunConfig(model=config.model, train=train)
+
+
+def test_a_world_of_another_size_is_refused_with_what_would_do(run_file: Path) -> None:
+    config = load_run(run_file)
+    check_world(config, 4)
+    with pytest.raises(
+        UserError, match=r"world size 6 != parallel.tensor 2 x parallel.pipeline 2 x parallel.data 1 = 4"
+    ):
+        check_world(config, 6)
+    with pytest.raises(UserError, match=r"start 4 ranks or set parallel.data = 2"):
+        check_world(config, 8)
+
+
+def test_a_saved_run_is_the_same_run_with_its_origins_written_down(run_file: Path, tmp_path: Path) -> None:
+    config = load_run(run_file, ['log.sample=say "x"\t\x7f\\ é'])
+    saved = config.save_resolved(tmp_path / "new" / "folder")
+    assert saved == tmp_path / "new" / "folder" / "run.toml"
+    assert load_run(saved).model_dump() == config.model_dump()
+    lines = saved.read_text().splitlines()
+    assert f"heads = 8  # file {run_file}" in lines
+    assert "layers = 6  # preset llama-demo" in lines
+    assert "seed = 1234  # default" in lines
+
+
+def test_a_table_within_a_table_is_read_saved_and_checked_like_any_key(tmp_path: Path) -> None:
+    config = load_run(None, [*MINIMAL, 'model.rope_scaling={kind = "linear", factor = 4.0}'])
+    saved = config.save_resolved(tmp_path)
+    assert 'rope_scaling = {kind = "linear", factor = 4.0}  # command line' in saved.read_text().splitlines()
+    assert load_run(saved).model_dump() == config.model_dump()
+    assert "rope_scaling = {}  # default" in load_run(None, MINIMAL).save_resolved(tmp_path).read_text()
+    for value, problem in {
+        '{kind = "linear", facter = 4.0}': "facter is none of its keys",
+        '{kind = "linaer"}': "kind must be 'none', 'linear', .*did you mean linear",
+        '{kind = "linear", factor = "4"}': "factor must be a valid number",
+        "4": 'must be a table, like {kind = "linear"}',
+    }.items():
+        with pytest.raises(UserError, match=f"model.rope_scaling = .* \\(command line\\): {problem}"):
+            load_run(None, [*MINIMAL, f"model.rope_scaling={value}"])
+    with pytest.raises(UserError, match=r'rope_scaling.original_max_position_embeddings is missing: kind "yarn"'):
+        load_run(None, [*MINIMAL, 'model.rope_scaling={kind = "yarn", factor = 2.0}'])
+
+
+def test_saving_replaces_what_was_saved_but_never_a_file_of_the_users_own(tmp_path: Path) -> None:
+    own = tmp_path / "run.toml"
+    own.write_text(RUN)
+    saved = load_run(own).save_resolved(tmp_path)
+    assert own.read_text() == RUN
+    assert load_run(saved).model_dump() == load_run(own).model_dump()
+    folder = tmp_path / "other"
+    assert load_run(own, ["train.steps=1"]).save_resolved(folder) == load_run(own).save_resolved(folder)
+    assert load_run(folder / "run.toml").train.steps == 10
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+
+
+@given(sample=text, eps=positive, clip=positive, seed=st.integers(0, 2**63 - 1), shuffle=st.booleans(), origin=text)
+def test_any_value_survives_saving(tmp_path_factory: Any, origin: str, **values: Any) -> None:
+    tables = {
+        "log": Log(sample=values["sample"]),
+        "optimizer": Optimizer(eps=values["eps"], clip=values["clip"]),
+        "train": Train(steps=1, global_batch=1, micro_batch=1, seq_length=8, seed=values["seed"]),
+        "data": Data(shuffle=values["shuffle"]),
+        "parallel": Parallel(),
+        "precision": Precision(),
+    }
+    config = RunConfig(model=load_run(None, MINIMAL).model, **tables)
+    config._origins = {"train.steps": origin}
+    saved = config.save_resolved(tmp_path_factory.getbasetemp())
+    assert load_run(saved).model_dump() == config.model_dump()
+
+
+def test_the_scaler_has_the_same_defaults_in_a_run_file_and_in_the_library() -> None:
+    ours, library = Precision(), LossScaling()
+    assert (ours.initial_scale, ours.min_scale, ours.hysteresis) == (
+        library.initial,
+        library.minimum,
+        library.hysteresis,
+    )
+    for name in ("growth_factor", "backoff_factor", "growth_interval", "hysteresis_refill"):
+        assert getattr(ours, name) == getattr(library, name)
+    assert library.maximum is None
+
+
+def test_the_scaler_of_a_run_file_reaches_the_library_whole() -> None:
+    keys = {"compute": "fp16", "initial_scale": 16.0, "min_scale": 2.0, "max_scale": 64.0, "growth_factor": 4.0}
+    rest = {"backoff_factor": 0.25, "growth_interval": 7, "hysteresis": 3, "hysteresis_refill": "good_step"}
+    made = loss_scaling(Precision.model_validate(keys | rest))
+    assert made == LossScaling("dynamic", 16.0, 2.0, 4.0, 0.25, 7, 3, 64.0, "good_step")
+
+
+def test_a_scale_that_starts_above_its_maximum_is_refused_before_launch() -> None:
+    low = ["precision.compute=fp16", "precision.max_scale=8.0"]
+    with pytest.raises(UserError, match="between the minimum 1"):
+        load_run(None, [*MINIMAL, *low])
+
+
+def test_every_key_is_described_in_a_line_with_its_default() -> None:
+    lines = {line.partition(" ")[0]: line for line in describe().splitlines()}
+    keys = [f"{t}.{k}" for t, table in RunConfig.model_fields.items() for k in table.annotation.model_fields]  # type: ignore[union-attr]
+    assert not [key for key in keys if len(lines[key].split()) < 3]
+    assert "required" in lines["train.steps"]
+    assert "0.0003" in lines["lr.peak"]
+    assert "llama-demo" in lines["model.preset"]
+    assert tomllib.loads(f"x = {lines['train.folder'].split()[1]}") == {"x": "runs/default"}
+
+
+def test_a_part_to_keep_in_fp32_that_matches_no_parameter_is_found_before_launch(run_file: Path) -> None:
+    def kept(*patterns: str) -> list[str]:
+        return [f"precision.keep_fp32={list(patterns)}".replace("'", '"')]
+
+    load_run(run_file, kept("embedding.*", "layers.1.attention.query.weight", "*norm.weight"))
+    with pytest.raises(UserError) as found:
+        load_run(run_file, kept("*norm.weight", "layer.0.mlp.gate.weight", "head"))
+    first, second = found.value.problems
+    assert first.startswith(
+        'precision.keep_fp32: pattern "layer.0.mlp.gate.weight" matches no parameter; names are like'
+    )
+    assert first.endswith("did you mean layers.0.mlp.gate.weight?")
+    assert second.startswith('precision.keep_fp32: pattern "head" matches no parameter')
+    load_run(run_file, [*kept("mine.*"), "model.factory=my.py:build", "log.sample="])  # its names are not known yet
+
+
+def test_the_two_patterns_of_norms_are_one_for_norms_without_biases(run_file: Path) -> None:
+    """Dialects and their translations say both of them, whatever norms a model has."""
+    load_run(run_file, ['precision.keep_fp32=["*norm.weight", "*norm.bias"]'])
+    load_run(run_file, ["precision.internevo.dtype=torch.bfloat16", "precision.internevo.use_fp32_norm=true"])
+    with pytest.raises(UserError, match=r'"\*norm\.bias" matches no parameter'):
+        load_run(run_file, ['precision.keep_fp32=["*norm.bias"]'])
+
+
+def test_a_group_that_matches_no_parameter_is_found_before_launch(run_file: Path) -> None:
+    def groups(*patterns: str) -> list[str]:
+        return ["optimizer.groups=[" + ", ".join(f'{{pattern = "{p}", lr = 2.0}}' for p in patterns) + "]"]
+
+    load_run(run_file, groups("embedding.*", "layers.1.attention.query.weight", "*norm.weight"))
+    with pytest.raises(UserError) as found:
+        load_run(run_file, groups("*norm.weight", "embeding.weight", "layers.99.*"))
+    first, second = found.value.problems
+    assert first.startswith(
+        'optimizer.groups: pattern "embeding.weight" matches no parameter; names are like embedding'
+    )
+    assert first.endswith("did you mean embedding.weight?")
+    assert second.startswith('optimizer.groups: pattern "layers.99.*" matches no parameter')
+    load_run(run_file, [*groups("mine.*"), "model.factory=my.py:build", "log.sample="])  # its names are not known yet

@@ -1,0 +1,194 @@
+"""`megaprec data`: build a data set of a text, inspect what is in one, verify data, learn a tokenizer."""
+
+import argparse
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from megaprec.data.build import BuildResult, prepare
+from megaprec.data.files import alone, beside
+from megaprec.data.indexed import IndexedDataset
+from megaprec.data.intact import check_vocabulary, contents_of
+from megaprec.data.text import SUFFIXES, Source, open_source
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.training import train_hugging_face, train_sentencepiece
+from megaprec.data.workers import cores
+from megaprec.errors import UserError
+from tools.commands import data_verify as verification
+from tools.console.progress_bar import building
+
+SHOWN_TOKENS = 64  # of each sample document
+
+SubParsers = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def add_parser(subparsers: SubParsers) -> None:
+    """Add `data` with its own commands; the chosen one is `args.run(args) -> exit code`."""
+    parser = subparsers.add_parser("data", help="build and inspect tokenized data", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_build(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_tokenizer(commands)
+
+
+def _add_verify(commands: SubParsers) -> None:
+    parser = commands.add_parser(
+        "verify", help="check a data set or a text from end to end", description=verification.__doc__
+    )
+    parser.add_argument("path", metavar="PATH", help="a data set, without .bin, or any source of `data build`")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="that the ids are of (default: PREFIX.model)")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field, Parquet column of the text")
+    parser.set_defaults(run=verification.verify)
+
+
+def _add_tokenizer(commands: SubParsers) -> None:
+    parser = commands.add_parser("tokenizer", help="learn a tokenizer from a text")
+    _add_source(parser)
+    parser.add_argument(
+        "path", metavar="FILE", type=Path, help="NAME.model: SentencePiece; NAME.json: Hugging Face tokenizer.json"
+    )
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens in it")
+    parser.add_argument("--overwrite", action="store_true", help="replace another tokenizer of this name")
+    parser.set_defaults(run=learn)
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="'python' (the standard library), a text file, .jsonl[.gz|.zst], .parquet, "
+        f"or a folder of {' '.join(SUFFIXES)}",
+    )
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field, Parquet column of the text")
+    parser.add_argument("--max-chars", type=int, metavar="N", help="stop after so many characters")
+
+
+def _add_build(commands: SubParsers) -> None:
+    parser = commands.add_parser("build", help="tokenize a text into PREFIX.bin and PREFIX.idx")
+    _add_source(parser)
+    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="where to write, without .bin")
+    tokenizer = parser.add_mutually_exclusive_group(required=True)
+    tokenizer.add_argument("--tokenizer", type=Path, metavar="FILE", help="SentencePiece .model or tokenizer.json")
+    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model")
+    parser.add_argument(
+        "--workers", type=int, default=cores(), metavar="N", help="processes that encode (default: one a core)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace another data set of this name")
+    parser.set_defaults(run=build)
+
+
+def _add_inspect(commands: SubParsers) -> None:
+    parser = commands.add_parser("inspect", help="print counts and decoded samples of a data set")
+    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="the data set, without .bin")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="to decode samples (default: PREFIX.model)")
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
+    parser.set_defaults(run=inspect)
+
+
+def build(args: argparse.Namespace) -> int:
+    """Run `megaprec data build`. `UserError` on bad input, before anything is written.
+
+    One process at a time builds one prefix; others wait, and take what it made if it is what they were to make.
+    """
+    if args.workers < 1:
+        raise UserError(f"--workers {args.workers}: there must be one at least")
+    source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    if args.tokenizer:
+        load_tokenizer(args.tokenizer)  # refused before there is a lock
+    lock = args.prefix.with_name(f".{args.prefix.name}.lock")
+    start = time.perf_counter()
+    with alone(lock, partial(_say_busy, args.prefix)), building(source) as on_progress:
+        result = prepare(
+            source,
+            args.prefix,
+            tokenizer=args.tokenizer,
+            vocab_size=args.vocab_size,
+            workers=args.workers,
+            overwrite=args.overwrite,
+            on_progress=on_progress,
+        )
+    print(_summary(source, result))
+    if not result.reused:
+        seconds = time.perf_counter() - start
+        speed = f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M characters/s"
+        print(f"{seconds:,.1f} s, {speed}")
+    return 0
+
+
+def _say_busy(prefix: Path) -> None:
+    print(f"waiting for another process, which builds {prefix}", file=sys.stderr, flush=True)
+
+
+def learn(args: argparse.Namespace) -> int:
+    """Run `megaprec data tokenizer`. `UserError` on bad input, before anything is written."""
+    path: Path = args.path
+    source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    texts = (text for _, text in source)
+    if path.suffix == ".json":
+        train_hugging_face(texts, path, args.vocab_size, args.overwrite)
+    elif path.suffix == ".model":
+        train_sentencepiece(texts, path.with_suffix(""), args.vocab_size, args.overwrite)
+    else:
+        raise UserError(f"{path}: a tokenizer is NAME.model (SentencePiece) or NAME.json (Hugging Face)")
+    print(f"{path}: {args.vocab_size:,} tokens, learned from {source.name}")
+    return 0
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Run `megaprec data inspect`. `UserError` if the data set is missing or corrupt."""
+    dataset = IndexedDataset(args.prefix)
+    model = args.tokenizer or beside(args.prefix, ".model")
+    tokenizer = load_tokenizer(model) if args.tokenizer or model.exists() else None
+    seen = contents_of(dataset)
+    if tokenizer:
+        check_vocabulary(dataset, seen, tokenizer.vocab_size)
+    for name, value in _counts(dataset).items():
+        print(f"{name:<18} {value}")
+    for index in _spread(dataset.num_documents, args.samples):
+        print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
+    return 0
+
+
+def _summary(source: Source, result: BuildResult) -> str:
+    state = "already there, unchanged" if result.reused else "built"
+    end = "" if result.eos is not None else "; the tokenizer has no end-of-document token, so none was written"
+    return (
+        f"{result.prefix}: {state} from {source.name}: {result.documents:,} documents, {result.chars:,} characters, "
+        f"{result.tokens:,} tokens, vocabulary {result.vocab_size:,}{end}"
+    )
+
+
+def _counts(dataset: IndexedDataset) -> dict[str, str]:
+    lengths = dataset.document_lengths()
+    size = {suffix: beside(dataset.prefix, suffix).stat().st_size for suffix in (".bin", ".idx")}
+    counts = {
+        "documents": f"{dataset.num_documents:,}",
+        "sequences": f"{dataset.num_sequences:,}",
+        "tokens": f"{dataset.num_tokens:,}",
+        "dtype": dataset.dtype.name,
+        ".bin bytes": f"{size['.bin']:,}",
+        ".idx bytes": f"{size['.idx']:,}",
+    }
+    if len(lengths):
+        counts["shortest document"] = f"{lengths.min():,} tokens"
+        counts["mean document"] = f"{lengths.mean():,.1f} tokens"
+        counts["longest document"] = f"{lengths.max():,} tokens"
+        counts["largest id"] = f"{dataset.max_token():,}"
+    return counts
+
+
+def _spread(total: int, wanted: int) -> list[int]:
+    """At most `wanted` different document numbers, evenly from the first to the last."""
+    return sorted({int(index) for index in np.linspace(0, total - 1, max(0, min(wanted, total)))})
+
+
+def _excerpt(dataset: IndexedDataset, index: int, tokenizer: Tokenizer | None) -> str:
+    """The beginning of a document, as a text if there is a tokenizer, else as ids."""
+    document = dataset.document(index)
+    ids = document[:SHOWN_TOKENS].tolist()
+    more = f"first {len(ids)} of " if len(document) > len(ids) else ""
+    return f"{more}{len(document):,} tokens\n{tokenizer.decode(ids) if tokenizer else ' '.join(map(str, ids))}"

@@ -1,0 +1,91 @@
+"""`megaprec diff A B`: how far apart two models are, tensor by tensor, whatever formats they are in.
+
+Tensors are aligned by logical name and compared in float64, a block of rows at a time.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch import Tensor
+
+from tools.console.progress_bar import moving
+from tools.console.tables import table_console
+from tools.convert.core.source import Source
+from tools.convert.formats import open_intact
+
+BLOCK = 1 << 22  # elements that are made float64 at once
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one tensor. largest, mean: of absolute differences; inf where one is not finite or shapes differ."""
+
+    key: str
+    largest: float
+    mean: float
+    size: float  # largest absolute value in the first model
+    note: str = ""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `diff`."""
+    parser = subparsers.add_parser("diff", help="how far apart two models are, by tensor", description=__doc__)
+    parser.add_argument("first", metavar="A", type=Path, help="a folder of any format that is read")
+    parser.add_argument("second", metavar="B", type=Path, help="another")
+    parser.add_argument("--top", type=int, default=20, metavar="N", help="how many tensors to show (default: 20)")
+    parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if Megatron's args do not say")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec diff`. Exit code 0 whether they differ or not."""
+    first, second = (open_intact(path, args.vocab) for path in (args.first, args.second))
+    both = [key for key in first.shapes if key in second.shapes]
+    with moving(f"comparing {args.first} and {args.second}", len(both)) as report:
+        found = []
+        for key in both:
+            found.append(compare(key, first.read(key), second.read(key)))
+            report(1, key)
+    found.sort(key=lambda d: (-d.largest, d.key))
+    differing = [d for d in found if d.largest > 0 or d.note]
+    if differing:
+        table_console().print(_table(differing[: args.top]))
+    print(f"{len(both) - len(differing)} of {len(both)} tensors are equal, {len(differing)} differ")
+    for line in _only_in(first, second):
+        print(line)
+    return 0
+
+
+def compare(key: str, one: Tensor, other: Tensor) -> Difference:
+    """The difference of two tensors. NaN differs from everything, itself too."""
+    if one.shape != other.shape:
+        return Difference(key, float("inf"), float("inf"), 0.0, f"{list(one.shape)} and {list(other.shape)}")
+    largest = total = size = 0.0
+    for a, b in zip(one.reshape(-1).split(BLOCK), other.reshape(-1).split(BLOCK), strict=True):
+        apart = (a.double() - b.double()).abs().nan_to_num(float("inf"), float("inf"))
+        apart[a == b] = 0  # two infinities of one sign
+        largest, total = max(largest, apart.max().item()), total + apart.sum().item()
+        size = max(size, a.double().abs().max().item())
+    return Difference(key, largest, total / max(1, one.numel()), size)
+
+
+def _table(found: list[Difference]) -> Table:
+    table = Table("tensor")
+    for column in ("largest difference", "mean difference", "largest value in A", "note"):
+        table.add_column(column, justify="right" if column != "note" else "left")
+    table.columns[0].overflow = "fold"
+    for d in found:
+        table.add_row(d.key, f"{d.largest:.4g}", f"{d.mean:.4g}", f"{d.size:.4g}", d.note)
+    return table
+
+
+def _only_in(first: Source, second: Source) -> Iterator[str]:
+    for one, other in ((first, second), (second, first)):
+        only = [key for key in one.shapes if key not in other.shapes]
+        if only:
+            kinds = sorted({key.split("/")[0] for key in only})
+            yield f"only in {one.path}: {len(only)} tensors ({', '.join(kinds)}), such as {only[0]}"

@@ -1,0 +1,203 @@
+"""`megaprec explain-overflow RUN_DIR [--replay]`: what broke the last skipped steps, and whether to care.
+
+Every skipped step leaves an event in RUN_DIR/events.jsonl: where it was, the loss scale, the worst offenders by logical
+name with the micro-batch and the samples in which they began, and advice. The command shows the newest ones as a table.
+With --replay it takes the newest, or the one of --step, again on one process, from the last checkpoint before it, and
+names the first module whose output or gradient is not finite. Nothing is written.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megaprec.diagnose.nonfinite_trace import Finding
+from megaprec.errors import UserError
+from megaprec.optim.step_report import LOSS
+from megaprec.precision.plan import dtype_name
+from tools.commands.replay import Replay, replay
+from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
+from tools.training.generate import harmless
+
+PIPE_COLUMNS = 120
+SHOWN_IDS = 4  # of the samples of a micro-batch
+SHOWN_CHARS = 60  # of a sample's text
+SHOWN_BEFORE = 6  # tensors before the first that was not finite
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `explain-overflow`."""
+    parser = subparsers.add_parser(
+        "explain-overflow", help="show what broke the last skipped steps of a run", description=__doc__
+    )
+    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run directory")
+    parser.add_argument("--last", type=int, default=5, metavar="N", help="how many events to show (default: 5)")
+    parser.add_argument("--step", type=int, metavar="N", help="show this step alone")
+    parser.add_argument("--replay", action="store_true", help="take the newest one again and name the module")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec explain-overflow`. UserError if RUN_DIR is no run directory or --last is below 1."""
+    if not (args.folder / METRICS).is_file():
+        raise UserError(f"{args.folder} is not a run directory: it has no {METRICS}")
+    if args.last < 1:
+        raise UserError(f"--last {args.last}: give at least 1")
+    events = _chosen(read_events(args.folder), args.step)[-args.last :]
+    if note := odd_lines(args.folder / EVENTS):
+        print(f"note       {note}")
+    if not events:
+        print(f"{args.folder}: no step was skipped")
+        return 0
+    console = _console()
+    for event in events:
+        console.print(table(event))
+        console.print(event["advice"])
+    if args.replay:
+        console.print(picture(replay(args.folder, events[-1]), events[-1]))
+    return 0
+
+
+def _console() -> Console:
+    """As wide as the terminal; wide enough to keep names in one piece where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, PIPE_COLUMNS))
+
+
+def _chosen(events: list[dict[str, Any]], step: int | None) -> list[dict[str, Any]]:
+    if step is None:
+        return events
+    found = [event for event in events if event["step"] == step]
+    if not found:
+        skipped = ", ".join(str(event["step"]) for event in events) or "none"
+        raise UserError(f"--step {step}: that step was not skipped; skipped were {skipped}")
+    return found
+
+
+def table(event: dict[str, Any]) -> Table:
+    """One skipped step: a row per offender."""
+    samples = f"samples {event['first_sample']} to {event['first_sample'] + event['num_samples'] - 1}"
+    how = "applied though not finite" if event.get("outcome") == "applied_nonfinite" else "skipped"
+    title = f"step {event['step']} {how} at loss scale {float(event['loss_scale']):g}, {samples}"
+    offenders = event["offenders"]
+    notes = dict.fromkeys(_note(o) for o in offenders)
+    made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    made.caption, made.title_justify, made.caption_justify = "\n".join(filter(None, notes)), "left", "left"
+    made.add_column("gradient of", overflow="fold")  # a name is never cut short
+    for column in ("stage", "tp", "inf", "NaN", "elements", "largest\nother", "micro-\nbatch"):
+        made.add_column(column, justify="right", no_wrap=True)
+    made.add_column("sample ids", justify="right", overflow="fold")
+    for o in offenders:
+        counts = (o["stage"], o["tp_rank"], o["infs"], o["nans"], o["elements"])
+        largest = f"{float(o['largest_finite']):.3g}"
+        made.add_row(
+            "(the loss itself)" if o["name"] == LOSS else o["name"],
+            *map(str, counts),
+            largest,
+            _microbatch(o),
+            _ids(o.get("sample_ids", [])),
+        )
+    return made
+
+
+def _microbatch(offender: dict[str, Any]) -> str:
+    if not offender.get("traced"):
+        return "?"
+    found = offender["microbatch"]
+    return "none" if found is None else f"{found} of dp {offender['dp_rank']}"
+
+
+def _note(offender: dict[str, Any]) -> str:
+    if not offender.get("traced"):
+        return "?: not looked for: the scale was searching, the step was applied, or precision.trace_overflows = false"
+    if offender["microbatch"] is None:
+        return "none: in no micro-batch when run again; only the sum over ranks was not finite, or it was chance"
+    return ""
+
+
+def _ids(ids: list[int] | list[str]) -> str:
+    more = f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+    return ", ".join(map(str, ids[:SHOWN_IDS])) + more
+
+
+def picture(seen: Replay, event: dict[str, Any]) -> RenderableType:
+    """What a replay has shown, as a panel."""
+    found = seen.trace.found
+    if found is None:
+        return Panel(
+            _all_finite(seen, event), title=f"step {seen.step} again: all finite", title_align="left", expand=False
+        )
+    title = f"step {seen.step} again: first not finite in micro-batch {seen.microbatch} of the global batch"
+    return Panel(Group(_facts(found), _before(seen), _samples(seen)), title=title, title_align="left", expand=False)
+
+
+def _facts(found: Finding) -> Table:
+    where = (
+        "outside of the model, in its input or its loss"
+        if found.module is None
+        else f"{found.module or 'the model'} ({found.kind})"
+    )
+    facts = {
+        "arose in": where,
+        "tensor": f"{found.what}, {list(found.shape)}",
+        "holds": f"{found.infs} inf, {found.nans} NaN of {found.elements}; largest other {found.largest:.4g}",
+        "made in": f"{dtype_name(found.dtype)}, whose largest number is {torch.finfo(found.dtype).max:.5g}",
+    }
+    if found.module is not None:
+        facts["what went in"] = f"finite, largest magnitude {found.given:.4g}"
+        facts["parameters"] = ", ".join(found.parameters) or "none of its own"
+    return _grid(facts)
+
+
+def _grid(facts: dict[str, str]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, fact in facts.items():
+        grid.add_row(name, Text(fact))
+    return grid
+
+
+def _before(seen: Replay) -> Table:
+    """The last tensors that were still finite: often one can see it grow."""
+    made = Table(title="\nbefore it", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    made.add_column("tensor", overflow="fold")
+    made.add_column("largest magnitude", justify="right")
+    for glance in seen.trace.seen[-SHOWN_BEFORE:]:
+        made.add_row(glance.what, f"{glance.largest:.4g}")
+    return made
+
+
+def _samples(seen: Replay) -> Table:
+    made = Table(title="\nits samples", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    made.add_column("id", justify="right")
+    made.add_column("begins with", overflow="fold")
+    for number, text in seen.samples:
+        made.add_row(str(number), Text(harmless(" ".join(text[:SHOWN_CHARS].split()))))
+    return made
+
+
+def _all_finite(seen: Replay, event: dict[str, Any]) -> Text:
+    """Why what happened does not happen again, as far as it can be told."""
+    lines = ["Every micro-batch of the step was run alone, and every output, gradient and loss was finite. Likely:"]
+    offenders = event["offenders"]
+    if any(o.get("traced") and o["microbatch"] is None for o in offenders):
+        lines.append("- in the run, too, no micro-batch did it alone: gradients overflowed when ranks were summed, or")
+        lines.append("  it was chance, such as a fault of the hardware;")
+    if math.prod(seen.layout) > 1:
+        names = " x ".join(f"{n} {size}" for n, size in zip(("tensor", "pipeline", "data"), seen.layout, strict=True))
+        lines.append(f"- the run was on {names}, this is one process: sums are rounded in another order, and what")
+        lines.append("  was just too large there may just fit here;")
+    lines.append("- it is the sum over micro-batches that overflowed, not one of them;")
+    lines.append("- the weights differ: another version of torch, another device, or a run file changed since.")
+    if seen.trace.seen:
+        top = max(seen.trace.seen, key=lambda glance: glance.largest)
+        lines.append(f"The largest number of the last micro-batch was {top.largest:.4g}: {top.what}.")
+    return Text("\n".join(lines))

@@ -1,0 +1,182 @@
+"""`megaprec fp8-advice RUN.toml`: which of a run's matrix products are faster in FP8, and which are slower.
+
+FP8 halves the time of a large product, but every factor has to be read and rounded first, so a small one loses. Where
+there is a GPU both ways are timed, casts included; elsewhere the answer is an estimate between two published numbers.
+Weights whose sizes FP8 does not take are named with the dim.
+"""
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaprec.errors import UserError
+from megaprec.fp8.matmul import EMULATED, ways
+from megaprec.precision.fp8_recipe import FP8Recipe
+from models.config import ModelConfig
+from tools.commands.fp8_timing import Shape, linear_times
+from tools.config.run_file import RunConfig, load_run
+from tools.training.fp8_summary import reaches
+
+# Speed of a linear layer in FP8 over bf16 on an H100, tensor-wise scales, casts fused by torch.compile.
+SOURCE = "torchao's documentation, tensor-wise scales"
+PUBLISHED = ((Shape(1024, 2048, 1024), 0.80), (Shape(4096, 8192, 16384), 1.39))
+EVEN = 0.02  # a gain or loss smaller than this is none
+
+
+@dataclass(frozen=True)
+class Product:
+    """Alike products of all layers. count: how many there are. wide: why they are not made in FP8, or empty.
+
+    gain: how many times as fast as bf16 they are in FP8; 1 where they are not.
+    """
+
+    name: str
+    shape: Shape
+    count: int
+    wide: str
+    gain: float = 1.0
+
+    @property
+    def flops(self) -> int:
+        """Of one forward pass of a micro-batch, on one rank."""
+        return self.count * self.shape.flops
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `fp8-advice`."""
+    parser = subparsers.add_parser("fp8-advice", help="which products gain from FP8", description=__doc__)
+    parser.add_argument("file", metavar="RUN.toml", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="time the products there (default: cuda where there is one)"
+    )
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec fp8-advice`."""
+    config = load_run(args.file, args.overrides)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; leave it out for an estimate")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "")
+    recipe = config.plan.fp8 or FP8Recipe()
+    model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
+    found = products(config, model, recipe)
+    judged = [judge(one, config, recipe, device) for one in found]
+    rest = others(config, model)
+    print(*_basis(config, recipe, device), *table(judged, rest), *_notes(judged, config, rest), sep="\n")
+    return 0
+
+
+def products(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Product]:
+    """The products with each kind of weight of the layers, as one tensor rank makes them for a micro-batch.
+
+    Tokens of an expert are those that it has if all have as many.
+    """
+    tokens = config.train.micro_batch * config.train.seq_length
+    counts = Counter[tuple[str, tuple[int, int], str]]()
+    for one in reaches(config, model, recipe):
+        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", re.sub(r"^layers\.\d+\.", "layers.*.", one.name))
+        counts[name, one.shape, one.wide] += 1
+    return [
+        Product(name, Shape(_tokens(name, tokens, model), inputs, outputs), count, wide)
+        for (name, (outputs, inputs), wide), count in counts.items()
+    ]
+
+
+def _tokens(name: str, tokens: int, model: ModelConfig) -> int:
+    return -(-tokens * model.experts_per_token // model.experts) if ".experts." in name else tokens
+
+
+def others(config: RunConfig, model: ModelConfig) -> float:
+    """FLOPs of a rank's forward products that FP8 does not reach in any case: attention's own and the output head."""
+    tokens = config.train.micro_batch * config.train.seq_length
+    attention = model.layers * model.attention_flops(config.train.seq_length)
+    return tokens * (attention + model.head_flops()) / config.parallel.tensor
+
+
+def judge(product: Product, config: RunConfig, recipe: FP8Recipe, device: str) -> Product:
+    """The same with its gain: measured on `device`, or estimated if that is empty."""
+    if product.wide:
+        return product
+    if not device:
+        gain = estimate(product.shape)
+    else:
+        compiled = device == "cuda" and recipe.backend == "torch"
+        times = linear_times(product.shape, recipe, config.plan.compute, torch.device(device), compiled)
+        gain = times.gain(config.num_microbatches)
+    return Product(product.name, product.shape, product.count, product.wide, gain)
+
+
+def estimate(shape: Shape) -> float:
+    """Between the published numbers by the logarithm of FLOPs; that of the nearest beyond them."""
+    (small, low), (large, high) = PUBLISHED
+    way = log(shape.flops / small.flops) / log(large.flops / small.flops)
+    return low + (high - low) * min(1.0, max(0.0, way))
+
+
+def verdict(product: Product) -> str:
+    """What FP8 comes to for these products."""
+    if product.wide:
+        return "wide"
+    if abs(product.gain - 1) < EVEN:
+        return "even"
+    return "gains" if product.gain > 1 else "loses"
+
+
+def table(products: Sequence[Product], rest: float) -> list[str]:
+    """A line for each product, and one for what FP8 does not reach."""
+    whole = sum(one.flops for one in products) + rest
+    rows = [("weight", "products", "", "share", "speed", "")]
+    for one in products:
+        share, gain = f"{one.flops / whole:.1%}", "" if one.wide else f"{one.gain:.2f}"
+        rows.append((one.name, str(one.shape), f"x {one.count}", share, gain, verdict(one)))
+    rows.append(("attention, output head", "", "", f"{rest / whole:.1%}", "", "never in FP8"))
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return ["", *(line.rstrip() for line in lines), ""]
+
+
+def speedup(products: Sequence[Product], rest: float) -> float:
+    """Of all products together, if the wide ones are equally fast per FLOP."""
+    return (sum(one.flops for one in products) + rest) / (sum(one.flops / one.gain for one in products) + rest)
+
+
+def _basis(config: RunConfig, recipe: FP8Recipe, device: str) -> list[str]:
+    """Where the numbers come from."""
+    off = "" if config.plan.fp8 else " (if it were asked for: fp8.kind is none)"
+    lines = [
+        f"recipe     {recipe.kind}, {recipe.format}{off}",
+        "products   tokens x inputs x outputs of a rank and micro-batch; the share is of all FLOPs of products",
+    ]
+    if device:
+        name = torch.cuda.get_device_name() if device == "cuda" else "this CPU"
+        lines.append(
+            f"speed      FP8 over {config.precision.compute}, all three products and the casts, as timed on {name}"
+        )
+        made = ways(recipe, torch.device(device), config.plan.compute, config.plan.gradients)
+        lines += [f"           {product}: {way}" for product, way in made.items() if way.startswith(EMULATED)]
+        return lines
+    anchors = ", ".join(f"{shape} {gain:.2f}" for shape, gain in PUBLISHED)
+    lines.append("speed      FP8 over bf16. No GPU here: estimated between two numbers published for an H100,")
+    lines.append(f"           {anchors} ({SOURCE})")
+    return lines
+
+
+def _notes(products: Sequence[Product], config: RunConfig, rest: float) -> list[str]:
+    """What all of it comes to, and what to do about it."""
+    lines = [f"together   {speedup(products, rest):.2f} times as fast, as far as it is matrix products"]
+    lines += [f"wide       {one.name}: {one.wide}" for one in products if one.wide]
+    if losing := [f'"{one.name}"' for one in products if verdict(one) == "loses"]:
+        lines.append(f"advice     keep what loses wide, fp8.wide = [{', '.join(losing)}], or make micro-batches larger")
+    tokens = config.train.micro_batch * config.train.seq_length
+    if tokens % 16:
+        lines.append(f"advice     {tokens} tokens are no multiple of 16: gradients of weights are filled up with zeros")
+    return lines

@@ -1,0 +1,105 @@
+"""`megaprec inspect PATH`: what a folder of any format holds - model, progress, layout, dtypes, sizes, digests."""
+
+import argparse
+import hashlib
+from collections import Counter
+from math import prod
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from rich.table import Table
+from torch import Tensor
+
+from megaprec.checkpoint.digests import raw
+from megaprec.checkpoint.reader import Store
+from tools.console.progress_bar import moving
+from tools.console.tables import table_console
+from tools.convert.core.source import Source
+from tools.convert.formats import FORMATS, open_intact
+
+SHOWN = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "ffn", "vocab", "max_positions", "norm", "tied")
+WIDTH = 100  # columns that a line takes at most, unless it is one long word
+UNBROKEN: Any = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `inspect`."""
+    parser = subparsers.add_parser("inspect", help="what a model's folder holds", description=__doc__)
+    parser.add_argument("path", metavar="PATH", type=Path, help="a folder of any format that is read")
+    parser.add_argument("--tensors", action="store_true", help="every tensor with its shape, dtype and SHA-256")
+    parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if Megatron's args do not say")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec inspect`."""
+    source = open_intact(args.path, args.vocab)
+    print(describe(source))
+    if source.kind == "megaprec":
+        print(_checked(Store(source.path)))
+    with moving(f"reading {source.path}", sum(_nbytes(source, key) for key in source.shapes)) as report:
+        table, wholes = _digests(source, report)
+    if args.tensors:
+        table_console().print(table)
+    for kind, whole in wholes.items():
+        print(f"digest     {whole}  ({kind}: SHA-256)")
+    return 0
+
+
+def describe(source: Source) -> str:
+    """What is known without reading a tensor, in some lines."""
+    model, facts = source.model, source.facts
+    lines = [
+        f"folder     {source.path}",
+        f"format     {FORMATS[source.kind].name}",
+        f"model      {model.family}: {', '.join(f'{key} {getattr(model, key)}' for key in SHOWN)}",
+    ]
+    for kind in source.kinds:
+        keys = list(source.keys(kind))
+        dtypes = Counter(str(source.dtype(key)).removeprefix("torch.") for key in keys)
+        elements, size = sum(prod(source.shapes[k]) for k in keys), sum(_nbytes(source, k) for k in keys)
+        said = ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items()))
+        lines.append(f"{kind:11}{elements:,} elements in {len(keys)} tensors, {size:,} bytes ({said})")
+    if facts.progress:
+        tokens = facts.progress.get("tokens", 0)
+        steps = facts.progress["step"]
+        lines.append(f"trained    {steps} steps, {facts.steps} of them applied, {tokens:,} tokens seen")
+    for name, said in (("layout", facts.layout), ("precision", facts.precision), ("scaler", facts.scaler)):
+        if said:
+            lines.append(f"{name:11}{', '.join(f'{key} {value}' for key, value in said.items())}")
+    lines += [f"not read   {facts.unread}"] if facts.unread else []
+    lines += [f"note       {note}" for note in facts.notes]
+    lines.append(f"tokenizer  {', '.join(file.name for file in source.tokenizer) or 'none'}")
+    return "\n".join(fill(line, WIDTH, subsequent_indent=" " * 11, **UNBROKEN) for line in lines)
+
+
+def _checked(store: Store) -> str:
+    """What is known of the files after `open_intact` has opened them."""
+    if not store.digests:
+        return "files      not checked: the version that saved them recorded no digest"
+    return f"files      {len(store.digests) + 1}, with the bytes that were saved (SHA-256)"
+
+
+def _digests(source: Source, report: Any) -> tuple[Table, dict[str, str]]:
+    """A row for each tensor, and a digest of each kind: equal for equal models, whatever format they are in."""
+    table = Table("tensor", "shape", "dtype", "SHA-256")
+    found = {}
+    for key in source.shapes:
+        values = source.read(key)
+        found[key] = _digest(values)
+        table.add_row(key, str(list(values.shape)), str(values.dtype).removeprefix("torch."), found[key])
+        report(values.nbytes, f"reading {key}")
+    wholes = {kind: "".join(f"{key} {found[key]}\n" for key in sorted(source.keys(kind))) for kind in source.kinds}
+    return table, {kind: hashlib.sha256(lines.encode()).hexdigest() for kind, lines in sorted(wholes.items())[::-1]}
+
+
+def _digest(values: Tensor) -> str:
+    """SHA-256 of dtype, shape and values."""
+    made = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}\n".encode())
+    made.update(raw(values))
+    return made.hexdigest()
+
+
+def _nbytes(source: Source, key: str) -> int:
+    return prod(source.shapes[key]) * source.dtype(key).itemsize

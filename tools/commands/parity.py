@@ -1,0 +1,239 @@
+"""`megaprec parity RUN.toml`: whether the run, in any layout, trains the same model as one process.
+
+The run is made small (--full leaves it as it is), taken for a few steps on one process and in each layout, on local
+ranks, in float64, where nothing can hide in rounding, or in the run's own precision. Activations between modules, loss,
+every gradient and weight by logical name, norm, zeros, skipped steps, loss scale and samples are compared. It leaves a
+certificate in train.folder. Exit code 0: proven; 1: a layout is wrong, or hangs, or none could be tried; 2: there is
+something to be mended first.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from megaprec.errors import UserError
+from tools.config.run_file import RunConfig, load_run
+from tools.parity.again import updates
+from tools.parity.certificate import (
+    NOT_TRIED,
+    PROVEN,
+    WRONG,
+    Certificate,
+    Compared,
+    certificate,
+    entry,
+    not_run,
+    not_tried,
+    write,
+)
+from tools.parity.compare import compare
+from tools.parity.gather import Record, gather
+from tools.parity.layouts import Layout, asked, every, fitted, largest, problems
+from tools.parity.noise import Noise
+from tools.parity.page import page, show
+from tools.parity.ranks import FLAG, Failure, Run, as_rank, corpus_of, run_alone, run_together, with_vocabulary
+from tools.parity.record import Plan
+from tools.parity.runs import (
+    alone,
+    clipped,
+    epsilon,
+    in_float64,
+    kept,
+    made_ready,
+    planned,
+    tokens_per_expert,
+    with_random_tokens,
+)
+from tools.parity.shrink import Most, changes
+from tools.training.corpus import open_corpus
+from tools.training.launch import joined_world
+from tools.training.notes import add_strict, tell_notes
+
+RANKS = 4  # of the largest layout, where none is asked for
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `parity`."""
+    parser = subparsers.add_parser(
+        "parity", help="prove that layouts train the same model as one process", description=__doc__
+    )
+    parser.add_argument("file", metavar="RUN.toml", help="the run file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file; before options"
+    )
+    parser.add_argument(
+        "--layouts", nargs="+", metavar="tp=2,pp=2", default=[],
+        help="layouts to compare; further keys of [parallel] may follow, as in tp=2,pp=2,schedule=zb-v; "
+        f"default: all that fit, of 2 to {RANKS} ranks",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=("float64", "configured", "both"), default="float64",
+        help="float64 finds every fault; configured is the run's own (default: float64)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are applied (default: 3)")
+    parser.add_argument("--full", action="store_true", help="do not make the run small: its own size and data")
+    parser.add_argument("--json", action="store_true", help="print the certificate and nothing else")
+    add_strict(parser)
+    parser.add_argument(FLAG, action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec parity`."""
+    if args.as_rank:
+        return as_rank(Path(args.file))
+    if joined_world():
+        raise UserError("megaprec parity starts its own ranks: run it without torchrun or Slurm's srun")
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps}: give at least 1")
+    config = load_run(args.file, args.overrides)
+    tell_notes(config.notes, args.strict)
+    if config.fp8.kind == "delayed" and config.fp8.history == "te":
+        raise UserError(
+            'fp8.history = "te": scales move on with each micro-batch, of which other numbers of replicas have other '
+            'numbers, so they train other models; parity compares runs with fp8.history = "step"'
+        )
+    torch.set_num_threads(1)  # as in the ranks
+    with tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder, _told(args.json) as tell:
+        made = proven(config, args, Path(folder), tell)
+    text = json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+    left = write(Path(config.train.folder), {"parity.json": text, "parity.html": page(made)})
+    if args.json:
+        print(text, end="")
+    else:
+        show(made, Console() if Console().is_terminal else Console(width=110))
+        print(*(f"written    {path}" for path in left), sep="\n")
+    return 0 if made["verdict"] == PROVEN else 1
+
+
+@contextmanager
+def _told(quiet: bool) -> Iterator[Any]:
+    """A function that says on stderr what is being done."""
+    console = Console(stderr=True)
+    with console.status("") as status:
+        if quiet or not console.is_terminal:
+            yield lambda text: None
+        else:
+            yield lambda text: status.update(text)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run on one process, and what it may differ by in layouts. name: of its precision."""
+
+    name: str
+    config: RunConfig
+    plan: Plan
+    record: Record
+    noise: Noise
+
+
+def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any) -> Certificate:
+    """The certificate. folder: an empty one for what is in between."""
+    sayings = asked(args.layouts, config.parallel) or every(RANKS)
+    most = Most(*(largest(sayings, key) for key in ("tensor", "pipeline", "data")))
+    ready = made_ready(config, most, args.full, args.steps, folder / "run")
+    if not args.full:
+        ready = with_random_tokens(ready, args.steps + 1, folder)
+    layouts, misfits = fitting(ready, sayings, asked=bool(args.layouts))
+    tell("one process")
+    if args.full:
+        ready = with_vocabulary(ready, open_corpus(config))
+    probe = run_alone(Run(in_float64(alone(ready)), Plan(1, not args.full), folder / "probe"))
+    if not args.full:
+        ready = clipped(ready, probe)
+    plan = planned(ready, probe, args.steps, args.full)
+    exact = in_float64(ready)
+    truth = run_alone(Run(alone(exact), plan, folder / "truth"))
+    shaken = run_alone(Run(alone(exact), replace(plan, shaken=True), folder / "shaken"))
+    references = [Reference("float64", exact, plan, truth, Noise(shaken))]
+    if args.precision != "float64":
+        own = run_alone(Run(alone(ready), plan, folder / "own"))
+        noise = Noise(None, truth, epsilon(ready), tokens_per_expert(ready), kept(ready))
+        references.append(Reference(ready.precision.compute, ready, plan, own, noise))
+    if args.precision == "configured":
+        del references[0]
+    shown = {} if args.full else changes(config, ready)
+    made = certificate(args.file, config, alone(ready), _of_interest(shown), plan, truth, shaken)
+    made["layouts"] = list(_carried_out(layouts, references, folder, tell))
+    made["layouts"] += [not_tried(one, r.name, why) for one, why in misfits for r in references]
+    verdicts = {one["verdict"] for one in made["layouts"]}
+    made["verdict"] = next(verdict for verdict in (WRONG, PROVEN, NOT_TRIED) if verdict in verdicts)
+    return made
+
+
+def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Without what has nothing to do with numbers."""
+    hidden = {"train.folder", "train.threads", "train.device", "train.eval_every", "precision.trace_overflows"}
+    hidden |= {"log.sample", "log.timeline", "data.cache", "data.held_out", "data.max_chars", "data.vocab_size"}
+    shown = {key: value for key, value in changed.items() if key not in hidden}
+    if "data.source" in shown:
+        shown["data.source"] = (shown["data.source"][0], "random tokens, some targets left out of the loss")
+    return shown
+
+
+def fitting(
+    config: RunConfig, sayings: Sequence[dict[str, Any]], asked: bool
+) -> tuple[list[Layout], list[tuple[Layout, str]]]:
+    """The layouts that the run fits, and the others, with why not.
+
+    Raises UserError for one that was asked for and does not fit, or if none does.
+    """
+    layouts = [fitted(config, said) for said in sayings]
+    wrong = {layout.name: problems(config, layout.parallel) for layout in layouts}
+    if asked and any(wrong.values()):
+        raise UserError(*(f"--layouts {name}: {problem}" for name, some in wrong.items() for problem in some))
+    good = [layout for layout in layouts if not wrong[layout.name]]
+    if not good:
+        raise UserError(
+            f"no layout of up to {RANKS} ranks fits this run: give --layouts, and see why", *problems_of(wrong)
+        )
+    return good, [(layout, wrong[layout.name][0]) for layout in layouts if wrong[layout.name]]
+
+
+def problems_of(wrong: dict[str, list[str]]) -> list[str]:
+    """One line a layout."""
+    return [f"{name}: {some[0]}" for name, some in wrong.items()]
+
+
+def _carried_out(
+    layouts: Sequence[Layout], references: Sequence[Reference], folder: Path, tell: Any
+) -> Iterator[dict[str, Any]]:
+    """The entry of each layout in each precision."""
+    for ranks, some in groupby(sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks):
+        together, runs = list(some), dict[tuple[int, int], Run]()
+        for n, layout in enumerate(together):
+            for m, reference in enumerate(references):
+                config = reference.config.model_copy(update={"parallel": layout.parallel})
+                runs[n, m] = Run(config, reference.plan, folder / f"ranks{ranks}" / f"{n:03}_{m}")
+        tell(f"{len(runs)} runs of {ranks} ranks: {'; '.join(layout.name for layout in together)}")
+        failures = run_together(list(runs.values()), folder / f"ranks{ranks}") if ranks > 1 else _alone(runs)
+        for ((n, m), run), failure in zip(runs.items(), failures, strict=True):
+            layout, reference = together[n], references[m]
+            if failure is not None:
+                yield not_run(layout, reference.name, failure)
+            else:
+                yield _compared(layout, reference, run)
+
+
+def _compared(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
+    """The entry of a run that came to its end."""
+    record = gather(run.folder)
+    again = updates(alone(run.config), corpus_of(run.config), record)
+    found = compare(record, reference.record, reference.noise, run.config.optimizer.norm, again)
+    return entry(Compared(layout, reference.name, run.config, found, record, reference.record))
+
+
+def _alone(runs: dict[tuple[int, int], Run]) -> list[Failure | None]:
+    for run in runs.values():
+        run_alone(run)
+    return [None] * len(runs)

@@ -1,0 +1,131 @@
+"""A skipped step taken again, on one process, to look into the micro-batch that broke it. Nothing is written.
+
+The run's own run.toml says what was trained; its newest checkpoint before the step, or the initial weights, is where
+the way begins. The steps between are taken again. Micro-batches are the same ones in every layout, and so are their
+numbers but for rounding: sums over ranks are taken in another order.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from megaprec.checkpoint.atomic import checkpoints
+from megaprec.diagnose.nonfinite_trace import Trace
+from megaprec.errors import UserError
+from megaprec.precision.tf32 import tf32
+from parallel.mesh import make_mesh, world
+from tools.config.run_file import SAVED, RunConfig, load_run
+from tools.config.settings import Parallel
+from tools.training.corpus import open_kept
+from tools.training.launch import share_of_cores
+from tools.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What was seen of a step. start: where the way began, "" for the initial weights.
+
+    trace: of the first micro-batch that was not finite, or of the last if all were. samples: its sample ids and texts.
+    layout: of the run itself, as tensor, pipeline and data.
+    """
+
+    step: int
+    start: str
+    microbatch: int
+    samples: tuple[tuple[int | str, str], ...]
+    trace: Trace
+    layout: tuple[int, int, int]
+
+
+def replay(folder: Path, event: dict[str, Any]) -> Replay:
+    """Takes the steps of the run in `folder` up to the skipped one of `event` again, and that one watched.
+
+    Raises UserError if what the run left does not suffice: its run.toml, its data.
+    """
+    saved = _saved_run(folder)
+    if saved.train.global_batch != event["num_samples"]:
+        raise UserError(
+            f"step {event['step']} had {event['num_samples']} samples, but train.global_batch is "
+            f"{saved.train.global_batch} in {folder}: the run was changed since, so its steps cannot be taken again"
+        )
+    if saved.fp8.kind == "delayed" and saved.fp8.history == "te":
+        raise UserError(
+            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: its steps cannot be taken '
+            "again on one process; leave --replay out"
+        )
+    config = _alone(saved, folder)
+    corpus, start = open_kept(config), _start(config.checkpoint_folder, event["step"])
+    host = config.train.device == "cpu" or config.optimizer.native  # as the run itself was
+    device = "cuda" if torch.cuda.is_available() and not host else "cpu"
+    torch.set_num_threads(config.train.threads or share_of_cores(1))
+    with world(device), tf32(config.plan.tf32):
+        trainer = Trainer(config, corpus, make_mesh(device=device), start)
+        _catch_up(trainer, event["step"], "the initial weights" if start is None else start.name)
+        microbatch, trace = _watched(trainer, event)
+    first = event["first_sample"] + microbatch * config.train.micro_batch
+    batch = corpus.train.batch(first, config.train.micro_batch)
+    texts = [corpus.tokenizer.decode(row) if corpus.tokenizer else "" for row in batch.tokens.tolist()]
+    samples = tuple(zip(corpus.train.labels(batch.ids), texts, strict=True))
+    p = saved.parallel
+    layout = (p.tensor, p.pipeline, p.data)
+    return Replay(event["step"], "" if start is None else start.name, microbatch, samples, trace, layout)
+
+
+def _saved_run(folder: Path) -> RunConfig:
+    """The run that `RunConfig.save_resolved` left: not in run.toml if that is a file of the user's own."""
+    for name in ("run.toml", "run.resolved.toml"):
+        path = folder / name
+        if path.is_file() and path.read_bytes().startswith(SAVED.encode()):
+            return load_run(path)
+    raise UserError(f"{folder} has no run.toml that megaprec wrote: without it the run cannot be taken up again")
+
+
+def _alone(config: RunConfig, folder: Path) -> RunConfig:
+    """The same run on one rank, wherever its folder lies now. The steps on the way are not looked into."""
+    on_nonfinite = "ignore" if config.precision.on_nonfinite == "ignore" else "skip"
+    precision = config.precision.model_copy(update={"on_nonfinite": on_nonfinite, "trace_overflows": False})
+    optimizer = config.optimizer.model_copy(update={"validation": "before"})
+    train = config.train.model_copy(update={"folder": str(folder)})
+    changes = {"parallel": Parallel(), "precision": precision, "optimizer": optimizer, "train": train}
+    return config.model_copy(update=changes)
+
+
+def _start(folder: Path, step: int) -> Path | None:
+    """The newest checkpoint from before the step."""
+    earlier = [path for path in checkpoints(folder) if int(path.name.removeprefix("step_")) < step]
+    return earlier[-1] if earlier else None
+
+
+def _catch_up(trainer: Trainer, step: int, start: str) -> None:
+    """Takes the steps before `step`, and shows on stderr how far it is."""
+    console, done = Console(stderr=True), trainer.progress.step
+    way = f"taking steps {done + 1} to {step - 1} again" if done < step - 1 else "no step to take again"
+    console.print(f"from {start}: {way}", highlight=False)
+    for _ in track(range(done, step - 1), way, console=console, transient=True, disable=not console.is_terminal):
+        trainer.step()
+
+
+def _watched(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
+    """The first micro-batch in which something was not finite, or the last one of all; those accused come first."""
+    share = trainer.share(trainer.corpus.train, event["first_sample"])
+    found: tuple[int, Trace] | None = None
+    for microbatch in _suspects(event, trainer.config):
+        trace = trainer.engine.examine(share, event["step"] - 1, microbatch, float(event["loss_scale"]))
+        found = microbatch, trace
+        if trace.found is not None:
+            break
+    assert found
+    return found
+
+
+def _suspects(event: dict[str, Any], config: RunConfig) -> Iterator[int]:
+    """Every micro-batch of the step once, as numbers within the global batch, those that the event names first."""
+    size = config.train.micro_batch
+    named = [o["samples"][0] for o in event["offenders"] if o.get("samples")]
+    accused = [(position - event["first_sample"]) // size for position in named]
+    yield from dict.fromkeys([*accused, *range(event["num_samples"] // size)])

@@ -1,0 +1,278 @@
+"""`megaprec schedule`: what a pipeline will do, before it is launched: its time, its waiting, its memory, its picture.
+
+Of a run file it prints the table of stages and times the schedule by the FLOPs of the run's own stages; the
+measured timeline that `log.timeline` leaves in the run's folder is drawn below the predicted one. Without a run
+file it times equal stages. A schedule that would hang or leave something out is drawn up to where it goes wrong.
+"""
+
+import argparse
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaprec.errors import UserError
+from models.estimate.flops import StageCost, stage_costs
+from models.estimate.memory import Kept, kept_bytes, message_bytes
+from models.stages import cuts
+from parallel.pipeline.builders import KINDS, schedule
+from parallel.pipeline.formulas import TEXTBOOK, Sizes
+from parallel.pipeline.instructions import SENDS, Cost, Op, Schedule
+from parallel.pipeline.simulate import Refused, Span, bubble, idle, in_flight, peak, simulate
+from parallel.pipeline.verify import check
+from tools.config.checks import read_schedule
+from tools.config.run_file import RunConfig, load_run
+from tools.plots.perfetto import TIMELINE, read_trace, write_trace
+from tools.plots.timeline import Panel, as_text, draw
+from tools.training.notes import add_strict, tell_notes
+
+FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (the schedule itself)"
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is to be shown. cost: in `unit`. growth, within: of an instruction, in bytes. message: what stages send each
+    other, in bytes. measured: in seconds."""
+
+    name: str
+    kind: str  # "" for a schedule of the user's own
+    schedule: Schedule
+    cost: Cost
+    sizes: Sizes
+    unit: str = "forwards"
+    table: Sequence[str] = ()
+    growth: Cost | None = None
+    within: Cost = lambda i: 0
+    message: int = 0
+    measured: Sequence[Span] = ()
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `schedule`."""
+    parser = subparsers.add_parser("schedule", help="predict and draw a pipeline's schedule", description=__doc__)
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="the run whose schedule and stages are shown")
+    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument("--kind", choices=KINDS, default="1f1b", help="(default: 1f1b)")
+    parser.add_argument("--pipeline", type=int, default=4, metavar="P", help="ranks (default: 4)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="(default: 8)")
+    parser.add_argument("--chunks", type=int, default=0, metavar="V", help="stages on each rank (default: as usual)")
+    parser.add_argument("--own", metavar="FILE", help="text file with a schedule of one's own, instead of a kind")
+    parser.add_argument(
+        "--costs", default="1,1,1", metavar="F,I,W", help="time of a stage's forward, input and weight gradient"
+    )
+    parser.add_argument("--transfer", type=float, default=0.0, metavar="T", help="time between two ranks (default: 0)")
+    parser.add_argument("--measured", type=Path, metavar="FILE.json", help="a timeline to draw below the predicted one")
+    parser.add_argument(
+        "-o", "--output", type=Path, action="append", default=[], metavar="FILE", help=f"writes, by suffix, {FORMS}"
+    )
+    add_strict(parser)
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec schedule`."""
+    for path in args.output:
+        if path.suffix not in (".svg", ".png", ".json", ".txt"):
+            raise UserError(f"--output {path}: what is to be written follows from the suffix: {FORMS}")
+    case = _of_file(args) if args.file else _of_options(args)
+    try:
+        check(case.schedule)
+    except Refused as refusal:
+        for path in (p for p in args.output if p.suffix in (".svg", ".png")):
+            panel = Panel("what would run", refusal.spans, len(case.schedule.programs), "forwards", marks=refusal.marks)
+            draw(f"{case.name} cannot run", refusal.problems[:1], [panel]).save(path)
+            print(f"drawn      {path}")
+        raise
+    predicted = simulate(case.schedule, case.cost)
+    print("\n".join(_report(case, predicted)))
+    for path in args.output:
+        _write(case, predicted, path)
+        print(f"written    {path}")
+    return 0
+
+
+def _of_file(args: argparse.Namespace) -> _Case:
+    config = load_run(args.file, args.overrides)
+    tell_notes(config.notes, args.strict)
+    return _of_run(config, args)
+
+
+def _of_options(args: argparse.Namespace) -> _Case:
+    forward, of_input, of_weight = _three(args.costs)
+    if args.own:
+        made = read_schedule(args.own)
+    else:
+        made = schedule(args.kind, args.pipeline, args.microbatches, args.chunks)
+    times = {
+        Op.FORWARD: forward,
+        Op.BACKWARD: of_input + of_weight,
+        Op.BACKWARD_INPUT: of_input,
+        Op.BACKWARD_WEIGHT: of_weight,
+    }
+    ranks, stages = len(made.programs), len(made.rank_of_stage)
+    return _Case(
+        Path(args.own).name if args.own else args.kind,
+        "" if args.own else args.kind,
+        made,
+        _with_transfers(lambda i: times.get(i.op, 0.0), args.transfer),
+        Sizes(ranks, made.microbatches, stages // ranks, forward, of_input, of_weight),
+        measured=_measured(made, args.measured),
+    )
+
+
+def _three(text: str) -> tuple[float, float, float]:
+    try:
+        forward, of_input, of_weight = (float(word) for word in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--costs {text}: three numbers with commas between, like 1,1.2,0.9") from error
+    if min(forward, of_input, of_weight) <= 0:
+        raise UserError(f"--costs {text}: each must be more than 0")
+    return forward, of_input, of_weight
+
+
+def _with_transfers(cost: Cost, transfer: float) -> Cost:
+    return lambda i: transfer if i.op in SENDS else cost(i)
+
+
+def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
+    made, train, parallel = config.schedule, config.train, config.parallel
+    model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
+    placed = made.rank_of_stage
+    cut = cuts(model, len(placed), train.seq_length, parallel.cuts, placed, config.recompute)
+    costs = stage_costs(model, cut, train.seq_length, train.micro_batch, config.recompute)
+    kept: Sequence[Kept] = ()  # what experts keep depends on the tokens that are sent to them
+    batch, layout = (train.seq_length, train.micro_batch), (parallel.tensor, parallel.sequence)
+    if not model.experts:
+        kept = kept_bytes(model, config.plan, cut, *batch, *layout, config.recompute)
+    mean = sum(c.forward for c in costs) / len(costs)
+    totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
+    ranks = len(made.programs)
+    return _Case(
+        Path(args.file).name,
+        "" if parallel.schedule_file else parallel.schedule,
+        made,
+        _with_transfers(lambda i: costs[i.stage].of(i) / mean, args.transfer),
+        Sizes(ranks, made.microbatches, len(cut) // ranks, *totals),
+        "mean forwards",
+        _stage_table(made, costs, kept),
+        (lambda i: kept[i.stage].growth(i)) if kept else None,
+        (lambda i: kept[i.stage].within(i)) if kept else (lambda i: 0),
+        message_bytes(model, config.plan, *batch, *layout),
+        _measured(made, args.measured, Path(train.folder) / TIMELINE),
+    )
+
+
+def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None) -> Sequence[Span]:
+    """The recorded spans in `asked_for`, or else in `there` if it exists; they must be of this schedule."""
+    path = asked_for or (there if there and there.is_file() else None)
+    if path is None:
+        return ()
+    spans = read_trace(path)
+    if [(s.rank, s.instruction) for s in spans] == [(r, i) for r, program in enumerate(made.programs) for i in program]:
+        return spans
+    if asked_for:
+        raise UserError(f"--measured {path}: was recorded under another schedule")
+    print(f"left out   {path}, which was recorded under another schedule")
+    return ()
+
+
+def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept]) -> list[str]:
+    """A line for each stage: where it lies, what it has, what a micro-batch costs it."""
+    total = sum(cost.forward for cost in costs)
+    rows = [("stage", "rank", "layers", "parameters", "FLOPs", "forward", "input", "weight", "activations")]
+    for stage, cost in enumerate(costs):
+        layers = cost.cut.layers
+        what = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+        ends = (" + embedding" if cost.cut.first else "") + (" + head" if cost.cut.last else "")
+        forward, of_input, of_weight = (f"{part / 1e9:.3g} GF" for part in (cost.forward, cost.input, cost.weight))
+        share = f"{cost.forward / total:.1%}"
+        memory = f"{kept[stage].activations / 2**20:.1f} MiB" if kept else "as routed"
+        place = str(stage), str(made.rank_of_stage[stage]), what + ends
+        rows.append((*place, f"{cost.parameters:,}", share, forward, of_input, of_weight, memory))
+    return _aligned(rows)
+
+
+def _report(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
+    """All that is known of it, in lines."""
+    ranks, width = len(case.schedule.programs), shutil.get_terminal_size((120, 40)).columns
+    yield _title(case)
+    if case.table:
+        yield from ("", *case.table)
+    yield from ("", *_facts(case, predicted), "", *_aligned(_rank_table(case, predicted)), "")
+    yield as_text(Panel("", predicted, ranks), width)
+    if case.measured:
+        yield f"\nmeasured: bubble {bubble(case.measured):.1%}"
+        yield as_text(Panel("", case.measured, ranks), width)
+
+
+def _title(case: _Case) -> str:
+    ranks, stages = len(case.schedule.programs), len(case.schedule.rank_of_stage)
+    what = f"{case.name}, {case.kind}" if case.kind not in ("", case.name) else case.name
+    a_rank = f" x {stages // ranks} stages" if stages > ranks else ""
+    return f"{what}: {ranks} ranks{a_rank}, {case.schedule.microbatches} micro-batches"
+
+
+def _facts(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
+    s, panel = case.sizes, Panel("", predicted, case.sizes.p)
+    book = TEXTBOOK.get(case.kind)
+    work = sum(span.end - span.start for span in panel.computed) / s.p
+    held = max(in_flight(case.schedule)) / s.v
+    said = f" (textbook {book.bubble.value(s):.1%} = {book.bubble.text})" if book else ""
+    yield f"bubble  {bubble(predicted):.1%}{said}: the longest that a rank waits amid its work, over that work"
+    yield f"step    {panel.length:.4g} {case.unit}, {panel.length / work - 1:.1%} more than the mean work of a rank"
+    said = f" (textbook {book.held.value(s):.3g} = {book.held.text})" if book else ""
+    yield f"memory  {held:.3g}{said}: the most micro-batches that a rank holds the activations of, for all its stages"
+
+
+def _rank_table(case: _Case, predicted: Sequence[Span]) -> list[tuple[str, ...]]:
+    rows = [("rank", "stages", "waits", "holds", *(["peak"] if case.growth else []))]
+    waits, holds = idle(predicted), in_flight(case.schedule)
+    peaks = peak(case.schedule, case.growth, case.within, case.message) if case.growth else []
+    for rank in range(len(case.schedule.programs)):
+        stages = " ".join(str(s) for s, home in enumerate(case.schedule.rank_of_stage) if home == rank)
+        rows.append(
+            (
+                str(rank),
+                stages,
+                f"{waits[rank]:.1%}",
+                str(holds[rank]),
+                *(f"{p / 2**20:.1f} MiB" for p in peaks[rank : rank + 1]),
+            )
+        )
+    return rows
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _write(case: _Case, predicted: Sequence[Span], path: Path) -> None:
+    if path.suffix == ".txt":
+        path.write_text(f"# {_title(case)}\n{case.schedule}\n", encoding="utf-8")
+    elif path.suffix == ".json":
+        write_trace(path, predicted, f"{_title(case)} (predicted, 1 s is one of {case.unit})")
+    else:
+        draw(_title(case), [*_facts(case, predicted)], _panels(case, predicted)).save(path)
+
+
+def _panels(case: _Case, predicted: Sequence[Span]) -> list[Panel]:
+    """Predicted, and below it what was measured, in milliseconds: the predicted work takes as long as the measured."""
+    ranks = len(case.schedule.programs)
+    columns = list(zip(*_rank_table(case, predicted)[1:], strict=True))
+    facts = {"waits": columns[2], "holds": columns[3]} | ({"peak": columns[4]} if case.growth else {})
+    if not case.measured:
+        return [Panel("predicted", predicted, ranks, case.unit, facts)]
+    measured = _scaled(case.measured, 1e3)
+    busy = [sum(s.end - s.start for s in Panel("", spans, ranks).computed) for spans in (measured, predicted)]
+    waits = {"waits": [f"{share:.1%}" for share in idle(measured)]}
+    title = f"bubble {bubble(predicted):.1%}", f"bubble {bubble(measured):.1%}"
+    return [
+        Panel(f"predicted: {title[0]}", _scaled(predicted, busy[0] / busy[1]), ranks, "ms", facts),
+        Panel(f"measured: {title[1]}", measured, ranks, "ms", waits),
+    ]
+
+
+def _scaled(spans: Sequence[Span], factor: float) -> list[Span]:
+    return [span._replace(start=span.start * factor, end=span.end * factor) for span in spans]

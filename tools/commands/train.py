@@ -1,0 +1,252 @@
+"""`megaprec train RUN.toml [table.key=value ...]`: pretrains a model and leaves a run directory.
+
+Started by hand it checks everything that can be known beforehand, prepares the data and starts local ranks;
+started by torchrun, Slurm or itself it is one rank of the world it finds. One file, the same everywhere.
+"""
+
+import argparse
+import os
+import socket
+from collections.abc import Collection
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaprec.checkpoint.atomic import latest, require_room
+from megaprec.checkpoint.reader import INDEX
+from megaprec.data.files import alone, beside
+from megaprec.errors import UserError
+from models.own_model import require_builtin
+from parallel.mesh import make_mesh, told_by_first, world
+from tools.commands.convert import write_model
+from tools.config.checks import check_all
+from tools.config.run_file import RunConfig, check_world, load_run
+from tools.convert.formats import open_intact
+from tools.convert.hf.write_config import to_hugging_face
+from tools.convert.initial import open_initial
+from tools.convert.probe import check_config, verify_initial
+from tools.convert.train_state import newest
+from tools.journal.records import EVENTS, METRICS
+from tools.plots.run_plots import plot_run
+from tools.plots.shadow_plot import plot_shadow
+from tools.training.allocator import keep_freed_memory
+from tools.training.banner import print_outcome
+from tools.training.corpus import Corpus, check_sources, looked_at, open_corpus, open_made
+from tools.training.data_identity import ALLOW, Identity
+from tools.training.fp8_summary import check_fp8
+from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
+from tools.training.notes import add_strict, tell_notes
+from tools.training.resume import check_resumable, differences
+from tools.training.trainer import Trainer
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds `train`."""
+    parser = subparsers.add_parser("train", help="pretrain a model", description=__doc__)
+    parser.add_argument("file", metavar="RUN.toml", help="the run file (`megaprec keys` lists its keys)")
+    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument(
+        "--export-hf", metavar="DIR", help="also leave the trained model there as a Hugging Face folder"
+    )
+    add_strict(parser)
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        choices=ALLOW,
+        help="go on from a checkpoint though this is not what it was trained with; once for each",
+    )
+    parser.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="do not compare a small model of train.init_from and --export-hf with that of transformers",
+    )
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `megaprec train`."""
+    config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
+    tell_notes(config.notes, args.strict)
+    if joined_world():
+        return _run_rank(config, export, args.allow, not args.no_verify)
+    if export:
+        require_builtin(config.model, "--export-hf")
+    if export and export.exists():
+        raise UserError(f"--export-hf {export}: it is there already; give another folder")
+    _open_checked(config, args.allow)
+    if not args.no_verify:
+        _verify(config, export)
+    if config.world_size == 1:
+        return _run_rank(config, export, args.allow, verify=False)
+    options = ["--no-verify", *(["--export-hf", str(export)] if export else [])]
+    options += [f"--allow={what}" for what in args.allow]
+    return launch_local(["train", args.file, *args.overrides, *options], config.world_size, config.train.threads)
+
+
+def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
+    """Looks for all that can be wrong before anything is written, then opens or builds the data, and looks again."""
+
+    def resumable(config: RunConfig) -> None:
+        check_resumable(config, allowed=allowed)
+
+    check_all(config, _device, _check_native, check_fp8, _check_folders, check_sources, resumable, _check_initial)
+    corpus = open_corpus(config, allowed)
+    check_resumable(config, corpus, allowed)
+    return corpus
+
+
+def _check_folders(config: RunConfig) -> None:
+    """Raises UserError if what the run is to leave cannot be written."""
+    for key, folder in (("train.folder", config.train.folder), ("data.cache", config.data.cache)):
+        if not folder:
+            continue
+        there = Path(folder).absolute()
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
+            raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
+    require_room(config.checkpoint_folder)
+    for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS)):
+        if os.path.lexists(path) and not path.is_file():
+            raise UserError(f"{path} is no file, but the records of steps belong there: move it away")
+    if _lock(config).exists():
+        with _training(config):
+            pass
+
+
+def _training(config: RunConfig) -> AbstractContextManager[None]:
+    """Keeps other processes from training in the run's folder. Raises UserError if one does."""
+
+    def refuse() -> None:
+        raise UserError(
+            f'train.folder = "{config.train.folder}": another process trains there now; wait for it, stop it, or give '
+            "another folder"
+        )
+
+    return alone(_lock(config), refuse)
+
+
+def _lock(config: RunConfig) -> Path:
+    return Path(config.train.folder) / ".lock"
+
+
+def _check_initial(config: RunConfig) -> None:
+    """Raises UserError if the weights to begin with are not whole."""
+    if config.train.init_from:
+        open_initial(Path(config.train.init_from))
+
+
+def _verify(config: RunConfig, export: Path | None) -> None:
+    """Raises UserError if transformers computes another model of what the run begins with or leaves."""
+    lines = []
+    if config.train.init_from and not latest(config.checkpoint_folder):
+        lines.append(verify_initial(Path(config.train.init_from)))
+    if export:
+        model = config.model.with_vocab(config.model.vocab or config.data.vocab_size)
+        lines.append(check_config(to_hugging_face(model, "float32"), f"--export-hf {export}"))
+    for line in filter(None, lines):
+        print(line)
+
+
+def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], verify: bool) -> int:
+    check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
+    device = _device(config)
+    torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
+    keep_freed_memory()
+    with world(device) as store, ExitStack() as held:
+        mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
+        named = told_by_first(store, lambda: prepare(config, held, allowed, export, verify))
+        corpus, checkpoint = open_named(config, named)
+        Trainer(config, corpus, mesh, checkpoint).run()
+        first = dist.get_rank() == 0
+    if first:
+        print_outcome(config, _plots(Path(config.train.folder)) if config.log.plot else [])
+        if export:
+            write_model(open_intact(Path(config.train.folder)), "hf", export)
+    return 0
+
+
+def _plots(folder: Path) -> list[Path]:
+    return [plot for plot in (plot_run(folder), plot_shadow(folder)) if plot is not None]
+
+
+def _device(config: RunConfig) -> str:
+    """cpu or cuda, the same for all ranks of a machine: there is a CUDA device for each of them or for none."""
+    wanted, ranks = config.train.device, _local_ranks(config)
+    there = ranks if has_own_device() else torch.cuda.device_count()
+    if wanted == "cuda" and there < ranks:
+        raise UserError(
+            f'train.device = "cuda", but torch sees {there} CUDA devices and {ranks} are needed: use "auto" or "cpu"'
+        )
+    return "cuda" if wanted != "cpu" and there >= ranks else "cpu"
+
+
+def _check_native(config: RunConfig) -> None:
+    """Raises UserError if train.device = "auto" comes to a device that native kernels are not for."""
+    if config.optimizer.native and _device(config) != "cpu":
+        raise UserError(
+            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA devices here: leave it out, '
+            'or use train.device = "cpu"'
+        )
+
+
+def _local_ranks(config: RunConfig) -> int:
+    """Ranks on this machine, as far as what started them says."""
+    if joined_world():
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or int(os.environ.get("LOCAL_RANK", "0")) + 1)
+    return config.world_size
+
+
+def prepare(
+    config: RunConfig,
+    held: ExitStack,
+    allowed: Collection[str] = (),
+    export: Path | None = None,
+    verify: bool = False,
+) -> dict[str, Any]:
+    """Looks at everything, builds what is missing, and names the paths that the run needs; "" where it needs none.
+
+    The run's folder is this process's alone until `held` lets go of it. allowed: as `check_resumable` has it.
+    """
+    corpus = _open_checked(config, allowed)
+    if verify:
+        _verify(config, export)
+    try:
+        held.enter_context(_training(config))
+    except OSError as error:
+        raise UserError(
+            f'train.folder = "{config.train.folder}": cannot be written to ({error.strerror}); give another'
+        ) from error
+    store = newest(config.checkpoint_folder)
+    differ = {found.what for found in differences(store, config, corpus)} if store else set()
+    for what in sorted(set(allowed) - differ):
+        print(f"note       --allow {what}: not needed, it is what the checkpoint was trained with, or there is none")
+    return {
+        "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
+        "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
+        "checkpoint": str(store.path if store else ""),
+        "identity": corpus.identity.model_dump() if corpus.identity else None,
+        "notes": corpus.notes,
+    }
+
+
+def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path | None]:
+    """The corpus and the checkpoint that rank 0 named. Raises UserError if this machine does not have them."""
+    tokenizer, checkpoint = (Path(named[what]) if named[what] else None for what in ("tokenizer", "checkpoint"))
+    prefixes = [Path(prefix) for prefix in named["prefixes"]]
+    pairs = (beside(prefix, suffix) for prefix in prefixes for suffix in (".idx", ".bin"))
+    needed = (*pairs, tokenizer, checkpoint and checkpoint / INDEX)
+    if missing := [path for path in needed if path and not path.is_file()]:
+        here = socket.gethostname()
+        raise UserError(*(f"{p} is not on {here}: it must be on a filesystem that all ranks share" for p in missing))
+    corpus = open_made(config, prefixes, tokenizer)
+    if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
+        looked_at(config, corpus)  # as this machine sees it; rank 0 has done so on the first
+    identity = named["identity"] and Identity.model_validate(named["identity"])
+    return replace(corpus, identity=identity, notes=tuple(named["notes"])), checkpoint

@@ -1,0 +1,345 @@
+"""Laws between the tables of a run file, each a function of the tables it reads.
+
+A table that could not be read leaves out only the checks that need it, so one pass reports all that can be
+known. Every problem is a line: which key, its value, why it cannot be and the nearest values that can.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from megaprec.data.blend import shares
+from megaprec.errors import UserError
+from megaprec.optim.lr import LRSchedule
+from megaprec.optim.scaler import make_scaler
+from megaprec.optim.update_rules import Rule, rule
+from megaprec.precision.patterns import matched, unmatched
+from models.config import ModelConfig
+from parallel.activation_checkpoint import MODULES
+from parallel.pipeline.builders import chunk_problems, equal, schedule
+from parallel.pipeline.instructions import Cost, Schedule
+from parallel.pipeline.verify import check
+from tools.config.native_keys import loss_scaling, plan_of
+from tools.config.precision_modules import logical_tensors
+from tools.config.settings import FP8, LR, Data, Log, Optimizer, Parallel, Precision, Train
+
+T = TypeVar("T")
+
+
+def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
+    """All broken laws among the tables that are there."""
+    problems: list[str] = []
+    for law in CHECKS:
+        needed = inspect.signature(law).parameters
+        if needed.keys() <= tables.keys():
+            problems += law(**{name: tables[name] for name in needed})
+    return problems
+
+
+def check_all(what: T, *checks: Callable[[T], object]) -> None:
+    """Raises one UserError with the problems of all `checks` of `what`."""
+    problems: list[str] = []
+    for one in checks:
+        try:
+            one(what)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def make_rule(optimizer: Optimizer) -> Rule:
+    """The update rule that [optimizer] asks for. Raises UserError."""
+    own = {"betas": optimizer.betas, "eps": optimizer.eps} if optimizer.name.lower() == "adamw" else {}
+    return rule(optimizer.name, own | optimizer.options)
+
+
+def lr_schedule(lr: LR, train: Train) -> LRSchedule:
+    """The schedule over the whole run, in steps or samples as lr.unit says. Raises UserError."""
+    total = train.steps * (train.global_batch if lr.unit == "samples" else 1)
+    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, total, lr.decay)
+
+
+def _schedule(lr: LR, train: Train) -> Iterator[str]:
+    try:
+        lr_schedule(lr, train)
+    except UserError as error:
+        yield from (f"lr.{problem}{' (in samples)' if lr.unit == 'samples' else ''}" for problem in error.problems)
+
+
+def _rule(optimizer: Optimizer) -> Iterator[str]:
+    try:
+        make_rule(optimizer)
+    except UserError as error:
+        yield from error.problems
+
+
+def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterator[str]:
+    if optimizer.validation == "after" and fp8.kind == "delayed":
+        yield (
+            'optimizer.validation "after" finds a bad step when the next one has begun and fp8.kind "delayed" has '
+            'moved its scales on: "before" would do, or fp8.kind "current"'
+        )
+    elif optimizer.validation == "after" and fp8.kind != "none" and fp8.parameters:
+        yield (
+            'optimizer.validation "after" takes back the weights of a bad step and fp8.parameters = true makes them '
+            'again: "before" would do, or fp8.parameters = false'
+        )
+    if optimizer.validation == "after" and precision.on_nonfinite == "raise":
+        yield (
+            'optimizer.validation "after" learns of a bad step when the next one has begun, so precision.on_nonfinite '
+            'cannot be "raise": "skip" would do, or optimizer.validation "before"'
+        )
+
+
+def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
+    """What takes a step's scales to be the same in all of its micro-batches."""
+    if fp8.kind == "none" or fp8.history == "step":
+        return
+    if parallel.recompute_fraction or parallel.recompute_layers:
+        yield (
+            'fp8.history "te" moves scales on before a layer is made again: parallel.recompute = "none" or "selective" '
+            'would do, or fp8.history "step"'
+        )
+    if fp8.shadow_every:
+        yield (
+            f'fp8.shadow_every = {fp8.shadow_every} takes the first micro-batch once more, with fp8.history "te" by '
+            'other scales: 0 would do, or fp8.history "step"'
+        )
+
+
+def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
+    if not optimizer.native:
+        return
+    if optimizer.name.lower() != "adamw" or train.device == "cuda":
+        yield (
+            f"optimizer.native = true is for adamw on CPUs, not for {optimizer.name} on train.device {train.device!r}: "
+            "leave it out"
+        )
+
+
+def _patterns(optimizer: Optimizer, precision: Precision, model: ModelConfig, data: Data) -> Iterator[str]:
+    """Each pattern means a parameter; those of a model of the user's own are known to the ranks alone."""
+    groups = [group.pattern for group in optimizer.groups]
+    if model.factory or not (groups or precision.keep_fp32):
+        return
+    names = [*logical_tensors(model if model.vocab else model.with_vocab(data.vocab_size))]
+    for key, patterns in (("optimizer.groups", groups), ("precision.keep_fp32", precision.keep_fp32)):
+        yield from unmatched(key, patterns, matched(patterns, names), names)
+
+
+def _zero(parallel: Parallel) -> Iterator[str]:
+    size, data = parallel.zero_size, parallel.data
+    if size and data % size:
+        would = ", ".join(str(n) for n in range(1, data + 1) if data % n == 0)
+        yield f"parallel.zero_size {size} does not divide parallel.data {data}: {would} would"
+    if size > 1 and not parallel.zero:
+        yield f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: leave one of them out"
+
+
+def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
+    """Heads and feed-forward are cut in equal parts; fewer key-value heads than ranks are copied, evenly."""
+
+    def fits(tensor: int) -> bool:
+        kv = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+        return model.heads % tensor == 0 and model.ffn % tensor == 0 and kv
+
+    if not fits(parallel.tensor):
+        sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and model.ffn {model.ffn}"
+        would = ", ".join(str(n) for n in range(1, model.heads + 1) if fits(n))
+        yield f"parallel.tensor {parallel.tensor} does not divide {sizes} evenly: {would} would"
+
+
+def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
+    if parallel.sequence and train.seq_length % parallel.tensor:
+        would = nearest_multiples(train.seq_length, parallel.tensor)
+        yield (
+            f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor {parallel.tensor}, "
+            f"as parallel.sequence needs: {would} would be"
+        )
+
+
+def _recompute(parallel: Parallel) -> Iterator[str]:
+    """What is made again is said once, in the words of its kind."""
+    p, kind = parallel, f'parallel.recompute "{parallel.recompute}"'
+    if p.recompute_modules and p.recompute != "selective":
+        yield (
+            f'parallel.recompute_modules {[*p.recompute_modules]} is for parallel.recompute "selective", '
+            f"but {kind}: leave one of them out"
+        )
+    for key, value in (("layers", p.recompute_layers), ("fraction", p.recompute_fraction)):
+        if value and p.recompute != "full":
+            yield (
+                f'parallel.recompute_{key} {value} is for parallel.recompute "full", but {kind}: leave one of them out'
+            )
+    if p.recompute == "selective" and not p.recompute_modules:
+        yield f"{kind} needs a module in parallel.recompute_modules: {', '.join(MODULES)}"
+    if p.recompute_layers and p.recompute_fraction:
+        yield (
+            f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction {p.recompute_fraction:g} "
+            "say the same in two ways: leave one of them out"
+        )
+
+
+def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
+    """The schedule that [parallel] asks for, planned for this cost. Raises UserError that names the keys."""
+    p = parallel
+    if not p.schedule_file:
+        if problems := chunk_problems(p.schedule, p.chunks):
+            raise UserError(*(f"parallel.chunks {p.chunks}: {problem}" for problem in problems))
+        return schedule(p.schedule, p.pipeline, microbatches, p.chunks, cost)
+    made = read_schedule(p.schedule_file)
+    check(made)
+    here = f"parallel.schedule_file {p.schedule_file}"
+    if len(made.programs) != p.pipeline:
+        raise UserError(f"{here}: has {len(made.programs)} ranks, but parallel.pipeline is {p.pipeline}")
+    if made.microbatches != microbatches:
+        raise UserError(
+            f"{here}: has {made.microbatches} micro-batches, but train.global_batch over train.micro_batch x "
+            f"parallel.data is {microbatches}"
+        )
+    return made
+
+
+def read_schedule(path: str) -> Schedule:
+    """The schedule in a text file, which need not be one that can run. Raises UserError that names the file."""
+    try:
+        return Schedule.parse(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"schedule {path}: cannot be read ({reason})") from error
+    except UserError as error:
+        raise UserError(*(f"schedule {path}: {problem}" for problem in error.problems)) from error
+
+
+def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
+    """Every stage has a layer, and `parallel.cuts` speaks of all stages and layers."""
+    microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
+    try:
+        ranks = pipeline_schedule(parallel, microbatches).rank_of_stage
+    except UserError as error:
+        yield from error.problems
+        return
+    stages = len(ranks)
+    pipeline = f"parallel.pipeline {parallel.pipeline}"
+    made = pipeline if stages == parallel.pipeline else f"{pipeline} x {stages // parallel.pipeline} chunks = {stages}"
+    if stages > model.layers:
+        yield f"{made} is more than model.layers {model.layers}: a stage needs a layer"
+    elif parallel.cuts and (len(parallel.cuts) != stages or sum(parallel.cuts) != model.layers):
+        yield (
+            f"parallel.cuts {[*parallel.cuts]} cuts {sum(parallel.cuts)} layers into {len(parallel.cuts)}, "
+            f"but {made} and model.layers is {model.layers}"
+        )
+
+
+def _batch(train: Train, parallel: Parallel) -> Iterator[str]:
+    unit = train.micro_batch * parallel.data
+    if train.global_batch % unit:
+        yield (
+            f"train.global_batch {train.global_batch} is not a multiple of train.micro_batch {train.micro_batch} x "
+            f"parallel.data {parallel.data} = {unit}: {nearest_multiples(train.global_batch, unit)} would be"
+        )
+
+
+def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
+    if train.seq_length > model.max_positions:
+        yield (
+            f"train.seq_length {train.seq_length} is more than model.max_positions {model.max_positions}: "
+            "shorten the one or raise the other"
+        )
+
+
+def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
+    if not data.tokenizer and 0 < model.vocab < data.vocab_size:
+        yield (
+            f"model.vocab {model.vocab} is smaller than data.vocab_size {data.vocab_size}: "
+            f"set model.vocab = 0 or data.vocab_size = {model.vocab}"
+        )
+
+
+def _blend(data: Data) -> Iterator[str]:
+    if data.blend and data.source != "python":
+        yield f'data.source "{data.source}" and data.blend both say what is trained on: leave one of them out'
+    try:
+        shares([one.weight for one in data.blend] or [1])
+    except UserError as error:
+        yield from (f"data.blend: {problem}" for problem in error.problems)
+
+
+def _evaluation(train: Train, data: Data) -> Iterator[str]:
+    if train.eval_every and not data.held_out:
+        yield f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: 0.02 would do"
+
+
+def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
+    if model.factory and log.sample:
+        yield f'log.sample needs a built-in family, not model.factory "{model.factory}": leave one of them out'
+
+
+def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
+    try:
+        plan_of(precision, fp8)
+    except UserError as error:
+        for problem in error.problems:
+            yield problem.replace("FP8 ", "fp8.", 1) if problem.startswith("FP8 ") else f"precision.{problem}"
+
+
+def _shadow(fp8: FP8) -> Iterator[str]:
+    if fp8.shadow_every and fp8.kind == "none":
+        yield f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to look after; 0 would do'
+
+
+def _kind_of_scale(precision: Precision) -> Iterator[str]:
+    if (precision.scaling == "constant") != (precision.loss_scale > 0):
+        yield (
+            f'precision.scaling = "{precision.scaling}", precision.loss_scale = {precision.loss_scale:g}: '
+            "a constant scale needs a loss_scale, any other has none"
+        )
+
+
+def _scale(precision: Precision) -> Iterator[str]:
+    if precision.min_scale > precision.initial_scale:
+        yield (
+            f"precision.min_scale {precision.min_scale:g} is more than precision.initial_scale "
+            f"{precision.initial_scale:g}: the scale starts at or above its floor"
+        )
+        return
+    try:
+        make_scaler(loss_scaling(precision))
+    except UserError as error:
+        key = "loss_scale" if precision.loss_scale else "initial_scale"
+        yield from (f"precision.{key} = {getattr(precision, key):g}: {problem}" for problem in error.problems)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The positive multiples of `unit` around `value`, in words."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    _tensor,
+    _sequence,
+    _stages,
+    _batch,
+    _positions,
+    _vocabulary,
+    _blend,
+    _evaluation,
+    _sample,
+    _schedule,
+    _plan,
+    _shadow,
+    _kind_of_scale,
+    _scale,
+    _rule,
+    _patterns,
+    _zero,
+    _recompute,
+    _validation,
+    _history,
+    _native,
+)

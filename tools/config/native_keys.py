@@ -1,0 +1,225 @@
+"""The native keys of precision, [precision] and [fp8], to a plan and back; and other systems' tables to native keys.
+
+A run file says its precision natively or in one dialect, `[precision.nxd]` and the like. A dialect is resolved as the
+file is read and put down as native keys, each with the dialect's key as its origin; nothing after that knows of it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from megaprec.dialects.translate import DIALECTS, FIELDS
+from megaprec.errors import UserError
+from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.plan import DTYPES, LossScaling, PrecisionPlan, dtype_name, plan
+from tools.config.settings import FP8, Parallel, Precision
+from tools.console.toml import Given, toml
+
+SCALING = {
+    "scaling": "kind",
+    "initial_scale": "initial",
+    "min_scale": "minimum",
+    "max_scale": "maximum",
+    "growth_factor": "growth_factor",
+    "backoff_factor": "backoff_factor",
+    "growth_interval": "growth_interval",
+    "hysteresis": "hysteresis",
+    "hysteresis_refill": "hysteresis_refill",
+}  # key of [precision] -> field of LossScaling
+BESIDE = ("precision.patience", "precision.on_nonfinite", "fp8.backend", "fp8.history")
+"""Native keys that no dialect has words for."""
+FP8_KEYS = tuple(f.name for f in fields(FP8Recipe) if f.name in FP8.model_fields)  # not functions, which no file has
+_DEVIANT: Mapping[str, tuple[str, ...]] = {
+    "remainders": ("precision.masters",),
+    "sensitive": (),
+    "scaling": ("precision.scaling", "precision.loss_scale", *(f"precision.{key}" for key in SCALING)),
+    "fp8": tuple(f"fp8.{name}" for name in FP8_KEYS),
+}
+KEYS: Mapping[str, tuple[str, ...]] = {name: _DEVIANT.get(name, (f"precision.{name}",)) for name in FIELDS}
+"""The native keys that decide each field of a plan."""
+FOLLOWS = {
+    "parameters": "compute",
+    "residual": "compute",
+    "pipeline": "residual",
+    "attention": "compute",
+    "reduce": "gradients",
+    "scaling": "compute",
+}
+"""Fields that follow another where none of their keys is given."""
+
+
+def loss_scaling(precision: Precision) -> LossScaling:
+    """The loss scaling that [precision] asks for."""
+    chosen = {field: getattr(precision, key) for key, field in SCALING.items()}
+    chosen |= {"initial": precision.loss_scale or precision.initial_scale, "maximum": precision.max_scale or None}
+    return LossScaling(**chosen)
+
+
+def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
+    """The plan that the two tables describe; its origins are for `with_origins`. Raises UserError."""
+    p, wide = precision, "fp64" if precision.compute == "fp64" else "fp32"
+    recipe = None if fp8.kind == "none" else FP8Recipe(**{name: getattr(fp8, name) for name in FP8_KEYS})
+    held = {name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in _WIDENED}
+    return plan(
+        p.compute,
+        loss_scaling(p),
+        p.on_nonfinite,
+        parameters=p.parameters,
+        gradients=p.gradients,
+        reduce=wide if p.reduce == "fp32" else p.reduce,
+        masters=p.masters,
+        moments=p.moments,
+        residual=DTYPES[p.residual],
+        pipeline=DTYPES[p.pipeline],
+        attention=DTYPES[p.attention],
+        **held,
+        keep_fp32=p.keep_fp32,
+        rounding=p.rounding,
+        cast_inputs=p.cast_inputs,
+        masters_in_checkpoint=p.masters_in_checkpoint,
+        tf32=p.tf32,
+        fp8=recipe,
+    )
+
+
+def with_origins(plan: PrecisionPlan, places: Mapping[str, str]) -> PrecisionPlan:
+    """`plan` with what decided each field. places: where the native keys that were given came from."""
+    origin = {}
+    for name in KEYS:
+        decider = name
+        while decider in FOLLOWS and not any(key in places for key in KEYS[decider]):
+            decider = FOLLOWS[decider]
+        said = [_origin(key, places[key]) for key in dict.fromkeys(KEYS[decider]) if key in places]
+        origin[name] = ", ".join(dict.fromkeys(said)) or "default"
+    return replace(plan, origin=origin)
+
+
+def _origin(key: str, place: str) -> str:
+    """What decided a native key: itself, with its place, or the dialect's key that it was put down for."""
+    return f"{key} ({place})" if place == "command line" or place.startswith("file ") else place
+
+
+def native(plan: PrecisionPlan) -> dict[str, Any]:
+    """The run-file keys that say all of a plan."""
+    wide = torch.float64 if plan.compute == torch.float64 else torch.float32
+
+    def name(dtype: torch.dtype) -> str:
+        return "fp32" if dtype == wide else dtype_name(dtype)
+
+    keys: dict[str, Any] = {key: getattr(plan, key) for key in _PLAIN}
+    keys |= {key: dtype_name(getattr(plan, key)) for key in _NAMED}
+    keys |= {key: name(getattr(plan, key)) for key in ("gradients", "reduce", "moments", *_WIDENED)}
+    keys["masters"] = "split" if plan.remainders else "fp32" if plan.masters == wide else "none"
+    keys |= {key: getattr(plan.scaling, field) for key, field in SCALING.items()}
+    keys |= {"max_scale": plan.scaling.maximum or 0.0}
+    if plan.scaling.kind == "constant":
+        keys |= {"loss_scale": plan.scaling.initial, "initial_scale": LossScaling().initial}
+    fp8 = {name: getattr(plan.fp8, name) for name in FP8_KEYS} if plan.fp8 else {"kind": "none"}
+    return {f"precision.{k}": v for k, v in keys.items()} | {f"fp8.{k}": v for k, v in fp8.items()}
+
+
+_NAMED = ("compute", "parameters", "residual", "pipeline", "attention")
+_WIDENED = ("scores", "buffers", "output")  # of which "fp32" means FP64 in a run in FP64
+_PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_checkpoint", "tf32")
+
+
+def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:
+    """Takes the tables of a dialect out of `given` and puts in the native keys that they come to.
+
+    known: all keys of a run file, where what it has no key for is a problem. Returns notes on how the dialect was
+    understood, and problems.
+    """
+    found = {name: _take(given, name) for name in DIALECTS}
+    found = {name: leaves for name, leaves in found.items() if leaves is not None}
+    if not found:
+        return (), []
+    if len(found) > 1:
+        tables = " and ".join(f"[precision.{name}]" for name in found)
+        return (), [f"{tables}: a run has one precision; keep one of them"]
+    ((name, leaves),) = found.items()
+    problems = list(_native_beside(given, name))
+    _add_zero(given, name, leaves)
+    places = {f"precision.{name}.{path}": entry.origin for path, entry in leaves.items() if path}
+    try:
+        resolved = DIALECTS[name].resolve(_nested(leaves), places)
+    except UserError as error:
+        return (), problems + list(error.problems)
+    if "model.layers" in resolved.settings and (preset := given.get("model.preset")):
+        whole = f"[precision.{name}] describes the model; keep one of them"
+        problems.append(f"model.preset = {toml(preset.value)} ({preset.origin}): {whole}")
+    for key, decision in resolved.settings.items():
+        problems += _settle(given, key, Given(decision.value, decision.origin), decision.given, known)
+    origins: dict[str, str] = {}
+    for field, keys in KEYS.items():
+        for key in keys:
+            origins.setdefault(key, resolved.plan.origin[field])
+    for key, value in native(resolved.plan).items():
+        given.setdefault(key, Given(value, origins[key]))
+    return resolved.notes, problems
+
+
+def _take(given: dict[str, Given], name: str) -> dict[str, Given] | None:
+    """Removes what was given of [precision.<name>] and returns its leaves by dotted path; None if nothing was."""
+    table, leaves = f"precision.{name}", dict[str, Given]()
+    keys = [key for key in given if key == table or key.startswith(f"{table}.")]
+    for key in keys:
+        entry = given.pop(key)
+        leaves |= _leaves(key.removeprefix(table).lstrip("."), entry.value, entry.origin)
+    return leaves if keys else None
+
+
+def _leaves(path: str, value: Any, origin: str) -> dict[str, Given]:
+    if not isinstance(value, dict):
+        return {path: Given(value, origin)}
+    leaves: dict[str, Given] = {path: Given({}, origin)}
+    for key, inner in value.items():
+        leaves |= _leaves(f"{path}.{key}" if path else key, inner, origin)
+    return leaves
+
+
+def _nested(leaves: Mapping[str, Given]) -> Any:
+    """The tree that dotted paths describe; a later path wins over an earlier one that it runs into."""
+    tree: dict[str, Any] = {"": {}}
+    for path, entry in leaves.items():
+        *tables, last = ["", *path.split(".")] if path else [""]
+        place = tree
+        for table in tables:
+            if not isinstance(place.get(table), dict):
+                place[table] = {}
+            place = place[table]
+        if not (entry.value == {} and isinstance(place.get(last), dict)):
+            place[last] = entry.value
+    return tree[""]
+
+
+def _native_beside(given: Mapping[str, Given], name: str) -> Iterator[str]:
+    native_keys = {key for keys in KEYS.values() for key in keys} - set(BESIDE)
+    for key, entry in given.items():
+        if key in native_keys:
+            yield f"{key} = {toml(entry.value)} ({entry.origin}): [precision.{name}] decides it; keep one of them"
+
+
+def _add_zero(given: Mapping[str, Given], name: str, leaves: dict[str, Given]) -> None:
+    """NxD's defaults hang on whether ZeRO-1 is on, which is the run's own to say."""
+    path = "optimizer_config.zero_one_enabled"
+    if name == "nxd" and path not in leaves and leaves.get("", Given({}, "")).value == {}:
+        zero = given.get("parallel.zero", Given(Parallel().zero, "default"))
+        leaves[path] = Given(zero.value, f"parallel.zero, {zero.origin}")
+
+
+def _settle(
+    given: dict[str, Given], key: str, said: Given, explicit: bool, known: frozenset[str] | None
+) -> Iterator[str]:
+    """Puts a dialect's decision about a run-file key into `given`; only a key of the dialect contradicts the run's."""
+    own = given.get(key)
+    if known is not None and key not in known:
+        yield f"{said.origin} = {toml(said.value)}: not supported yet"
+    elif own is None:
+        given[key] = said
+    elif explicit and own.value != said.value:
+        yield (
+            f"{key} = {toml(own.value)} ({own.origin}) contradicts {said.origin}, which says {toml(said.value)}: "
+            "keep one of them"
+        )

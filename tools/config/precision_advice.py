@@ -1,0 +1,170 @@
+"""What is unwise about a plan: rules, each of which sees the plan and, where there is one, the run that it is for.
+
+A rule returns a line for the user, or "" where all is well. None of them stops a run: everything that is wrong, rather
+than unwise, was refused before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megaprec.precision.plan import PrecisionPlan, dtype_name
+
+HALVES = (torch.float16, torch.bfloat16)
+MANY = 8  # micro-batches, or ranks, whose sum in half precision loses something
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A plan in a run of so many micro-batches and replicas; 1 of each if it is not known."""
+
+    plan: PrecisionPlan
+    microbatches: int = 1
+    replicas: int = 1
+
+
+def advice(scene: Scene) -> list[str]:
+    """A line for everything unwise."""
+    return [line for rule in RULES if (line := rule(scene))]
+
+
+def _unscaled_fp16(scene: Scene) -> str:
+    plan = scene.plan
+    if torch.float16 not in (plan.compute, plan.parameters) or plan.scaling.kind != "none":
+        return ""
+    return "fp16 without loss scaling: gradients below 6e-8 become zero; scale the loss dynamically"
+
+
+def _constant_scale(scene: Scene) -> str:
+    plan = scene.plan
+    if plan.compute != torch.float16 or plan.scaling.kind != "constant":
+        return ""
+    return f"constant loss scale {plan.scaling.initial:g}: it cannot follow gradients that grow or shrink"
+
+
+def _high_first_scale(scene: Scene) -> str:
+    scaling = scene.plan.scaling
+    if scaling.kind != "dynamic" or scaling.initial < 2.0**24 or scene.plan.compute != torch.float16:
+        return ""
+    return f"the loss scale starts at {scaling.initial:g}: expect some skipped first steps until it has come down"
+
+
+def _narrow_sums(scene: Scene) -> str:
+    plan = scene.plan
+    if plan.gradients not in HALVES or scene.microbatches <= MANY:
+        return ""
+    return (
+        f"gradients are added up in {dtype_name(plan.gradients)} over {scene.microbatches} micro-batches: "
+        "late ones are rounded away; add them up in fp32"
+    )
+
+
+def _narrow_reduction(scene: Scene) -> str:
+    plan = scene.plan
+    if plan.reduce not in HALVES or scene.replicas <= MANY:
+        return ""
+    how = "may overflow" if plan.reduce == torch.float16 else "loses bits"
+    return (
+        f"gradients are summed over {scene.replicas} replicas in {dtype_name(plan.reduce)}, which {how}; reduce in fp32"
+    )
+
+
+def _no_masters(scene: Scene) -> str:
+    plan = scene.plan
+    if plan.masters not in HALVES or plan.rounding == "stochastic":
+        return ""
+    share = 4096 if plan.masters == torch.float16 else 512
+    return (
+        f"no masters, and {dtype_name(plan.masters)} weights rounded to the nearest: updates below 1/{share} of a "
+        "weight are lost; keep fp32 masters, or round bf16 stochastically"
+    )
+
+
+def _idle_stochastic_rounding(scene: Scene) -> str:
+    plan = scene.plan
+    if plan.rounding == "nearest" or plan.masters in HALVES:
+        return ""
+    return "stochastic rounding beside fp32 masters only adds noise: masters lose nothing"
+
+
+def _narrow_moments(scene: Scene) -> str:
+    if scene.plan.moments != torch.bfloat16:
+        return ""
+    return "bf16 moments cannot hold a change of less than 1/512: with beta2 of 0.998 or more the second never falls"
+
+
+def _masters_not_saved(scene: Scene) -> str:
+    plan = scene.plan
+    if plan.masters_in_checkpoint or plan.masters.itemsize <= plan.parameters.itemsize:
+        return ""
+    return f"checkpoints leave out the masters: a resumed run starts from {dtype_name(plan.parameters)} weights"
+
+
+def _narrow_buffers(scene: Scene) -> str:
+    if scene.plan.buffers not in HALVES:
+        return ""
+    return f"{dtype_name(scene.plan.buffers)} buffers: rotary angles of distant positions fall together; keep them fp32"
+
+
+def _wide_pipeline(scene: Scene) -> str:
+    plan = scene.plan
+    if plan.pipeline.itemsize <= plan.parameters.itemsize:
+        return ""
+    return f"stages send {dtype_name(plan.pipeline)} though layers hold {dtype_name(plan.parameters)}: more traffic"
+
+
+def _narrow_pipeline(scene: Scene) -> str:
+    plan = scene.plan
+    if plan.pipeline.itemsize >= plan.compute.itemsize:
+        return ""
+    return f"stages send {dtype_name(plan.pipeline)}, narrower than the {dtype_name(plan.compute)} that they compute in"
+
+
+def _idle_tf32(scene: Scene) -> str:
+    plan = scene.plan
+    if not plan.tf32 or plan.compute == torch.float32:
+        return ""
+    return (
+        f"tf32 concerns fp32 products, and these are {dtype_name(plan.compute)}: it changes only what is kept in fp32"
+    )
+
+
+def _ignored_overflow(scene: Scene) -> str:
+    if scene.plan.on_nonfinite != "ignore":
+        return ""
+    return "steps with an inf or a NaN are applied: the weights will not recover from it"
+
+
+def _short_history(scene: Scene) -> str:
+    recipe = scene.plan.fp8
+    if recipe is None or recipe.kind != "delayed" or (recipe.history_length > 1 and recipe.amax_algo == "max"):
+        return ""
+    return "FP8 scales follow the last pass alone: one quiet micro-batch lets the next saturate; look back further"
+
+
+def _uncast_inputs(scene: Scene) -> str:
+    plan = scene.plan
+    if plan.cast_inputs != "none" or plan.compute == torch.float32:
+        return ""
+    return f"inputs are not cast: a model that is given fp32 has to cast it to {dtype_name(plan.compute)} itself"
+
+
+RULES: tuple[Callable[[Scene], str], ...] = (
+    _unscaled_fp16,
+    _constant_scale,
+    _high_first_scale,
+    _narrow_sums,
+    _narrow_reduction,
+    _no_masters,
+    _idle_stochastic_rounding,
+    _narrow_moments,
+    _masters_not_saved,
+    _narrow_buffers,
+    _wide_pipeline,
+    _narrow_pipeline,
+    _idle_tf32,
+    _ignored_overflow,
+    _short_history,
+    _uncast_inputs,
+)

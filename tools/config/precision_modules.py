@@ -1,0 +1,109 @@
+"""What a plan comes to for each module of a model: the dtypes of its tensors and the bytes they take."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import torch
+
+from megaprec.comm.layout import layout_of
+from megaprec.fp8.eligibility import asked_for
+from megaprec.precision.plan import PrecisionPlan, dtype_name, plan
+from models.config import ModelConfig
+from models.stages import Stage, cuts
+from parallel.context import Context
+
+ROLES = ("compute", "parameter", "gradient", "reduce", "master", "moment")
+
+
+@dataclass(frozen=True)
+class Row:
+    """name: of a module, or of alike ones: "layers.0-5.attention". dtypes: the name of each role's, by role.
+
+    bytes: by role, of the whole model; moments are two. Roles that take no memory of their own have none.
+    """
+
+    name: str
+    dtypes: dict[str, str]
+    bytes: dict[str, int]
+
+
+def logical_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of a model, a tied head once. The vocabulary must be known."""
+    one = config.undrawn.model_copy(update={"layers": 1})
+    with torch.device("meta"):
+        stage = Stage(one, Context(plan("fp32")), cuts(one, 1, 1)[0])
+    shapes: dict[str, tuple[int, ...]] = {}
+    parts = [part for parameter in stage.parameters() for part in layout_of(parameter).parts]
+    for part in sorted(parts, key=lambda part: part.name.startswith("head.")):
+        for layer in range(config.layers if part.name.startswith("layers.0.") else 1):
+            shapes[part.name.replace("layers.0.", f"layers.{layer}.", 1)] = part.shape
+    return shapes
+
+
+def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
+    """A row for each module, alike ones of all layers together, in the model's order."""
+    tensors = defaultdict[tuple[str, tuple[str, ...]], dict[int, int]](dict)  # (module, dtypes) -> layer -> elements
+    for name, shape in logical_tensors(config).items():
+        module, layer = _module(name)
+        dtypes = tuple(_dtypes(plan, name, layer, config.layers).values())
+        counts = tensors[module, dtypes]
+        counts[layer] = counts.get(layer, 0) + prod(shape)
+    return [
+        _row(plan, module.replace("*", span), count, dict(zip(ROLES, dtypes, strict=True)))
+        for (module, dtypes), counts in tensors.items()
+        for span, count in spans(counts)
+    ]
+
+
+def _module(name: str) -> tuple[str, int]:
+    """ "layers.3.attention.query.weight" -> ("layers.*.attention", 3); other modules have layer -1."""
+    first, *rest = name.split(".")
+    return (f"{first}.*.{rest[1]}", int(rest[0])) if first == "layers" else (first, -1)
+
+
+def spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
+    """Runs of consecutive layers as "0-5", with their elements together."""
+    numbered = enumerate(sorted(counts))
+    for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
+        layers = [layer for _, layer in run]
+        span = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+        yield span, sum(counts[layer] for layer in layers)
+
+
+def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str, str]:
+    """The dtype of each role for the parameter of this logical name."""
+    held = plan.holds(name)
+    kept = held == plan.sensitive and plan.computes(name) == plan.sensitive
+    dtypes = {
+        "compute": plan.computes(name),
+        "parameter": held,
+        "gradient": plan.sensitive if kept else plan.gradients,
+        "reduce": plan.sensitive if kept else plan.reduce,
+        "master": plan.sensitive if kept else plan.masters,
+        "moment": plan.sensitive if kept else plan.moments,
+    }
+    named = {role: dtype_name(dtype) for role, dtype in dtypes.items()}
+    if plan.fp8 is not None and not kept and _in_fp8(plan, name, layer, layers):
+        named["compute"] = "fp8"
+        named["parameter"] = "fp8" if plan.fp8.parameters else named["parameter"]
+    if plan.remainders and not kept and named["parameter"] != "fp8":
+        named["master"] = "16 bits"
+    return named
+
+
+def _in_fp8(plan: PrecisionPlan, name: str, layer: int, layers: int) -> bool:
+    """Whether this is the weight of a linear layer of a block that the recipe reaches."""
+    assert plan.fp8 is not None
+    linear = name.endswith(".weight") and not any(other in name for other in ("norm", "router"))
+    return linear and layer >= 0 and not asked_for(plan.fp8, name, layers) and not plan.fp8.calibrating
+
+
+def _row(plan: PrecisionPlan, name: str, elements: int, dtypes: dict[str, str]) -> Row:
+    sizes = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "16 bits": 2, "fp8": 1}
+    taken = {role: elements * sizes[dtypes[role]] for role in ("parameter", "gradient")}
+    taken["master"] = 0 if dtypes["master"] == dtypes["parameter"] else elements * sizes[dtypes["master"]]
+    taken["moment"] = 2 * elements * sizes[dtypes["moment"]]
+    return Row(name, dtypes, taken)

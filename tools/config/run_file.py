@@ -1,0 +1,386 @@
+"""A run: one TOML file and `key=value` overrides, read into one frozen, checked `RunConfig`.
+
+Every value has an origin: "default", "file run.toml", "command line", "preset gpt2". Reading goes in that
+order from weakest to strongest (a preset below the file), then every table is typed, then the laws between
+tables are checked; all problems of all three are reported together, before any rank starts. `save` writes
+the whole resolved run, origins as comments, as a run file that can be run again.
+
+An override is `table.key=value`, the value in TOML's grammar. For a key that holds text the quotes may be
+left out; elsewhere, what TOML cannot read (`parallel.schedule=gpipe`) is taken as text.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megaprec.dialects.translate import DIALECTS
+from megaprec.errors import UserError, did_you_mean
+from megaprec.optim.lr import LRSchedule
+from megaprec.precision.plan import PrecisionPlan
+from models.config import ModelConfig
+from models.estimate.flops import stage_costs
+from models.presets import PRESETS
+from models.stages import cuts
+from parallel.activation_checkpoint import Recompute
+from parallel.pipeline.instructions import Schedule
+from tools.config.checks import cross_problems, lr_schedule, pipeline_schedule
+from tools.config.key_suggestions import unknown
+from tools.config.native_keys import plan_of, resolve_dialect, with_origins
+from tools.config.settings import FP8, LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.console.toml import Given, toml
+from tools.convert.initial import initial_model
+
+SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
+PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
+# keys of [model] that do not make it another model
+FREE = {"dropout", "dropout_at", "embedding_dropout", "attention_dropout", "init_std", "init", "router_aux_loss"}
+FREE |= {"router_z_loss", "embedding_grad_scale", "head_grad_scale"}
+PLAINER = {
+    "bool_type": "must be true or false",
+    "string_type": "must be text in quotes",
+    "tuple_type": "must be a list in brackets",
+    "model_type": 'must be a table, like {kind = "linear"}',
+    "extra_forbidden": "is none of its keys",
+}
+
+
+class RunConfig(BaseModel):
+    """Everything one run is decided by. Built by `load_run`, or from tables: `RunConfig(model=..., train=...)`.
+
+    Raises pydantic's ValidationError (a ValueError) when the tables do not fit together.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelConfig
+    data: Data = Data()
+    parallel: Parallel = Parallel()
+    precision: Precision = Precision()
+    fp8: FP8 = FP8()
+    optimizer: Optimizer = Optimizer()
+    lr: LR = LR()
+    train: Train
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    _origins: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="after")
+    def _tables_fit(self) -> Self:
+        if problems := cross_problems(dict(self)):
+            raise UserError(*problems)
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that the layout needs."""
+        return self.parallel.tensor * self.parallel.pipeline * self.parallel.data
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches per step of one replica."""
+        return self.train.global_batch // (self.train.micro_batch * self.parallel.data)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the pipeline ranks of one replica do, planned by the FLOPs of their stages."""
+        train, placed = self.train, pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
+        model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
+        cut = cuts(model, len(placed), train.seq_length, self.parallel.cuts, placed, self.recompute)
+        costs = stage_costs(model, cut, train.seq_length, train.micro_batch, self.recompute)
+        return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
+
+    @property
+    def recompute(self) -> Recompute:
+        """Which activations are made again."""
+        p = self.parallel
+        return Recompute(p.recompute_modules, p.recompute_fraction, p.recompute_layers)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one step, over all replicas."""
+        return self.train.global_batch * self.train.seq_length
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where the run's checkpoints lie."""
+        return Path(self.train.folder) / "checkpoints"
+
+    @property
+    def lr_schedule(self) -> LRSchedule:
+        """The learning rate; ask it at the steps or samples taken, as lr.unit says."""
+        return lr_schedule(self.lr, self.train)
+
+    @property
+    def plan(self) -> PrecisionPlan:
+        """What [precision] and [fp8] come to, each field with the key that decided it."""
+        return with_origins(plan_of(self.precision, self.fp8), self._origins)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How another system's precision was understood, where that is not plain."""
+        return self._notes
+
+    def origin(self, key: str) -> str:
+        """Where the value of the dotted `key` came from: "default", "file ...", "command line" or "preset ..."."""
+        return self._origins.get(key, "default")
+
+    def get(self, key: str) -> Any:
+        """The value of the dotted `key`."""
+        table, name = key.split(".")
+        return getattr(getattr(self, table), name)
+
+    def value(self, key: str) -> str:
+        """The value of the dotted `key`, in TOML's grammar."""
+        return toml(self.get(key))
+
+    def save_resolved(self, folder: Path) -> Path:
+        """Writes the run to folder/run.toml and returns that path; a run file of the user's own is left alone."""
+        path = folder / "run.toml"
+        if path.exists() and not path.read_bytes().startswith(SAVED.encode()):
+            path = folder / "run.resolved.toml"
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(self._as_toml(), encoding="utf-8")
+        os.replace(unfinished, path)
+        return path
+
+    def _as_toml(self) -> str:
+        lines = [SAVED]
+        for table, values in self:
+            lines += ["", f"[{table}]"]
+            lines += [f"{k} = {toml(v)}  # {toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values]
+        return "\n".join(lines) + "\n"
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Raises UserError unless the `world_size` ranks that joined are those that the layout needs."""
+    if world_size == config.world_size:
+        return
+    p = config.parallel
+    replica = p.tensor * p.pipeline
+    advice = f"start {config.world_size} ranks"
+    if world_size % replica == 0:
+        advice += f" or set parallel.data = {world_size // replica}"
+    raise UserError(
+        f"world size {world_size} != parallel.tensor {p.tensor} x parallel.pipeline {p.pipeline} x "
+        f"parallel.data {p.data} = {config.world_size}: {advice}"
+    )
+
+
+def describe() -> str:
+    """All keys of a run file with default and explanation, a line each, by table."""
+    lines: list[str] = []
+    for table, kind in _tables().items():
+        lines += ["", f"[{table}]  {(kind.__doc__ or '').splitlines()[0]}"]
+        if kind is ModelConfig:
+            lines.append(f"{'model.preset':34}{'none':16}{PRESET_DOC}")
+        lines += [f"{table + '.' + name:34}{_default(f):16}{f.description}" for name, f in kind.model_fields.items()]
+    return "\n".join(lines[1:])
+
+
+def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run described by the TOML file `path` and changed by `overrides`. Raises UserError with all problems."""
+    given, problems = given_in(path, overrides)
+    notes, wrong = resolve_dialect(given, known_keys())
+    problems += wrong
+    problems += unknown(given, _known())
+    unread = [*_add_preset(given), *_add_initial(given, contradicted := list[str]())]
+    problems += [*unread, *contradicted]
+    length = given.get("train.seq_length")
+    if length is not None and isinstance(length.value, int):
+        given.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
+    tables, wrong = _typed(given, _tables(), told="model" if unread else "")
+    problems += [*wrong, *cross_problems(tables)]
+    if problems:
+        raise UserError(*problems)
+    config = RunConfig.model_validate(tables)
+    config._origins, config._notes = _origins(given), notes
+    return config
+
+
+def load_precision(given: dict[str, Given]) -> tuple[PrecisionPlan, dict[str, Given], tuple[str, ...]]:
+    """The plan of keys that need not be a whole run, the other keys that they decide, and notes. Raises UserError."""
+    before = set(given)
+    notes, problems = resolve_dialect(given, None)
+    problems += unknown({key: entry for key, entry in given.items() if key in before}, _known())
+    numbers = {name: kind for name, kind in _tables().items() if name in ("precision", "fp8")}
+    tables, wrong = _typed(given, numbers)
+    problems += [*wrong, *cross_problems(tables)]
+    if problems:
+        raise UserError(*problems)
+    precision, fp8 = Precision.model_validate(tables["precision"]), FP8.model_validate(tables["fp8"])
+    plan = with_origins(plan_of(precision, fp8), _origins(given))
+    return plan, {key: entry for key, entry in given.items() if key.partition(".")[0] not in numbers}, notes
+
+
+def given_in(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Given], list[str]]:
+    """What the file and the overrides say, by dotted key, and what is wrong with the grammar of the latter."""
+    given, problems = _overridden(overrides)
+    return (_from_file(Path(path)) | given if path is not None else given), problems
+
+
+def _typed(
+    given: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]], told: str = ""
+) -> tuple[dict[str, BaseModel], list[str]]:
+    """The tables that can be read, and the problems of those that cannot. told: whose missing keys were explained."""
+    tables, problems = dict[str, BaseModel](), list[str]()
+    for table, kind in kinds.items():
+        values = {name: given[f"{table}.{name}"].value for name in kind.model_fields if f"{table}.{name}" in given}
+        try:
+            tables[table] = kind.model_validate(values)
+        except ValidationError as error:
+            lines = _explained(table, kind, error, given)
+            problems += [line for line in lines if table != told or " is missing: " not in line]
+    return tables, problems
+
+
+def _origins(given: Mapping[str, Given]) -> dict[str, str]:
+    return {key: entry.origin for key, entry in given.items()}
+
+
+def _tables() -> dict[str, type[BaseModel]]:
+    kinds = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
+
+
+def _fields() -> dict[str, FieldInfo]:
+    """Every dotted key but model.preset."""
+    return {f"{t}.{name}": field for t, kind in _tables().items() for name, field in kind.model_fields.items()}
+
+
+def _known() -> tuple[str, ...]:
+    """Every key that a run file may have."""
+    return (*_fields(), "model.preset", *(f"precision.{name}" for name in DIALECTS))
+
+
+def known_keys() -> frozenset[str]:
+    """Every key of a resolved run, dotted."""
+    return frozenset(_fields())
+
+
+def _from_file(path: Path) -> dict[str, Given]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"run file {path}: cannot be read ({reason})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"run file {path}: not TOML: {error}") from error
+    origin = f"file {path}"
+    given: dict[str, Given] = {}
+    for table, values in content.items():
+        if isinstance(values, dict):
+            given |= {f"{table}.{name}": Given(value, origin) for name, value in values.items()}
+        else:
+            given[table] = Given(values, origin)
+    return given
+
+
+def _overridden(overrides: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
+    given: dict[str, Given] = {}
+    problems: list[str] = []
+    for override in overrides:
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if equals:
+            given[key] = Given(_override_value(key, text), "command line")
+        else:
+            problems.append(f'"{override}" (command line): an override is table.key=value, like train.steps=100')
+    return given, problems
+
+
+def _override_value(key: str, text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    field = _fields().get(key)
+    wants_text = key == "model.preset" or (field is not None and field.annotation is str)
+    if parsed.keys() != {"value"} or (wants_text and not isinstance(parsed["value"], str)):
+        return text
+    return parsed["value"]
+
+
+def _add_preset(given: dict[str, Given]) -> list[str]:
+    """Puts the preset's fields under the given ones."""
+    chosen = given.pop("model.preset", None)
+    if chosen is None:
+        return []
+    if not isinstance(chosen.value, str) or chosen.value not in PRESETS:
+        would = f"{', '.join(PRESETS)}{did_you_mean(str(chosen.value), PRESETS)}"
+        return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset; there are {would}"]
+    for name, value in PRESETS[chosen.value].items():
+        given.setdefault(f"model.{name}", Given(value, f"preset {chosen.value}"))
+    return []
+
+
+def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[str]:
+    """Puts in what the folder of train.init_from says of model and tokenizer, or yields why it says nothing.
+
+    contradicted: gets a line for each key that says something else.
+    """
+    asked = given.get("train.init_from")
+    if asked is None or not isinstance(asked.value, str) or not asked.value:
+        return
+    try:
+        said, tokenizer, origin = initial_model(Path(asked.value).expanduser())
+    except UserError as error:
+        yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
+        return
+    free = FREE | ({"max_positions"} if said.positions == "rope" else set())
+    follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()  # a dropout that is given
+    for name, value in said.model_dump(exclude=follows).items():
+        chosen = given.setdefault(f"model.{name}", Given(value, origin))
+        left_open = name in ("vocab", "head_dim") and chosen.value == 0
+        if not _same(getattr(said, name), chosen.value) and name not in free and not left_open:
+            there = f"it is {toml(value)} in {origin}; leave it out, or leave train.init_from out"
+            yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
+    if tokenizer:
+        given.setdefault("data.tokenizer", Given(str(tokenizer), origin))
+
+
+def _same(said: Any, chosen: Any) -> bool:
+    """Whether a value as it was given is the one that is meant; keys that a table leaves out have their default."""
+    if not isinstance(said, BaseModel) or not isinstance(chosen, Mapping):
+        return said == chosen
+    return {**type(said)().model_dump(), **chosen} == said.model_dump()
+
+
+def _explained(table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, Given]) -> Iterator[str]:
+    """Pydantic's findings in one table, each as a line that names key, value, origin and what would do."""
+    for found in error.errors(include_url=False):
+        cause = found.get("ctx", {}).get("error")
+        if isinstance(cause, UserError):
+            yield from (f"{table}.{problem}" for problem in cause.problems)
+        elif found["type"] == "missing" and len(found["loc"]) == 1:
+            name = str(found["loc"][0])
+            instead = " (or choose a model.preset)" if table == "model" else ""
+            yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
+        elif found["type"] != "default_factory_not_called":  # a consequence of another line
+            key = f"{table}.{found['loc'][0]}"
+            yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {_must(found)}"
+
+
+def _must(found: ErrorDetails) -> str:
+    """What would do in place of the value that pydantic found wrong."""
+    if found["type"] == "missing":
+        return "too few values"
+    message = PLAINER.get(found["type"], found["msg"].replace("Input should be", "must be"))
+    place = found["loc"][1] if len(found["loc"]) > 1 else None
+    where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
+    if found["type"] == "literal_error":
+        expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
+        message += did_you_mean(str(found["input"]), expected)
+    return where + message
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "derived" if field.default_factory is not None else toml(field.default)

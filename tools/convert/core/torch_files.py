@@ -1,0 +1,99 @@
+"""Files of torch.save from elsewhere. They are pickles, so only a process apart looks into them (`untrusted.py`)."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaprec.errors import UserError
+from tools.convert.core.tensors import Stored
+
+PROGRAM = Path(__file__).with_name("untrusted.py")
+PATIENCE = 900  # seconds that the other process may take
+AT_ONCE = 1000  # files that it is asked about, for a command line has a longest length
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The number of a tensor that is in another file."""
+
+    number: int
+
+
+def contents(files: Sequence[Path]) -> list[Any]:
+    """What torch files hold: dicts (objects of settings too), lists and plain values, a `Stored` for each tensor.
+
+    A `Reference` stands for a tensor that is elsewhere. Anything else is None. UserError if one is damaged or refers to
+    anything but harmless kinds of objects.
+    """
+    batches = [files[first : first + AT_ONCE] for first in range(0, len(files), AT_ONCE)]
+    answers = [answer for batch in batches for answer in _ask(batch)]
+    return [_built(file, answer) for file, answer in zip(files, answers, strict=True)]
+
+
+def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Tensors of a distributed checkpoint: name -> shape and chunks, each an offset and a `Stored`.
+
+    Besides, what its distributed optimizer says that is no tensor: name -> content, as `contents` has it.
+    """
+    (found,) = _ask([folder])
+    for entry in found["tensors"].values():
+        entry["chunks"] = [(chunk["offset"], _stored(folder / chunk["file"], chunk)) for chunk in entry["chunks"]]
+    said = {name: _built(folder / e["file"], e["content"], e["start"]) for name, e in found["said"].items()}
+    return found["tensors"], said
+
+
+def tensors_in(file: Path) -> dict[str, Stored]:
+    """The tensors of a file that holds a plain state dict, such as pytorch_model.bin."""
+    (found,) = contents([file])
+    if not isinstance(found, dict) or not all(isinstance(value, Stored) for value in found.values()):
+        raise UserError(f"{file} does not hold a dict of tensors")
+    return found
+
+
+def _ask(paths: Sequence[Path]) -> list[Any]:
+    command = [sys.executable, "-P", str(PROGRAM), *(str(path.absolute()) for path in paths)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{paths[0].parent} was not understood in {PATIENCE} s; it is not opened") from error
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        ended = f"{paths[0]} is not opened: the process that looked into it ended with code {done.returncode}"
+        raise UserError(said[-1] if said else ended)
+    return json.loads(done.stdout)
+
+
+def _built(file: Path, answer: Any, base: int = 0) -> Any:
+    """base: byte where what was asked about begins in the file."""
+    kind, content = answer
+    if kind == "tensor":
+        dtype, shape, strides, start = content
+        return _stored(file, {"dtype": dtype, "shape": shape, "strides": strides, "start": base + start})
+    if kind == "dict":
+        return {key: _built(file, value, base) for key, value in content}
+    if kind == "list":
+        return [_built(file, value, base) for value in content]
+    if kind == "reference":
+        return Reference(content)
+    return content if kind == "plain" else None
+
+
+def _stored(file: Path, entry: dict[str, Any]) -> Stored:
+    dtype = getattr(torch, entry["dtype"])
+    return Stored(file, dtype, tuple(entry["shape"]), entry["start"], _strides(entry["shape"], entry["strides"]))
+
+
+def _strides(shape: list[int], strides: list[int]) -> tuple[int, ...] | None:
+    """None if the values lie one after another, as they nearly always do."""
+    expected, row = [], 1
+    for n in reversed(shape):
+        expected.insert(0, row)
+        row *= n
+    plain = all(n == 1 or a == b for n, a, b in zip(shape, strides, expected, strict=True))
+    return None if plain else tuple(strides)

@@ -1,0 +1,239 @@
+"""A Hugging Face folder: config.json, weights in safetensors (or an older pytorch_model.bin), tokenizer files."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial as bind
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from tools.convert.core.names import BUFFERS, HUGGING_FACE, PREFIXES
+from tools.convert.core.rules import Match, heads, matches
+from tools.convert.core.source import Facts, Origin, Source
+from tools.convert.core.target import Place, Target, Write
+from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
+from tools.convert.core.torch_files import tensors_in
+from tools.convert.core.transforms import SAME
+from tools.convert.hf.config import from_hugging_face, special_ids
+from tools.convert.hf.keys import notes
+from tools.convert.hf.vocabulary import main_file, write_tokenizer
+from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  # an index of shards, or one file
+    ("model.safetensors.index.json", "model.safetensors", safetensors_in),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
+)
+NO_FACTS = Facts()
+SHARD_BYTES = 5_000_000_000
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def find_hf(path: Path) -> Path | None:
+    """`path`, if it is a folder of Hugging Face's."""
+    return path if (path / CONFIG).is_file() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. UserError if the file is not there or holds something else."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} does not hold a JSON object")
+    return content
+
+
+def hf_model(path: Path) -> ModelConfig:
+    """The model that a folder's config.json describes."""
+    try:
+        return from_hugging_face(read_json(path / CONFIG))
+    except UserError as error:
+        raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from error
+
+
+def hf_tokenizer(path: Path) -> list[Path]:
+    """The files of a folder that make up its tokenizer."""
+    return [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+
+
+def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
+    """Opens a folder, which another system may have written.
+
+    UserError for missing, surplus and misshapen tensors, damaged files and unknown models.
+    """
+    model, config = hf_model(path), read_json(path / CONFIG)
+    kind = config["model_type"]
+    stored = _named_like_the_table(_stored(path), PREFIXES.get(kind, "model."))
+    found = matches(HUGGING_FACE[kind], model)
+    check_tied(path, model, stored, found)
+    check_tensors(path, found, stored)
+    origins = [
+        replace(origin, rows=stored[m.foreign].rows if m.how is SAME else None)
+        for m in found
+        for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
+    ]
+    generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
+    said = tuple(f"{path}: {note}" for note in notes(config, ARCHITECTURES[kind]))
+    facts = replace(facts, special=special_ids(config), generation=generation, notes=(*facts.notes, *said))
+    return Source(path, system, model, origins, facts, hf_tokenizer(path))
+
+
+def origin_of(match: Match, read: Any, dtype: torch.dtype, model: ModelConfig, kind: str = "weight") -> Origin:
+    """The origin whose foreign tensor `read` returns."""
+    sizes = heads(model)
+    keys = tuple(f"{kind}/{name}" for name in match.logical)
+    parts = match.how.split(torch.empty(match.shape, device="meta"), sizes)
+    shapes = tuple(tuple(part.shape) for part in parts)
+    return Origin(f"{kind}/{match.foreign}", keys, shapes, dtype, lambda: match.how.split(read(), sizes))
+
+
+def has_weights(path: Path) -> bool:
+    """Whether the folder holds weights as Hugging Face's do."""
+    return any((path / name).is_file() for index, single, _ in WEIGHTS for name in (index, single))
+
+
+def _stored(path: Path) -> dict[str, Stored]:
+    """All tensors of the folder, by their names there."""
+    for index, single, reader in WEIGHTS:
+        if (path / index).is_file():
+            return _sharded(path, index, reader)
+        if (path / single).is_file():
+            return reader(path / single)
+    raise UserError(f"{path} has no weights: neither model.safetensors nor pytorch_model.bin, nor an index of shards")
+
+
+def _sharded(path: Path, index: str, reader: Any) -> dict[str, Stored]:
+    where = read_json(path / index).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(f, str) and Path(f).name == f for f in where.values()):
+        raise UserError(f"{path / index} has no weight_map of files in the folder")
+    if missing := sorted({f for f in where.values() if not (path / f).is_file()}):
+        raise UserError(*(f"{path / f} is missing; {index} names it" for f in missing))
+    stored: dict[str, Stored] = {}
+    for file in sorted(set(where.values())):
+        tensors = reader(path / file)
+        if twice := sorted(tensors.keys() & stored.keys()):
+            raise UserError(f"{path}: {twice[0]} is in two files")
+        stored |= tensors
+    if lost := sorted(where.keys() - stored.keys()):
+        raise UserError(f"{path}: {index} names {lost[0]}, which no file holds")
+    return stored
+
+
+def _named_like_the_table(stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+    """Without buffers; names with the prefix that a folder saved without the head leaves out."""
+    kept = {name: s for name, s in stored.items() if not name.endswith(BUFFERS)}
+    if any(name.startswith(prefix) for name in kept):
+        return kept
+    return {prefix + name: s for name, s in kept.items()}
+
+
+def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Sequence[Match]) -> None:
+    """A tied head that was saved all the same must be the embedding; it is then left aside."""
+    embedding = next(match.foreign for match in found if match.logical == ("embedding.weight",))
+    for head in ("lm_head.weight", "embed_out.weight"):
+        if model.tied and head in stored and embedding in stored:
+            if not torch.equal(stored[head].read(), stored[embedding].read()):
+                raise UserError(f"{path}: {head} differs from {embedding}, but config.json says that they are tied")
+            del stored[head]
+
+
+def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any]) -> None:
+    """Raises UserError unless `stored` are the tensors of `found`, all of them and no other, with the same shapes."""
+    expected = {match.foreign: match.shape for match in found}
+    problems = [
+        f"{path} lacks the tensor {name} {list(shape)}" for name, shape in expected.items() if name not in stored
+    ]
+    problems += [
+        f"{path} has the tensor {name}, which its model has no place for" for name in stored if name not in expected
+    ]
+    problems += [
+        f"{path}: {name} is {list(stored[name].shape)}, but the model asks for {list(shape)}"
+        for name, shape in expected.items()
+        if name in stored and tuple(stored[name].shape) != shape
+    ]
+    if problems:
+        raise UserError(*problems[:10], *([f"... and {len(problems) - 10} more"] if len(problems) > 10 else []))
+
+
+def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Target:
+    """A folder of `source`'s weights in `dtype`, or in the dtypes that they have."""
+    model, sizes = source.model, heads(source.model)
+    found = matches(HUGGING_FACE[model_type(model)], model)
+    kept = {match: dtype or source.dtype(f"weight/{match.logical[0]}") for match in found}
+    shards = _shards(kept, shard_bytes)
+    size = sum(prod(match.shape) * kept[match].itemsize for match in found)
+
+    def reserve(folder: Path, write: bool) -> list[Write]:
+        writes = []
+        for file, inside in shards.items():
+            starts = reserve_safetensors(folder / file, {m.foreign: (kept[m], m.shape) for m in inside}, write)
+            for m in inside:
+                keys = tuple(f"weight/{name}" for name in m.logical)
+                place = Place(file, starts[m.foreign], bind(_as, kept[m]))
+                writes.append(Write(m.foreign, keys, bind(_join, m, sizes), (place,), m.how is SAME))
+        return writes
+
+    def finish(folder: Path) -> None:
+        weights = next(iter(kept.values()))
+        ids = source.facts.special or tokenizer_ids(source)
+        _write_json(folder / CONFIG, to_hugging_face(model, str(weights).removeprefix("torch.")) | ids)
+        _write_json(folder / GENERATION, source.facts.generation or ids)
+        if len(shards) > 1:
+            where = {m.foreign: file for file, inside in shards.items() for m in inside}
+            index = {"metadata": {"total_size": size}, "weight_map": where}
+            _write_json(folder / "model.safetensors.index.json", index)
+        write_tokenizer(source.tokenizer, folder)
+
+    dtypes = {f"weight/{name}": kept[match] for match in found for name in match.logical}
+    describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
+    return Target(describe, size, dtypes, reserve, finish, open_hf, tuple(unsaid(model)))
+
+
+def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
+    return values.to(dtype)
+
+
+def _join(match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:
+    return match.how.join(parts, sizes)
+
+
+def _shards(kept: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, list[Match]]:
+    """File name -> what is in it. No file is larger than `shard_bytes`, but for a tensor that is."""
+    groups: list[list[Match]] = [[]]
+    room = shard_bytes
+    for match, dtype in kept.items():
+        nbytes = prod(match.shape) * dtype.itemsize
+        if groups[-1] and nbytes > room:
+            groups.append([])
+            room = shard_bytes
+        groups[-1].append(match)
+        room -= nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def tokenizer_ids(source: Source) -> dict[str, int | None]:
+    """Ids of the tokens that begin and end a document, as far as the tokenizer has them.
+
+    A model that was trained here without the first has seen the second before each document.
+    """
+    file = main_file(source.tokenizer)
+    if file is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    tokenizer = load_tokenizer(file)
+    begins = tokenizer.bos if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    return {"bos_token_id": tokenizer.eos if begins is None else begins, "eos_token_id": tokenizer.eos}
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,94 @@
+"""Rotary positions as a config.json says them: rope_parameters, or rope_scaling beside rope_theta in older ones.
+
+What two keys say differently is refused: transformers lets one of them win, which one depends on its version.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaprec.errors import UserError
+from models.rope import ORIGINAL, PARAMETERS
+from tools.convert.hf.keys import Keys
+
+REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor
+KINDS = tuple(kind for kind in PARAMETERS if kind != "none")
+STRETCHED = ("llama3", "yarn")  # kinds by which a top-level original length is read
+
+
+def rope(c: Keys, base: float, fraction: float = 1.0, base_key: str = "rope_theta") -> dict[str, Any]:
+    """Our fields. base, fraction: the family's, or what its other keys say; base_key: the name of that key."""
+    given = _given(c)
+    said = given.pop("rope_theta", None)
+    if said is not None and c.has(base_key) and said != base:
+        raise UserError(f"config.json has {base_key} = {base}, but rope_theta = {said} in its rope parameters")
+    turning = given.pop("partial_rotary_factor", None)
+    if turning is not None and c.has("rotary_pct") and turning != fraction:
+        raise UserError(f"config.json has rotary_pct = {fraction}, but partial_rotary_factor = {turning}")
+    return {
+        "rope_base": float(base if said is None else said),
+        "rotary_fraction": float(fraction if turning is None else turning),
+        "rope_scaling": _scaling(given, c),
+    }
+
+
+def _given(c: Keys) -> dict[str, Any]:
+    """The rope parameters, their kind as rope_type."""
+    filled = [table for key in ("rope_scaling", "rope_parameters") if (table := _table(c, key))]
+    if len(filled) == 2 and filled[0] != filled[1]:
+        raise UserError("config.json has rope_scaling and rope_parameters that say different things: leave one out")
+    return filled[0] if filled else {"rope_type": "default"}
+
+
+def _table(c: Keys, key: str) -> dict[str, Any]:
+    table = c[key] or {}
+    if not isinstance(table, Mapping):
+        raise UserError(f"config.json has {key} = {table!r}: it must be an object")
+    if nested := [name for name, value in table.items() if isinstance(value, Mapping)]:
+        raise UserError(f"config.json has {key} with parameters for {nested[0]} alone: all layers must turn alike")
+    kinds = {str(table[name]) for name in ("rope_type", "type") if table.get(name) is not None}
+    if len(kinds) > 1:
+        raise UserError(f"config.json has {key} with rope_type {table['rope_type']!r} and type {table['type']!r}")
+    kept = {name: value for name, value in table.items() if name not in ("rope_type", "type")}
+    return {"rope_type": kinds.pop() if kinds else "default", **kept} if table else {}
+
+
+def _scaling(said: dict[str, Any], c: Keys) -> dict[str, Any]:
+    """Our rope_scaling. Where an original length is not given, theirs is that of the model."""
+    kind = said.pop("rope_type")
+    given = {key: value for key, value in said.items() if value is not None}
+    original, longest = c[ORIGINAL], c["max_position_embeddings"]
+    if original is not None and kind not in STRETCHED:
+        raise UserError(f"config.json has {ORIGINAL} = {original}, which rope_type {kind!r} does not read")
+    if kind == "default":
+        _require_nothing_else(given)
+        return {}
+    if kind not in PARAMETERS or kind == "none":
+        raise UserError(f"config.json has rope_type = {kind!r}, which is not known: default, {', '.join(KINDS)} are")
+    if ORIGINAL in PARAMETERS[kind]:
+        given[ORIGINAL] = _original(given.get(ORIGINAL), original, longest, kind)
+    if kind == "yarn" and "factor" in said:
+        given.setdefault("factor", longest / given[ORIGINAL])
+    if kind == "yarn" and "truncate" in said:
+        given["truncate"] = bool(said["truncate"])  # null is false to transformers
+    if lacks := [key for key in ("factor", *REQUIRED.get(kind, ())) if key not in given]:
+        raise UserError(f"config.json lacks {lacks[0]}, which rope_type {kind!r} needs")
+    if given.get("attention_factor") == 0:
+        raise UserError("config.json has attention_factor = 0, with which queries and keys would be nothing")
+    return {"kind": kind, **given}
+
+
+def _require_nothing_else(given: dict[str, Any]) -> None:
+    for key, value in given.items():
+        raise UserError(f"config.json has {key} = {value!r} in rope parameters without a rope_type that reads it")
+
+
+def _original(within: Any, beside: Any, longest: int, kind: str) -> Any:
+    if within is not None and beside is not None and within != beside:
+        raise UserError(f"config.json has {ORIGINAL} = {beside}, but {within} in its rope parameters")
+    found = next((value for value in (within, beside) if value is not None), longest)
+    if kind == "dynamic" and found != longest:
+        raise UserError(
+            f"config.json has {ORIGINAL} = {found} in dynamic rope parameters, but transformers goes by "
+            f"max_position_embeddings = {longest}: leave it out"
+        )
+    return found

@@ -1,0 +1,217 @@
+"""Tensors of Megatron's ranks put together into whole ones, layers and experts numbered over all ranks.
+
+A rank is one of tp x pp x ep. Those of one ep axis have experts of their own and all else alike. Experts may be cut
+over fewer ranks than all else (expert_tensor_parallel_size); then neighbours along tp have other parts, in turn, and
+other experts: not every pair of a tp and an ep rank has a file.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from tools.convert.core.rules import Match
+from tools.convert.core.tensors import Stored
+from tools.convert.core.torch_files import contents
+from tools.convert.megatron.experts import is_expert, one_by_one
+from tools.convert.megatron.layout import FILE, merged, part_shape
+
+RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
+LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor put together from the ranks' ones. shape: with the padding of the vocabulary left out."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+Held = Stored | Whole
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's file. chunks: its model's tensors by the names there; several if there are virtual stages."""
+
+    folder: Path
+    content: Mapping[str, Any]
+    chunks: list[dict[str, Stored]]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All of them, and what their args say. files: by (tp, pp, ep). sizes: how many there are along each."""
+
+    path: Path
+    args: Mapping[str, Any]
+    files: Mapping[tuple[int, int, int], Rank]
+    sizes: tuple[int, int, int]
+
+    @property
+    def first(self) -> Rank:
+        return self.files[min(self.files)]
+
+    @property
+    def expert_tp(self) -> int:
+        """Over how many ranks each expert is cut."""
+        cut = self.args.get("expert_tensor_parallel_size") if self.args.get("num_experts") else None
+        return cut or self.sizes[0]
+
+
+def read_ranks(path: Path) -> Ranks:
+    """Contents of the ranks' files. UserError if one is missing."""
+    found = [(match, folder / FILE) for folder in sorted(path.iterdir()) if (match := RANK.fullmatch(folder.name))]
+    if missing := [file for _, file in found if not file.is_file()]:
+        raise UserError(f"{missing[0]} is missing")
+    held = contents([file for _, file in found])
+    if wrong := [file for (_, file), content in zip(found, held, strict=True) if not isinstance(content, dict)]:
+        raise UserError(f"{wrong[0]} does not hold a dict, as Megatron's files do")
+    args = held[0].get("args")
+    if not isinstance(args, dict):
+        raise UserError(f"{path}: its files have no args, which say what the model is")
+    cut_experts = (args.get("expert_model_parallel_size") or 1) > 1
+    places = {
+        _place(match, cut_experts): Rank(file.parent, content, chunks(content))
+        for (match, file), content in zip(found, held, strict=True)
+    }
+    tp, pp, ep = (1 + max(place[n] for place in places) for n in range(3))
+    ranks = Ranks(path, args, dict(sorted(places.items())), (tp, pp, ep))
+    _check_complete(ranks)
+    return ranks
+
+
+def _check_complete(ranks: Ranks) -> None:
+    """Raises UserError unless each part of every tensor is in some file."""
+    tp, pp, ep = ranks.sizes
+    if tp % ranks.expert_tp:
+        raise UserError(
+            f"{ranks.path}: expert_tensor_parallel_size = {ranks.expert_tp} does not divide the {tp} tensor-parallel "
+            "ranks, so these files do not hold all experts: have Megatron save with --ckpt-format torch_dist"
+        )
+    there = {(t, p) for t, p, _ in ranks.files}
+    experts = {(t % ranks.expert_tp, p, e) for t, p, e in ranks.files}
+    for t, p, e in product(range(tp), range(pp), range(ep)):
+        if (t, p) not in there or (t % ranks.expert_tp, p, e) not in experts:
+            said = f"tensor rank {t}, pipeline rank {p}, expert rank {e}"
+            raise UserError(f"{ranks.path} lacks {FILE} of {said}")
+
+
+def _place(match: re.Match[str], cut_experts: bool) -> tuple[int, int, int]:
+    """(tp, pp, ep). An axis of size one is not in the name, so a second number alone may be of either."""
+    tensor, second, third = (int(number or 0) for number in match.groups())
+    return (tensor, 0, second) if cut_experts and match[3] is None else (tensor, second, third)
+
+
+def chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
+    """The state dicts of a rank: one, or one for each virtual stage. Without extra states."""
+    numbered = [content[f"model{v}"] for v in range(len(content)) if f"model{v}" in content]
+    found = [content["model"]] if "model" in content else numbered
+    if not found or not all(isinstance(chunk, dict) for chunk in found):
+        raise UserError("a Megatron file holds no model of the names that Megatron-core gives")
+    return [_parameters_in(chunk) for chunk in found]
+
+
+def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors of a state dict but for extra states, which hold no parameters."""
+    return {k: v for k, v in state.items() if isinstance(v, Stored) and not k.endswith("_extra_state")}
+
+
+def named_over_all(ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, Stored]]]) -> dict[str, list[Held]]:
+    """Name, with layers and experts counted over all ranks -> its parts, one of each tp rank that it is cut over.
+
+    held: of a rank, the tensors of each of its chunks.
+    """
+    virtual, pp = len(ranks.first.chunks), ranks.sizes[1]
+    stages = [_of_stage(ranks, held, p, v) for v in range(virtual) for p in range(pp)]
+    return numbered_over_stages(ranks.path, stages, LAYER)
+
+
+def _of_stage(
+    ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, Stored]]], stage: int, chunk: int
+) -> dict[str, list[Held]]:
+    """Name, with experts counted over all ranks -> its parts. What several ranks have, they have alike."""
+    tp, _, ep = ranks.sizes
+    experts, hidden = (ranks.args.get("num_experts") or 0) // ep, ranks.args["hidden_size"]
+    copies: dict[str, dict[int, list[tuple[int, Held]]]] = {}  # by part: the ep ranks that have it
+    for (t, p, e), rank in ranks.files.items():
+        own = one_by_one(held(rank)[chunk], hidden, experts, e * experts) if p == stage else {}
+        for name, stored in own.items():
+            part = t % ranks.expert_tp if is_expert(name) else t
+            copies.setdefault(name, {}).setdefault(part, []).append((e, stored))
+    for name, parts in copies.items():
+        if is_expert(name) and any(len({e for e, _ in found}) > 1 for found in parts.values()):
+            raise UserError(f"{ranks.path}: two ranks have {name}")
+        if sorted(parts) != [*range(ranks.expert_tp if is_expert(name) else tp)]:
+            raise UserError(f"{ranks.path}: tensor-parallel ranks of one stage hold tensors of different names: {name}")
+    return {
+        name: [alike(ranks.path, name, [stored for _, stored in parts[part]]) for part in sorted(parts)]
+        for name, parts in copies.items()
+    }
+
+
+def alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
+    """The first of several copies; reading it raises UserError if another differs."""
+    first, *others = copies
+    if not others:
+        return first
+
+    def read() -> Tensor:
+        values = first.read()
+        if any(not torch.equal(values, other.read()) for other in others):
+            raise UserError(f"{path}: ranks disagree about {name}, which they should all hold")
+        return values
+
+    return Whole(first.shape, first.dtype, read)
+
+
+def numbered_over_stages(
+    path: Path, stages: Sequence[Mapping[str, list[Held]]], layer: re.Pattern[str]
+) -> dict[str, list[Held]]:
+    """Name, with layers counted over all stages -> its parts. layer: matches what is before a layer's number, the
+    number and the rest of a name."""
+    by_name: dict[str, list[Held]] = {}
+    before = 0
+    for stage in stages:
+        for name, parts in stage.items():
+            match = layer.match(name)
+            shown = f"{match[1]}{int(match[2]) + before}{match[3]}" if match else name
+            if shown in by_name:
+                raise UserError(f"{path}: two pipeline stages have {shown}")
+            by_name[shown] = parts
+        before += len({match[2] for name in stage if (match := layer.match(name))})
+    return by_name
+
+
+def wholes_of(path: Path, found: list[Match], by_name: Mapping[str, list[Held]], vocab: int) -> dict[str, Held]:
+    """The whole tensors. One that fits no match keeps its shape, for `check_tensors` to speak of."""
+    known = {match.foreign: match for match in found}
+    wholes: dict[str, Held] = {}
+    for name, parts in by_name.items():
+        match = known.get(name)
+        fits = match and all(
+            p.shape == part_shape(match.shape, match.cut, len(parts), len(parts) * p.shape[0]) for p in parts
+        )
+        enough = match and (match.cut != "vocabulary" or sum(p.shape[0] for p in parts) >= vocab)
+        shape = match.shape if match and fits and enough else parts[0].shape
+        wholes[name] = _whole_of(path, match, parts) if match and shape == match.shape else parts[0]
+    return wholes
+
+
+def _whole_of(path: Path, match: Match, parts: list[Held]) -> Held:
+    """The tensor of `match` put together from those of the tensor-parallel ranks."""
+    if match.cut == "whole":
+        return alike(path, match.foreign, parts)
+
+    def read() -> Tensor:
+        return merged((p.read() for p in parts), match.cut, match.shape, len(parts))
+
+    return Whole(match.shape, parts[0].dtype, read)

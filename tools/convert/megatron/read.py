@@ -1,0 +1,151 @@
+"""Reading Megatron-LM's checkpoints: the legacy folders mp_rank_XX[_YYY] and distributed ones (torch_dist).
+
+Ranks' tensors are put together into whole ones, numbered over all stages; what several ranks hold alike must be alike.
+No pickle is opened in this process (`tools.convert.core.untrusted`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from tools.convert.core.names import megatron
+from tools.convert.core.rules import Match, matches
+from tools.convert.core.source import Facts, Source
+from tools.convert.hf.folder import check_tensors, origin_of
+from tools.convert.megatron.buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
+from tools.convert.megatron.distributed import Contents, read_chunked, read_common, whole_tensors
+from tools.convert.megatron.keys import unknown
+from tools.convert.megatron.layout import TRACKER, model_of
+from tools.convert.megatron.order import EMBEDDING, HEAD, odd, sizes_of
+from tools.convert.megatron.ranks import RANK, Held, Whole, named_over_all, read_ranks, wholes_of
+from tools.convert.megatron.state import MOMENTS, optimizer_state, scaler_of, steps_of
+
+BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
+
+
+def find_megatron(path: Path) -> Path | None:
+    """The folder of an iteration: `path`, or the one that its tracker file names; None if there is none."""
+    if (path / TRACKER).is_file():
+        said = (path / TRACKER).read_text().strip()
+        name = said if said == "release" else f"iter_{int(said):07d}" if said.isdigit() else ""
+        if not name or not (path / name).is_dir():
+            raise UserError(f"{path / TRACKER} says {said!r}, but there is no such checkpoint beside it")
+        path = path / name
+    is_one = (path / ".metadata").is_file() or any(RANK.fullmatch(p.name) for p in path.iterdir())
+    return path if is_one else None
+
+
+def open_megatron(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
+    """Opens the folder of an iteration. vocab: tokens without padding, if its args do not say. weights_only: as saved,
+    with nothing of the optimizer's state, which is not looked at."""
+    opens = _open_distributed if (path / ".metadata").is_file() else _open_legacy
+    return opens(path, vocab, weights_only)
+
+
+def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
+    ranks = read_ranks(path)
+    model = model_of(ranks.args, vocab)
+    by_name = named_over_all(ranks, lambda rank: rank.chunks)
+    _check_tied(path, model, by_name)
+    found = _found(by_name, ranks.args, model)
+    weights = wholes_of(path, found, by_name, model.vocab)
+    check_tensors(path, found, weights)
+    state = {} if weights_only else optimizer_state(ranks, found, model)
+    facts = _facts(ranks.first.content, ranks.args, ranks.sizes)
+    return _source(path, model, found, {"weight": weights, **state}, facts)
+
+
+def _open_distributed(path: Path, vocab: int | None, weights_only: bool) -> Source:
+    common = read_common(path)
+    args = common["args"]
+    model = model_of(args, vocab)
+    held = read_chunked(path)
+    if weights_only:
+        held = replace(held, by_kind={"weight": held.by_kind["weight"]}, flat={})
+    found = _found(held.by_kind["weight"], args, model)
+    kinds = {kind: whole_tensors(path, found, tensors, model) for kind, tensors in held.by_kind.items()}
+    unread = _unread(common, held)
+    if held.flat and not unread:
+        dtypes = {name: weight.dtype for name, weight in kinds["weight"].items()}
+        padded = held.by_kind["weight"][EMBEDDING].shape[0]
+        kinds |= bucketed_state(Saved(path, args, model, found, dtypes, padded), held.flat)
+    sizes = sizes_of(args)
+    facts = _facts(common | held.said, args, (sizes.tp, sizes.pp, sizes.ep))
+    return _source(path, model, found, kinds, replace(facts, unread=unread))
+
+
+def _unread(common: Mapping[str, Any], held: Contents) -> str:
+    """What of the optimizer's state is there and cannot be read."""
+    form, setting = sharding_of(common), odd(common["args"])
+    if form == GATHERED or (held.flat and form != RESHARDABLE):
+        return f"the optimizer's state, in flat buffers of {form or 'an unnamed form'} ({BY_NAME})"
+    return f"the optimizer's state, in flat buffers with {setting} ({BY_NAME})" if held.flat and setting else ""
+
+
+def _source(
+    path: Path, model: ModelConfig, found: list[Match], kinds: Mapping[str, Mapping[str, Held]], facts: Facts
+) -> Source:
+    """kinds: weight and what there is of master, exp_avg and exp_avg_sq; each by the names of `found`."""
+    weights, masters = kinds["weight"], kinds.get("master")
+    if masters:
+        weights = {name: _master(path, name, masters[name], weights[name]) for name in weights}
+    taken = {"weight": weights, **{kind: kinds[kind] for kind in MOMENTS if kind in kinds}}
+    origins = [
+        origin_of(m, taken[k][m.foreign].read, taken[k][m.foreign].dtype, model, k) for k in taken for m in found
+    ]
+    return Source(path, "megatron", model, origins, facts, ())
+
+
+def _master(path: Path, name: str, master: Held, weight: Held) -> Whole:
+    """A master, which has to be the weight but for rounding: what was saved in another order does not pass."""
+
+    def read() -> Tensor:
+        values = master.read()
+        if not torch.equal(values.to(weight.dtype), weight.read()):
+            raise UserError(f"{path}: what its optimizer holds as the FP32 master of {name} is not that of its weight")
+        return values
+
+    return Whole(master.shape, master.dtype, read)
+
+
+def _found(names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig) -> list[Match]:
+    """The tensors that the model has in Megatron, by the names that these tensors have."""
+    fused, before_mlp = (any(f".{layer}.layer_norm_" in n for n in names) for layer in ("linear_qkv", "mlp.linear_fc1"))
+    return matches(megatron(fused, bool(args.get("rotary_interleaved")), model, before_mlp), model)
+
+
+def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, int, int]) -> Facts:
+    """first: a rank's file, or what all ranks have in common. sizes: ranks along tp, pp and ep."""
+    steps, scaler = steps_of(first), scaler_of(first)
+    iteration = first.get("iteration") or 0
+    samples = args.get("consumed_train_samples") or 0
+    tokens = samples * (args.get("seq_length") or 0)
+    progress = {"step": iteration, "applied": steps or iteration, "tokens": tokens}
+    schedule = first.get("opt_param_scheduler")
+    applied = schedule.get("num_steps") if isinstance(schedule, dict) else None
+    progress |= {"samples": samples, "applied_samples": samples if applied is None else applied}
+    tp, pp, ep = sizes
+    layout = {"tensor": tp, "pipeline": pp, "data": args.get("data_parallel_size") or 1}
+    layout |= {"expert": ep} if ep > 1 else {}
+    compute = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
+    progress = progress if iteration else {}
+    special = {key: args[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in args}
+    others = ", ".join(unknown(args))
+    notes = (f"args that are not known here, and were not read: {others}",) if others else ()
+    precision = {"compute": compute}
+    return Facts(steps, scaler, progress=progress, precision=precision, layout=layout, special=special, notes=notes)
+
+
+def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Held]]) -> None:
+    """The last stage's copy of a tied embedding must be one; it is then left aside."""
+    if not model.tied or HEAD not in by_name:
+        return
+    for head, embedding in zip(by_name.pop(HEAD), by_name.get(EMBEDDING, ()), strict=True):
+        if not torch.equal(head.read(), embedding.read()):
+            raise UserError(f"{path}: {HEAD} of the last stage differs from {EMBEDDING}, though they are tied")

@@ -1,0 +1,109 @@
+"""Reading NeMo 2's checkpoints: a folder of two, weights/ and context/.
+
+    weights/    a distributed checkpoint of Megatron-core's (torch_dist), every tensor's name with `module.` before it
+    context/    model.yaml, which says what the model is; io.json, the tokenizer's files
+
+(nemo/lightning/ckpt_utils.py, nemo/lightning/io/pl.py, nemo/lightning/megatron_parallel.py.) Weights are read, the
+optimizer's state is not. YAML is read by a loader that makes plain values only; no pickle is opened in this process
+(`tools.convert.core.untrusted`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from tools.convert.core.names import megatron
+from tools.convert.core.rules import Match, matches
+from tools.convert.core.source import Facts, Source
+from tools.convert.hf.folder import hf_tokenizer, origin_of
+from tools.convert.megatron.distributed import Chunked, Contents, read_chunked, whole_tensors
+from tools.convert.megatron.order import EMBEDDING
+from tools.convert.systems.nemo_model import model_of
+
+WEIGHTS, CONTEXT, MODEL, TOKENIZER = "weights", "context", "model.yaml", "nemo_tokenizer"
+PREFIX = "module."
+EXPORT = "NeMo's llm.export_ckpt(path, target='hf') makes a Hugging Face folder of it"
+
+
+def find_nemo(path: Path) -> Path | None:
+    """The checkpoint's folder: `path`, or the one above, if it is its `weights`."""
+    for folder in (path, path.parent) if path.name == WEIGHTS else (path,):
+        if (folder / CONTEXT).is_dir() and (folder / WEIGHTS).is_dir():
+            return folder
+    return None
+
+
+def open_nemo(path: Path, vocab: int | None = None) -> Source:
+    """Opens a checkpoint's folder. vocab: tokens without padding; None: what model.yaml says. UserError for what
+    is missing, surplus or not known."""
+    file, folder = path / CONTEXT / MODEL, path / WEIGHTS
+    if not (folder / ".metadata").is_file():
+        raise UserError(
+            f"{folder / '.metadata'} is missing: only distributed checkpoints (torch_dist) are read; {EXPORT}"
+        )
+    said = read_yaml(file).get("config")
+    if not isinstance(said, dict):
+        raise UserError(f"{file} has no config, which says what the model is; {EXPORT}")
+    model = model_of(said, vocab, str(file))
+    contents = read_chunked(folder)
+    held = _named(folder, contents)
+    _check_rows(folder, held, said["vocab_size"])
+    found = _found(held, model, bool(said["rotary_interleaved"]))
+    weights = whole_tensors(folder, found, held, model)
+    origins = [origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found]
+    sizes = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
+    layout = {ours: said[key] for ours, key in sizes.items() if isinstance(said.get(key), int)}
+    facts = Facts(layout=layout, unread=_unread(folder, contents))
+    tokenizer = hf_tokenizer(path / CONTEXT / TOKENIZER) or hf_tokenizer(path / CONTEXT)
+    return Source(path, "nemo", model, origins, facts, tokenizer)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """A YAML mapping. UserError if the file is not there or holds something else, or if nothing here reads YAML."""
+    try:
+        import yaml  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingModuleSource]
+    except ImportError as problem:
+        raise UserError(f"{file} needs the package 'pyyaml': pip install 'megaprec[yaml]'") from problem
+    try:
+        content = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} does not hold a mapping")
+    return content
+
+
+def _named(folder: Path, contents: Contents) -> dict[str, Chunked]:
+    """The weights by Megatron-core's names."""
+    held: dict[str, Chunked] = {}
+    for name, tensor in contents.by_kind["weight"].items():
+        if not name.startswith(PREFIX):
+            raise UserError(f"{folder} has the tensor {name}, which does not begin with {PREFIX!r}; {EXPORT}")
+        own = name.removeprefix(PREFIX)
+        held[own] = replace(tensor, name=own)
+    return held
+
+
+def _check_rows(folder: Path, held: Mapping[str, Chunked], said: int | None) -> None:
+    """Raises UserError if the embedding has not as many rows as model.yaml says. Without its word NeMo pads."""
+    embedding = held.get(EMBEDDING)
+    if said and embedding and embedding.shape[0] != said:
+        raise UserError(
+            f"{folder}: the embedding has {embedding.shape[0]} tokens, but {MODEL} says vocab_size = {said}"
+        )
+
+
+def _found(names: Mapping[str, Any], model: ModelConfig, interleaved: bool) -> list[Match]:
+    """The tensors that the model has, by the names that these have."""
+    fused = any(".linear_qkv.layer_norm_" in name for name in names)
+    return matches(megatron(fused, interleaved, model), model)
+
+
+def _unread(folder: Path, contents: Contents) -> str:
+    """What is beside the weights."""
+    state = contents.flat or any(kind != "weight" for kind in contents.by_kind)
+    beside = ["the optimizer's state"] if state else []
+    return ", ".join([*beside, *(name for name in ("common.pt",) if (folder / name).is_file())])

@@ -1,0 +1,215 @@
+"""What the context/model.yaml of a NeMo 2 checkpoint says of a model.
+
+NeMo dumps all fields of its GPTConfig, a TransformerConfig of Megatron-core with more in it, defaults too. Each is
+read, or known not to change what weights compute, or has to have the one value that is known; any other is refused.
+Nothing stands in for what is missing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from tools.convert.hf.config import make_model
+
+MODULE = "nemo.collections.llm.gpt.model."
+MODULES = tuple(f"{MODULE}{name}." for name in ("base", "llama", "qwen2", "qwen3"))  # whose classes add nothing unsaid
+REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "normalization",
+    "layernorm_epsilon",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "gated_linear_unit",
+    "activation_func",
+    "bias_activation_fusion",
+    "qk_layernorm",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "seq_length",
+    "share_embeddings_and_output_weights",
+    "vocab_size",
+    "hidden_dropout",
+    "attention_dropout",
+    "init_method_std",
+)
+SCALING = {
+    "scale_factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "old_context_len": "original_max_position_embeddings",
+}  # of Llama 3.1: NeMo's key -> ours
+# Keys that have to have a value that changes nothing.
+ONLY: dict[str, Any] = {
+    "activation_func_clamp_value": None,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "fp4_param": False,
+    "fp8_param": False,
+    "glu_linear_offset": 0.0,
+    "heterogeneous_block_specs": False,
+    "is_hybrid_model": False,
+    "layernorm_zero_centered_gamma": False,
+    "linear_attention_freq": None,
+    "mrope_section": None,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "no_rope_freq": None,
+    "num_moe_experts": None,
+    "qk_l2_norm": False,
+    "quant_recipe": None,
+    "seq_len_interpolation_factor": None,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "use_te_activation_func": False,
+    "window_attn_skip_freq": None,
+    "window_size": None,
+}
+# Of what is off when the keys above are so, and of precision, memory and communication in training.
+UNIMPORTANT_STARTS = (
+    "cpu_offloading",
+    "cuda_graph_",
+    "dsa_",
+    "fp4",
+    "fp8",
+    "init_",
+    "inference_",
+    "kitchen_",
+    "linear_",
+    "mamba_",
+    "moe_",
+    "mtp_",
+    "qk_clip",
+    "recompute_",
+    "tp_comm_",
+)
+UNIMPORTANT = """
+    _cpu_offloading_context _target_ account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    activation_func_fp8_input_store apply_query_key_layer_scaling apply_rope_fusion
+    async_tensor_model_parallel_allreduce attention_backend attention_softmax_in_fp32 autocast_dtype
+    barrier_with_L1_time batch_invariant_mode batch_p2p_comm batch_p2p_sync bf16 bias_dropout_add_fusion
+    bias_dropout_fusion calculate_per_token_loss clone_scatter_output_in_embedding config_logger_dir
+    context_parallel_size cp_comm_type cross_entropy_fusion_impl cross_entropy_loss_fusion data_step_fn
+    deallocate_pipeline_outputs defer_embedding_wgrad_compute delay_wgrad_compute deterministic_mode
+    disable_bf16_reduced_precision_matmul disable_parameter_transpose_cache distribute_saved_activations
+    embedding_init_method embedding_init_method_std enable_autocast enable_cuda_graph
+    ep_overlap_early_attn_memory_release expert_model_parallel_size expert_tensor_parallel_size external_cuda_graph
+    finalize_model_grads_func fine_grained_activation_offloading first_last_layers_bf16 flash_decode forward_step_fn
+    fp16 fp16_lm_cross_entropy fp32_residual_connection fused_single_qkv_rope generation_config grad_scale_func
+    grad_sync_func gradient_accumulation_fusion hetereogenous_dist_checkpoint hierarchical_context_parallel_sizes
+    hybrid_context_parallel log_max_attention_logit make_vocab_size_divisible_by masked_softmax_fusion
+    max_seqlen_per_dp_cp_rank memory_efficient_layer_norm microbatch_group_size_per_vp_stage
+    min_offloaded_tensor_size mlp_chunks_for_prefill no_sync_func num_layers_at_end_in_bf16
+    num_layers_at_start_in_bf16 num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    num_microbatches_with_partial_activation_checkpoints offload_modules output_layer_init_method
+    overlap_moe_expert_parallel_comm overlap_p2p_comm overlap_p2p_comm_warmup_flush parallel_output param_sync_func
+    params_dtype perform_initialization persist_layer_norm pipeline_dtype pipeline_model_parallel_comm_backend
+    pipeline_model_parallel_layout pipeline_model_parallel_size scatter_embedding_sequence_parallel
+    sequence_parallel symmetric_ar_type tensor_model_parallel_size test_mode timers tp_only_amax_red
+    transformer_impl transformer_layer_spec use_cpu_initialization use_fused_weighted_squared_relu
+    use_inference_optimized_layers use_kitchen use_kitchen_attention use_mamba_mem_eff_path use_ring_exchange_p2p
+    use_te_rng_tracker use_transformer_engine_full_layer_spec use_transformer_engine_op_fuser variable_seq_lengths
+    virtual_pipeline_model_parallel_size wgrad_deferral_limit
+"""
+
+
+def model_of(said: Mapping[str, Any], vocab: int | None, origin: str) -> ModelConfig:
+    """The model that `config` of a model.yaml describes. vocab: tokens without padding; None: its vocab_size.
+
+    Raises UserError that names the key in `origin` that is missing or not known.
+    """
+    _refuse(said, origin)
+    learned, gated = said["position_embedding_type"] == "learned_absolute", bool(said["gated_linear_unit"])
+    heads, hidden, bias = said["num_attention_heads"], said["hidden_size"], bool(said["add_bias_linear"])
+    tokens = vocab or said["vocab_size"]
+    if not tokens:
+        raise UserError(f"{origin}: vocab_size is null, so NeMo took the tokenizer's: give its tokens as --vocab N")
+    fields = {
+        "family": "gpt2" if learned else "llama",
+        "layers": said["num_layers"],
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": said["num_query_groups"] or heads,
+        "head_dim": said["kv_channels"] or hidden // heads,
+        "mlp": _mlp(said, gated, origin),
+        "ffn": said["ffn_hidden_size"] or 4 * hidden,
+        "vocab": tokens,
+        "max_positions": said["seq_length"],
+        "norm": _norm(said, origin),
+        "norm_eps": float(said["layernorm_epsilon"]),
+        "positions": "learned" if learned else "rope",
+        "rope_base": float(said["rotary_base"]),
+        "rotary_fraction": 1.0 if learned else float(said["rotary_percent"]),
+        "rope_scaling": _scaling(said, origin),
+        "qkv_bias": bias or bool(said["add_qkv_bias"]),
+        "output_bias": bias,
+        "mlp_bias": bias,
+        "qk_norm": bool(said["qk_layernorm"]),
+        "tied": bool(said["share_embeddings_and_output_weights"]),
+        "dropout": float(said["hidden_dropout"]),
+        "attention_dropout": float(said["attention_dropout"]),
+        "init_std": float(said["init_method_std"]),
+    }
+    return make_model(fields, origin)
+
+
+def _refuse(said: Mapping[str, Any], origin: str) -> None:
+    target = said.get("_target_")
+    if not isinstance(target, str) or not target.startswith(MODULES):
+        raise UserError(f"{origin}: the class {target!r} is not known: those of {', '.join(MODULES)} are")
+    problems = [f"{origin} lacks {key}, which says what the model is" for key in REQUIRED if key not in said]
+    problems += [
+        f"{origin}: {key} = {said[key]!r} cannot be converted: only {known!r} can"
+        for key, known in ONLY.items()
+        if said.get(key, known) != known
+    ]
+    known = {*REQUIRED, *SCALING, *ONLY, *UNIMPORTANT.split()}
+    problems += [
+        f"{origin}: the key {key!r} is not known, so it is not known what the model is"
+        for key in said
+        if key not in known and not key.startswith(UNIMPORTANT_STARTS)
+    ]
+    if said.get("position_embedding_type") not in ("learned_absolute", "rope"):
+        problems.append(f"{origin}: position_embedding_type = {said.get('position_embedding_type')!r} is not known")
+    if problems:
+        raise UserError(*problems)
+
+
+def _norm(said: Mapping[str, Any], origin: str) -> str:
+    norms = {"RMSNorm": "rms", "LayerNorm": "layer"}
+    if said["normalization"] not in norms:
+        raise UserError(f"{origin}: normalization = {said['normalization']!r} is not known: {', '.join(norms)} are")
+    return norms[said["normalization"]]
+
+
+def _mlp(said: Mapping[str, Any], gated: bool, origin: str) -> str:
+    """The feed-forward. Megatron-core's fused GELU is the tanh approximation, the other is not (fusions/)."""
+    activation = said["activation_func"]
+    name = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation)
+    kind = name.rpartition(".")[2]
+    if (kind, gated) == ("silu", True):
+        return "swiglu"
+    if (kind, gated) == ("gelu", False):
+        return "gelu" if said["bias_activation_fusion"] else "gelu_exact"
+    gate = "a gate" if gated else "no gate"
+    raise UserError(f"{origin}: activation_func {name!r} with {gate} is not known: silu with one and gelu without are")
+
+
+def _scaling(said: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """How rotary positions are stretched: the four keys of Llama 3.1, all or none."""
+    given = {ours: said[key] for key, ours in SCALING.items() if key in said}
+    if not given:
+        return {}
+    if len(given) < len(SCALING):
+        raise UserError(
+            f"{origin} has some of {', '.join(SCALING)}: all of them say how rotary positions are stretched"
+        )
+    return {"kind": "llama3", **given}

@@ -1,0 +1,102 @@
+"""What `megaprec train` keeps in a checkpoint besides tensors: how far the run was, its model and its tokenizer."""
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megaprec.checkpoint.atomic import latest, remedy
+from megaprec.checkpoint.integrity import require_intact
+from megaprec.checkpoint.reader import INDEX, Store, newer_version
+from megaprec.diagnose.overflow_monitor import OverflowWatch
+from megaprec.errors import UserError
+from megaprec.precision.plan import LossScaling
+from models.config import ModelConfig
+from tools.convert.hf.config import make_model
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come. A skipped step consumes its samples, but the learning rate waits for it.
+
+    Samples and tokens are counted, for a resumed run may have another batch or sequence length.
+    """
+
+    step: int = 0
+    applied: int = 0
+    samples: int = 0
+    applied_samples: int = 0
+    tokens: int = 0
+
+    @property
+    def skipped(self) -> int:
+        return self.step - self.applied
+
+
+def newest(folder: Path) -> Store | None:
+    """The newest checkpoint in `folder`, opened; None if there is none. Raises UserError for a damaged one."""
+    path = latest(folder)
+    if path is None:
+        return None
+    try:
+        store = Store(path)
+    except UserError as error:
+        raise UserError(*error.problems, f"{path} is damaged: {remedy(path)}") from error
+    require_intact(store, (name for name in store.digests if not name.endswith(".safetensors")))  # loading checks those
+    return store
+
+
+def kept(store: Store, key: str) -> Any:
+    """What is kept as `key`. Raises UserError for a checkpoint that was saved by another program."""
+    if key not in store.index:
+        raise UserError(f'{store.path} was not saved by this `megaprec train`: its checkpoint.json has no "{key}"')
+    return store.index[key]
+
+
+def read_progress(store: Store) -> Progress:
+    """How far the run was. Raises UserError if that is not said, or is none."""
+    return Progress(**_table(store, "progress", asdict(Progress())))
+
+
+def read_watch(store: Store) -> dict[str, Any]:
+    """A state of OverflowWatch. Raises UserError if it is none."""
+    return _table(store, "watch", OverflowWatch(LossScaling()).state_dict(), {"bad_losses"})
+
+
+def read_model(store: Store) -> ModelConfig:
+    """The model. Raises UserError if it is none; keys that the checkpoint lacks have their defaults."""
+    _require_known(store, "model", kept(store, "model"), ModelConfig.model_fields)
+    return make_model(kept(store, "model"), f"{store.path}/{INDEX}")
+
+
+def read_tokenizer(store: Store) -> Path | None:
+    """The file of the tokenizer, if there is one. Raises UserError if it is named and not there."""
+    name = kept(store, "tokenizer")
+    if not isinstance(name, str):
+        raise _damaged(store, "tokenizer")
+    return store.file(name) if name else None
+
+
+def _table(store: Store, key: str, like: dict[str, Any], may_lack: Collection[str] = ()) -> dict[str, Any]:
+    """What is kept as `key`, if it has the keys of `like`, and values of the same kinds."""
+    saved = kept(store, key)
+    _require_known(store, key, saved, like)
+    fits = all(type(value) is type(like[name]) and _counts(value) for name, value in saved.items())
+    if not fits or like.keys() - saved.keys() - set(may_lack):
+        raise _damaged(store, key)
+    return saved
+
+
+def _require_known(store: Store, key: str, saved: Any, known: Collection[str]) -> None:
+    if not isinstance(saved, dict):
+        raise _damaged(store, key)
+    if unknown := sorted(saved.keys() - set(known)):
+        raise newer_version(store.path, f"says {', '.join(f'{key}.{name}' for name in unknown)}")
+
+
+def _counts(value: Any) -> bool:
+    return not isinstance(value, int) or value >= 0
+
+
+def _damaged(store: Store, key: str) -> UserError:
+    return UserError(f'{store.path} is damaged: "{key}" in its {INDEX} is not as it was written: restore it')

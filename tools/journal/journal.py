@@ -1,0 +1,147 @@
+"""What a run leaves to be read: metrics.jsonl, TensorBoard events, a progress line. Rank 0 alone keeps it."""
+
+import math
+import sys
+from collections import deque
+from contextlib import AbstractContextManager
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from megaprec.data.files import write_whole
+from megaprec.optim.step_report import to_json
+from tools.console.progress_bar import Steps
+from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines
+
+PACE = 20  # the newest steps, by whose mean time the rest is estimated
+
+
+class Scalars(Protocol):
+    """TensorBoard's writer, as far as it is used here."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Journal(AbstractContextManager["Journal"]):
+    """Writes a record per step. After a resume from `start`, records of later steps go: those steps happen again.
+
+    A start at 0 in the folder of a run that left no checkpoint keeps that run's records as metrics.jsonl.old.
+    """
+
+    def __init__(self, folder: Path, start: int, total: int, every: int, progress: bool, tensorboard: bool) -> None:
+        if start == 0:
+            _put_aside(folder / METRICS, folder / EVENTS)
+        self._metrics, self._events = (_reopen(folder / name, start) for name in (METRICS, EVENTS))
+        if note := lost_steps(folder / METRICS, start):
+            print(f"note       {note}")
+        self._scalars = _tensorboard(folder / "tensorboard", start) if tensorboard else None
+        self._total, self._every = total, every
+        self._pace: deque[float] = deque(maxlen=PACE)
+        self._bar = Steps(start, total) if progress and sys.stdout.isatty() else None
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar:
+            self._bar.stop()
+        self._metrics.close()
+        self._events.close()
+        if self._scalars:
+            self._scalars.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """record: the fields of metrics.jsonl."""
+        _write_line(self._metrics, record)
+        if self._scalars:
+            _add_scalars(self._scalars, record)
+        self._pace.append(record["seconds"])
+        self._show(record, (self._total - record["step"]) * sum(self._pace) / len(self._pace))
+
+    def write_event(self, event: dict[str, Any]) -> None:
+        """event: what happened in the step event["step"], to be kept in events.jsonl."""
+        _write_line(self._events, event)
+
+    def _show(self, record: dict[str, Any], eta: float) -> None:
+        """One line a step; on a terminal always the same one, where only what is out of the ordinary stays."""
+        step, events = record["step"], _events(record)
+        said = f"{_numbers(record)}  ETA {_clock(eta)}"
+        if self._bar:
+            self._bar.update(step, said)
+            if events:
+                self._bar.say(f"step {step}/{self._total}  {'  '.join(events)}")
+        elif step % self._every == 0 or step == self._total or events:
+            print("  ".join((f"step {step}/{self._total}", said, *events)), flush=True)
+
+
+def _put_aside(*paths: Path) -> None:
+    """Renames what has records to the first free one of *.old, *.old2, ... and says so."""
+    for path in paths:
+        if path.is_file() and path.stat().st_size:
+            names = (f"{path.name}.old{number if number > 1 else ''}" for number in count(1))
+            free = next(aside for name in names if not (aside := path.with_name(name)).exists())
+            path.rename(free)
+            print(f"kept       {free}, of a run that left no checkpoint")
+
+
+def _reopen(path: Path, start: int) -> TextIO:
+    """Opens a file of records to add to it, those of steps after `start` being removed: they happen again."""
+    lines = read_lines(path)
+    kept = [line.content for line in lines if line.record is None or line.record["step"] <= start]
+    write_whole(path, b"".join(content + b"\n" for content in kept))
+    if note := odd_lines(path):
+        print(f"note       {note}")
+    return path.open("a", encoding="utf-8")
+
+
+def _write_line(file: TextIO, record: dict[str, Any]) -> None:
+    file.write(to_json(record) + "\n")
+    file.flush()
+
+
+def _numbers(record: dict[str, Any]) -> str:
+    words = (
+        f"loss {record['loss']:.4f}",
+        f"grad norm {record['grad_norm']:.3g}",
+        f"scale {_scale(record['loss_scale'])}",
+        f"{record['tokens_per_s']:,.0f} tokens/s",
+    )
+    return "  ".join(words)
+
+
+def _events(record: dict[str, Any]) -> list[str]:
+    """What is not said of every step."""
+    events = [f"held-out loss {record['eval_loss']:.4f}"] if "eval_loss" in record else []
+    if "shadow_loss_gap" in record:
+        cosine = f"cosine {record['shadow_cosine']:.3f}"
+        events.append(f"FP8 shadow: loss gap {record['shadow_loss_gap']:+.3%}, lowest {cosine}")
+    if "shadow_alarm" in record:
+        events.append(f"FP8 ALARM: {record['shadow_alarm']}")
+    if record["outcome"] != "applied":
+        where = f" in {record['overflow_in']}" if "overflow_in" in record else ""
+        events.append(f"{record['outcome']}{where} ({record['skipped_total']} so far)")
+    return events
+
+
+def _scale(scale: float) -> str:
+    """Short, and a power of two as one: 2^32."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and scale > 8 else f"{scale:g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def _add_scalars(scalars: Scalars, record: dict[str, Any]) -> None:
+    for name, value in record.items():
+        if isinstance(value, int | float) and name != "step":
+            scalars.add_scalar(name, value, record["step"])
+
+
+def _tensorboard(folder: Path, start: int) -> Scalars | None:
+    """A writer if TensorBoard is installed; events after `start` of an earlier, longer run are hidden by it."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional, and slow to import
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=start + 1)

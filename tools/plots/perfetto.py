@@ -1,0 +1,65 @@
+"""A timeline as a Chrome trace: JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open, and that reads back."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaprec.data.files import write_whole
+from megaprec.errors import UserError
+from parallel.pipeline.instructions import Instruction, Message, Op
+from parallel.pipeline.simulate import Span
+
+TIMELINE = "timeline.json"  # in a run's folder: what `log.timeline` recorded
+CATEGORIES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "input gradient",
+    Op.BACKWARD_WEIGHT: "weight gradient",
+    Op.REDUCE: "reduce",
+}
+MICROSECONDS = 1e6
+
+
+def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
+    """Writes `spans`, in seconds, as one process named `title` with a thread for each pipeline rank."""
+    ranks = sorted({span.rank for span in spans})
+    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
+    for rank in ranks:
+        name = {"name": f"pipeline rank {rank}"}
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
+    events += (_event(span) for span in spans)
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a file that `write_trace` wrote, in seconds. Raises UserError for anything else."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        return [_span(event) for event in events if event["ph"] == "X"]
+    except OSError as error:
+        raise UserError(f"trace {path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"trace {path}: not a trace that megaprec wrote") from error
+
+
+def _event(span: Span) -> dict[str, Any]:
+    i = span.instruction
+    args: dict[str, Any] = {"stage": i.stage} | ({} if i.op is Op.REDUCE else {"micro-batch": i.microbatch})
+    if message := Message.of(i):
+        args["stages"] = f"{message.stage} and {message.stage + 1}"
+    return {
+        "name": str(i),
+        "cat": CATEGORIES.get(i.op, "transfer"),
+        "ph": "X",
+        "pid": 0,
+        "tid": span.rank,
+        "ts": span.start * MICROSECONDS,
+        "dur": (span.end - span.start) * MICROSECONDS,
+        "args": args,
+    }
+
+
+def _span(event: dict[str, Any]) -> Span:
+    start, seconds = float(event["ts"]) / MICROSECONDS, float(event["dur"]) / MICROSECONDS
+    return Span(int(event["tid"]), Instruction.parse(event["name"]), start, start + seconds)

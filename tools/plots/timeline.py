@@ -1,0 +1,193 @@
+"""Pictures of a pipeline at work: a row for each rank, a block for each computation, simulated or measured alike.
+
+Grey is waiting. Under each row stands how many activations the rank holds, from their forward to their weight
+gradient. In text a block is its name, as long as it lasts, in small letters for later stages of the same rank, and a
+dot is waiting; where names do not fit, letters alone stand for them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import floor, log10
+
+from parallel.pipeline.instructions import COMPUTATIONS, WEIGHT_GRADIENTS, Message, Op
+from parallel.pipeline.simulate import Mark, Span
+from tools.plots.drawing import Drawing, Line, Rect, Shape, Text
+
+LEFT, TRACK, COLUMN, MARGIN = 76.0, 1000.0, 74.0, 24.0
+ROW, STRIP, PITCH = 26.0, 9.0, 44.0  # heights of the blocks and of what is held, and from one row to the next
+INK, FAINT, WAITING, HELD, RED = "#24292f", "#6e7781", "#eef0f3", "#b6c2d1", "#d1242f"
+LOOKS = {
+    Op.FORWARD: ("forward", "#3f7fca"),
+    Op.BACKWARD: ("backward", "#2f9e77"),
+    Op.BACKWARD_INPUT: ("input gradient", "#2f9e77"),
+    Op.BACKWARD_WEIGHT: ("weight gradient", "#e2a33b"),
+    Op.REDUCE: ("reduce", "#8a6bb8"),
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline. facts: a column of text for each rank, by its heading. marks: where a rank goes wrong."""
+
+    title: str
+    spans: Sequence[Span]
+    ranks: int
+    unit: str = "forwards"
+    facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    marks: Mapping[int, Mark] = field(default_factory=dict)
+
+    @property
+    def start(self) -> float:
+        """When the first computation begins."""
+        return min((s.start for s in self.computed), default=0.0)
+
+    @property
+    def length(self) -> float:
+        """From the first computation to the last of any rank."""
+        return max((s.end for s in self.computed), default=1.0) - self.start
+
+    @property
+    def computed(self) -> list[Span]:
+        """All but transfers."""
+        return [span for span in self.spans if Message.of(span.instruction) is None]
+
+    def of(self, rank: int) -> list[Span]:
+        """The computations of one rank, in order."""
+        return sorted((span for span in self.computed if span.rank == rank), key=lambda s: s.start)
+
+
+def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
+    """The panels below each other, in one scale of time, under a title and lines of text."""
+    columns = max(len(panel.facts) for panel in panels)
+    drawing = Drawing(LEFT + TRACK + columns * COLUMN + MARGIN, 0)
+    drawing.shapes.append(Text(MARGIN, 38, title, 20, INK, bold=True))
+    y = 60.0
+    for line in lines:
+        drawing.shapes.append(Text(MARGIN, y, line, 13, FAINT))
+        y += 19
+    drawing.shapes += _legend(panels, y + 4)
+    y += 34
+    longest = max(panel.length for panel in panels)
+    for panel in panels:
+        drawing.shapes += _panel(panel, y, TRACK / longest)
+        y += 62 + panel.ranks * PITCH + 18 * len(panel.marks)
+    drawing.height = y
+    return drawing
+
+
+def _legend(panels: Sequence[Panel], y: float) -> Iterator[Shape]:
+    present = {span.instruction.op for panel in panels for span in panel.computed if span.end > span.start}
+    entries = [look for op, look in LOOKS.items() if op in present] + [("waiting", WAITING), ("held", HELD)]
+    x = MARGIN
+    for name, color in entries:
+        yield Rect(x, y, 14, 14, color, 3)
+        yield Text(x + 20, y + 12, name, 12, INK)
+        x += 42 + 7.2 * len(name)
+    if any(len({s.instruction.stage for s in panel.of(rank)}) > 1 for panel in panels for rank in range(panel.ranks)):
+        yield Text(x, y + 12, "lighter: a later stage of the same rank", 12, FAINT)
+
+
+def _panel(panel: Panel, y: float, scale: float) -> Iterator[Shape]:
+    yield Text(MARGIN, y + 12, f"{panel.title}, time in {panel.unit}", 14, INK, bold=True)
+    for number, heading in enumerate(panel.facts):
+        yield Text(LEFT + TRACK + (number + 1) * COLUMN, y + 12, heading, 12, FAINT, "end")
+    top = y + 24
+    bottom = top + panel.ranks * PITCH
+    yield from _axis(panel, top, bottom, scale)
+    for rank in range(panel.ranks):
+        yield from _row(panel, rank, top + rank * PITCH, scale)
+    for number, (rank, mark) in enumerate(panel.marks.items()):
+        yield Text(MARGIN, bottom + 36 + 18 * number, f"rank {rank}: {mark.note}", 13, RED)
+
+
+def _axis(panel: Panel, top: float, bottom: float, scale: float) -> Iterator[Shape]:
+    step = _round_step(panel.length / 10)
+    for number in range(floor(panel.length / step + 1e-9) + 1):
+        x = LEFT + number * step * scale
+        yield Line(x, top - 4, x, bottom, "#e3e6ea")
+        yield Text(x, bottom + 14, f"{number * step:g}", 11, FAINT, "middle")
+
+
+def _round_step(length: float) -> float:
+    """The nearest 1, 2 or 5 times a power of ten that is no smaller."""
+    power = 10.0 ** floor(log10(length))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= length * (1 - 1e-9))
+
+
+def _row(panel: Panel, rank: int, y: float, scale: float) -> Iterator[Shape]:
+    own = panel.of(rank)
+    stages = sorted({span.instruction.stage for span in own})
+    yield Text(MARGIN, y + ROW / 2 + 4, f"rank {rank}", 13, INK)
+    yield Rect(LEFT, y, panel.length * scale, ROW, WAITING, 2)
+    for span in own:
+        yield from _block(
+            span, stages.index(span.instruction.stage), LEFT + (span.start - panel.start) * scale, y, scale
+        )
+    yield from _held(panel, own, y + ROW + STRIP + 1.5, scale)
+    for number, values in enumerate(panel.facts.values()):
+        yield Text(LEFT + TRACK + (number + 1) * COLUMN, y + ROW / 2 + 4, values[rank], 13, INK, "end")
+    if rank in panel.marks:
+        x = LEFT + (max((s.end for s in own), default=panel.start) - panel.start) * scale
+        yield Rect(x, y - 4, 4, ROW + 8, RED, 2, panel.marks[rank].note)
+
+
+def _block(span: Span, chunk: int, x: float, y: float, scale: float) -> Iterator[Shape]:
+    i, width = span.instruction, (span.end - span.start) * scale
+    if width <= 0:
+        return
+    color = _lighter(LOOKS[i.op][1], min(0.55, 0.33 * chunk))
+    yield Rect(x + 0.4, y, max(width - 0.8, 0.4), ROW, color, 2, f"{i}  {span.end - span.start:.4g}")
+    label = "" if i.op is Op.REDUCE else str(i.microbatch)
+    size = min(11.0, (width - 1.5) / (0.64 * max(len(label), 1)))
+    if size >= 7:
+        yield Text(x + width / 2, y + ROW / 2 + 0.36 * size, label, size, "#ffffff" if chunk == 0 else INK, "middle")
+
+
+def _held(panel: Panel, own: Sequence[Span], bottom: float, scale: float) -> Iterator[Shape]:
+    """How many activations are held, as columns on a common scale."""
+    steps, most = _activations(own), max(n for rank in range(panel.ranks) for _, n in _activations(panel.of(rank)))
+    for (start, count), (end, _) in pairwise(steps):
+        height = STRIP * count / max(most, 1)
+        if height and end > start:
+            x = LEFT + (start - panel.start) * scale
+            yield Rect(x, bottom - height, (end - start) * scale + 0.3, height, HELD, 0, f"{count} held")
+
+
+def _activations(own: Sequence[Span]) -> list[tuple[float, int]]:
+    """(time, activations held from then on)."""
+    changes = [(s.start, +1) for s in own if s.instruction.op is Op.FORWARD]
+    changes += [(s.end, -1) for s in own if s.instruction.op in WEIGHT_GRADIENTS]
+    held, steps = 0, [(0.0, 0)]
+    for time, change in sorted(changes):
+        held += change
+        steps.append((time, held))
+    return [*steps, (max((s.end for s in own), default=0.0), held)]
+
+
+def _lighter(color: str, share: float) -> str:
+    parts = (int(color[k : k + 2], 16) for k in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def as_text(panel: Panel, width: int) -> str:
+    """The panel in lines of at most `width` characters: as many for a computation as it lasts."""
+    longest = panel.length or 1.0
+    shortest = min((s.end - s.start for s in panel.computed if s.instruction.op in COMPUTATIONS), default=longest)
+    room = width - 9
+    each = min(3, int(room * shortest / longest))  # characters of the shortest computation
+    columns = round(longest / shortest * each) if each > 1 else room
+    rows = []
+    for rank in range(panel.ranks):
+        cells = ["."] * columns
+        own = panel.of(rank)
+        lowest = min((span.instruction.stage for span in own), default=0)
+        for span in own:
+            first, last = (round((t - panel.start) / longest * columns) for t in (span.start, span.end))
+            i = span.instruction
+            letter = i.op if i.stage == lowest else i.op.lower()
+            name = f"{letter}{i.microbatch}"
+            fits = len(name) + (each < 2) <= last - first  # a gap, where one name can be as long as another
+            cells[first:last] = name.ljust(last - first) if fits else letter * (last - first)
+        rows.append(f"rank {rank:<3} {''.join(cells)}")
+    return "\n".join(rows)

@@ -1,0 +1,127 @@
+"""What `megaprec train` says before the first step and after the last."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaprec.data.blend import Blend
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.speculative import OptimisticOptimizer
+from models.estimate.flops import stage_costs
+from models.stages import cuts
+from parallel.pipeline.simulate import bubble, simulate
+from tools.config.run_file import RunConfig
+from tools.training.corpus import Corpus
+from tools.training.fp8_summary import fp8_lines
+from tools.training.generate import find_checkpoint, generate, harmless, load_model
+from tools.training.resume import resume_lines
+
+SAMPLE_TOKENS = 60
+NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"
+
+
+def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
+    """Model, data, layout, batch arithmetic and stages, in a few lines."""
+    p, t, model = config.parallel, config.train, corpus.model
+    replicas = _count(p.data, "replica")
+    tokens, documents = (
+        sum(counts) for counts in zip(*((d.num_tokens, d.num_documents) for d in corpus.datasets), strict=True)
+    )
+    modes = [
+        p.schedule_file or p.schedule,
+        *(["sequence parallel"] if p.sequence else []),
+        *([f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []),
+        *(["ZeRO-1"] if p.zero and p.data > 1 else []),
+    ]
+    print(
+        f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
+        f"hidden {model.hidden}, vocabulary {model.vocab}\n"
+        f"data       {tokens:,} tokens in {_count(documents, 'document')}, {_samples(config, corpus)}\n"
+        f"layout     tensor {p.tensor} x pipeline {p.pipeline} x data {p.data} = {_count(config.world_size, 'rank')} "
+        f"on {device}, {', '.join(modes)}\n"
+        f"batch      {t.global_batch} samples = {replicas} x {_count(config.num_microbatches, 'micro-batch', 'es')} x "
+        f"{t.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
+        f"precision  {config.precision.compute}"
+    )
+    for note in corpus.notes:
+        print(f"note       {note}")
+    for line in fp8_lines(config, model, device):
+        print(line)
+    if p.pipeline > 1:
+        print(f"stages     {_stages(config, corpus)}")
+    if config.train.init_from and not resumed:
+        print(f"weights    from {config.train.init_from}")
+    if resumed:
+        left = (
+            f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"
+        )
+        print(f"resumed    from {resumed}, {left}")
+        for line in resume_lines(config, corpus, resumed):
+            print(line)
+
+
+def _samples(config: RunConfig, corpus: Corpus) -> str:
+    """How many there are; of a blend a line for each data set, with its share and its own epochs."""
+    if not isinstance(corpus.train, Blend):
+        return f"{len(corpus.train):,} samples an epoch"
+    samples = config.train.steps * config.train.global_batch
+    lines = [f"blended from {len(corpus.datasets)}"]
+    for one, part, taken in zip(config.data.blend, corpus.train.parts, corpus.train.taken(samples), strict=True):
+        share = one.weight / sum(other.weight for other in config.data.blend)
+        lines.append(
+            f"           {share:.4g} of the samples from {one.source}: {taken:,} of {len(part):,} samples, "
+            f"{taken / len(part):.2f} epochs in {config.train.steps} steps"
+        )
+    return "\n".join(lines)
+
+
+def print_memory(optimizer: ParallelAMPOptimizer) -> None:
+    """What weights, gradients and optimizer state take, by formula and on this rank."""
+    formula = _formula(optimizer, in_fp8=False)
+    if any(buffer.in_codes for buffer in optimizer.all_buffers()):
+        formula = f"{_formula(optimizer, in_fp8=True)} bytes a parameter kept in FP8, {formula}"
+    held = sum(buffer.num_bytes() for buffer in optimizer.all_buffers())
+    print(
+        f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
+    )
+    if isinstance(optimizer, OptimisticOptimizer):
+        print(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
+
+
+def print_marked(optimizer: ParallelAMPOptimizer) -> None:
+    """Which parameters a model of the user's own has marked to stay FP32, if any."""
+    if names := optimizer.marked:
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        print(f"marked     {shown}: held and computed in FP32 (set_fp32_attr_to_module)")
+
+
+def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool) -> str:
+    whole, cut = optimizer.plan.bytes_per_parameter(len(optimizer.rule.names), in_fp8)
+    ranks = optimizer.shards.size
+    return f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
+
+
+def _stages(config: RunConfig, corpus: Corpus) -> str:
+    """Layers of each stage, its share of the cost, and how long a rank will wait."""
+    schedule, train = config.schedule, config.train
+    placed = schedule.rank_of_stage
+    cut = cuts(corpus.model, len(placed), train.seq_length, config.parallel.cuts, placed, config.recompute)
+    costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch, config.recompute)
+    total = sum(cost.forward for cost in costs)
+    said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
+    return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"
+
+
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number:,} {what}{'' if number == 1 else plural}"
+
+
+def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
+    """A generated sample, and where everything is."""
+    folder = Path(config.train.folder)
+    if config.log.sample:
+        model, tokenizer = load_model(find_checkpoint(folder))
+        text = "".join(generate(model, tokenizer, config.log.sample, SAMPLE_TOKENS))
+        print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
+    print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
+    if config.log.plot:
+        print(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")

@@ -1,0 +1,121 @@
+"""What a run that goes on has other keys for than the run of its checkpoint had, and what that does to it.
+
+Every such key is named. Most of them may change; the run then differs from one that was never changed, which the mark
+says, but for those that no number depends on.
+"""
+
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from pydantic import ValidationError
+
+from megaprec.checkpoint.reader import Store
+from megaprec.errors import UserError
+from megaprec.optim.lr import LRSchedule
+from tools.config.checks import lr_schedule
+from tools.config.run_file import FREE, RunConfig
+from tools.config.settings import LR, Train
+from tools.console.toml import toml
+from tools.convert.train_state import Progress, kept
+
+MARK = " (not bit for bit)"
+JUMP = 1.5  # the ratio of two learning rates from which a step to the next one is a jump
+# Keys on which no number depends. What [data] comes to is told by its tokens, and a rate by the schedule.
+FREELY = (
+    "log.*", "checkpoint.*", "train.folder", "train.eval_*", "train.init_from", "train.steps", "data.source",
+    "data.blend", "data.text_field", "data.tokenizer", "data.vocab_size", "data.max_chars", "data.workers",
+    "data.cache", "parallel.zero", "parallel.zero_size", "parallel.recompute*", "optimizer.validation",
+    "precision.trace_overflows", "precision.patience", "precision.masters_in_checkpoint", "fp8.shadow_*", "lr.*",
+)  # fmt: skip
+
+
+def keys_of(config: RunConfig) -> dict[str, str]:
+    """What a checkpoint keeps as "run": every key in TOML's grammar, but for tables that it keeps by themselves."""
+    tables = (table for table in config if table[0] not in ("model", "parallel", "precision"))
+    return {f"{table}.{key}": toml(value) for table, values in tables for key, value in values}
+
+
+def changed_keys(store: Store, config: RunConfig, progress: Progress) -> list[str]:
+    """A line for each key that is another one than in the checkpoint. Keys that it does not know are left out."""
+    was, now = _keys(store), _all_keys(config)
+    before, after = _schedule(was), config.lr_schedule
+    rates = before is not None and not _same_rates(before, after, _taken(config, progress))
+    lines = []
+    for key in was.keys() & now.keys():
+        if was[key] != now[key]:
+            free = any(fnmatchcase(key, pattern) for pattern in FREELY)
+            rated = key.startswith("lr.") or (key == "train.steps" and config.lr.schedule != "constant")
+            lines.append(f"{key}: {was[key]} -> {now[key]}{MARK if not free or (rated and rates) else ''}")
+    return sorted(lines)
+
+
+def lr_jump(store: Store, config: RunConfig, progress: Progress) -> Iterator[str]:
+    """A note if changed keys make the learning rate jump, with the ways out."""
+    was = _keys(store)
+    before, after, taken = _schedule(was), config.lr_schedule, _taken(config, progress)
+    if before is None or not progress.applied or before == after:
+        return
+    unit = int(was["train.global_batch"]) if config.lr.unit == "samples" else 1
+    last, rate = before.at(taken - unit), after.at(taken)
+    if max(last, rate) <= JUMP * min(last, rate):
+        return
+    yield (
+        f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in step {progress.step + 1}"
+        f"{_stretched(was, config)}. Ways out: lr.schedule=constant lr.peak={last:.3g} lr.warmup=0 goes on with the "
+        f"rate that it had; train.init_from={store.path} with another train.folder and lr.warmup begins a new run with "
+        'these weights; a run that is to be prolonged begins with lr.schedule = "constant" or "wsd"'
+    )
+
+
+def _stretched(was: dict[str, str], config: RunConfig) -> str:
+    steps, kind = was.get("train.steps"), config.lr.schedule
+    if steps is None or steps == toml(config.train.steps) or kind == "constant":
+        return ""
+    return f": train.steps {steps} -> {config.train.steps} stretches the {kind} schedule"
+
+
+def _all_keys(config: RunConfig) -> dict[str, str]:
+    tables = {name: dict(getattr(config, name)) for name in ("parallel", "precision")}
+    tables["model"] = {key: value for key, value in config.model.model_dump().items() if key in FREE}
+    return keys_of(config) | _flat(tables)
+
+
+def _keys(store: Store) -> dict[str, str]:
+    """What the checkpoint keeps of the run that saved it. Raises UserError if it is not as it was written."""
+    run = store.index.get("run", {})
+    tables = {"parallel": store.index.get("layout", {}), "precision": store.index.get("precision", {})}
+    tables["model"] = {key: value for key, value in kept(store, "model").items() if key in FREE}
+    if not all(isinstance(table, dict) for table in (run, *tables.values())) or not all(
+        isinstance(value, str) for value in run.values()
+    ):
+        raise UserError(f'{store.path} is damaged: "run" in its checkpoint.json is not as it was written')
+    return run | _flat(tables)
+
+
+def _flat(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {f"{name}.{key}": toml(value) for name, values in tables.items() for key, value in values.items()}
+
+
+def _schedule(keys: dict[str, str]) -> LRSchedule | None:
+    """The learning rate that these keys ask for; None if they are not known."""
+    tables: dict[str, dict[str, Any]] = {"lr": {}, "train": {}}
+    try:
+        for key, value in keys.items():
+            table, name = key.split(".", 1)
+            if table in tables:
+                tables[table][name] = tomllib.loads(f"value = {value}")["value"]
+        return lr_schedule(LR(**tables["lr"]), Train(**tables["train"]))
+    except (ValidationError, ValueError, TypeError):
+        return None
+
+
+def _taken(config: RunConfig, progress: Progress) -> int:
+    return progress.applied_samples if config.lr.unit == "samples" else progress.applied
+
+
+def _same_rates(before: LRSchedule, after: LRSchedule, taken: int) -> bool:
+    """Whether both say the same of what is left, as far as a thousand places tell."""
+    end = max(before.total, after.total)
+    return all(before.at(n) == after.at(n) for n in range(taken, end, max(1, (end - taken) // 1000)))

@@ -1,0 +1,373 @@
+"""The data of a run: what [data] names, tokenized if it has to be, split into samples to train on and to hold out.
+
+A run has one text or data set (data.source) or a blend of several (data.blend). All share one tokenizer: a given one,
+the one that was left beside the data sets, or one that is learned from all texts of the run.
+"""
+
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megaprec.checkpoint.digests import file_digest
+from megaprec.checkpoint.reader import Store
+from megaprec.data.blend import Blend
+from megaprec.data.build import BuildResult, prepare, reusable
+from megaprec.data.files import alone, beside, write_whole
+from megaprec.data.indexed import IndexedDataset
+from megaprec.data.intact import check_vocabulary, contents_of, read_record
+from megaprec.data.samples import Resets, Samples, count_samples, split
+from megaprec.data.text import Source, open_source
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.training import train_sentencepiece
+from megaprec.data.workers import cores
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from tools.config.checks import check_all
+from tools.config.run_file import RunConfig
+from tools.console.progress_bar import building
+from tools.console.toml import toml
+from tools.convert.train_state import newest, read_tokenizer
+from tools.training.data_identity import DataSet, Identity, read_identity
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """model: the run's, with its vocabulary known. held_out, tokenizer: None if the run has none.
+
+    identity: what the data is, None where nobody looked. notes: what is worth knowing of it.
+    """
+
+    datasets: tuple[IndexedDataset, ...]
+    train: Samples | Blend
+    held_out: Samples | Blend | None
+    tokenizer: Tokenizer | None
+    model: ModelConfig
+    identity: Identity | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One text or data set of a run. key, name: the run file's key that names it, and what it says."""
+
+    key: str
+    name: str
+    weight: float
+    prefix: Path  # of its data set, which may have to be made
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is the prefix of a data set, not a text."""
+        return self.prefix == Path(self.name)
+
+
+def check_sources(config: RunConfig) -> None:
+    """Raises UserError for what [data] names and is not there, cannot be read or does not suit. Builds nothing."""
+    check_all(config, _find_data, _find_tokenizer)
+
+
+def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
+    """Builds what is not built yet, opens it, and looks at all of it that this machine has not seen. One process at a
+    time.
+
+    allowed: what may be another one than a checkpoint was trained on, of `identity.ALLOW`.
+    Raises UserError for a missing or empty text, a data set that is not what was built, a text too short for a sample,
+    and a token that the vocabulary does not hold.
+    """
+    parts, given = _parts(config), _given(config)
+    texts = [part for part in parts if not part.ready]
+    model_file = _build(config, texts, given, allowed) if texts else given
+    return looked_at(config, open_made(config, [part.prefix for part in parts], model_file))
+
+
+def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
+    """The corpus with its identity. Raises UserError for what must not be trained on."""
+    sets, notes = list[DataSet](), list[str]()
+    tokenizer = corpus.tokenizer.path if corpus.tokenizer else None
+    for part, dataset in zip(_parts(config), corpus.datasets, strict=True):
+        again = f"remove {beside(part.prefix, '.idx')} and the same command makes it anew"
+        with _about(config, part):
+            seen = contents_of(dataset, *([] if part.ready else [again]))
+            record = read_record(dataset.prefix)
+            notes += _other_tokenizer(dataset.prefix, record, tokenizer)
+        with _about(config, part, *(["model.vocab", "data.tokenizer"] if part.ready else [])):
+            check_vocabulary(dataset, seen, corpus.model.vocab)
+        what = {key: value for key, value in asdict(seen).items() if key in DataSet.model_fields}
+        text = record.get("source") if record else None
+        sets.append(DataSet(source=part.name, weight=part.weight, text=text, **what))
+    data, digest = config.data, file_digest(tokenizer) if tokenizer else ""
+    identity = Identity(
+        sets=sets, tokenizer=digest, held_out=data.held_out, shuffle=data.shuffle, seed=config.train.seed
+    )
+    return replace(corpus, identity=identity, notes=tuple(notes))
+
+
+def _other_tokenizer(prefix: Path, record: dict[str, Any] | None, tokenizer: Path | None) -> Iterator[str]:
+    """A note if the data set was built with another tokenizer. Raises UserError if that lies beside it."""
+    if record is None or tokenizer is None or record.get("tokenizer_sha256") == file_digest(tokenizer):
+        return
+    if tokenizer == beside(prefix, ".model"):
+        raise UserError(f"{tokenizer} is not the one that the data set was built with: copy both again or build again")
+    yield f"{tokenizer} is not the file that {prefix} was built with: their tokens must mean the same"
+
+
+def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | None) -> Corpus:
+    """The corpus of data sets and a tokenizer file that are there. Any number of processes may open it."""
+    tokenizer = load_tokenizer(model_file) if model_file else None
+    model = config.model.with_vocab(_vocab(config, tokenizer))
+    train, data, parts = config.train, config.data, _parts(config)
+    resets = Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
+    datasets, halves = list[IndexedDataset](), list[tuple[Samples, Samples | None]]()
+    for part, prefix in zip(parts, prefixes, strict=True):
+        with _about(config, part):
+            datasets.append(IndexedDataset(prefix))
+        with _about(config, part, "data.held_out", "train.seq_length"):
+            halves.append(split(datasets[-1], train.seq_length, data.held_out, train.seed, data.shuffle, resets))
+    trained, held_out = zip(*halves, strict=True)
+    if data.blend:
+        weights, names = [one.weight for one in data.blend], [part.name for part in parts]
+        totals = [count_samples(dataset, train.seq_length) for dataset in datasets]
+        trained = [Blend(trained, weights, names, totals)]
+        held_out = [Blend(held_out, weights, names, totals) if data.held_out else None]
+    return Corpus(tuple(datasets), trained[0], held_out[0], tokenizer, model)
+
+
+def open_kept(config: RunConfig) -> Corpus:
+    """The corpus that a run was trained on, from the files that it left. Builds nothing.
+
+    Raises UserError if they are gone.
+    """
+    parts, given = _parts(config), _given(config)
+    left = _learned(config)
+    if given is None and not all(part.ready for part in parts) and left.is_file():
+        given = left
+    for part in parts:
+        if not beside(part.prefix, ".idx").is_file():
+            raise UserError(f"the run's data is gone: there is no {beside(part.prefix, '.idx')}")
+    return open_made(config, [part.prefix for part in parts], given)
+
+
+@contextmanager
+def _about(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]:
+    """Puts before the problems that are raised inside what they are about: a part of the data, and keys."""
+    try:
+        yield
+    except UserError as error:
+        said = [f"{part.key} = {toml(part.name)}"] if part else []
+        said += [f"{key} = {config.value(key)}" for key in keys]
+        raise UserError(*(f"{', '.join(said)}: {problem}" for problem in error.problems)) from error
+
+
+def _parts(config: RunConfig) -> list[_Part]:
+    named = [(f"data.blend[{n}].source", one.source, one.weight) for n, one in enumerate(config.data.blend)]
+    parts = []
+    for n, (key, name, weight) in enumerate(named or [("data.source", config.data.source, 1.0)]):
+        ready = beside(Path(name), ".idx").is_file()
+        made = _cache(config) / (f"text{n}" if named else "text")
+        parts.append(_Part(key, name, weight, Path(name) if ready else made))
+    return parts
+
+
+def _find_data(config: RunConfig) -> None:
+    check_all(config, *(lambda config, part=part: _find(config, part) for part in _parts(config)))
+
+
+def _find(config: RunConfig, part: _Part) -> None:
+    if not part.ready:
+        _source(config, part)
+        return
+    with _about(config, part):
+        IndexedDataset(part.prefix)
+
+
+def _find_tokenizer(config: RunConfig) -> None:
+    parts = _parts(config)
+    if given := _given(config):
+        named = next((part for part in parts if beside(part.prefix, ".model") == given), None)
+        with _about(config, named, *([] if named else ["data.tokenizer"])):
+            _vocab(config, load_tokenizer(given))
+    elif ready := [part for part in parts if part.ready]:
+        _vocab(config, None)
+        key = ready[0].key
+        if config.log.sample:
+            raise UserError(
+                f"log.sample needs a tokenizer, but {key} came without one: give data.tokenizer or no log.sample"
+            )
+        if len(ready) < len(parts):
+            raise UserError(f"{key} came without a tokenizer, which the blend's texts need too: give data.tokenizer")
+
+
+def _given(config: RunConfig) -> Path | None:
+    """The tokenizer file to use: data.tokenizer, else the one that `megaprec data build` left beside its data sets.
+
+    Raises UserError if those of a blend are not the same.
+    """
+    if config.data.tokenizer:
+        return Path(config.data.tokenizer)
+    left = [beside(part.prefix, ".model") for part in _parts(config) if part.ready]
+    there = [file for file in left if file.is_file()]
+    if any(file.read_bytes() != there[0].read_bytes() for file in there[1:]):
+        raise UserError(
+            f"data.blend: {', '.join(map(str, there))} are not all the same tokenizer, so their ids mean different "
+            "things: build the data sets with one --tokenizer"
+        )
+    return there[0] if there else None
+
+
+def _source(config: RunConfig, part: _Part) -> Source:
+    data = config.data
+    with _about(config, part):
+        if part.name.endswith((".bin", ".idx")):
+            raise UserError(f'of a .bin and .idx pair give the common prefix, "{part.name[:-4]}"')
+        return open_source(part.name, text_field=data.text_field, max_chars=data.max_chars or None)
+
+
+def _cache(config: RunConfig) -> Path:
+    """The folder of the data sets that are made of texts."""
+    return Path(config.data.cache) if config.data.cache else Path(config.train.folder) / "data"
+
+
+def _learned(config: RunConfig) -> Path:
+    """The tokenizer that is learned from the texts."""
+    return beside(_cache(config) / ("blend" if config.data.blend else "text"), ".model")
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """Which tokenizer texts are encoded by. kept: the file of it in the run's newest checkpoint, if it has to be that.
+
+    file: where it lies, or will. vocab_size: how many tokens are learned if it is not there; None if none are.
+    """
+
+    file: Path
+    vocab_size: int | None
+    kept: Path | None = None
+
+    def reusable(self, part: _Part, source: Source) -> BuildResult | None:
+        """The data set of a text, if it is there and is the one that would be made."""
+        return reusable(part.prefix, source, self.file, self.vocab_size)
+
+    @property
+    def there(self) -> bool:
+        """Whether the file is there, and what it has to be."""
+        return self.file.is_file() and (self.kept is None or self.file.read_bytes() == self.kept.read_bytes())
+
+
+def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None, allowed: Collection[str]) -> Path:
+    """Makes data sets of texts, one process at a time; returns the tokenizer file they were made with.
+
+    A data set in the run's own folder may be replaced, as long as the run goes on with what it was trained on or is
+    allowed another; one in data.cache may not.
+    """
+    sources, store = {part: _source(config, part) for part in texts}, newest(config.checkpoint_folder)
+    encoding = _encoding(config, given, store if "tokenizer" not in allowed else None)
+
+    def there() -> bool:
+        return encoding.there and all(encoding.reusable(part, sources[part]) for part in texts)
+
+    if there():
+        return encoding.file
+    with alone(_cache(config) / ".lock", partial(_say_busy, _cache(config))):
+        if not there():
+            _build_alone(config, sources, encoding, store, allowed)
+    return encoding.file
+
+
+def _encoding(config: RunConfig, given: Path | None, store: Store | None) -> _Encoding:
+    """store: the checkpoint that the run goes on from, whose tokenizer has to stay. Raises UserError if it cannot."""
+    kept = read_tokenizer(store) if store and not given else None
+    if store is None or given or kept is None:
+        return _Encoding(given or _learned(config), None if given else config.data.vocab_size)
+    copy = f"set data.tokenizer to a copy of {kept}, or give --allow tokenizer to have another one learned"
+    if kept.suffix != ".model":
+        raise UserError(f"data.tokenizer is empty, but {store.path} was trained with a tokenizer: {copy}")
+    if (size := load_tokenizer(kept).vocab_size) != config.data.vocab_size:
+        raise UserError(f"data.vocab_size = {config.data.vocab_size}, but the tokenizer has {size} tokens: {copy}")
+    return _Encoding(_learned(config), None, kept)
+
+
+def _say_busy(cache: Path) -> None:
+    print(f"waiting for another process, which builds data in {cache}", file=sys.stderr, flush=True)
+
+
+def _build_alone(
+    config: RunConfig,
+    sources: dict[_Part, Source],
+    encoding: _Encoding,
+    store: Store | None,
+    allowed: Collection[str],
+) -> None:
+    data, own, first = config.data, not config.data.cache, next(iter(sources))
+    missing = {part: source for part, source in sources.items() if not encoding.reusable(part, source)}
+    problems = [*_other_texts(missing, store, allowed), *_in_the_way(config, missing, encoding)]
+    if problems:
+        raise UserError(*problems)
+    if encoding.kept and not encoding.there:
+        write_whole(encoding.file, encoding.kept.read_bytes())
+        print(f"restored {encoding.file} from {encoding.kept}", file=sys.stderr, flush=True)
+    elif encoding.vocab_size is not None:
+        texts = chain.from_iterable(sources.values())
+        with _about(config, first, "data.vocab_size"):
+            train_sentencepiece((text for _, text in texts), encoding.file.with_suffix(""), data.vocab_size, own)
+    for part, source in sources.items():
+        with _about(config, part), building(source) as report:
+            prepare(
+                source,
+                part.prefix,
+                tokenizer=encoding.file,
+                workers=data.workers or cores(),
+                overwrite=own,
+                on_progress=report,
+            )
+
+
+def _other_texts(texts: dict[_Part, Source], store: Store | None, allowed: Collection[str]) -> Iterator[str]:
+    """Problems, if texts that have to be tokenized are not those that the checkpoint was trained on."""
+    if store is None or "data" in allowed:
+        return
+    kept = read_identity(store)
+    for part, source in texts.items():
+        was = next((one for one in kept.sets if one.text == source.identity()), None) if kept else None
+        if was is None and (kept or beside(part.prefix, ".idx").exists()):
+            known = [one.source for one in kept.sets] if kept else []
+            was_there = f"{', '.join(map(toml, known))} -> " if part.name not in known else ""
+            names = f"{was_there}{toml(part.name)}"
+            yield (
+                f"{part.key}: {names}: not the text that {store.path} was trained on (its files have another name, "
+                "size or time, or text_field or max_chars is another): give --allow data to go on with it anyway, "
+                f"or another train.folder{_tokens_there(part)}"
+            )
+
+
+def _tokens_there(part: _Part) -> str:
+    there = beside(part.prefix, ".idx").exists()
+    return f"; {part.key}={part.prefix} goes on with the tokens that are there" if there else ""
+
+
+def _in_the_way(config: RunConfig, texts: dict[_Part, Source], encoding: _Encoding) -> Iterator[str]:
+    """Problems, if data.cache holds what others may be trained on."""
+    if not config.data.cache:
+        return
+    files = [beside(part.prefix, ".idx") for part in texts]
+    files += [encoding.file] if encoding.kept and not encoding.there else []
+    for file in (file for file in files if file.exists()):
+        yield f"[data] names another text or tokenizer than {file} is of; others may need it: give another data.cache"
+
+
+def _vocab(config: RunConfig, tokenizer: Tokenizer | None) -> int:
+    asked = config.model.vocab
+    if tokenizer is None and asked == 0:
+        raise UserError(
+            "model.vocab = 0 asks the tokenizer, but data.source came without one: give model.vocab or data.tokenizer"
+        )
+    if tokenizer is not None and 0 < asked < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab = {asked} does not hold the {tokenizer.vocab_size} tokens of {tokenizer.path}: "
+            f"use 0 or at least {tokenizer.vocab_size}"
+        )
+    return asked or (tokenizer.vocab_size if tokenizer else 0)

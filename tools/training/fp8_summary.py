@@ -1,0 +1,140 @@
+"""What a run says of its FP8 before it starts: what it cannot do, which products it reaches, and how they are made."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import layout_of
+from megaprec.errors import UserError
+from megaprec.fp8 import transformer_engine
+from megaprec.fp8.eligibility import Reach, not_computed
+from megaprec.fp8.matmul import ways
+from megaprec.fp8.state import FP8State
+from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.plan import PrecisionPlan
+from models.config import ModelConfig
+from models.stages import Stage, cuts
+from parallel.context import Context
+from tools.config.precision_modules import spans
+from tools.config.run_file import RunConfig
+
+INSTEAD = {  # by dialect: how it says what is false
+    "nemo": {
+        "parameters": "fp8_param_gather",
+        "dot_product_attention": "fp8_dot_product_attention",
+        "multi_head_attention": "fp8_multi_head_attention",
+    },
+    "smp": {
+        "dot_product_attention": "fp8_autocast.fp8_recipe.fp8_dpa",
+        "multi_head_attention": "fp8_autocast.fp8_recipe.fp8_mha",
+    },
+}
+
+
+def check_fp8(config: RunConfig) -> None:
+    """Raises UserError if the run asks for FP8 where there is none."""
+    recipe = config.plan.fp8
+    if recipe is None:
+        return
+    problems = []
+    for key, why in not_computed(recipe).items():
+        origin = config.origin(f"fp8.{key}")
+        dialect = next((name for name in INSTEAD if origin.startswith(f"precision.{name}.")), "")
+        instead = f"precision.{dialect}.{INSTEAD[dialect][key]}" if dialect else f"fp8.{key}"
+        problems.append(f"fp8.{key} = true ({origin}): {why}; set {instead} = false")
+    if recipe.backend == "transformer_engine":
+        problems += _backend(config.train.device)
+    if recipe.wide:
+        model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
+        problems += _unused(recipe.wide, _stage(config, model, recipe))
+    if problems:
+        raise UserError(*problems)
+
+
+def _backend(device: str) -> Iterator[str]:
+    try:
+        transformer_engine.require()
+    except UserError as error:
+        yield from (problem.replace("FP8 ", "fp8.", 1) for problem in error.problems)
+        return
+    if device == "cpu" or not torch.cuda.is_available():
+        there = f'train.device is "{device}"' if device == "cpu" else "torch sees none"
+        yield f'fp8.backend = "transformer_engine": it computes on CUDA devices, and {there}; use "torch"'
+
+
+def _unused(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
+    names = [part.name for parameter in stage.parameters() for part in layout_of(parameter).parts]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            likely = next(name for name in names if "layers." in name)
+            yield f'fp8.wide has "{pattern}", but no weight is called so: names are like {likely}'
+
+
+def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[str]:
+    """What is in FP8, how a device makes it, and a line for each reason why other products are wide."""
+    recipe = config.plan.fp8
+    if recipe is None:
+        return
+    reached = reaches(config, model, recipe)
+    narrow = [one for one in reached if not one.wide]
+    yield f"fp8        {_recipe(recipe)}: products of {len(narrow)} of {len(reached)} weights"
+    yield f"           {_ways(config.plan, device)}"
+    reasons = defaultdict[str, list[Reach]](list)
+    for one in reached:
+        reasons[one.wide].append(one)
+    for why, some in reasons.items():
+        if why:
+            yield f"           {', '.join(_names(some))}: in {config.precision.compute}, for {why}"
+
+
+def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Reach]:
+    """What becomes of the products with each weight of the layers, as the tensor ranks of the run hold it."""
+    return _stage(config, model, recipe).context.fp8.reached
+
+
+def _stage(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
+    """The whole model as a tensor rank of the run holds it, without memory."""
+    plan, tp = replace(config.plan, fp8=recipe), Axis("tp", 0, config.parallel.tensor)
+    context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp))
+    with torch.device("meta"):
+        return Stage(model.undrawn, context, cuts(model, 1, config.train.seq_length)[0])
+
+
+def _recipe(recipe: FP8Recipe) -> str:
+    passes = " micro-batches" if recipe.history == "te" else ""
+    history = f", history {recipe.history_length}{passes}" if recipe.kind == "delayed" else ""
+    calibrated = "".join(
+        [
+            ", only recorded" if recipe.calibrating else "",
+            f", only recorded in {recipe.calibrate} steps" if recipe.calibrate else "",
+            "" if recipe.weight_gradients else ", weight gradients wide",
+        ]
+    )
+    return f"{recipe.kind}, {recipe.format}{history}{calibrated}"
+
+
+def _ways(plan: PrecisionPlan, device: str) -> str:
+    """How the products are made, those together that are made alike."""
+    assert plan.fp8 is not None
+    alike = defaultdict[str, list[str]](list)
+    for name, way in ways(plan.fp8, torch.device(device), plan.compute, plan.gradients).items():
+        alike[way].append(name)
+    if len(alike) == 1:
+        return next(iter(alike))
+    return "; ".join(f"{' and '.join(names)} by {way}" for way, names in alike.items())
+
+
+def _names(reached: list[Reach]) -> Iterator[str]:
+    """Their names, alike ones of all layers and experts together: "layers.0-3.mlp.down.weight"."""
+    alike = defaultdict[str, dict[int, int]](dict)
+    for one in reached:
+        name = re.sub(r"\.experts\.\d+\.", ".experts.*.", one.name)
+        found = re.match(r"layers\.(\d+)\.", name)
+        alike[re.sub(r"^layers\.\d+\.", "layers.%.", name)][int(found[1]) if found else 0] = 1
+    for name, layers in alike.items():
+        yield from (name.replace("%", span) for span, _ in spans(layers))

@@ -1,0 +1,259 @@
+"""Local ranks, started and watched by torch's own elastic launcher; or a world that is already there.
+
+`launch_local` runs this program once per rank, over a rendezvous on a free port of this machine, and waits.
+The first rank that fails ends the run: the others are stopped, its exit code is ours, and its reason, left
+behind by `note_failure`, is the last thing printed. A signal to the launcher is handed on to the ranks, which
+may take their time to end; a second one kills them.
+
+Where something else started the ranks (torchrun, Kubernetes, srun), `joined_world` says so and nothing is
+launched. Slurm speaks of ranks in its own variables; `slurm_environment` says them in torch's.
+"""
+
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get_error_handler
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from megaprec.errors import UserError
+from tools.training.signals import listening
+
+OURS = "megaprec_"  # begins the run id of ranks that we started
+WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
+# Ctrl-C ends a rank without a traceback, for the launcher speaks of it. On Linux a rank ends when its launcher is
+# killed (prctl's option 1 is PR_SET_PDEATHSIG); elsewhere it would go on alone.
+PROGRAM = """
+import ctypes, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if (root := sys.argv.pop(1)) not in sys.path:
+    sys.path.insert(0, root)
+from tools.cli import main
+sys.exit(main())
+"""
+
+
+def launch_local(argv: Sequence[str], ranks: int, threads: int = 0) -> int:
+    """Runs `megaprec <argv>` on `ranks` local ranks and returns the exit code, see `start_ranks`."""
+    root = str(Path(__file__).resolve().parents[2])
+    return start_ranks([sys.executable, "-P", "-c", PROGRAM, root, *argv], ranks, threads)
+
+
+def start_ranks(command: Sequence[str], ranks: int, threads: int = 0) -> int:
+    """Runs `command` once per rank with torchrun's variables set, and waits for all.
+
+    `threads` is the number of CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, else an equal
+    share of the cores. Returns 0, or the exit code of the first rank that failed (128 + signal when a signal
+    ended it or this launcher).
+    """
+    with tempfile.TemporaryDirectory(prefix="megaprec_") as folder, _launching(threads or share_of_cores(ranks)):
+        local = _Ranks(command, ranks, folder)
+        try:
+            with listening(local.hand_on, local.kill):
+                failures = local.run()
+        except SignalException as stop:
+            return _stopped(stop.sigval)
+        return _exit_code(failures, local.told) if failures else 0
+
+
+def _exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | None) -> int:
+    """Says why the ranks ended, unless they did so themselves. told: the signal that was handed on to them."""
+    rank, failure = first_failure(failures)
+    if told and failure.exitcode == 128 + told:
+        return failure.exitcode
+    if told and failure.exitcode in (-told, -signal.SIGTERM, -signal.SIGKILL):
+        return _stopped(told)
+    print(_said(rank, failure), file=sys.stderr, flush=True)
+    return _shell_code(failure.exitcode)
+
+
+def _stopped(number: signal.Signals) -> int:
+    print(f"stopped by {number.name}", file=sys.stderr, flush=True)
+    return 128 + number
+
+
+class _Ranks:
+    """`ranks` processes of `command` under torch's agent, which keeps in `folder` why they fail."""
+
+    def __init__(self, command: Sequence[str], ranks: int, folder: str) -> None:
+        program, *arguments = (part.replace("$", "$$") for part in command)  # the agent would substitute $name
+        self.meeting = get_rendezvous_handler(
+            RendezvousParameters(
+                backend="c10d",
+                endpoint="localhost:0",
+                run_id=OURS + uuid.uuid4().hex,
+                min_nodes=1,
+                max_nodes=1,
+                local_addr="127.0.0.1",  # a machine's own name need not resolve
+            )
+        )
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=ranks,
+            rdzv_handler=self.meeting,
+            entrypoint=program,
+            args=tuple(arguments),
+            max_restarts=0,
+            local_addr="127.0.0.1",
+        )
+        self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
+        self.told: signal.Signals | None = None  # the signal that was handed on
+
+    def run(self) -> Mapping[int, ProcessFailure]:
+        """Returns, when all have ended, the failed ranks. Raises SignalException for a signal before they began."""
+        try:
+            return cast(RunResult, self.agent.run()).failures
+        finally:
+            self.meeting.shutdown()
+
+    def hand_on(self, number: signal.Signals) -> None:
+        """Tells each rank what this process was told."""
+        pids = self._pids()
+        if not pids:
+            raise SignalException(f"got {number.name}", number)
+        self.told = number
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self, number: signal.Signals) -> None:
+        """Ends each rank and what it has started; the agent then finds them failed."""
+        for pid in self._pids():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _pids(self) -> list[int]:
+        return [worker.id for worker in self.agent.get_worker_group().workers if worker.id is not None]
+
+
+def share_of_cores(ranks: int) -> int:
+    """CPU threads per local rank: OMP_NUM_THREADS if it is set, else cores / ranks, at least 1."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal():
+        return int(asked)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def note_failure(error: BaseException) -> None:
+    """Leaves the reason of this rank's failure for the launcher to print; call it while handling `error`."""
+    get_error_handler().record_exception(error)
+
+
+def must_tell() -> bool:
+    """Whether this process has to print its own failure: not where a launcher will, once, after everything else."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return run is None or (not run.startswith(OURS) and os.environ["RANK"] == "0")
+
+
+def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is a rank that something else started. Raises UserError if that is only half said.
+
+    A world that is half described must not fall back to local ranks: every node would train alone.
+    """
+    described = {**environ, **slurm_environment(environ)}
+    missing = [name for name in WORLD if not described.get(name)]
+    if not missing:
+        return True
+    if {"RANK", "WORLD_SIZE"} <= set(missing):
+        return False
+    there = [f"{name}={described[name]}" for name in WORLD if name not in missing]
+    raise UserError(f"{' '.join(there)} set but not {', '.join(missing)}: set all of them, as torchrun does, or none")
+
+
+def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Torch's variables for a task of a Slurm step of several tasks, else none; for os.environ.update().
+
+    MASTER_ADDR and MASTER_PORT are kept if set, else the step's first node and a port made of the job id.
+    """
+    if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return {}
+    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", environ["SLURM_STEP_NODELIST"])
+    assert first is not None, environ["SLURM_STEP_NODELIST"]
+    local = _tasks_of_node(environ)
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or "".join(part or "" for part in first.groups()),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 10000),
+        **({"LOCAL_WORLD_SIZE": local} if local else {}),
+    }
+
+
+def _tasks_of_node(environ: Mapping[str, str]) -> str:
+    """Tasks of the Slurm step on this node, "" if Slurm does not say. "2(x3),1" are four nodes."""
+    nodes: list[str] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        nodes += [tasks] * int(times or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return nodes[node] if node < len(nodes) else environ.get("SLURM_NTASKS_PER_NODE", "")
+
+
+def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm shows this task a CUDA device of its own and no other (--gpus-per-task), not one for all tasks."""
+    if torch.cuda.device_count() != 1 or "SLURM_PROCID" not in environ:
+        return False
+    tasks, devices = environ.get("LOCAL_WORLD_SIZE"), environ.get("SLURM_GPUS_ON_NODE")
+    return "SLURM_GPUS_PER_TASK" in environ or bool(tasks and devices and int(devices) >= int(tasks))
+
+
+def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank whose failure began it all: not one that the launcher stopped, and the earliest to leave word.
+
+    torch tells failures apart by whole seconds; a rank that lost its peer fails within milliseconds of it.
+    """
+
+    def order(rank: int) -> tuple[bool, float]:
+        failure = failures[rank]
+        note = Path(failure.error_file)
+        return failure.exitcode == -signal.SIGTERM, note.stat().st_mtime if note.is_file() else failure.timestamp
+
+    rank = min(failures, key=order)
+    return rank, failures[rank]
+
+
+def _said(rank: int, failure: ProcessFailure) -> str:
+    """One line for a crash; all lines of a user's mistake (exit code 2) and of a run that stopped itself (3)."""
+    if failure.exitcode < 0:
+        return f"rank {rank} was ended by {failure.signal_name()}"
+    note: Any = failure.message  # torch says str, but it is what record_exception wrote: {"message": ...}
+    lines = note["message"].splitlines() if isinstance(note, dict) else ["no reason given"]
+    reason = "\n".join(lines if failure.exitcode in (2, 3) else lines[:1])
+    return f"rank {rank} failed with exit code {failure.exitcode}: {reason}"
+
+
+def _shell_code(exitcode: int) -> int:
+    return 128 - exitcode if exitcode < 0 else exitcode
+
+
+@contextmanager
+def _launching(threads: int) -> Iterator[None]:
+    """Ranks inherit the thread count; the agent's log is hushed and, after it, all is as before."""
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGQUIT)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent ends the ranks at once; the others are ours
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        os.environ.clear()
+        os.environ.update(environment)
+        signal.signal(signal.SIGQUIT, handler)

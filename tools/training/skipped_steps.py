@@ -1,0 +1,43 @@
+"""What a run does about skipped steps: the event that each leaves in events.jsonl, and the end of a hopeless run."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from megaprec.diagnose.overflow_monitor import OverflowWatch
+from megaprec.optim.step_report import Offender, StepReport
+
+Ids = Callable[[int, int], list[int] | list[str]]
+
+
+class Hopeless(Exception):
+    """Training stopped itself: steps overflow and will go on doing so, or may not. The command exits with code 3."""
+
+
+def overflow_event(report: StepReport, step: int, samples: range, watch: OverflowWatch, ids: Ids) -> dict[str, Any]:
+    """What events.jsonl keeps of a skipped step.
+
+    samples: the positions that the global batch took up in the run's order.
+    ids(position, count): the numbers in the data set of the samples at these positions, in a blend with its name.
+    """
+    return {
+        "event": "overflow",
+        "step": step,
+        "outcome": report.outcome,
+        "loss": report.loss,
+        "loss_scale": report.loss_scale,
+        "first_sample": samples.start,
+        "num_samples": len(samples),
+        "skipped_in_a_row": watch.in_a_row,
+        "advice": watch.advice(),
+        "offenders": [_fields(offender, samples.start, ids) for offender in report.offenders],
+    }
+
+
+def _fields(offender: Offender, start: int, ids: Ids) -> dict[str, Any]:
+    """The offender's fields; its samples as positions in the run's order, and as numbers in the data set."""
+    fields = asdict(offender)
+    if offender.samples is not None:
+        first, end = (start + sample for sample in offender.samples)
+        fields |= {"samples": [first, end], "sample_ids": ids(first, end - first)}
+    return fields

@@ -1,0 +1,343 @@
+"""The training loop: batches in, steps, records, evaluations and checkpoints out. Every rank runs it alike."""
+
+import json
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.checkpoint.reader import Store
+from megaprec.checkpoint.save_load import load, save
+from megaprec.data.blend import Blend
+from megaprec.data.intact import accusation
+from megaprec.data.samples import Samples
+from megaprec.diagnose.overflow_monitor import OverflowWatch
+from megaprec.errors import UserError
+from megaprec.optim.group_factors import Group
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.speculative import OptimisticOptimizer
+from megaprec.optim.step_report import NonFiniteStep, StepReport, report_fields
+from megaprec.precision.plan import PrecisionPlan
+from megaprec.precision.tf32 import tf32
+from models.engine import Engine, OutsideVocabulary, Share
+from models.fp8_shadow import Shadow
+from models.own_model import stage_maker
+from models.packing import Packing
+from models.speculative import OptimisticEngine
+from models.stages import Stage
+from parallel.pipeline.timeline import Recording
+from tools.config.checks import make_rule
+from tools.config.run_file import RunConfig
+from tools.convert.initial import start_from
+from tools.convert.train_state import Progress, read_progress, read_watch
+from tools.journal.journal import Journal
+from tools.plots.perfetto import TIMELINE, write_trace
+from tools.plots.shadow_plot import shadow_event, shadow_fields
+from tools.training.banner import print_marked, print_memory, print_start
+from tools.training.changed_keys import keys_of
+from tools.training.corpus import Corpus
+from tools.training.signals import Stopped, listening
+from tools.training.skipped_steps import Hopeless, overflow_event
+
+
+def optimizer_options(config: RunConfig) -> dict[str, Any]:
+    """What the run asks of its optimizer, as arguments of ParallelAMPOptimizer. Raises UserError."""
+    o, parallel = config.optimizer, config.parallel
+    return {
+        "average": False,  # the engine divides by the tokens of the global batch
+        "rule": make_rule(o),
+        "weight_decay": o.weight_decay,
+        "groups": [Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
+        "clip": o.clip,
+        "norm": o.norm,
+        "overlap": parallel.overlap,
+        "bucket": parallel.bucket,
+        "zero_size": parallel.zero_size if parallel.zero else 1,
+        "seed": config.train.seed,
+        "native": o.native,
+    }
+
+
+class Trainer:
+    """One rank's part of a run, which goes on from `checkpoint`, the same on every rank, or starts anew.
+
+    mesh: None for one process without torch.distributed.
+    """
+
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh | None, checkpoint: Path | None = None
+    ) -> None:
+        self.config, self.corpus, self.resumed = config, corpus, checkpoint
+        train, parallel = config.train, config.parallel
+        self.engine = (OptimisticEngine if config.optimizer.validation == "after" else Engine)(
+            corpus.model,
+            config.plan,
+            mesh,
+            config.schedule,
+            micro_batch=train.micro_batch,
+            seq_length=train.seq_length,
+            sequence=parallel.sequence,
+            recompute=config.recompute,
+            seed=train.seed,
+            trace=config.precision.trace_overflows,
+            make_optimizer=self._optimizer,
+            layers=parallel.cuts,
+            make_stage=stage_maker(config.model.factory),
+        )
+        self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
+        self.progress = Progress()  # of the steps whose outcome is known; one more may have been taken
+        self._raised: NonFiniteStep | None = None
+        self._told = 0  # the signal that told this rank to stop
+        self._stops = False  # whether all ranks know that one was told to
+        self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
+        if checkpoint:
+            self._resume(checkpoint)
+        elif train.init_from:
+            start_from(Path(train.init_from), self.engine.optimizer)
+        self._taken = self.progress.step
+        self._shadows: dict[int, Shadow] = {}  # by step, of those whose outcome is not known
+        self._seconds: deque[float] = deque()  # of the steps taken whose outcome is not known
+
+    def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
+        kind = OptimisticOptimizer if self.config.optimizer.validation == "after" else ParallelAMPOptimizer
+        return kind(parts, plan, mesh, **optimizer_options(self.config))
+
+    def _resume(self, checkpoint: Path) -> None:
+        with warnings.catch_warnings(record=True, action="always") as said:
+            load(checkpoint, self.engine.optimizer, self.engine.fp8)
+        for warning in said:
+            print(f"warning    {warning.message}")
+        store = Store(checkpoint)
+        self.progress = read_progress(store)
+        self.watch.load_state_dict(read_watch(store))
+
+    def run(self) -> None:
+        """All steps that are left, or as many as there are until a signal; a checkpoint at the end.
+
+        Raises Stopped after a signal, Hopeless if further steps are of no use; the state is saved.
+        """
+        if self.rank == 0:
+            print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
+            print_memory(self.engine.optimizer)
+            print_marked(self.engine.optimizer)
+            if self.progress.step < self.config.train.steps:  # else run.toml would be untrue of those taken
+                self.config.save_resolved(Path(self.config.train.folder))
+        with listening(self._ask_to_stop):
+            with tf32(self.config.plan.tf32), self._journal() as journal:
+                self._take_steps(journal)
+            self.engine.optimizer.wait()
+            if self._stops and self.progress.step < self.config.train.steps:
+                self._leave()
+
+    def _take_steps(self, journal: Journal | None) -> None:
+        while self.progress.step < self.config.train.steps and not self._stops:
+            hopeless = ""
+            for record, events in self._records():
+                if journal is not None:
+                    journal.write(record)
+                    for event in events:
+                        journal.write_event(event)
+                hopeless = hopeless or self._no_hope()
+            done = self.progress.step
+            if done == self._taken and (hopeless or self._stops or self._saves_after(done)):
+                self._save()
+            if hopeless:
+                raise Hopeless(f"stopped after step {done}, state saved: {hopeless}")
+
+    def _ask_to_stop(self, number: int) -> None:
+        """Every rank will know of it with the outcome of the next step that is agreed on."""
+        self._told = number
+        self.engine.optimizer.stop = True
+
+    def _leave(self) -> None:
+        """Raises Stopped on all ranks, once the first has said so: who leaves early takes the others with him."""
+        world, device = self.engine.optimizer.world, self.engine.device
+        stopped = Stopped(int(world.max_(torch.tensor(float(self._told), device=device)).item()))
+        if self.rank == 0:
+            print(f"{stopped} after step {self.progress.step}, state saved: the same command goes on", file=sys.stderr)
+        world.barrier()
+        raise stopped
+
+    def _no_hope(self) -> str:
+        """Why further steps are of no use; empty if they are."""
+        if self._raised is not None:
+            return f'precision.on_nonfinite = "raise", and {self._raised}'
+        return self.watch.advice() if self.watch.hopeless else ""
+
+    def _journal(self) -> Journal | nullcontext[None]:
+        """Rank 0 keeps it; the others have none."""
+        train, log = self.config.train, self.config.log
+        if self.rank:
+            return nullcontext()
+        return Journal(Path(train.folder), self.progress.step, train.steps, log.every, log.progress, log.tensorboard)
+
+    def _records(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Takes one step, and the evaluation that is due after it.
+
+        Returns, of each step whose outcome is now known, what metrics.jsonl and events.jsonl keep of it.
+        """
+        start = time.perf_counter()
+        known = self.step()
+        self._seconds.append(time.perf_counter() - start)
+        for report, progress in known:
+            shadow = self._shadows.pop(progress.step, None)
+            record = self._record(report, progress, self._seconds.popleft())
+            events = [event] if (event := self._overflow(report, progress)) else []
+            if shadow is not None:
+                record |= shadow_fields(shadow, self.config.fp8)
+                events.append(shadow_event(shadow, progress.step, self.config.fp8))
+            yield record, events
+
+    def _record(self, report: StepReport, progress: Progress, seconds: float) -> dict[str, Any]:
+        fields = {
+            "step": progress.step,
+            **report_fields(report),
+            "tokens": progress.tokens,
+            "tokens_per_s": self.config.tokens_per_step / seconds,
+            "seconds": seconds,
+            "skipped_total": progress.skipped,
+        }
+        if report.offenders:
+            fields["overflow_in"] = report.offenders[0].name
+        if self._evaluates_after(progress.step) and self.corpus.held_out is not None:
+            fields["eval_loss"] = self.evaluate(self.corpus.held_out)
+        return fields
+
+    def _evaluates_after(self, step: int) -> bool:
+        every = self.config.train.eval_every
+        return bool(every) and step % every == 0
+
+    def _shadowed(self, step: int) -> bool:
+        every = self.config.fp8.shadow_every
+        return bool(every) and step % every == 0
+
+    def _saves_after(self, step: int) -> bool:
+        every = self.config.checkpoint.every
+        return step == self.config.train.steps or (bool(every) and step % every == 0)
+
+    def _overflow(self, report: StepReport, progress: Progress) -> dict[str, Any] | None:
+        self.watch.note(report)
+        if report.outcome == "applied":
+            return None
+        batch = self.config.train.global_batch
+        samples = range(progress.samples - batch, progress.samples)
+        return overflow_event(report, progress.step, samples, self.watch, self._ids)
+
+    def _ids(self, position: int, count: int) -> list[int] | list[str]:
+        return self.corpus.train.labels(self.corpus.train.batch(position, count).ids)
+
+    def step(self) -> list[tuple[StepReport, Progress]]:
+        """Takes the next step. Returns the steps whose outcome is now known, each with what was then done in all.
+
+        That is this step, unless it was taken on a guess, and before it the last one, if that was. A step that is to
+        raise is remembered.
+        """
+        position = self.progress.samples + (self._taken - self.progress.step) * self.config.train.global_batch
+        recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
+        share = self.share(self.corpus.train, position)
+        if self._shadowed(self._taken + 1):
+            self._shadows[self._taken + 1] = self.engine.shadow(share, self._taken)
+        with self._accusing(self.corpus.train):
+            before = self.engine.accumulate(share, self._taken, recording)
+            known = [(before, self._count(before))] if before else []
+            self._taken += 1
+            if recording:
+                self._write_timeline(recording)
+            report = self._update()
+        return [*known, (report, self._count(report))] if report else known
+
+    def _update(self) -> StepReport | None:
+        try:
+            report = self.engine.update(self._lr())
+            if self._stops or self._needs_outcome(self._taken):
+                report = report or self.engine.settle()
+        except NonFiniteStep as error:
+            report, self._raised = error.report, error
+        return report
+
+    @contextmanager
+    def _accusing(self, samples: Samples | Blend, position: int | None = None) -> Iterator[None]:
+        """Says of an id outside of the vocabulary where it is. position: of the global batch; default: of the first one
+        whose outcome is not known."""
+        try:
+            yield
+        except OutsideVocabulary as error:
+            start = self.progress.samples if position is None else position
+            place, length = samples.place(start + error.sample), self.config.train.seq_length + 1
+            raise UserError(accusation(*place, length, error.vocab) or str(error)) from error
+
+    def _needs_outcome(self, step: int) -> bool:
+        """Whether something is done after `step` that must not be done on a guess."""
+        return self._evaluates_after(step) or self._saves_after(step) or self._shadowed(step + 1)
+
+    def _lr(self) -> float:
+        """The learning rate of the next step."""
+        progress = self.progress
+        return self.config.lr_schedule.at(
+            progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
+        )
+
+    def _count(self, report: StepReport) -> Progress:
+        """How far the run has come with this step, which may also say that it is to stop."""
+        self._stops |= report.stop
+        progress, batch, applied = self.progress, self.config.train.global_batch, int(report.changed)
+        self.progress = Progress(
+            progress.step + 1,
+            progress.applied + applied,
+            progress.samples + batch,
+            progress.applied_samples + applied * batch,
+            progress.tokens + self.config.tokens_per_step,
+        )
+        return self.progress
+
+    def _write_timeline(self, recording: Recording) -> None:
+        spans = recording.gather(self.engine.schedule, self.engine.device)
+        if self.rank == 0:
+            write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self._taken}")
+
+    def evaluate(self, samples: Samples | Blend) -> float:
+        """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.
+
+        If `samples` do not fill one batch, it begins again with them: some then count more than others.
+        """
+        batch = self.config.train.global_batch
+        count = max(1, min(self.config.train.eval_batches, len(samples) // batch))
+        total = 0.0
+        for n in range(count):
+            with self._accusing(samples, n * batch):
+                total += self.engine.evaluate(self.share(samples, n * batch))
+        return total / count
+
+    def share(self, samples: Samples | Blend, position: int) -> Share:
+        """This dp rank's consecutive part of the global batch that begins at `position`."""
+        own = self.config.train.global_batch // self.dp.size
+        batch = samples.batch(position + self.dp.rank * own, own)
+        packing = Packing(batch.documents, batch.positions)
+        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own, packing=packing)
+
+    def _save(self) -> None:
+        tokenizer = self.corpus.tokenizer
+        extra = {
+            "model": json.loads(self.corpus.model.model_dump_json()),
+            "progress": asdict(self.progress),
+            "watch": self.watch.state_dict(),
+            "layout": self.config.parallel.model_dump(),
+            "precision": self.config.precision.model_dump(),
+            "tokenizer": tokenizer.path.name if tokenizer else "",
+            "torch": torch.__version__,
+            "run": keys_of(self.config),
+        }
+        if self.corpus.identity:
+            extra["data"] = self.corpus.identity.model_dump()
+        beside = [tokenizer.path, tokenizer.path.with_name("tokenizer_config.json")] if tokenizer else []
+        files = [file for file in beside if file.is_file()]  # the second says which token ends a document
+        folder, keep = self.config.checkpoint_folder, self.config.checkpoint.keep
+        save(folder, self.progress.step, self.engine.optimizer, extra, keep, files, self.engine.fp8)

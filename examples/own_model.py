@@ -15,7 +15,7 @@ from models.config import ModelConfig
 from models.packing import WHOLE, Packing
 from models.stages import Cut
 from parallel.context import Context
-from parallel.dropout import Place, dropout
+from parallel.dropout import MicrobatchInfo, dropout
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, parameter
 from parallel.linear import Input, Linear
 from parallel.loss import cross_entropy
@@ -36,7 +36,7 @@ class Layer(nn.Module):
         self.up = ColumnParallelLinear(context, config.hidden, config.ffn, name=f"{name}.up")
         self.down = RowParallelLinear(context, config.ffn, config.hidden, name=f"{name}.down")
 
-    def forward(self, x: Tensor, place: Place | None) -> Tensor:
+    def forward(self, x: Tensor, place: MicrobatchInfo | None) -> Tensor:
         y = self.down(torch.relu(self.up(self.norm(x) * self.scale)[0]).square())[0]
         return x + dropout(y, self.probability, self.context, self.name, place)
 
@@ -55,7 +55,7 @@ class Stage(nn.Module):
             rows = Part.cut("head.weight", (config.vocab, config.hidden), 0, context.tp)
             self.head = parameter(context, [rows], config.init_std)
 
-    def forward(self, x: Tensor, place: Place | None = None, packing: Packing = WHOLE) -> Tensor:
+    def forward(self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE) -> Tensor:
         """int64 ids [s, b], or activations [s, b, hidden] ([s / tp, ...] where the sequence is cut) of the stage
         before -> activations, or logits [s, b, own rows of the vocabulary]. place: None in evaluation. packing: where
         documents end, for models whose tokens see each other."""

@@ -20,7 +20,7 @@ from parallel.mesh import make_mesh, world
 from parallel.norms import RMSNorm
 from parallel.pipeline.builders import one_f_one_b
 from parallel.pipeline.executor import Executor
-from parallel.pipeline.p2p import Links
+from parallel.pipeline.p2p import P2P
 
 HIDDEN, LENGTH, MICROBATCHES = 64, 32, 4
 
@@ -61,7 +61,7 @@ def main() -> None:
         return loss * optimizer.scale
 
     schedule = one_f_one_b(ranks=2, microbatches=MICROBATCHES)
-    links = Links.open(pp, schedule.rank_of_stage, (LENGTH, 1, HIDDEN), precision.compute, optimizer.device)
+    links = P2P.open(pp, schedule.rank_of_stage, (LENGTH, 1, HIDDEN), precision.compute, optimizer.device)
     executor = Executor(schedule.programs[pp.rank], links, forward, reduce=lambda stage: optimizer.reduce())
     for step in range(60):
         drawn = torch.Generator().manual_seed(step * dp.size + dp.rank)

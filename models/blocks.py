@@ -19,7 +19,7 @@ from models.moe import MixtureOfExperts
 from models.packing import hidden_pairs
 from models.rope import Rotate
 from parallel.context import Context
-from parallel.dropout import Place, attention_dropout, dropout
+from parallel.dropout import MicrobatchInfo, attention_dropout, dropout
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
 from parallel.norms import LayerNorm, RMSNorm
 
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        place: Place | None,
+        place: MicrobatchInfo | None,
         hidden: Tensor | None = None,
     ) -> Tensor:
         return self.context.recompute.run(
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         )
 
     def _attend(
-        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: Place | None, hidden: Tensor | None
+        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: MicrobatchInfo | None, hidden: Tensor | None
     ) -> Tensor:
         """From what the product with query, key and value makes, [s, b, own features], to what the output's takes."""
         query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return self._mix(query, key, value, place, hidden).permute(2, 0, 1, 3).flatten(2)
 
     def _mix(
-        self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, hidden: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, hidden: Tensor | None = None
     ) -> Tensor:
         """[b, n, s, d] each, with fewer key/value heads. Returns [b, n, s, d] in the dtype of products."""
         groups = query.shape[1] // key.shape[1]
@@ -112,7 +112,7 @@ class Attention(nn.Module):
         return mixed.to(plan.compute)
 
     def _mix_plainly(
-        self, query: Tensor, key: Tensor, value: Tensor, place: Place | None, hidden: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, hidden: Tensor | None
     ) -> Tensor:
         """Written out: the fused kernel draws its dropout from a generator that knows nothing of layouts, and rounds
         neither scores nor weights. Returns the dtype of the weights."""
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         return hidden_pairs(query.shape[2], self.config.window, None, query.device)
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout where it is asked for.
 
     x, the residual stream, and what comes of it, are in a dtype of their own; the branches compute in that of products.
@@ -152,7 +152,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        place: Place | None,
+        place: MicrobatchInfo | None,
         hidden: Tensor | None = None,
     ) -> Tensor:
         stream = self.config.dropout_at == "stream"
@@ -165,8 +165,8 @@ class Block(nn.Module):
         )
         return (attended + (fed if stream else self._drop(fed, "mlp", place))).to(x.dtype)
 
-    def _feed(self, y: Tensor, place: Place | None) -> Tensor:
+    def _feed(self, y: Tensor, place: MicrobatchInfo | None) -> Tensor:
         return self.mlp(y, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)
 
-    def _drop(self, x: Tensor, branch: str, place: Place | None) -> Tensor:
+    def _drop(self, x: Tensor, branch: str, place: MicrobatchInfo | None) -> Tensor:
         return dropout(x, self.config.dropout, self.context, f"{self.name}.{branch}", place)

@@ -24,7 +24,7 @@ from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.attribution import Onset
-from megaprec.optim.main_grad import forget
+from megaprec.optim.main_grad import reset_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.partial_grads import sum_partial
 from megaprec.optim.step_report import LOSS, NonFiniteStep, Offender, StepReport
@@ -35,11 +35,11 @@ from models.packing import WHOLE, Packing
 from models.stages import MakeStage, Stage, build, cuts
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction, Message, Op, Schedule, forward_only
-from parallel.pipeline.p2p import Links
+from parallel.pipeline.p2p import P2P
 from parallel.pipeline.simulate import sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
@@ -148,9 +148,7 @@ class Engine:
         self._chunk = {stage: chunk for chunk, stage in enumerate(self.stages)}
         shape = (seq_length // (self.tp.size if context.cut_sequence else 1), micro_batch, config.hidden)
         sends = max(sends_under_way(schedule), sends_under_way(evaluation))
-        self._links = links = Links.open(
-            self.pp, schedule.rank_of_stage, shape, plan.pipeline, self.device, sends=sends
-        )
+        self._links = links = P2P.open(self.pp, schedule.rank_of_stage, shape, plan.pipeline, self.device, sends=sends)
         train, evaluate = schedule.programs[self.pp.rank], evaluation.programs[self.pp.rank]
         ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
         self._shared_ends = config.tied and ends == {self.pp.rank} and self.last > 0
@@ -329,7 +327,7 @@ class Engine:
             yield
         finally:
             for buffer in buffers:
-                forget(buffer.parameters)
+                reset_accumulation(buffer.parameters)
 
     def _begin(self, share: Share, step: int | None, scale: Tensor) -> _Running:
         if len(share.tokens) != self._rows:
@@ -356,14 +354,14 @@ class Engine:
         place = None
         if run.step is not None:
             samples = torch.arange(rows.start, rows.stop, device=self.device) + run.share.first
-            place = Place(run.step, samples, run.scale / (self._rows * self.dp.size))
+            place = MicrobatchInfo(run.step, samples, run.scale / (self._rows * self.dp.size))
         plan = self.optimizer.plan
         x = self._inside(run.share.tokens[rows]) if received is None else received.to(plan.residual)
         y = self.stages[stage](x, place, run.share.packing.rows(rows))
         return y.to(plan.pipeline) if stage < self.last else self._scaled_loss(stage, y, rows)
 
     def _scaled_loss(self, stage: int, logits: Tensor, rows: slice) -> Tensor:
-        """This micro-batch's part of the mean loss, times the loss scale (which other losses get by their `Place`)."""
+        """This micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo` scales the others."""
         run = self._running
         losses = self.stages[stage].losses(logits, self._inside(run.share.targets[rows]))
         if run.share.mask is not None:

@@ -28,7 +28,7 @@ from models.config import ModelConfig
 from models.mlp import MLP
 from parallel import collectives
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, parameter
 from parallel.linear import Input, Linear, Widen
 
@@ -63,7 +63,7 @@ class MixtureOfExperts(nn.Module):
             Expert(config, context, f"{name}.experts.{n}", layer) for n in range(config.experts)
         )
 
-    def forward(self, x: Tensor, place: Place | None) -> Tensor:
+    def forward(self, x: Tensor, place: MicrobatchInfo | None) -> Tensor:
         """x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; the same for the result."""
         tp, cut = self.context.tp, self.context.cut_sequence
         whole = collectives.gather(x, tp) if cut else collectives.copy(x, tp)
@@ -71,7 +71,7 @@ class MixtureOfExperts(nn.Module):
         y = self._through_experts(whole.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view(whole.shape)
         return collectives.scatter(y, tp) if cut else collectives.reduce(y, tp)
 
-    def _route(self, x: Tensor, place: Place | None) -> tuple[Tensor, Tensor]:
+    def _route(self, x: Tensor, place: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
         """Weights, in the sensitive dtype, and numbers of each token's experts, both [s, b, experts_per_token]."""
         wide = self.context.plan.sensitive
         logits = F.linear(x.to(wide), Widen.apply(self.router, wide))

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
-from models.blocks import Block, make_norm
+from models.blocks import DecoderLayer, make_norm
 from models.config import ModelConfig
 from models.packing import WHOLE, Packing, hidden_pairs
 from models.rope import rotary_tables
 from parallel.activation_checkpoint import KEEP, Recompute, recomputed
 from parallel.context import Context
-from parallel.dropout import Place, dropout
+from parallel.dropout import MicrobatchInfo, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, Input, Linear
 from parallel.loss import cross_entropy
@@ -72,9 +72,11 @@ class Stage(nn.Module):
             self.head = self._make_head(tied)
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def _make_block(self, n: str) -> Block:
+    def _make_block(self, n: str) -> DecoderLayer:
         within = self.context.recompute.within(whole=n in self.again)
-        return Block(self.config.of_layer(int(n)), replace(self.context, recompute=within), f"layers.{n}", int(n))
+        return DecoderLayer(
+            self.config.of_layer(int(n)), replace(self.context, recompute=within), f"layers.{n}", int(n)
+        )
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         if self.config.tied and self.cut.first:
@@ -84,7 +86,7 @@ class Stage(nn.Module):
         std = self.config.initial_std("embedding" if self.config.tied else "head")
         return parameter(self.context, [rows], std, tied=tied)
 
-    def forward(self, x: Tensor, place: Place | None = None, packing: Packing = WHOLE) -> Tensor:
+    def forward(self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE) -> Tensor:
         length = x.shape[0] * (self.context.tp.size if self.context.cut_sequence and not self.cut.first else 1)
         if self.cut.first:
             x = self._embed(x, place, packing.positions)
@@ -105,7 +107,7 @@ class Stage(nn.Module):
         windows = {self._window(n) for n in self.layers}
         return {window: hidden_pairs(length, window, documents, device) for window in windows}
 
-    def _embed(self, ids: Tensor, place: Place | None, positions: Tensor | None) -> Tensor:
+    def _embed(self, ids: Tensor, place: MicrobatchInfo | None, positions: Tensor | None) -> Tensor:
         x = self.embedding(ids)
         if self.config.embedding_grad_scale != 1:
             x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
@@ -127,7 +129,7 @@ class Stage(nn.Module):
             into=lambda y: Linear.apply(y, self.head, None, lies, c.tp, c.deferred, products),
         )
 
-    def _hand_out(self, logits: Tensor, place: Place | None) -> Tensor:
+    def _hand_out(self, logits: Tensor, place: MicrobatchInfo | None) -> Tensor:
         """Logits in the plan's `output`. Training does without widening them: it would change no number of the loss,
         which is computed in the sensitive dtype in any case."""
         output = self.context.plan.output

@@ -8,12 +8,12 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.fp8.linear import FP8Gemm
-from megaprec.fp8.params import Held, hold
+from megaprec.fp8.params import FP8Param, hold
 from megaprec.fp8.state import FP8State
-from megaprec.precision.gemm import Gemm, Products
+from megaprec.precision.gemm import Gemm, GemmProvider
 from megaprec.precision.plan import PrecisionPlan
 from parallel.activation_checkpoint import KEEP, Recompute
-from parallel.weight_grad_queue import Deferred
+from parallel.weight_grad_queue import WeightGradQueue
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Context:
     tp: Axis = Axis("tp")
     sequence: bool = False
     seed: int = 0
-    deferred: Deferred = field(default_factory=Deferred, compare=False)
+    deferred: WeightGradQueue = field(default_factory=WeightGradQueue, compare=False)
     recompute: Recompute = KEEP
     fp8: FP8State = field(default_factory=FP8State, compare=False)
 
@@ -42,24 +42,24 @@ class Context:
                 'use "step"'
             )
 
-    def products(self, weight: nn.Parameter) -> Products:
+    def products(self, weight: nn.Parameter) -> GemmProvider:
         """Who makes the products with a layer's weight [n, k]. What comes out is activations."""
         parts = layout_of(weight).parts
         name = parts[0].name
-        wide = Gemm(self.plan.computes(name), self.plan.compute, self.plan.tf32)
-        if self.fp8.recipe is None or self.plan.keeps(name):
+        wide = Gemm(self.plan.compute_dtype(name), self.plan.compute, self.plan.tf32)
+        if self.fp8.recipe is None or self.plan.keeps_fp32(name):
             return wide
-        reach = self.fp8.register(parts)
-        if reach.wide:
+        eligible = self.fp8.register(parts)
+        if eligible.fallback_reason:
             return wide
-        held = Held(self.fp8, reach) if self.fp8.recipe.parameters else None
+        held = FP8Param(self.fp8, eligible) if self.fp8.recipe.parameters else None
         if held is not None:
             hold(weight, held)
-        return FP8Gemm(self.fp8, reach, parts[0].dim, wide, held)
+        return FP8Gemm(self.fp8, eligible, parts[0].dim, wide, held)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
         """The same for what comes out as logits, which stay in the dtype of the products; never FP8."""
-        dtype = self.plan.computes(name)
+        dtype = self.plan.compute_dtype(name)
         return Gemm(dtype, dtype, self.plan.tf32, grad_scale)
 
     def in_fp32(self) -> "Context":

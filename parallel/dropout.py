@@ -15,7 +15,7 @@ from parallel.context import Context
 
 
 @dataclass(frozen=True)
-class Place:
+class MicrobatchInfo:
     """Where in the run a micro-batch stands.
 
     step: number of the training step. samples: int64 [b], each sample's number within the global batch.
@@ -28,7 +28,7 @@ class Place:
     weight: Tensor | None = None
 
 
-def dropout(x: Tensor, probability: float, context: Context, name: str, place: Place | None) -> Tensor:
+def dropout(x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None) -> Tensor:
     """x [s, b, hidden], or this rank's part of the sequence if that is cut. None for `place` (evaluation) keeps all."""
     if place is None or probability == 0:
         return x
@@ -39,7 +39,9 @@ def dropout(x: Tensor, probability: float, context: Context, name: str, place: P
     )
 
 
-def attention_dropout(weights: Tensor, probability: float, context: Context, name: str, place: Place | None) -> Tensor:
+def attention_dropout(
+    weights: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None
+) -> Tensor:
     """weights [b, own heads, query, key]."""
     if place is None or probability == 0:
         return weights
@@ -50,7 +52,7 @@ def attention_dropout(weights: Tensor, probability: float, context: Context, nam
 
 
 def _drop(
-    x: Tensor, probability: float, context: Context, name: str, place: Place, coordinates: tuple[Tensor, ...]
+    x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo, coordinates: tuple[Tensor, ...]
 ) -> Tensor:
     secret = key(context.seed, place.step, name)
     index = torch.zeros((), dtype=torch.int64, device=x.device)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import Layout, Part, attach, layout_of
 from megaprec.comm.random import normal_part
-from megaprec.optim.main_grad import cleared, has_main_gradient
+from megaprec.optim.main_grad import cleared, has_main_grad
 from parallel import collectives
 from parallel.context import Context
 from parallel.linear import Add, Input, Linear
@@ -186,7 +186,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None, None]:  # type: ignore[override]
         ids, foreign = ctx.saved_tensors
-        kept = has_main_gradient(ctx.weight)
+        kept = has_main_grad(ctx.weight)
         total = cleared(ctx.weight) if kept else torch.zeros_like(ctx.weight)
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
@@ -206,7 +206,7 @@ def parameter(
 
     It lies on the CPU until an optimizer's buffer or `module.to` moves it. Padding is zero.
     """
-    held, masters = context.plan.holds(parts[0].name), context.plan.masters
+    held, masters = context.plan.param_dtype(parts[0].name), context.plan.masters
     dtype = masters if masters.itemsize > held.itemsize else held
     slices = []
     for part in parts:

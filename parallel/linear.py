@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.main_grad import cleared, given, has_main_gradient
-from megaprec.precision.gemm import Factor, Gemm, Products
-from parallel.weight_grad_queue import Deferred
+from megaprec.optim.main_grad import begin_accumulation, cleared, has_main_grad
+from megaprec.precision.gemm import Factor, Gemm, GemmProvider
+from parallel.weight_grad_queue import WeightGradQueue
 
 
 class Input(Enum):
@@ -32,8 +32,8 @@ class Linear(torch.autograd.Function):
     """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s for SEQUENCE.
 
     deferred: where the gradient of a weight that has a main gradient is put off; a bias's never is.
-    products: who makes them; in the dtype of x unless given. What they keep of x is saved, but not under SEQUENCE:
-        then x itself is, of which the backward pass gathers the whole again.
+    products: the matrix products of this layer; in the dtype of x if None. What they keep of x is saved, but not
+        under SEQUENCE: then x itself is, of which the backward pass gathers the whole again.
     """
 
     @staticmethod
@@ -44,11 +44,11 @@ class Linear(torch.autograd.Function):
         bias: nn.Parameter | None,
         lies: Input,
         tp: Axis,
-        deferred: Deferred | None = None,
-        products: Products | None = None,
+        deferred: WeightGradQueue | None = None,
+        products: GemmProvider | None = None,
     ) -> Tensor:
         ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
-        ctx.deferred, ctx.dtype = deferred or Deferred(), x.dtype
+        ctx.deferred, ctx.dtype = deferred or WeightGradQueue(), x.dtype
         ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
         y, kept = ctx.products.forward(_rows(whole), weight)
@@ -70,7 +70,7 @@ class Linear(torch.autograd.Function):
             return weight_gradient(products, weight, for_weight, kept())
 
         grad_weight = None
-        if not has_main_gradient(weight):
+        if not has_main_grad(weight):
             grad_weight = make_weight_gradient()  # autograd itself wants it, now
         else:
             ctx.deferred.run(make_weight_gradient)
@@ -92,7 +92,7 @@ def _start_keeping(ctx: Any, saved: Factor) -> Callable[[], Factor]:
     if ctx.lies is not Input.SEQUENCE:
         return lambda: saved
     products, tp = ctx.products, ctx.tp
-    wait = partial(tp.gather, saved[0]) if ctx.deferred.puts_off else tp.start_gather(saved[0])
+    wait = partial(tp.gather, saved[0]) if ctx.deferred.is_collecting else tp.start_gather(saved[0])
     return lambda: products.keep(_rows(wait()))
 
 
@@ -105,18 +105,18 @@ def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable
     return lambda: (wait(), grad_x)[1]
 
 
-def weight_gradient(products: Products, weight: nn.Parameter, grad: Factor, x: Factor) -> Tensor | None:
+def weight_gradient(products: GemmProvider, weight: nn.Parameter, grad: Factor, x: Factor) -> Tensor | None:
     """The weight's gradient, added into the main gradient if there is one (then None is returned)."""
-    if not has_main_gradient(weight):
+    if not has_main_grad(weight):
         return products.weight_gradient(grad, x).to(weight.dtype)
-    main, first = given(weight)
+    main, first = begin_accumulation(weight)
     products.add_weight_gradient_(main, grad, x, first)
     return None
 
 
 def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
     """Sum of `rows` [tokens, n], added into the main gradient of a vector if there is one (then None is returned)."""
-    if not has_main_gradient(vector):
+    if not has_main_grad(vector):
         return rows.sum(0).to(vector.dtype)
     main = cleared(vector)
     main.add_(rows.sum(0, dtype=torch.promote_types(rows.dtype, main.dtype)))
@@ -138,7 +138,7 @@ class Add(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        kept = has_main_gradient(ctx.parameter)
+        kept = has_main_grad(ctx.parameter)
         total = cleared(ctx.parameter) if kept else torch.zeros_like(ctx.parameter)
         if ctx.rows is None:
             total.add_(grad.flatten(0, -2).sum(0, dtype=total.dtype))
@@ -159,7 +159,7 @@ class Widen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        if not has_main_gradient(ctx.parameter):
+        if not has_main_grad(ctx.parameter):
             return grad.to(ctx.parameter.dtype), None
         cleared(ctx.parameter).add_(grad)
         return None, None

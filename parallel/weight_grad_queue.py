@@ -11,7 +11,7 @@ from contextlib import contextmanager
 Work = deque[Callable[[], object]]
 
 
-class Deferred:
+class WeightGradQueue:
     """What the layers of a rank and its executor share: where work goes that can wait."""
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Deferred:
             self._collected.append(work)
 
     @property
-    def puts_off(self) -> bool:
+    def is_collecting(self) -> bool:
         """Whether `run` leaves work to someone."""
         return self._collected is not None
 

@@ -21,7 +21,7 @@ from megaprec.comm.layout import Layout, Part, attach
 from megaprec.optim.main_grad import cleared
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
-from megaprec.optim.update_rules import Rule, rule
+from megaprec.optim.update_rules import UpdateRule, rule
 from megaprec.precision.plan import plan
 from tests.layouts import Fragment, assemble, fragments
 from tests.ranks import run_ranks
@@ -72,7 +72,7 @@ class Case:
     folder: Path | None = None
     fine: int = 1024
 
-    def make_rule(self) -> Rule:
+    def make_rule(self) -> UpdateRule:
         return rule(*self.rule)
 
 

@@ -20,7 +20,7 @@ from tools.config.run_file import describe
 from tools.training import generate
 from tools.training.launch import must_tell, note_failure, slurm_environment
 from tools.training.signals import Stopped
-from tools.training.skipped_steps import Hopeless
+from tools.training.skipped_steps import TrainingDiverged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
         if must_tell():
             print(*error.problems, sep="\n", file=sys.stderr)
         return 2
-    except Hopeless as stop:
+    except TrainingDiverged as stop:
         note_failure(stop)
         if must_tell():
             print(stop, file=sys.stderr)

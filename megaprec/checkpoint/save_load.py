@@ -100,7 +100,7 @@ def _lost(store: Store, plan: PrecisionPlan) -> str:
     """What cannot be had back from a checkpoint whose weights are narrower than the masters; empty if none is."""
     saved = {k.partition("/")[2]: v["dtype"] for k, v in store.index["tensors"].items() if k.startswith("weight/")}
     sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
-    wanted = {name: max(plan.masters, plan.holds(name), key=lambda dtype: dtype.itemsize) for name in saved}
+    wanted = {name: max(plan.masters, plan.param_dtype(name), key=lambda dtype: dtype.itemsize) for name in saved}
     narrow = [name for name, dtype in saved.items() if sizes.get(dtype, 0) < wanted[name].itemsize]
     if not narrow:
         return ""

@@ -16,7 +16,7 @@ from megaprec.precision.plan import LossScaling
 WINDOW = 1000  # steps that "recently" means
 
 
-class OverflowWatch:
+class OverflowMonitor:
     """Follows the outcomes of a run, the same on every rank.
 
     patience: how many skips in a row are borne that a lower scale would not have helped.

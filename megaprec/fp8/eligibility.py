@@ -15,19 +15,19 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Reach:
+class Eligibility:
     """What becomes of the products with one weight.
 
     name: of the first logical tensor that is stacked in it. shape: [n, k], as a rank holds it.
-    wide: why they stay in the compute dtype; empty if they are in FP8.
+    fallback_reason: why they stay in the compute dtype; empty if they are in FP8.
     """
 
     name: str
     shape: tuple[int, int]
-    wide: str = ""
+    fallback_reason: str = ""
 
 
-def reach(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Reach:
+def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligibility:
     """What `recipe` does with the products of a weight that is made of `parts`, in a model of so many layers.
 
     Raises UserError for patterns that match some of the parts.
@@ -39,11 +39,11 @@ def reach(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Reach:
         names = " and ".join(part.name for part in parts)
         raise UserError(f"fp8.wide: {names} are one weight, of which patterns match a part: match all or none")
     if why := next(iter(sorted(asked))):
-        return Reach(name, shape, why)
+        return Eligibility(name, shape, why)
     unfit = misfit(recipe.kind, *shape)
     if unfit and not recipe.pad:
-        return Reach(name, shape, f"{unfit}, and fp8.pad = false")
-    return Reach(name, shape)
+        return Eligibility(name, shape, f"{unfit}, and fp8.pad = false")
+    return Eligibility(name, shape)
 
 
 def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:

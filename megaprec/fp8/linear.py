@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megaprec.fp8.eligibility import Reach
+from megaprec.fp8.eligibility import Eligibility
 from megaprec.fp8.formats import Role
 from megaprec.fp8.matmul import add_product_, multiply
-from megaprec.fp8.params import Held
+from megaprec.fp8.params import FP8Param
 from megaprec.fp8.quantize import Codes, amax_of, block_of, quantize_both
 from megaprec.fp8.state import OFF, Casts, FP8State, Scope
 from megaprec.precision.fp8_recipe import FP8Recipe
@@ -36,10 +36,10 @@ class FP8Gemm:
     """
 
     state: FP8State
-    reach: Reach
+    reach: Eligibility
     cut: int | None
     wide: Gemm
-    held: Held | None = None
+    held: FP8Param | None = None
     scope: Scope = OFF
     scales: Mapping[Role, Tensor] = field(default_factory=dict)
     moment: int = 0

@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.fp8.eligibility import Reach
+from megaprec.fp8.eligibility import Eligibility
 from megaprec.fp8.formats import cast, format_of, limit
 from megaprec.fp8.quantize import Codes, amax_of, block_of, counts_lost, spread
 from megaprec.fp8.scaling import scale_of
 from megaprec.fp8.state import FP8State
 
 
-class Held:
+class FP8Param:
     """What belongs to the codes of a weight [n, k], of which a parameter holds nothing else once a buffer has it.
 
     dtype: of the codes. block: how many rows and columns share a scale. inverse: what undoes the scales,
     [n / block[0], k / block[1]] rounded up, float32; changed in place.
     """
 
-    def __init__(self, state: FP8State, reach: Reach) -> None:
+    def __init__(self, state: FP8State, reach: Eligibility) -> None:
         assert state.recipe is not None
         self.state, self.name, self.shape = state, reach.name, torch.Size(reach.shape)
         self.dtype = format_of(state.recipe, "weight")
@@ -62,7 +62,7 @@ class Held:
         return self.state.scale(self.name, "weight").expand_as(amax)
 
 
-def hold(parameter: nn.Parameter, held: Held) -> None:
+def hold(parameter: nn.Parameter, held: FP8Param) -> None:
     """Has the parameter kept in codes from when a buffer takes it over; until then it is wide."""
     parameter.megaprec_fp8 = held  # type: ignore[attr-defined]
 
@@ -73,17 +73,17 @@ def release(parameter: nn.Parameter) -> None:
         delattr(parameter, "megaprec_fp8")
 
 
-def held_of(parameter: nn.Parameter) -> Held | None:
+def fp8_param_of(parameter: nn.Parameter) -> FP8Param | None:
     """What `hold` said; None of a parameter without a gradient, which nobody keeps masters of."""
     return getattr(parameter, "megaprec_fp8", None) if parameter.requires_grad else None
 
 
 @dataclass(frozen=True)
-class Owned:
+class FP8ParamShard:
     """One weight's codes, flat [n * k], and the part of its masters, elements [start, start + len(masters)), that this
     rank owns, perhaps none."""
 
-    held: Held
+    held: FP8Param
     codes: Tensor
     masters: Tensor
     start: int
@@ -116,7 +116,7 @@ class Owned:
         return whole
 
 
-def agreed_amaxes(owned: Sequence[Owned], shards: Axis, tp: Axis) -> list[Tensor]:
+def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> list[Tensor]:
     """The largest magnitudes of whole weights, or of their blocks, from those of each rank's part.
 
     Collective over `shards`, the ranks that share masters, and over tp where a scale serves the whole tensor.

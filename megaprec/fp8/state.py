@@ -29,7 +29,7 @@ from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.fp8 import transformer_engine
-from megaprec.fp8.eligibility import Reach, not_computed, reach
+from megaprec.fp8.eligibility import Eligibility, eligibility, not_computed
 from megaprec.fp8.formats import Role, format_of
 from megaprec.fp8.history import AmaxHistory
 from megaprec.fp8.quantize import Codes, counts_lost
@@ -73,7 +73,7 @@ class FP8State:
         self.recipe, self.layers, self.device = recipe, layers, device
         self.tp, self.dp = tp or Axis("tp"), dp or Axis("dp")
         self.stage = stage or self.tp
-        self.reached: list[Reach] = []
+        self.reached: list[Eligibility] = []
         self.scope = OFF
         self.rolls = 0  # how often the history has advanced
         self.renew: Callable[[bool], None] | None = None
@@ -100,15 +100,15 @@ class FP8State:
             return FP8State(recipe, layers, tp, tp, dp, device_of(mesh))
         return FP8State(recipe, layers, tp, Axis.stage(mesh, own=recipe.history == "te"), device=device_of(mesh))
 
-    def register(self, parts: Sequence[Part]) -> Reach:
+    def register(self, parts: Sequence[Part]) -> Eligibility:
         """Notes the weight that `parts` are stacked in, and says whether its products are to be in FP8."""
         if "bank" in self.__dict__:
             raise RuntimeError(f"{parts[0].name} came after the first pass: build all layers before")
         assert self.recipe is not None
-        self.reached.append(reach(self.recipe, parts, self.layers))
+        self.reached.append(eligibility(self.recipe, parts, self.layers))
         return self.reached[-1]
 
-    def leave_out(self, reached: Reach, why: str) -> None:
+    def leave_out(self, reached: Eligibility, why: str) -> None:
         """Has the products with a registered weight made wide after all; to be called before the first pass."""
         self.reached[self.reached.index(reached)] = replace(reached, wide=why)
 
@@ -116,7 +116,9 @@ class FP8State:
     def names(self) -> tuple[str, ...]:
         """The tensors that have a delayed scale: "<logical name of the weight>.<role>"."""
         delayed = self.recipe is not None and self.recipe.kind == "delayed"
-        return tuple(f"{one.name}.{role}" for one in self.reached if delayed and not one.wide for role in ROLES)
+        return tuple(
+            f"{one.name}.{role}" for one in self.reached if delayed and not one.fallback_reason for role in ROLES
+        )
 
     @cached_property
     def bank(self) -> AmaxHistory:
@@ -127,7 +129,7 @@ class FP8State:
     @property
     def narrow(self) -> set[str]:
         """The weights whose products are in FP8, each by its first logical name."""
-        return {one.name for one in self.reached if not one.wide}
+        return {one.name for one in self.reached if not one.fallback_reason}
 
     @property
     def products(self) -> int:

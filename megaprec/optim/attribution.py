@@ -24,7 +24,7 @@ _LINE = 4096  # bytes of JSON that each rank may send
 _NEVER = 1 << 60  # later than any moment
 
 
-def locate(
+def attribute_nonfinite(
     buffers: Sequence[Buffer], pp: Axis, tp: Axis, world: Axis, device: torch.device, most: int = 5
 ) -> tuple[Offender, ...]:
     """The logical tensors with the most non-finite gradient elements, worst first, the same on every rank.

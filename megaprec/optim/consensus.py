@@ -19,7 +19,7 @@ _ODD = tuple(v - 2**64 for v in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xABC98
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Consensus:
     """The same on every rank, on the device. norm: of the still scaled gradients. zeros: by pipeline rank, [pp].
 
     finite: whether gradients and loss are; same_scaler, same_parameters: whether the ranks came with equal ones.
@@ -35,7 +35,7 @@ class Agreed:
     stops: Tensor
 
 
-class Agreement:
+class StepConsensus:
     """Packs and reads the numbers. p: which norm of the gradients is asked for."""
 
     def __init__(self, pp: Axis, world: Axis, p: float, device: torch.device) -> None:
@@ -62,13 +62,13 @@ class Agreement:
         numbers = torch.stack((squares, own, scaler, scaler.square(), told))
         return torch.cat((numbers, stage.view(-1), slots))
 
-    def read(self, summed: Tensor) -> Agreed:
+    def read(self, summed: Tensor) -> Consensus:
         """What the sum over the world says."""
         numbers, stages, slots = summed.split(self.lengths)
         squares, loss, scaler, scaler_squared, stops = numbers.unbind()
         zeros, digests, digests_squared = stages.view(3, -1).unbind()
         ranks_of_stage = self.world.size // self.pp.size
-        return Agreed(
+        return Consensus(
             norm=squares.sqrt() if self.p == 2 else joined_norm(slots, self.p),
             loss=loss,
             zeros=zeros,

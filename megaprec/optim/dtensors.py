@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach, layout_of
 from megaprec.errors import UserError
-from megaprec.optim.main_grad import given
+from megaprec.optim.main_grad import begin_accumulation
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 DTensor = Any  # torch's own takes half a second to import
@@ -79,7 +79,7 @@ class StandIn:
                 f"{self.name}: the gradient is spread as {placed}, its parameter as {self.spread.placements}; nothing "
                 "was changed"
             )
-        main, _ = given(self.parameter)
+        main, _ = begin_accumulation(self.parameter)
         self._flat_slice(main).copy_(grad.to_local().reshape(-1))
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class StandIn:
 
 
 def _part_of(spread: DTensor) -> Part:
-    """The slice that this rank holds, by the name that the DTensor was given with its layout."""
+    """The slice that this rank holds, by the name that the DTensor's layout gives."""
     (whole,) = layout_of(spread).parts
     coordinate = spread.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -112,14 +112,14 @@ def _part_of(spread: DTensor) -> Part:
 
 
 def _require_planned(name: str, spread: DTensor, plan: PrecisionPlan) -> None:
-    held, said = plan.holds(name), dtype_name(spread.dtype)
+    held, said = plan.param_dtype(name), dtype_name(spread.dtype)
     if spread.dtype != held:
         raise UserError(
             f"{name} is held in {said} by fully_shard, but the plan has parameters = {dtype_name(held)}: make the plan "
             f'with parameters="{said}" and give fully_shard a MixedPrecisionPolicy(param_dtype={plan.compute}), or '
             f"cast the model to {held} before fully_shard"
         )
-    if plan.holds(name) == plan.parameters and plan.gradients != spread.dtype:
+    if plan.param_dtype(name) == plan.parameters and plan.gradients != spread.dtype:
         raise UserError(
             f"{name}: fully_shard adds gradients up in {said}, in which it holds the parameter, but the plan has "
             f'gradients = {dtype_name(plan.gradients)}: make the plan with gradients="{said}", or let fully_shard hold '

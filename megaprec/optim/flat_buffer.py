@@ -25,9 +25,9 @@ from torch.autograd.graph import increment_version
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
-from megaprec.fp8.params import Owned, held_of
+from megaprec.fp8.params import FP8ParamShard, fp8_param_of
 from megaprec.optim.main_grad import collect
-from megaprec.optim.update_tile import Block, Draw
+from megaprec.optim.update_tile import Draw, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
 
@@ -87,7 +87,7 @@ class Buffer:
                 yield Piece(part, start + first, start + last, part.copy == 0 and layout.counts(pp_rank))
 
     def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
-        plan, held, own = self.plan, held_as(self.parameters[0], self.plan), self.last - self.first
+        plan, held, own = self.plan, param_dtype(self.parameters[0], self.plan), self.last - self.first
         wide = plan.masters if plan.masters.itemsize > held.itemsize else held
         as_planned = held == plan.parameters or self.in_codes
         self.weights = torch.zeros(self.size, dtype=held, device=device)
@@ -110,17 +110,17 @@ class Buffer:
     @property
     def in_codes(self) -> bool:
         """Whether the weights are FP8 codes, of which `owned` says what this rank makes."""
-        return held_of(self.parameters[0]) is not None
+        return fp8_param_of(self.parameters[0]) is not None
 
-    def _owned(self) -> Iterator[Owned]:
+    def _owned(self) -> Iterator[FP8ParamShard]:
         assert self.masters is not None
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            held = held_of(parameter)
+            held = fp8_param_of(parameter)
             assert held is not None
             held.inverse = held.inverse.to(self.weights.device)
             first, last = max(start, self.first), max(start, self.first, min(start + parameter.numel(), self.last))
             masters = self.masters[first - self.first : last - self.first]
-            yield Owned(held, parameter.data.view(-1), masters, first - start)
+            yield FP8ParamShard(held, parameter.data.view(-1), masters, first - start)
 
     def _move_in(self, parameter: nn.Parameter, start: int) -> None:
         values = parameter.data.reshape(-1)
@@ -139,20 +139,20 @@ class Buffer:
         """This rank's slice of `weights` or `grads` (a view)."""
         return flat[self.first : self.last]
 
-    def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Block]:
+    def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Tile]:
         """Elements [first, last) of the own slice, in runs of `length`; 0: one that suits the device."""
         gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)  # random numbers take 8 bytes an element, and more
         length = length or (BLOCK if self.weights.device.type == "cpu" else gpu)
         for start in range(first, last, length):
             yield self._block(start, min(start + length, last))
 
-    def _block(self, first: int, last: int) -> Block:
+    def _block(self, first: int, last: int) -> Tile:
         low, high = first + self.first, last + self.first
         overlaps = [(p, max(p.start, low), min(p.stop, high)) for p in self.pieces]
         spans = [(p.part, a - p.start, a - low, b - low) for p, a, b in overlaps if a < b]
         weights = self.masters if self.in_codes else self.own(self.weights)
         assert weights is not None
-        return Block(
+        return Tile(
             weights=weights[first:last],
             grads=self.own(self.grads)[first:last],
             masters=None if self.masters is None else self.masters[first:last],
@@ -263,12 +263,12 @@ class Buffer:
         return sum(tensor.nbytes for tensor in kept)
 
 
-def held_as(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
+def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
     """The dtype in which a parameter is held. Raises UserError if the plan wants its parts in different ones."""
-    if (held := held_of(parameter)) is not None:
+    if (held := fp8_param_of(parameter)) is not None:
         return held.dtype
     parts = layout_of(parameter).parts
-    wanted = {plan.holds(part.name) for part in parts}
+    wanted = {plan.param_dtype(part.name) for part in parts}
     if len(wanted) > 1:
         names, dtypes = (" and ".join(some) for some in ((p.name for p in parts), sorted(map(dtype_name, wanted))))
         raise UserError(f"keep_fp32: {names} are one parameter, whose parts would be {dtypes}: match all or none")
@@ -295,7 +295,7 @@ def buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) 
     found = []
     for parameter in parameters:
         layout, first = layout_of(parameter), layout_of(parameter).parts[0]
-        alike = kinds.setdefault((layout.tied, held_as(parameter, plan), first.shards * first.copies), [])
+        alike = kinds.setdefault((layout.tied, param_dtype(parameter, plan), first.shards * first.copies), [])
         if not alike or sum(p.numel() for p in alike[-1]) >= size:
             alike.append([])
             found.append(alike[-1])

@@ -15,7 +15,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import everyones
 from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import is_given
+from megaprec.optim.main_grad import has_gradient
 
 _MOST = 3  # names that are said of each rank
 _BITS = 20  # of a digest, so few that sums of squares over thousands of ranks are exact in float64
@@ -24,7 +24,7 @@ _BITS = 20  # of a digest, so few that sums of squares over thousands of ranks a
 def missing(buffers: Sequence[Buffer]) -> list[str]:
     """Logical names of the parameters that no gradient of this step came for."""
     parameters = (parameter for buffer in buffers for parameter in buffer.parameters)
-    return [layout_of(p).parts[0].name for p in parameters if not is_given(p)]
+    return [layout_of(p).parts[0].name for p in parameters if not has_gradient(p)]
 
 
 def digest(names: Sequence[str]) -> float:

@@ -1,10 +1,10 @@
 """What travels between ranks while the model computes: sums of gradients, and weights on their way back.
 
 A backward pass goes from the last layer to the first, so the gradients of the last layers are final long before the
-pass is over. `Sums` begins to sum a buffer when the last gradient has been added to it, and does so in one order on
-all ranks, whatever the order in which buffers become ready: collectives are matched by order. Collecting weights
-under ZeRO-1 is the same the other way round: the next forward pass needs the first layers first, so `Arrivals` makes
-each layer wait only for the buffers that its own weights lie in.
+pass is over. `GradReducer` begins to reduce a buffer when the last gradient has been added to it, in one order on all
+ranks, whatever the order in which buffers become ready: collectives are matched by order. Gathering weights under
+ZeRO-1 is the same the other way round: the next forward pass needs the first layers first, so `ParamGatherer` makes
+each layer wait only for the buffers that hold its own weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import complete
+from megaprec.optim.main_grad import zero_missing_grads
 from megaprec.optim.partial_grads import sum_partial
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 WaitFor = Callable[[Sequence[Buffer]], None]
 
 
-class Sums:
-    """Sums of gradients over tp and dp, by model chunk.
+class GradReducer:
+    """GradReducer of gradients over tp and dp, by model chunk.
 
     chunks: the buffers of each, in the order of the forward pass. early: sums begin within the last backward pass and
     go on beside what follows; otherwise each is over when `reduce` returns.
@@ -66,7 +66,7 @@ class Sums:
         ends, awaited = self._ends.setdefault(chunk, []), self._awaited.get(chunk)
         while len(ends) < len(self._chunks[chunk]) and not (awaited and awaited[len(ends)]):
             buffer = self._chunks[chunk][len(ends)]
-            complete(buffer.parameters)
+            zero_missing_grads(buffer.parameters)
             sum_partial(buffer.parameters, self._tp)
             ends.append(buffer.start_reduce())
 
@@ -109,7 +109,7 @@ def _over() -> None:
     """The end of a sum that is over."""
 
 
-class Arrivals:
+class ParamGatherer:
     """Weights that are being collected, and who must wait for which of them.
 
     A layer, which is a module in a list or dict of modules, waits for what lies in or under it. The part as a whole,

@@ -25,7 +25,7 @@ class Guarded(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        if is_given(self):
+        if has_gradient(self):
             name = layout_of(self).parts[0].name
             raise UserError(
                 f"{name}.grad is empty, for ParallelAMPOptimizer has taken the gradient: the optimizer clips by itself "
@@ -48,54 +48,54 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
     the first of them."""
     parameter.main_grad = main  # type: ignore[attr-defined]
     parameter.megaprec_given = False  # type: ignore[attr-defined]
-    parameter.register_post_accumulate_grad_hook(take)
-    take(parameter)
+    parameter.register_post_accumulate_grad_hook(accumulate_autograd_grad)
+    accumulate_autograd_grad(parameter)
     if type(parameter) is nn.Parameter:
         parameter.__class__ = Guarded
 
 
-def has_main_gradient(parameter: nn.Parameter) -> bool:
+def has_main_grad(parameter: nn.Parameter) -> bool:
     """Whether gradients of the parameter go into a buffer, and not to autograd."""
     return getattr(parameter, "main_grad", None) is not None
 
 
-def is_given(parameter: nn.Parameter) -> bool:
+def has_gradient(parameter: nn.Parameter) -> bool:
     """Whether `main_grad` holds gradients of this step."""
     return getattr(parameter, "megaprec_given", False)
 
 
-def given(parameter: nn.Parameter) -> tuple[Tensor, bool]:
+def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     """`main_grad`, and whether a gradient that goes there now is the first of the step and has to be written over what
-    is there. It counts as given from now on."""
-    first = not is_given(parameter)
+    is there. From now on the parameter has a gradient."""
+    first = not has_gradient(parameter)
     parameter.megaprec_given = True  # type: ignore[attr-defined]
     return parameter.main_grad, first  # type: ignore[attr-defined]
 
 
 def cleared(parameter: nn.Parameter) -> Tensor:
-    """`main_grad` with this step's gradients alone, to add to. It counts as given from now on."""
-    main, first = given(parameter)
+    """`main_grad` with this step's gradients alone, to add to. From now on the parameter has a gradient."""
+    main, first = begin_accumulation(parameter)
     return main.zero_() if first else main
 
 
-def take(parameter: nn.Parameter) -> None:
+def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
     """Takes in a gradient that autograd made itself; what layers of ours have added themselves left none."""
     if (grad := _grad.__get__(parameter)) is not None:
-        main, first = given(parameter)
+        main, first = begin_accumulation(parameter)
         main.copy_(grad) if first else main.add_(grad)
         parameter.grad = None
 
 
-def complete(parameters: Iterable[nn.Parameter]) -> None:
+def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
     """Takes in what was put into `grad` by hand, and clears what no gradient of this step came for, without counting
-    it as given."""
+    it as a gradient."""
     for parameter in parameters:
-        take(parameter)
-        if not is_given(parameter):
+        accumulate_autograd_grad(parameter)
+        if not has_gradient(parameter):
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
 
-def forget(parameters: Iterable[nn.Parameter]) -> None:
+def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:
     """Begins a new step."""
     for parameter in parameters:
         parameter.megaprec_given = False  # type: ignore[attr-defined]

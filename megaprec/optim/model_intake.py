@@ -22,7 +22,7 @@ from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
 from megaprec.errors import UserError
 from megaprec.optim.dtensors import StandIn, is_dtensor, require_spread_over_all
-from megaprec.optim.flat_buffer import held_as
+from megaprec.optim.flat_buffer import param_dtype
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 
@@ -118,7 +118,7 @@ def averages(parts: Sequence[nn.Module], dp: Axis, said: bool | None) -> bool:
     )
 
 
-def take_over_sums(parts: Sequence[nn.Module]) -> None:
+def disable_ddp_sync(parts: Sequence[nn.Module]) -> None:
     """Leaves the sums of each DistributedDataParallel among the parts to the optimizer."""
     for wrapper in _wrappers(parts):
         wrapper.require_backward_grad_sync = False
@@ -145,7 +145,7 @@ def move_rest(part: nn.Module, plan: PrecisionPlan, device: torch.device, marked
     Raises UserError for a frozen parameter that torch has spread over ranks in another dtype.
     """
     for name, frozen in ((name, p) for name, p in part.named_parameters() if not p.requires_grad):
-        usual = held_as(frozen, plan) if has_layout(frozen) else plan.parameters
+        usual = param_dtype(frozen, plan) if has_layout(frozen) else plan.parameters
         held = plan.sensitive if frozen in marked else usual
         if not is_dtensor(frozen):
             frozen.data = frozen.data.to(device, held)

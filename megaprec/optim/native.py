@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
-from megaprec.optim.update_rules import AdamW, Rule, Step
-from megaprec.optim.update_tile import Block
+from megaprec.optim.update_rules import AdamW, Step, UpdateRule
+from megaprec.optim.update_tile import Tile
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp")
@@ -60,7 +60,7 @@ class Kernels:
         self._statistics(values.data_ptr(), values.numel(), sums.data_ptr(), zeros.data_ptr(), torch.get_num_threads())
         return torch.stack((sums.sum(), zeros.sum().double()))
 
-    def updates(self, block: Block) -> bool:
+    def updates(self, block: Tile) -> bool:
         """Whether `adamw_` can be given this: FP32 masters, gradients and averages, weights FP32 or rounded to bf16."""
         if block.masters is None or len(block.state) != 2:
             return False
@@ -70,7 +70,7 @@ class Kernels:
         same = low.data_ptr() == block.masters.data_ptr()
         return all(self.reads(values) and values.numel() == low.numel() for values in wide) and (same or rounds)
 
-    def adamw_(self, block: Block, rule: AdamW, step: Step) -> None:
+    def adamw_(self, block: Tile, rule: AdamW, step: Step) -> None:
         """Updates all that the block holds, without looking at `found`. Gradients stay as they are."""
         assert self.updates(block) and block.masters is not None
         low = None if block.weights.data_ptr() == block.masters.data_ptr() else block.weights.data_ptr()
@@ -79,7 +79,7 @@ class Kernels:
         self._adamw(*pointers, low, block.grads.numel(), _numbers(rule, step), torch.get_num_threads())
 
 
-def kernels_for(rule: Rule, device: torch.device) -> Kernels:
+def kernels_for(rule: UpdateRule, device: torch.device) -> Kernels:
     """The kernels. Raises UserError for what they are never of use to."""
     if type(rule) is not AdamW or device.type != "cpu":
         raise UserError(

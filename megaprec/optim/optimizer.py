@@ -9,7 +9,7 @@ One step, after the backward pass has summed gradients into the buffers:
                    something was not finite it leaves weights, averages and step count alone
     4. scaler      is told; the factor divided out in 3 is the one the loss was multiplied by
     5. collect     the masters were rounded into the weights in 3; under ZeRO-1 slices are now collected
-    6. locate      only after a skipped step: which parameters held what was not finite
+    6. attribute   only after a skipped step: which parameters held what was not finite
 
 Over dp gradients are averaged, if each rank's loss is the mean over its own samples, or summed, if it is the rank's
 share of a mean over all of them: `average` says which.
@@ -29,22 +29,29 @@ from megaprec.comm.tied import tied_axes
 from megaprec.errors import UserError
 from megaprec.fp8.params import agreed_amaxes
 from megaprec.optim import grad_presence
-from megaprec.optim.attribution import locate
-from megaprec.optim.consensus import Agreed, Agreement, digest
+from megaprec.optim.attribution import attribute_nonfinite
+from megaprec.optim.consensus import Consensus, StepConsensus, digest
 from megaprec.optim.dtensors import StandIn, is_dtensor
 from megaprec.optim.flat_buffer import Buffer, buckets, require_in_place
 from megaprec.optim.full_state import gather_tensors, load_tensors
 from megaprec.optim.grad_stats import norm_of, statistics
-from megaprec.optim.grad_sync import Arrivals, Sums
+from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, by_factors, slices
-from megaprec.optim.main_grad import forget
-from megaprec.optim.model_intake import Ranks, averages, move_rest, require_known, require_nothing_left, take_over_sums
+from megaprec.optim.main_grad import reset_accumulation
+from megaprec.optim.model_intake import (
+    Ranks,
+    averages,
+    disable_ddp_sync,
+    move_rest,
+    require_known,
+    require_nothing_left,
+)
 from megaprec.optim.native import kernels_for
 from megaprec.optim.param_groups import param_groups, rates, saved, take_up
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
-from megaprec.optim.update_rules import AdamW, Rule, Step
-from megaprec.optim.update_tile import Block
+from megaprec.optim.update_rules import AdamW, Step, UpdateRule
+from megaprec.optim.update_tile import Tile
 from megaprec.precision.marks import keeping_marked, parameters_of_marked
 from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
@@ -85,7 +92,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         *,
         lr: float | None = None,
         average: bool | None = None,
-        rule: Rule | None = None,
+        rule: UpdateRule | None = None,
         weight_decay: float = 0.1,
         groups: Sequence[Group] = (),
         clip: float = 1.0,
@@ -97,7 +104,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         native: bool = False,
     ) -> None:
         self.clip, self.weight_decay, self.seed = clip, weight_decay, seed
-        self.rule: Rule = rule or AdamW()
+        self.rule: UpdateRule = rule or AdamW()
         if not norm >= 1:
             raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
         ranks = Ranks.of(mesh, parts)
@@ -113,7 +120,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self.stop = False  # set it on any rank: the next step's report has it on all of them
         self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay)
         super().__init__(self._groups.values(), {})
-        take_over_sums(parts)
+        disable_ddp_sync(parts)
         cut = {p: StandIn(p, plan, self.device) for p in parameters_of(parts) if is_dtensor(p)}
         self._stand_ins = tuple(cut.values())
         require_nothing_left(self._stand_ins, overlap, zero_size)
@@ -127,10 +134,13 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self._slices = [
             (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
         ]
-        self._sums, self._weights = Sums(self.buffers, self.tp, overlap), Arrivals(parts, self.all_buffers(), overlap)
+        self._sums, self._weights = (
+            GradReducer(self.buffers, self.tp, overlap),
+            ParamGatherer(parts, self.all_buffers(), overlap),
+        )
         self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
         self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
-        self._agreement = Agreement(self.pp, self.world, norm, self.device)
+        self._agreement = StepConsensus(self.pp, self.world, norm, self.device)
         count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
         self.num_elements = int(self.world.sum_(count).item())
 
@@ -178,7 +188,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
             self._tied.append((buffer, tied[pipeline_ranks]))
         return buffer
 
-    def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Block]:
+    def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Tile]:
         """A slice as it is updated: whole if the kernels can, else in runs that suit the device."""
         whole = list(buffer.blocks(s.first, s.last, s.last - s.first))
         if self.kernels is not None and self.kernels.updates(whole[0]):
@@ -320,7 +330,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     def _forget_gradients(self) -> None:
         """Begins a new step."""
         for buffer in self.all_buffers():
-            forget(buffer.parameters)
+            reset_accumulation(buffer.parameters)
         for one in self._stand_ins:
             one.forget_gradient()
 
@@ -335,7 +345,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
             axis.sum_(buffer.own(buffer.grads))
 
     def _agree(self, loss: Tensor | None) -> Tensor:
-        """The numbers of `Agreement`, summed over the whole mesh."""
+        """The numbers of `StepConsensus`, summed over the whole mesh."""
         return self.world.sum_(self._own_numbers(loss))
 
     def _own_numbers(self, loss: Tensor | None) -> Tensor:
@@ -347,7 +357,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         loss = loss / self.dp.size if loss is not None and self.average else loss
         return agreement.pack(counted, loss, scaler, grad_presence.digest(missing), norm, self.stop)
 
-    def _forbidden(self, agreed: Agreed) -> Tensor:
+    def _forbidden(self, agreed: Consensus) -> Tensor:
         """float32 [], 1 if this step may change nothing."""
         allowed = agreed.same_scaler & agreed.same_parameters
         if self.plan.on_nonfinite != "ignore":
@@ -366,7 +376,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         if self.device.type != "cpu" or not found:  # a GPU is not asked: what it computes leaves all as it is
             self._apply(lr, divisor, found, self._update_block)
 
-    def _apply(self, lr: float | None, divisor: Tensor, found: Tensor, update: Callable[[Block, Step], None]) -> None:
+    def _apply(self, lr: float | None, divisor: Tensor, found: Tensor, update: Callable[[Tile, Step], None]) -> None:
         """The update, block by block, as the step number `steps`, and the collection of weights."""
         steps, rates_of = self.steps.clamp(min=1), rates(self._groups, lr)
         for buffer, parts in self._slices:
@@ -381,7 +391,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
             one.give_back()
         self.rule.advance(found)
 
-    def _update_block(self, block: Block, step: Step) -> None:
+    def _update_block(self, block: Tile, step: Step) -> None:
         """May leave anything in the block's gradients but what makes non-finite ones finite."""
         if self.kernels is not None and self.kernels.updates(block):
             assert isinstance(self.rule, AdamW)
@@ -391,7 +401,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self.rule.update_(weights, grads, state, step)
         block.keep(weights, state, self.steps)
 
-    def _report(self, agreed: Agreed, norm: Tensor, scale: Tensor, lr: float | None) -> StepReport:
+    def _report(self, agreed: Consensus, norm: Tensor, scale: Tensor, lr: float | None) -> StepReport:
         """The only place where the host waits for the device. A skipped step's gradients are looked into."""
         flags = torch.stack((agreed.finite, agreed.same_scaler, agreed.same_parameters)).double()
         numbers = torch.cat((torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros))
@@ -402,7 +412,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
             here = f"stage {self.pp.rank}, dp rank {self.dp.rank}, tensor rank {self.tp.rank}"
             lacking = grad_presence.missing(self.all_buffers())
             raise RuntimeError(grad_presence.disagreement(lacking, self.world, self.device, here))
-        offenders = () if finite else locate(self.all_buffers(), self.pp, self.tp, self.world, self.device)
+        offenders = () if finite else attribute_nonfinite(self.all_buffers(), self.pp, self.tp, self.world, self.device)
         broken: Outcome = "applied_nonfinite" if self.plan.on_nonfinite == "ignore" else "skipped_overflow"
         counts = tuple(int(count) for count in zeros)
         return StepReport(

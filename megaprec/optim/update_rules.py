@@ -34,7 +34,7 @@ class Step:
     steps: Tensor
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """names: of the averages it keeps. scalars: numbers it keeps besides, the same for all elements."""
 
     @property
@@ -218,7 +218,7 @@ class Torch:
         return f"optimizer {self.kind.__module__}.{self.kind.__name__}"
 
 
-def rule(name: str, options: dict[str, Any] | None = None) -> Rule:
+def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
     """The rule of that name: adamw, sgd, or an optimizer class of torch.optim. Raises UserError, naming the options."""
     known = {"adamw": AdamW, "sgd": SGD}
     kind = getattr(torch.optim, name, None)

@@ -40,7 +40,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Block:
+class Tile:
     """Views [n] of what is kept of the same n elements.
 
     masters: None if the weights and their 16-bit remainder make them, the weights themselves if the dtypes agree.

@@ -20,10 +20,10 @@ Factor = tuple[Tensor, ...]
 """A factor of a product as whoever makes the product prepared it, and as autograd keeps it."""
 
 
-class Products(Protocol):
+class GemmProvider(Protocol):
     """Makes the three products of a linear layer y = x @ W.T, whatever its tensors are held in."""
 
-    def now(self) -> "Products":
+    def now(self) -> "GemmProvider":
         """Who makes those of the forward pass that begins, and of its backward pass."""
         ...
 
@@ -55,7 +55,7 @@ class Products(Protocol):
 
 @dataclass(frozen=True)
 class Gemm:
-    """`Products` in a dtype of two bytes or more. Factors are kept as they come, and cast for each product.
+    """`GemmProvider` in a dtype of two bytes or more. Factors are kept as they come, and cast for each product.
 
     dtype: of the factors: activations, weights and gradients are cast to it. out: of y. tf32: FP32 products see no more
     of their factors than TF32 has, on a CPU; elsewhere that is for the switches of `megaprec.precision.tf32` to say.

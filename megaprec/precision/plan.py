@@ -146,13 +146,13 @@ class PrecisionPlan:
             ),
         }
 
-    def holds(self, name: str) -> torch.dtype:
+    def param_dtype(self, name: str) -> torch.dtype:
         """The dtype in which the parameter of this logical name is held."""
-        return self.sensitive if self.keeps(name) else self.parameters
+        return self.sensitive if self.keeps_fp32(name) else self.parameters
 
-    def computes(self, name: str) -> torch.dtype:
+    def compute_dtype(self, name: str) -> torch.dtype:
         """The dtype of products with the parameter of this logical name."""
-        return self.sensitive if self.keeps(name) else self.compute
+        return self.sensitive if self.keeps_fp32(name) else self.compute
 
     def bytes_per_parameter(self, averages: int, in_fp8: bool = False) -> tuple[int, int]:
         """(on every rank, cut over the ranks that share optimizer state) for a rule that keeps so many averages.
@@ -164,7 +164,7 @@ class PrecisionPlan:
         masters = 2 if self.remainders and not in_fp8 else own
         return held + self.gradients.itemsize, masters + averages * self.moments.itemsize
 
-    def keeps(self, name: str) -> bool:
+    def keeps_fp32(self, name: str) -> bool:
         """Whether the parameter of this logical name is one that is kept in FP32."""
         return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)
 

@@ -27,7 +27,7 @@ from models.config import ModelConfig
 from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.weight_grad_queue import Work
 
@@ -189,7 +189,7 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
 def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
     """What is sent to the next stage, or the loss."""
     plan = stage.context.plan
-    place = Place(0, torch.arange(x.shape[1]))  # as in training
+    place = MicrobatchInfo(0, torch.arange(x.shape[1]))  # as in training
     y = stage(x if stage.cut.first else x.to(plan.residual), place)
     if not stage.cut.last:
         return y.to(plan.pipeline)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from parallel.pipeline.instructions import RECEIVES, WEIGHT_GRADIENTS, Instruction, Kind, Message, Op, picture
-from parallel.pipeline.p2p import Links
+from parallel.pipeline.instructions import RECEIVES, WEIGHT_GRADIENTS, Instruction, Message, MessageType, Op, picture
+from parallel.pipeline.p2p import P2P
 from parallel.pipeline.simulate import Span
-from parallel.weight_grad_queue import Deferred, Work
+from parallel.weight_grad_queue import WeightGradQueue, Work
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 OfStage = Callable[[int], None]
@@ -49,11 +49,11 @@ class Executor:
     def __init__(
         self,
         program: Sequence[Instruction],
-        links: Links,
+        links: P2P,
         forward: Forward,
         reduce: OfStage | None = None,
         spans: list[Span] | None = None,
-        deferred: Deferred | None = None,
+        deferred: WeightGradQueue | None = None,
         after: After | None = None,
         complete: OfStage | None = None,
     ) -> None:
@@ -63,7 +63,7 @@ class Executor:
         self._completing = _completing(program)
         self._mail: dict[Message, Tensor] = {}
         self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
-        self._deferred = deferred or Deferred()
+        self._deferred = deferred or WeightGradQueue()
         self._put_off: dict[tuple[int, int], Work] = {}  # by stage and micro-batch
         self._to_expect: Iterator[Instruction] = iter(())  # receives that are not begun
         self._carry_out: dict[Op, Callable[[Instruction], None]] = {
@@ -121,24 +121,24 @@ class Executor:
         learns = torch.is_grad_enabled()
         received = None
         if i.stage > 0:
-            received = self._mail.pop(Message(Kind.ACTIVATION, i.stage - 1, i.microbatch)).requires_grad_(learns)
+            received = self._mail.pop(Message(MessageType.ACTIVATION, i.stage - 1, i.microbatch)).requires_grad_(learns)
         output = self._stage_forward(i.stage, i.microbatch, received)
         if learns:
             self._begun[i.stage, i.microbatch] = received, get_gradient_edge(output)
         if i.stage < self.links.stages - 1:
-            self._mail[Message(Kind.ACTIVATION, i.stage, i.microbatch)] = output.detach()
+            self._mail[Message(MessageType.ACTIVATION, i.stage, i.microbatch)] = output.detach()
         elif learns:
-            self._mail[Message(Kind.GRADIENT, i.stage, i.microbatch)] = _gradient_of_loss(output)
+            self._mail[Message(MessageType.GRADIENT, i.stage, i.microbatch)] = _gradient_of_loss(output)
 
     def _backward(self, i: Instruction) -> None:
         if i in self._completing:
             self._stage_complete(i.stage)
         received, output = self._begun.pop((i.stage, i.microbatch))
-        gradient = self._mail.pop(Message(Kind.GRADIENT, i.stage, i.microbatch))
+        gradient = self._mail.pop(Message(MessageType.GRADIENT, i.stage, i.microbatch))
         torch.autograd.backward((output,), (gradient,))
         if received is not None:
             assert received.grad is not None, f"the output of stage {i.stage} does not depend on what it received"
-            self._mail[Message(Kind.GRADIENT, i.stage - 1, i.microbatch)] = received.grad
+            self._mail[Message(MessageType.GRADIENT, i.stage - 1, i.microbatch)] = received.grad
 
     def _backward_input(self, i: Instruction) -> None:
         with self._deferred.collect() as work:
@@ -165,7 +165,7 @@ class Executor:
     def _expect_next(self) -> None:
         following = next(self._to_expect, None)
         if following is not None:
-            self.links.expect(following)
+            self.links.post_recv(following)
 
     def _failure(self, at: int, error: Exception) -> str:
         rank = self.links.axis.rank

@@ -39,7 +39,7 @@ class Op(StrEnum):
     RECV_GRADIENT = "rG"
 
 
-class Kind(StrEnum):
+class MessageType(StrEnum):
     """What travels: activations to the next stage, their gradients back."""
 
     ACTIVATION = "A"
@@ -86,7 +86,7 @@ class Message(NamedTuple):
     `stage` is the lower of the two stages: activations come from it, gradients go to it.
     """
 
-    kind: Kind
+    kind: MessageType
     stage: int
     microbatch: int
 
@@ -95,19 +95,19 @@ class Message(NamedTuple):
         """What instruction `i` transfers, if it transfers at all."""
         match i.op:
             case Op.SEND_ACTIVATION:
-                return cls(Kind.ACTIVATION, i.stage, i.microbatch)
+                return cls(MessageType.ACTIVATION, i.stage, i.microbatch)
             case Op.RECV_ACTIVATION:
-                return cls(Kind.ACTIVATION, i.stage - 1, i.microbatch)
+                return cls(MessageType.ACTIVATION, i.stage - 1, i.microbatch)
             case Op.SEND_GRADIENT:
-                return cls(Kind.GRADIENT, i.stage - 1, i.microbatch)
+                return cls(MessageType.GRADIENT, i.stage - 1, i.microbatch)
             case Op.RECV_GRADIENT:
-                return cls(Kind.GRADIENT, i.stage, i.microbatch)
+                return cls(MessageType.GRADIENT, i.stage, i.microbatch)
         return None
 
     @property
     def sender(self) -> Instruction:
         """The instruction that sends it."""
-        if self.kind is Kind.ACTIVATION:
+        if self.kind is MessageType.ACTIVATION:
             return Instruction(Op.SEND_ACTIVATION, self.stage, self.microbatch)
         return Instruction(Op.SEND_GRADIENT, self.stage + 1, self.microbatch)
 
@@ -121,13 +121,17 @@ class Channel(NamedTuple):
 
     source: int
     destination: int
-    kind: Kind
+    kind: MessageType
 
     @classmethod
     def of(cls, message: Message, rank_of_stage: Sequence[int]) -> Self:
         """The channel that `message` takes when stage s lives on pipeline rank `rank_of_stage[s]`."""
         lower, upper = rank_of_stage[message.stage], rank_of_stage[message.stage + 1]
-        return cls(lower, upper, message.kind) if message.kind is Kind.ACTIVATION else cls(upper, lower, message.kind)
+        return (
+            cls(lower, upper, message.kind)
+            if message.kind is MessageType.ACTIVATION
+            else cls(upper, lower, message.kind)
+        )
 
 
 Program = tuple[Instruction, ...]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
-from parallel.pipeline.instructions import SENDS_UNDER_WAY, Channel, Instruction, Kind, Message
+from parallel.pipeline.instructions import SENDS_UNDER_WAY, Channel, Instruction, Message, MessageType
 
 Match = Literal["tag", "order"]
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ Pending = deque[tuple[dist.Work, Tensor]]
 
 
 @dataclass(frozen=True)
-class Links:
-    """This rank's ways to the other ranks of the pipeline axis; made by `Links.open`.
+class P2P:
+    """This rank's ways to the other ranks of the pipeline axis; made by `P2P.open`.
 
     shape, dtype, device: of every activation and gradient between stages. `dataclasses.replace(links,
     shape=...)` carries another shape over the same communicators, as evaluation may need. sends: under way on one
@@ -59,7 +59,7 @@ class Links:
         device: torch.device = CPU,
         match: Match | None = None,
         sends: int = SENDS_UNDER_WAY,
-    ) -> "Links":
+    ) -> "P2P":
         """Collective over the world: every rank calls this with the pipeline axis that it is on.
 
         match: how receives find their sends; unless given, by tag on gloo and by order elsewhere.
@@ -71,7 +71,7 @@ class Links:
             groups = dict.fromkeys(channels, axis.group)
             if match == "order":
                 groups = _communicators(axis.group, channels, device)
-        return Links(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups, sends)
+        return P2P(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups, sends)
 
     @property
     def stages(self) -> int:
@@ -109,7 +109,7 @@ class Links:
         assert work is not None, "this rank is no member of its own channel"
         pending.append((work, tensor))
 
-    def expect(self, i: Instruction) -> None:
+    def post_recv(self, i: Instruction) -> None:
         """Begins to receive the message that instruction `i` names; `receive` is to follow, for each channel in the
         order of these calls."""
         channel, tag = self._route(i)
@@ -122,7 +122,7 @@ class Links:
         """A fresh tensor ([shape], dtype) with the message that instruction `i` names; waits for it."""
         begun = self.expected[self._route(i)]
         if not begun:
-            self.expect(i)
+            self.post_recv(i)
         work, tensor = begun.popleft()
         work.wait()
         return tensor
@@ -148,7 +148,7 @@ class Links:
 
 
 def _channels(rank_of_stage: Sequence[int]) -> list[Channel]:
-    messages = [Message(kind, stage, 0) for kind in Kind for stage in range(len(rank_of_stage) - 1)]
+    messages = [Message(kind, stage, 0) for kind in MessageType for stage in range(len(rank_of_stage) - 1)]
     channels = {Channel.of(message, rank_of_stage) for message in messages}
     return sorted(c for c in channels if c.source != c.destination)
 

@@ -23,8 +23,8 @@ from parallel.pipeline.instructions import (
     Channel,
     Cost,
     Instruction,
-    Kind,
     Message,
+    MessageType,
     Op,
     Schedule,
     picture,
@@ -150,8 +150,8 @@ def _travelling(schedule: Schedule, program: Sequence[Instruction], message: flo
     unused: set[Message] = set()
     to_come = sum(i.op in RECEIVES for i in program)
     for i in program:
-        used = Message(Kind.ACTIVATION, i.stage - 1, i.microbatch) if i.op is Op.FORWARD else None
-        used = Message(Kind.GRADIENT, i.stage, i.microbatch) if i.op in INPUT_GRADIENTS else used
+        used = Message(MessageType.ACTIVATION, i.stage - 1, i.microbatch) if i.op is Op.FORWARD else None
+        used = Message(MessageType.GRADIENT, i.stage, i.microbatch) if i.op in INPUT_GRADIENTS else used
         unused.discard(used)  # type: ignore[arg-type]
         yield message * (len(unused) + bool(to_come) + sum(min(count, sends) for count in sent.values()))
         moved = Message.of(i)

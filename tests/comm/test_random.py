@@ -13,7 +13,7 @@ from megaprec.comm.layout import Part
 from megaprec.comm.random import keep, key, normal, normal_part, uniform
 from megaprec.precision.plan import plan
 from parallel.context import Context
-from parallel.dropout import Place, attention_dropout, dropout
+from parallel.dropout import MicrobatchInfo, attention_dropout, dropout
 from tests.layouts import LAYOUTS, Result, Run, batches, make_engine, share_of, train_all
 from tests.models.test_parity import CLOSE, MODELS, differing
 
@@ -99,19 +99,19 @@ def test_elements_are_kept_with_the_probability_asked_for(probability: float) ->
     assert abs(rate - probability) <= 6 * (probability * (1 - probability) / N) ** 0.5
 
 
-def masks(context: Context, name: str, place: Place) -> tuple[Tensor, Tensor]:
+def masks(context: Context, name: str, place: MicrobatchInfo) -> tuple[Tensor, Tensor]:
     """What becomes of ones: residual [s, b, h] and attention weights [b, n, s, s]."""
     ones = torch.ones(16, len(place.samples), 32), torch.ones(len(place.samples), 4, 16, 16)
     return dropout(ones[0], 0.25, context, name, place), attention_dropout(ones[1], 0.25, context, name, place)
 
 
 def test_every_step_layer_seed_and_sample_has_a_mask_of_its_own() -> None:
-    context, place = Context(plan("fp32")), Place(3, torch.arange(4))
+    context, place = Context(plan("fp32")), MicrobatchInfo(3, torch.arange(4))
     first = masks(context, "layers.0", place)
     others = [
         masks(context, "layers.1", place),
-        masks(context, "layers.0", Place(4, place.samples)),
-        masks(context, "layers.0", Place(3, place.samples + 4)),
+        masks(context, "layers.0", MicrobatchInfo(4, place.samples)),
+        masks(context, "layers.0", MicrobatchInfo(3, place.samples + 4)),
         masks(replace(context, seed=1), "layers.0", place),
     ]
     for which, dims in ((0, (0, 1, 2)), (1, (0, 1, 2, 3))):
@@ -122,13 +122,13 @@ def test_every_step_layer_seed_and_sample_has_a_mask_of_its_own() -> None:
             assert abs(agree - (0.75**2 + 0.25**2)) < 6 * (0.25 / kept.numel()) ** 0.5, "the masks are not independent"
         for dim in dims:
             assert not torch.equal(kept.narrow(dim, 0, 1), kept.narrow(dim, 1, 1)), f"dim {dim} repeats"
-        again = masks(context, "layers.0", Place(3, place.samples.flip(0)))[which] > 0
+        again = masks(context, "layers.0", MicrobatchInfo(3, place.samples.flip(0)))[which] > 0
         assert torch.equal(again.flip(1 - which), kept), "the mask of a sample depends on where it lies"
 
 
 def test_nothing_is_dropped_without_a_place_or_a_probability() -> None:
     context, x = Context(plan("fp32")), torch.randn(4, 2, 8)
-    place = Place(0, torch.arange(2))
+    place = MicrobatchInfo(0, torch.arange(2))
     assert dropout(x, 0.5, context, "a", None) is x
     assert dropout(x, 0.0, context, "a", place) is x
     weights = torch.randn(2, 4, 4, 4)

@@ -5,16 +5,16 @@ from math import nan
 
 import pytest
 
-from megaprec.diagnose.overflow_monitor import OverflowWatch
+from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling
 
 DYNAMIC = LossScaling("dynamic", initial=8.0, minimum=1.0)
 
 
-def watched(scaling: LossScaling, steps: str, scale: float, patience: int = 3) -> OverflowWatch:
+def watched(scaling: LossScaling, steps: str, scale: float, patience: int = 3) -> OverflowMonitor:
     """After steps such as "..xn": a dot is applied, an x skipped, an n skipped with a loss that is NaN."""
-    watch = OverflowWatch(scaling, patience)
+    watch = OverflowMonitor(scaling, patience)
     for step in steps:
         loss = nan if step == "n" else 1.0
         watch.note(StepReport("applied" if step == "." else "skipped_overflow", loss, 1.0, 0, 0.0, (0,), scale, 0.1))
@@ -85,7 +85,7 @@ def test_a_watch_goes_on_counting_where_it_was_saved_and_has_hope_again_when_it_
 ) -> None:
     saved = json.loads(json.dumps(watched(DYNAMIC, steps, 1.0).state_dict()))
     for left, hopeless in ((saved, True), (watched(DYNAMIC, steps + more, 1.0).state_dict(), False)):
-        resumed = OverflowWatch(DYNAMIC, 3)
+        resumed = OverflowMonitor(DYNAMIC, 3)
         resumed.load_state_dict(left)
         assert not resumed.hopeless
         resumed.note(StepReport("skipped_overflow", nan, 1.0, 0, 0.0, (0,), 1.0, 0.1))

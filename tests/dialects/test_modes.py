@@ -22,14 +22,14 @@ from megaprec.optim.step_report import StepReport
 from megaprec.precision import gemm
 from megaprec.precision.plan import DTYPES, PrecisionPlan, dtype_name, plan
 from megaprec.precision.tf32 import round_tf32
-from models.blocks import Attention, Block
+from models.blocks import Attention, DecoderLayer
 from models.config import ModelConfig
 from models.engine import Engine
 from models.mlp import MLP
 from models.stages import Stage
 from parallel.norms import RMSNorm
 from parallel.pipeline.builders import schedule
-from parallel.pipeline.p2p import Links
+from parallel.pipeline.p2p import P2P
 from tests.layouts import LENGTH, SAMPLES, Fragment, Recording, Run, assemble, batches, fragments, share_of
 from tests.modes import KEPT, MODES, B, F, Mode, resolved
 from tests.ranks import run_ranks
@@ -83,7 +83,7 @@ class Together:
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
     """Notes what is multiplied, what goes from stage to stage and what is summed over dp."""
-    product, send, start = gemm.product, Links.send, Buffer.start_reduce
+    product, send, start = gemm.product, P2P.send, Buffer.start_reduce
     rounded_product, mix = gemm.product_tf32, Attention._mix
 
     def noted_product(a: Tensor, b: Tensor, *more: Any) -> Tensor:
@@ -102,7 +102,7 @@ def watched(seen: Seen) -> Iterator[None]:
             seen.note("attention", tensor.dtype)
         return mix(attention, query, key, value, *more)
 
-    def noted_send(links: Links, i: Any, tensor: Tensor) -> None:
+    def noted_send(links: P2P, i: Any, tensor: Tensor) -> None:
         seen.note("sent", tensor.dtype)
         send(links, i, tensor)
 
@@ -126,7 +126,7 @@ def watched(seen: Seen) -> Iterator[None]:
         patch.object(gemm, "product", noted_product),
         patch.object(gemm, "product_tf32", noted_tf32),
         patch.object(Attention, "_mix", noted_mix),
-        patch.object(Links, "send", noted_send),
+        patch.object(P2P, "send", noted_send),
         patch.object(Buffer, "start_reduce", noted_reduce),
     ):
         yield
@@ -150,7 +150,7 @@ def hook(engine: Engine, seen: Seen) -> None:
         for module in stage.modules():
             if isinstance(module, RMSNorm):
                 module.register_forward_hook(note_norm)
-            if isinstance(module, Block):
+            if isinstance(module, DecoderLayer):
                 module.register_forward_hook(note_layer)
             if isinstance(module, Attention | MLP):
                 module.register_forward_hook(lambda branch, given, made: seen.note("branches make", made.dtype))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.fp8 import linear
-from megaprec.fp8.eligibility import reach
+from megaprec.fp8.eligibility import eligibility
 from megaprec.fp8.quantize import quantize
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -224,7 +224,7 @@ def parts(name: str, rows: int = 32, columns: int = 32) -> list[Part]:
 def test_a_weight_stays_wide_for_a_reason_that_is_told(
     fields: dict[str, Any], name: str, shape: tuple[int, int], why: str
 ) -> None:
-    assert reach(FP8Recipe(**fields), parts(name, *shape), layers=4).wide == why
+    assert eligibility(FP8Recipe(**fields), parts(name, *shape), layers=4).fallback_reason == why
 
 
 def test_weights_kept_in_fp32_are_not_in_fp8() -> None:

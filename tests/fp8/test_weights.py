@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
-from megaprec.fp8.params import Owned, held_of
+from megaprec.fp8.params import FP8ParamShard, fp8_param_of
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.speculative import OptimisticOptimizer
+from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, plan
 from models.engine import Engine
@@ -97,7 +97,7 @@ def codes_rank(mesh: DeviceMesh | None, one: Run, state: dict[str, Tensor]) -> l
     found = []
     for stage in engine.stages.values():
         for parameter in stage.parameters():
-            if (held := held_of(parameter)) is not None:
+            if (held := fp8_param_of(parameter)) is not None:
                 first = 0
                 for part in layout_of(parameter).parts:
                     rows = parameter.data[first : first + part.padded[0]].view(torch.uint8).clone()
@@ -278,7 +278,7 @@ def test_what_cannot_be_kept_in_fp8_is_refused() -> None:
         FP8Recipe(parameters=True, calibrate=1)
     engine = engine_of(kept("current"))
     with pytest.raises(UserError, match="those that are kept in FP8 are made again"):
-        OptimisticOptimizer(list(make_engine(None, kept("current")).stages.values()), engine.optimizer.plan)
+        PostValidationOptimizer(list(make_engine(None, kept("current")).stages.values()), engine.optimizer.plan)
 
 
 # Known bugs, each of which must break a law above
@@ -295,14 +295,14 @@ def amaxes_stay_on_a_tensor_rank() -> None:
 
 
 def codes_are_made_once() -> None:
-    inner, made = Owned.encode, set()
+    inner, made = FP8ParamShard.encode, set()
 
-    def encode(self: Owned, amax: Tensor, records: bool) -> None:
+    def encode(self: FP8ParamShard, amax: Tensor, records: bool) -> None:
         if self.held.name not in made:
             inner(self, amax, records)
         made.add(self.held.name)
 
-    Owned.encode = encode
+    FP8ParamShard.encode = encode
 
 
 def codes_travel_no_more() -> None:

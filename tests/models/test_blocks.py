@@ -7,12 +7,12 @@ from megaprec.precision.plan import plan
 from models.blocks import Attention
 from models.config import ModelConfig
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 
 
 def attend(window: int, dropout: float, x: torch.Tensor) -> torch.Tensor:
     config = ModelConfig(layers=1, hidden=8, heads=2, kv_heads=1, window=window, attention_dropout=dropout)
-    return Attention(config, Context(plan("fp64")), "attention")(x, None, Place(0, torch.arange(x.shape[1])))
+    return Attention(config, Context(plan("fp64")), "attention")(x, None, MicrobatchInfo(0, torch.arange(x.shape[1])))
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 7, 100])

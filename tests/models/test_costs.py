@@ -18,7 +18,7 @@ from models.estimate.memory import kept_bytes
 from models.stages import Stage, cuts
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 
 SIZES: dict[str, Any] = {"layers": 5, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 101, "max_positions": 24}
 MODELS = [
@@ -113,7 +113,7 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict
             p.main_grad = torch.zeros(p.shape)  # type: ignore[attr-defined]
         save(x)  # whether or not a layer needs it, the executor does, for its gradient
         with saved_tensors_hooks(save, lambda tensor: tensor):
-            y = stage(x, Place(0, torch.arange(BATCH)))  # as in training: logits are not widened
+            y = stage(x, MicrobatchInfo(0, torch.arange(BATCH)))  # as in training: logits are not widened
             loss = stage.losses(y, ids).sum() if stage.cut.last else y.sum()
         assert sum(storage.nbytes() for storage in saved.values()) == pytest.approx(kept.activations, rel=0.01)
         with stage.context.deferred.collect() as work:

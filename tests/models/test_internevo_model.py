@@ -19,7 +19,7 @@ from models.blocks import Attention
 from models.config import ModelConfig
 from models.stages import Cut, Stage, cuts
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 from tests.families import BATCH, LENGTH, Job, step_all
 from tests.internevo_model import InternEvo
 from tools.commands.precision import understand
@@ -280,7 +280,7 @@ def attended(x: Tensor, **changes: Any) -> tuple[Tensor, Tensor, Attention]:
     compute = changes.pop("compute", "fp32")
     layer = Attention(config, Context(plan(compute, **changes)), "attention").to(x.dtype)
     x = x.detach().requires_grad_()
-    made = layer._attend(layer.qkv(x)[0], None, Place(0, torch.arange(x.shape[1])), None)
+    made = layer._attend(layer.qkv(x)[0], None, MicrobatchInfo(0, torch.arange(x.shape[1])), None)
     made.float().square().sum().backward()
     assert x.grad is not None
     return made.detach(), x.grad, layer
@@ -333,7 +333,7 @@ def test_dropout_is_where_internevo_has_it(monkeypatch: pytest.MonkeyPatch) -> N
     config = run.model.model_copy(update={"attention_dropout": 0.0})
     factors = {"0 input": 1.5, "0 attention": 0.5, "1 input": 0.7, "1 attention": 1.2}
 
-    def stand_in(x: Tensor, probability: float, context: Context, name: str, place: Place | None) -> Tensor:
+    def stand_in(x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None) -> Tensor:
         assert probability == 0.25
         return x * factors.pop(name.removeprefix("layers.").replace(".", " "))
 
@@ -347,7 +347,7 @@ def test_dropout_is_where_internevo_has_it(monkeypatch: pytest.MonkeyPatch) -> N
             parameter.data.view(-1)[first:last] = part.take(logical[part.name]).reshape(-1)
     monkeypatch.setattr("models.blocks.dropout", stand_in)
     monkeypatch.setattr("models.stages.dropout", stand_in)
-    made = stage(ids.t().contiguous(), Place(0, torch.arange(2))).transpose(0, 1)
+    made = stage(ids.t().contiguous(), MicrobatchInfo(0, torch.arange(2))).transpose(0, 1)
     torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
     assert not factors, f"nothing was dropped at {[*factors]}"
 

@@ -13,7 +13,7 @@ from models import moe
 from models.config import ModelConfig
 from models.moe import MixtureOfExperts, WithLoss
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 from tests import oracle
 from tests.layouts import Run, train
 from tests.models.test_parity import MODELS, differing, plain
@@ -82,7 +82,7 @@ def test_the_balance_loss_is_one_if_balanced_and_as_many_as_experts_if_one_gets_
 def test_losses_of_a_router_need_to_know_what_a_sample_weighs() -> None:
     experts, _ = layer()
     with pytest.raises(ValueError, match=r"place.weight: the loss scale over the samples of a batch"):
-        experts(some(7, 3, 8), Place(0, torch.arange(3)))
+        experts(some(7, 3, 8), MicrobatchInfo(0, torch.arange(3)))
 
 
 @pytest.mark.parametrize("micro_batch", [1, 8])
@@ -121,7 +121,7 @@ def every_tp_rank_adds_the_losses_of_routers() -> None:
 def losses_of_routers_stop_at_the_last_stage() -> None:
     inner = MixtureOfExperts._route
 
-    def route(self: MixtureOfExperts, x: Tensor, place: Place | None) -> tuple[Tensor, Tensor]:
+    def route(self: MixtureOfExperts, x: Tensor, place: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
         return inner(self, x, place if "layers.2" in layout_of(self.router).parts[0].name else None)
 
     MixtureOfExperts._route = route

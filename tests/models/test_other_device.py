@@ -33,7 +33,7 @@ from megaprec.precision.module_wrappers import PlannedModel
 from megaprec.precision.plan import LossScaling, plan
 from models.engine import Share
 from parallel.activation_checkpoint import Recompute
-from parallel.pipeline.p2p import CPU, Links
+from parallel.pipeline.p2p import CPU, P2P
 from tests import pretend
 from tests.layouts import Fragment, Run, Trained, train_rank
 from tests.optim.test_native import needs_compiler
@@ -238,8 +238,8 @@ def count_travels_on_the_host() -> None:
 
 
 def received_on_the_host() -> None:
-    inner = Links.expect
-    Links.expect = lambda self, i: inner(replace(self, device=CPU), i)
+    inner = P2P.post_recv
+    P2P.post_recv = lambda self, i: inner(replace(self, device=CPU), i)
 
 
 def nobody_waits() -> None:

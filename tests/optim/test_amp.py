@@ -17,7 +17,7 @@ from megaprec.precision.plan import LossScaling, plan
 from models.blocks import Attention
 from models.config import ModelConfig
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 from tests.given import declare
 from tests.layouts import LAYOUTS, Result, Run, batches, make_engine, share_of, train, train_all
 from tests.models.test_parity import CLOSE, MODELS, differing
@@ -210,7 +210,7 @@ def test_half_attention_is_computed_wide_and_rounded_once(drop: float, size: int
     query, key, value = (torch.randn(2, n, 8, 4, generator=random).half() for n in (4, 1, 1))
     query, key = size * query, size * key
     assert ((query.float() @ key.float().mT).abs().max() > 65504) == (size == 300)
-    mixed = attention._mix(query, key, value, Place(0, torch.arange(2)))
+    mixed = attention._mix(query, key, value, MicrobatchInfo(0, torch.arange(2)))
     wide = [z.double().expand(2, 4, 8, 4) for z in (query, key, value)]
     expected = F.scaled_dot_product_attention(wide[0], wide[1], wide[2], is_causal=True)
     assert mixed.dtype == torch.float16

@@ -14,10 +14,10 @@ from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.grad_stats import statistics
 from megaprec.optim.group_factors import Group
-from megaprec.optim.main_grad import given
+from megaprec.optim.main_grad import begin_accumulation
 from megaprec.optim.native import Kernels
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.speculative import OptimisticOptimizer
+from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.update_rules import SGD, AdamW, Step
 from megaprec.precision.plan import plan
 from tests.ranks import run_ranks
@@ -119,7 +119,7 @@ def trained(
         for buffer in optimizer.all_buffers():
             for at, parameter in enumerate(buffer.parameters):
                 values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * number + at))
-                given(parameter)[0].copy_(values * scale)
+                begin_accumulation(parameter)[0].copy_(values * scale)
         report = optimizer.step(1e-2)
         assert report.outcome == ("applied" if scale < INF else "skipped_overflow")
     kept = [[b.weights, b.masters, b.remainder, *b.state.values()] for b in optimizer.all_buffers()]
@@ -194,7 +194,7 @@ def test_gradients_are_left_as_they_are_so_what_is_ignored_is_found() -> None:
         attach_whole(model)
         optimizer = ParallelAMPOptimizer([model], plan("bf16", on_nonfinite="ignore"), native=kernels)
         for parameter in model.parameters():
-            given(parameter)[0].fill_(0.5)
+            begin_accumulation(parameter)[0].fill_(0.5)
         model.one.main_grad[3, 5:9] = -INF  # type: ignore[attr-defined]
         report = optimizer.step(1e-2)
         found.append((report.outcome, report.offenders))
@@ -211,12 +211,12 @@ def guessed(kernels: bool) -> list[Tensor]:
     """Weights and state after six guesses, of which two are wrong: a gradient was not finite."""
     model = Net()
     attach_whole(model)
-    optimizer = OptimisticOptimizer([model], plan("bf16"), clip=0.0, native=kernels)
+    optimizer = PostValidationOptimizer([model], plan("bf16"), clip=0.0, native=kernels)
     stood = []
     for number, scale in enumerate((1.0, INF, 1.0, 1.0, INF, 1.0)):
         for at, parameter in enumerate(model.parameters()):
             values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * number + at))
-            given(parameter)[0].copy_(values * scale)
+            begin_accumulation(parameter)[0].copy_(values * scale)
         if optimizer.take(1e-2) is None:
             settled = optimizer.settle()
             assert settled is not None

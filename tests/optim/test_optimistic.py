@@ -13,20 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
-from megaprec.optim import speculative
+from megaprec.optim import post_validation
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.speculative import OptimisticOptimizer, Settled
+from megaprec.optim.post_validation import PostValidationOptimizer, Settled
 from megaprec.optim.step_report import StepReport
 from megaprec.optim.update_rules import Torch, rule
-from megaprec.optim.update_tile import Block
+from megaprec.optim.update_tile import Tile
 from megaprec.precision.plan import LossScaling, plan
 from models.engine import Engine, Share
-from models.speculative import OptimisticEngine
+from models.post_validation import PostValidationEngine
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction
-from parallel.pipeline.p2p import Links
+from parallel.pipeline.p2p import P2P
 from tests.layouts import LENGTH, SAMPLES, Run, batches, share_of
 from tests.ranks import run_ranks
 from tests.runs import write_run
@@ -56,7 +56,7 @@ class Before(ParallelAMPOptimizer):
         return super()._own_numbers(loss)
 
 
-class After(Before, OptimisticOptimizer):
+class After(Before, PostValidationOptimizer):
     """Remembers which guesses stood. always: guesses although the last guess was wrong."""
 
     def __init__(self, *args: Any, always: bool = False, **options: Any) -> None:
@@ -114,7 +114,7 @@ def make(mesh: DeviceMesh, case: Case, kind: str, after: bool) -> Engine:
             After(*args, rule=chosen, always=case.always, **options) if after else Before(*args, rule=chosen, **options)
         )
 
-    return (OptimisticEngine if after else Engine)(
+    return (PostValidationEngine if after else Engine)(
         run.config,
         plan(run.compute, run.scaling, **run.changes),
         mesh,
@@ -206,16 +206,16 @@ def test_what_is_guessed_and_taken_back_trains_what_is_agreed_on_first(
 
 
 def averages_are_forgotten() -> None:
-    inner = Block.changed
-    Block.changed = lambda self: inner(self)[:-1]
+    inner = Tile.changed
+    Tile.changed = lambda self: inner(self)[:-1]
 
 
 def the_step_count_is_forgotten() -> None:
-    OptimisticOptimizer._counters = lambda self: [*self.scaler.tensors()]
+    PostValidationOptimizer._counters = lambda self: [*self.scaler.tensors()]
 
 
 def the_scaler_is_forgotten() -> None:
-    OptimisticOptimizer._counters = lambda self: [self.steps]
+    PostValidationOptimizer._counters = lambda self: [self.steps]
 
 
 def scalars_of_the_rule_are_forgotten() -> None:
@@ -224,27 +224,27 @@ def scalars_of_the_rule_are_forgotten() -> None:
 
 def gradients_are_spent() -> None:
     """A guess is made with the gradients themselves, which torch's kernel unscales where they are."""
-    speculative.replace = lambda block, **changes: block  # type: ignore[assignment]
+    post_validation.replace = lambda block, **changes: block  # type: ignore[assignment]
 
 
 def weights_of_others_are_kept() -> None:
     """A step that is skipped after all collects nothing."""
-    inner = OptimisticOptimizer._go_back
+    inner = PostValidationOptimizer._go_back
 
-    def go_back(self: OptimisticOptimizer, guessed: Any) -> None:
+    def go_back(self: PostValidationOptimizer, guessed: Any) -> None:
         collect, Buffer.start_collect = Buffer.start_collect, lambda self: lambda: None
         inner(self, guessed)
         Buffer.start_collect = collect
 
-    OptimisticOptimizer._go_back = go_back
+    PostValidationOptimizer._go_back = go_back
 
 
 def stale_messages_are_read() -> None:
     """Those which should be dropped are taken for those that come after them."""
     late: list[Instruction] = []
-    receive, abandon = Links.receive, Executor.abandon
+    receive, abandon = P2P.receive, Executor.abandon
 
-    def receive_first(self: Links, i: Instruction) -> Tensor:
+    def receive_first(self: P2P, i: Instruction) -> Tensor:
         first = receive(self, i)
         if i in late:
             late.remove(i)
@@ -255,7 +255,7 @@ def stale_messages_are_read() -> None:
         late.extend(unread)
         abandon(self, ())
 
-    Executor.abandon, Links.receive = abandon_nothing, receive_first
+    Executor.abandon, P2P.receive = abandon_nothing, receive_first
 
 
 def the_warmup_is_not_made_again() -> None:
@@ -290,7 +290,7 @@ def test_it_is_noticed_if(bug: Callable[[], None], axes: dict[str, int], name: s
 # --- nobody waits
 
 
-class Patient(OptimisticOptimizer):
+class Patient(PostValidationOptimizer):
     """Its last stage does not come to an agreement before the first one has begun the next step."""
 
     folder: Path
@@ -312,7 +312,7 @@ def go_ahead(mesh: DeviceMesh, folder: Path) -> list[str]:
     Patient.folder = folder
     run = Run(MODEL, "fp32", steps=STEPS)
     kind = schedule("1f1b", 2, SAMPLES // run.micro_batch)
-    engine = OptimisticEngine(
+    engine = PostValidationEngine(
         run.config, plan("fp32"), mesh, kind, micro_batch=run.micro_batch, seq_length=LENGTH, make_optimizer=never_clips
     )
     stage, known = next(iter(engine.stages.values())), []
@@ -362,6 +362,6 @@ def test_a_plan_that_raises_is_refused(tmp_path: Path) -> None:
     layer = torch.nn.Linear(2, 2)
     attach_whole(layer)
     with pytest.raises(UserError, match='validation = "after" learns'):
-        OptimisticOptimizer([layer], plan("fp32", on_nonfinite="raise"))
+        PostValidationOptimizer([layer], plan("fp32", on_nonfinite="raise"))
     with pytest.raises(UserError, match='validation "after" learns'):
         load_run(write_run(tmp_path), ["optimizer.validation=after", "precision.on_nonfinite=raise"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole, layout_of
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.grad_sync import Arrivals, Sums
+from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
@@ -81,7 +81,7 @@ def buffers_of(net: Net, done: Callable[[str, int], None]) -> list[Buffer]:
 
 def test_sums_begin_while_the_last_backward_pass_goes_on_in_one_order_and_end_in_the_step() -> None:
     net, seen = Net(), list[str]()
-    sums = Sums([buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True)
+    sums = GradReducer([buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True)
     for n, layer in enumerate(net.layers):
         layer.register_full_backward_pre_hook(lambda module, grad, n=n: seen.append(f"backward {n}"))
     x = torch.ones(2, 3, requires_grad=True)
@@ -102,7 +102,7 @@ def test_sums_begin_while_the_last_backward_pass_goes_on_in_one_order_and_end_in
 
 def test_a_weight_that_the_pass_does_not_reach_holds_up_no_sum_for_good() -> None:
     net, seen = Net(), list[str]()
-    sums = Sums([buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True)
+    sums = GradReducer([buffers_of(net, lambda what, n: seen.append(f"{what} {n}"))], Axis("tp"), early=True)
     sums.expect(0)
     net.layers[0](torch.ones(2, 3)).sum().backward()
     assert seen == [], "the head comes first in the order that all ranks keep"
@@ -136,7 +136,7 @@ def test_the_layers_of_a_stage_wait_for_themselves_and_the_stage_for_its_table_a
 def test_a_layer_waits_for_its_own_weights_and_the_model_for_all_others() -> None:
     net, seen = Net(), list[int]()
     buffers = buffers_of(net, lambda what, n: seen.append(n))
-    arrivals = Arrivals([net], buffers, early=True)
+    arrivals = ParamGatherer([net], buffers, early=True)
     for buffer in buffers:
         arrivals.begin(buffer)
     arrivals.settle()

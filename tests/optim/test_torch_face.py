@@ -14,7 +14,7 @@ from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.speculative import OptimisticOptimizer
+from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
 
@@ -184,7 +184,7 @@ def test_the_learning_rate_is_given_in_one_place() -> None:
     model = make_model()
     attach_whole(model)
     with pytest.raises(UserError, match="give each `take` its rate"):
-        OptimisticOptimizer([model], plan("fp32"), lr=LR)
+        PostValidationOptimizer([model], plan("fp32"), lr=LR)
 
 
 def test_gradients_put_into_grad_by_hand_are_taken() -> None:

@@ -19,7 +19,7 @@ from models.engine import Engine
 from models.packing import WHOLE, Packing
 from models.stages import Cut, Stage
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.layers import ColumnParallelLinear, parameter
 from parallel.pipeline.builders import schedule
@@ -229,7 +229,7 @@ class Own(Stage):
             self.router = Router(context, "router", config.hidden)
             set_fp32_attr_to_module(self.router)
 
-    def _embed(self, ids: Tensor, place: Place | None, positions: Tensor | None) -> Tensor:
+    def _embed(self, ids: Tensor, place: MicrobatchInfo | None, positions: Tensor | None) -> Tensor:
         x = super()._embed(ids, place, positions)
         return x + self.router(x)["y"]
 
@@ -258,7 +258,7 @@ class Wrapped(nn.Module):
         super().__init__()
         self.inner, self.losses = wrap(stage), stage.losses
 
-    def forward(self, x: Tensor, place: Place | None = None, packing: Packing = WHOLE) -> Tensor:
+    def forward(self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE) -> Tensor:
         return self.inner(x, place, packing)
 
 
@@ -293,7 +293,7 @@ def test_the_optimizer_holds_what_a_wrapper_keeps_in_fp32() -> None:
     model = nn.Sequential(lone_layer(made), ColumnParallelLinear(Context(made), 8, 8, name="other"))
     optimizer = ParallelAMPOptimizer([NaiveAMPModel(model, dtype=torch.bfloat16)], made)
     assert [p.dtype for p in model.parameters()] == [torch.float32] * 2 + [torch.bfloat16] * 2
-    assert optimizer.plan.keeps("layer.weight") and not optimizer.plan.keeps("other.weight")
+    assert optimizer.plan.keeps_fp32("layer.weight") and not optimizer.plan.keeps_fp32("other.weight")
 
 
 def strange_name(made: PrecisionPlan) -> Iterator[bool]:
@@ -301,8 +301,8 @@ def strange_name(made: PrecisionPlan) -> Iterator[bool]:
     set_fp32_attr_to_module(layer)
     compute_marked_in_fp32(layer, made)
     kept = ParallelAMPOptimizer([layer], made).plan
-    yield kept.keeps("a[1]*.weight")
-    yield kept.keeps("a1x.weight")
+    yield kept.keeps_fp32("a[1]*.weight")
+    yield kept.keeps_fp32("a1x.weight")
     yield layout_of(layer.weight).parts[0].name == "a[1]*.weight"
 
 

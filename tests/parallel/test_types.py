@@ -31,7 +31,7 @@ from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel import collectives, layers, linear, loss, norms
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 from parallel.linear import Input
 from parallel.mesh import make_mesh
 
@@ -176,7 +176,7 @@ def check_forward(config: ModelConfig, size: int, sequence: bool) -> None:
         tp = Axis.of(mesh, "tp")
         length = config.max_positions
         stage = Stage(config, Context(plan("fp32"), tp, sequence), cuts(config, 1, length)[0])
-        place = Place(0, torch.arange(BATCH), torch.ones(()))
+        place = MicrobatchInfo(0, torch.arange(BATCH), torch.ones(()))
         ids = torch.randint(0, config.vocab, (length, BATCH))
         with typed(mesh, tp):
             give_types(stage, tp)

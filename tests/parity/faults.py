@@ -16,17 +16,17 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.optim import grad_sync
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import given
+from megaprec.optim.main_grad import begin_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.partial_grads import sum_partial
-from megaprec.optim.update_tile import Block as Run
-from models.blocks import Block
+from megaprec.optim.update_tile import Tile
+from models.blocks import DecoderLayer
 from models.engine import Engine
 from models.stages import Stage
 from parallel import collectives, dropout, layers, linear
 from parallel.activation_checkpoint import _Call
-from parallel.pipeline.instructions import Kind, Message
-from parallel.pipeline.p2p import Links
+from parallel.pipeline.instructions import Message, MessageType
+from parallel.pipeline.p2p import P2P
 
 Make = Callable[[Any], Any]
 LAYER_1, MLP_2 = "layers.1.attention.output", "layers.2.mlp.down"
@@ -125,18 +125,18 @@ def only(rank: int, axis: str, changed: Callable[..., Any]) -> Make:
     return make
 
 
-def messages(kind: Kind, instead: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+def messages(kind: MessageType, instead: Callable[[Tensor], Tensor]) -> Callable[[], None]:
     """What stages send of this kind is changed."""
 
     def make(inner: Any) -> Any:
-        def send(self: Links, i: Any, tensor: Tensor) -> None:
+        def send(self: P2P, i: Any, tensor: Tensor) -> None:
             message = Message.of(i)
             assert message is not None
             inner(self, i, instead(tensor) if message.kind is kind else tensor)
 
         return send
 
-    return change(Links, "send", make)
+    return change(P2P, "send", make)
 
 
 def late_messages() -> Callable[[], None]:
@@ -144,16 +144,16 @@ def late_messages() -> Callable[[], None]:
     last: dict[int, Tensor] = {}
 
     def make(inner: Any) -> Any:
-        def send(self: Links, i: Any, tensor: Tensor) -> None:
+        def send(self: P2P, i: Any, tensor: Tensor) -> None:
             message = Message.of(i)
             assert message is not None
-            if message.kind is Kind.ACTIVATION:
+            if message.kind is MessageType.ACTIVATION:
                 tensor, last[message.stage] = last.get(message.stage, tensor), tensor
             inner(self, i, tensor)
 
         return send
 
-    return change(Links, "send", make)
+    return change(P2P, "send", make)
 
 
 def weight_gradients(name: str, instead: Callable[[Any, Any], Any]) -> Callable[[], None]:
@@ -170,7 +170,7 @@ def weight_gradients(name: str, instead: Callable[[Any, Any], Any]) -> Callable[
 
 
 def overwritten(weight: Any, go: Any) -> Any:
-    given(weight)[0].zero_()
+    begin_accumulation(weight)[0].zero_()
     return go()
 
 
@@ -303,12 +303,12 @@ def block(name: str, instead: Callable[..., Tensor]) -> Callable[[], None]:
     """A layer's forward is instead(inner, self, x, ...)."""
 
     def make(inner: Any) -> Any:
-        def forward(self: Block, x: Tensor, *rest: Any, **more: Any) -> Tensor:
+        def forward(self: DecoderLayer, x: Tensor, *rest: Any, **more: Any) -> Tensor:
             return instead(inner, self, x, *rest, **more) if self.name == name else inner(self, x, *rest, **more)
 
         return forward
 
-    return change(Block, "forward", make)
+    return change(DecoderLayer, "forward", make)
 
 
 def scaled_input_gradient(factor: float) -> Make:
@@ -340,7 +340,7 @@ def updates(change_step: Callable[[ParallelAMPOptimizer, Any], Any]) -> Callable
 
 
 def rounded_masters(inner: Any) -> Any:
-    def wide(self: Run) -> Any:
+    def wide(self: Tile) -> Any:
         weights, grads, state = inner(self)
         weights.copy_(weights.to(torch.bfloat16).double())
         return weights, grads, state

@@ -9,13 +9,13 @@ from megaprec.optim import grad_sync
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
-from megaprec.optim.update_tile import Block as Run
+from megaprec.optim.update_tile import Tile as Run
 from models import moe
 from models.engine import Engine
 from parallel import collectives, layers, loss, norms
 from parallel.activation_checkpoint import _Call
 from parallel.pipeline.executor import Executor
-from parallel.pipeline.instructions import Kind
+from parallel.pipeline.instructions import MessageType
 from tests.parity.faults import (
     DP,
     MLP,
@@ -107,10 +107,10 @@ FAULTS = {
         "llama", PP, "backward", "final_norm", change(norms._Normalize, "backward", scaled_input_gradient(1.5))
     ),
     "a stage sends twice the gradient": Fault(
-        "llama", PP, "backward", r"between layers\.1 and layers\.2", messages(Kind.GRADIENT, lambda x: x * 2)
+        "llama", PP, "backward", r"between layers\.1 and layers\.2", messages(MessageType.GRADIENT, lambda x: x * 2)
     ),
     "a stage sends gradients of other samples": Fault(
-        "llama", PP, "backward", r"between layers\.1 and layers\.2", messages(Kind.GRADIENT, lambda x: x.flip(1))
+        "llama", PP, "backward", r"between layers\.1 and layers\.2", messages(MessageType.GRADIENT, lambda x: x.flip(1))
     ),
     "what is made again is something else": Fault(
         "recompute", TP, "backward", r"after layers\.3\.mlp.*", change(_Call, "_make", wrong_step_in_recomputation)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 
 from models import blocks, moe, stages
-from models.blocks import Attention, Block
+from models.blocks import Attention, DecoderLayer
 from models.engine import Engine
 from models.stages import Stage
 from parallel import collectives, layers, linear, loss, norms
-from parallel.pipeline.instructions import Kind
+from parallel.pipeline.instructions import MessageType
 from tests.parity.faults import (
     DP,
     IDENTITY,
@@ -188,7 +188,7 @@ FAULTS = {
         "forward",
         r"between layers\.2\.attention and layers\.2\.mlp_norm",
         change(
-            Block,
+            DecoderLayer,
             "_drop",
             lambda inner: (
                 lambda self, x, branch, place: inner(self, x, branch, place) * (0.9 if self.name == "layers.2" else 1)
@@ -209,13 +209,17 @@ FAULTS = {
     ),
     "a layer is on no stage": Fault("llama", PP, "model", r"layers\.2\..*", change(Stage, "__init__", fewer_layers)),
     "a stage sends half of its activation": Fault(
-        "llama", PP, "forward", r"between layers\.1 and layers\.2", messages(Kind.ACTIVATION, lambda x: x / 2)
+        "llama", PP, "forward", r"between layers\.1 and layers\.2", messages(MessageType.ACTIVATION, lambda x: x / 2)
     ),
     "a stage sends the micro-batch before": Fault(
         "llama", PP, "forward", r"between layers\.1 and layers\.2", late_messages()
     ),
     "a stage sends its samples in another order": Fault(
-        "llama", PP, "forward", r"between layers\.1 and layers\.2", messages(Kind.ACTIVATION, lambda x: x.flip(1))
+        "llama",
+        PP,
+        "forward",
+        r"between layers\.1 and layers\.2",
+        messages(MessageType.ACTIVATION, lambda x: x.flip(1)),
     ),
     "experts' shares are not summed": Fault(
         "mixtral",

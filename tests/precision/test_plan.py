@@ -34,10 +34,12 @@ def test_a_plan_that_cannot_be_is_refused_with_a_reason(compute: str, changes: d
 
 def test_a_kept_parameter_is_held_and_used_in_fp32() -> None:
     made = plan("bf16", keep_fp32=("head.*", "*norm*"))
-    assert (made.holds("head.weight"), made.computes("head.weight")) == (torch.float32, torch.float32)
-    assert (made.holds("layers.0.mlp.up.weight"), made.computes("layers.0.mlp.up.weight")) == (torch.bfloat16,) * 2
+    assert (made.param_dtype("head.weight"), made.compute_dtype("head.weight")) == (torch.float32, torch.float32)
+    assert (made.param_dtype("layers.0.mlp.up.weight"), made.compute_dtype("layers.0.mlp.up.weight")) == (
+        torch.bfloat16,
+    ) * 2
     wide = plan("bf16", parameters="fp32", keep_fp32=("head.*",))
-    assert (wide.holds("x"), wide.computes("x"), wide.computes("head.weight")) == (
+    assert (wide.param_dtype("x"), wide.compute_dtype("x"), wide.compute_dtype("head.weight")) == (
         torch.float32,
         torch.bfloat16,
         torch.float32,

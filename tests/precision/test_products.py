@@ -15,10 +15,10 @@ from megaprec.precision.tf32 import round_tf32
 from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
-from parallel.dropout import Place
+from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.linear import Input, Linear
-from parallel.weight_grad_queue import Deferred, Work
+from parallel.weight_grad_queue import WeightGradQueue, Work
 from tests.dialects.test_modes import MODEL
 
 IN, OUT = 48, 32
@@ -107,7 +107,7 @@ def test_logits_are_handed_out_in_the_plans_output(
     stage = Stage(config, Context(made), cuts(config, 1, 8)[0])
     ParallelAMPOptimizer([stage], made)
     ids = torch.arange(8).unsqueeze(1)
-    assert stage(ids, Place(0, torch.arange(1))).dtype == training
+    assert stage(ids, MicrobatchInfo(0, torch.arange(1))).dtype == training
     assert stage(ids).dtype == evaluation
 
 
@@ -127,7 +127,7 @@ class Telling(Axis):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_cut_input_is_gathered_beside_the_input_s_gradient_unless_the_weight_s_is_put_off(split: bool) -> None:
-    weight, deferred, seen = nn.Parameter(torch.ones(3, 2)), Deferred(), Telling.seen
+    weight, deferred, seen = nn.Parameter(torch.ones(3, 2)), WeightGradQueue(), Telling.seen
     weight.main_grad = torch.zeros(3, 2)  # type: ignore[attr-defined]
     x = torch.ones(4, 1, 2, requires_grad=True)
     y = Linear.apply(x, weight, None, Input.SEQUENCE, Telling("tp"), deferred)

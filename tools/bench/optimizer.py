@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole
-from megaprec.optim.main_grad import given
+from megaprec.optim.main_grad import begin_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import LossScaling, plan
 from tools.config.settings import Parallel
@@ -152,7 +152,7 @@ def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) 
         for buffer, values in zip(buffers, grads, strict=True):
             buffer.grads.copy_(values)
             for parameter in buffer.parameters:
-                given(parameter)
+                begin_accumulation(parameter)
 
     return prepare, lambda: optimizer.step(LR, loss)
 
@@ -175,12 +175,12 @@ def naive(matrices: int, width: int, foreach: bool) -> Timed:
 
     @torch.no_grad()
     def step() -> None:
-        given = [p.grad for p in masters if p.grad is not None]
+        with_grad = [p.grad for p in masters if p.grad is not None]
         found = torch.zeros(())
-        torch._amp_foreach_non_finite_check_and_unscale_(given, found, torch.tensor(1 / SCALE))
+        torch._amp_foreach_non_finite_check_and_unscale_(with_grad, found, torch.tensor(1 / SCALE))
         if found:
             return
-        torch.stack([g.numel() - torch.count_nonzero(g) for g in given]).sum().item()
+        torch.stack([g.numel() - torch.count_nonzero(g) for g in with_grad]).sum().item()
         nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         for p, weight in zip(masters, weights, strict=True):

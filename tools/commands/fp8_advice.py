@@ -84,7 +84,7 @@ def products(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[P
     counts = Counter[tuple[str, tuple[int, int], str]]()
     for one in reaches(config, model, recipe):
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", re.sub(r"^layers\.\d+\.", "layers.*.", one.name))
-        counts[name, one.shape, one.wide] += 1
+        counts[name, one.shape, one.fallback_reason] += 1
     return [
         Product(name, Shape(_tokens(name, tokens, model), inputs, outputs), count, wide)
         for (name, (outputs, inputs), wide), count in counts.items()

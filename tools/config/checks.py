@@ -15,7 +15,7 @@ from megaprec.data.blend import shares
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
 from megaprec.optim.scaler import make_scaler
-from megaprec.optim.update_rules import Rule, rule
+from megaprec.optim.update_rules import UpdateRule, rule
 from megaprec.precision.patterns import matched, unmatched
 from models.config import ModelConfig
 from parallel.activation_checkpoint import MODULES
@@ -51,7 +51,7 @@ def check_all(what: T, *checks: Callable[[T], object]) -> None:
         raise UserError(*problems)
 
 
-def make_rule(optimizer: Optimizer) -> Rule:
+def make_rule(optimizer: Optimizer) -> UpdateRule:
     """The update rule that [optimizer] asks for. Raises UserError."""
     own = {"betas": optimizer.betas, "eps": optimizer.eps} if optimizer.name.lower() == "adamw" else {}
     return rule(optimizer.name, own | optimizer.options)

@@ -75,10 +75,10 @@ def spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
 
 def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str, str]:
     """The dtype of each role for the parameter of this logical name."""
-    held = plan.holds(name)
-    kept = held == plan.sensitive and plan.computes(name) == plan.sensitive
+    held = plan.param_dtype(name)
+    kept = held == plan.sensitive and plan.compute_dtype(name) == plan.sensitive
     dtypes = {
-        "compute": plan.computes(name),
+        "compute": plan.compute_dtype(name),
         "parameter": held,
         "gradient": plan.sensitive if kept else plan.gradients,
         "reduce": plan.sensitive if kept else plan.reduce,

@@ -13,7 +13,7 @@ from torch import Tensor
 from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
-from megaprec.diagnose.overflow_monitor import OverflowWatch
+from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
@@ -24,7 +24,7 @@ from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
-from tools.convert.train_state import Progress, read_model, read_tokenizer
+from tools.convert.train_state import TrainState, read_model, read_tokenizer
 
 MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safetensors"
 
@@ -160,7 +160,7 @@ def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
 
 def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -> None:
     facts = source.facts
-    progress = facts.progress or asdict(Progress(facts.steps, facts.steps))
+    progress = facts.progress or asdict(TrainState(facts.steps, facts.steps))
     tokenizer = [file.name for file in source.tokenizer if file.name in ("tokenizer.json", "tokenizer.model")]
     tensors = {
         key: {
@@ -175,7 +175,7 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
     index = {
         "model": json.loads(source.model.model_dump_json()),
         "progress": progress,
-        "watch": facts.watch or OverflowWatch(LossScaling()).state_dict(),
+        "watch": facts.watch or OverflowMonitor(LossScaling()).state_dict(),
         "layout": facts.layout,
         "precision": facts.precision,
         "special_ids": facts.special,

@@ -8,7 +8,7 @@ from typing import Any
 from megaprec.checkpoint.atomic import latest, remedy
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store, newer_version
-from megaprec.diagnose.overflow_monitor import OverflowWatch
+from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
@@ -16,7 +16,7 @@ from tools.convert.hf.config import make_model
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainState:
     """How far a run has come. A skipped step consumes its samples, but the learning rate waits for it.
 
     Samples and tokens are counted, for a resumed run may have another batch or sequence length.
@@ -53,14 +53,14 @@ def kept(store: Store, key: str) -> Any:
     return store.index[key]
 
 
-def read_progress(store: Store) -> Progress:
+def read_progress(store: Store) -> TrainState:
     """How far the run was. Raises UserError if that is not said, or is none."""
-    return Progress(**_table(store, "progress", asdict(Progress())))
+    return TrainState(**_table(store, "progress", asdict(TrainState())))
 
 
 def read_watch(store: Store) -> dict[str, Any]:
-    """A state of OverflowWatch. Raises UserError if it is none."""
-    return _table(store, "watch", OverflowWatch(LossScaling()).state_dict(), {"bad_losses"})
+    """A state of OverflowMonitor. Raises UserError if it is none."""
+    return _table(store, "watch", OverflowMonitor(LossScaling()).state_dict(), {"bad_losses"})
 
 
 def read_model(store: Store) -> ModelConfig:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megaprec.data.blend import Blend
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.speculative import OptimisticOptimizer
+from megaprec.optim.post_validation import PostValidationOptimizer
 from models.estimate.flops import stage_costs
 from models.stages import cuts
 from parallel.pipeline.simulate import bubble, simulate
@@ -83,7 +83,7 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     print(
         f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
     )
-    if isinstance(optimizer, OptimisticOptimizer):
+    if isinstance(optimizer, PostValidationOptimizer):
         print(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
 
 

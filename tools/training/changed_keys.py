@@ -18,7 +18,7 @@ from tools.config.checks import lr_schedule
 from tools.config.run_file import FREE, RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
-from tools.convert.train_state import Progress, kept
+from tools.convert.train_state import TrainState, kept
 
 MARK = " (not bit for bit)"
 JUMP = 1.5  # the ratio of two learning rates from which a step to the next one is a jump
@@ -37,7 +37,7 @@ def keys_of(config: RunConfig) -> dict[str, str]:
     return {f"{table}.{key}": toml(value) for table, values in tables for key, value in values}
 
 
-def changed_keys(store: Store, config: RunConfig, progress: Progress) -> list[str]:
+def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[str]:
     """A line for each key that is another one than in the checkpoint. Keys that it does not know are left out."""
     was, now = _keys(store), _all_keys(config)
     before, after = _schedule(was), config.lr_schedule
@@ -51,7 +51,7 @@ def changed_keys(store: Store, config: RunConfig, progress: Progress) -> list[st
     return sorted(lines)
 
 
-def lr_jump(store: Store, config: RunConfig, progress: Progress) -> Iterator[str]:
+def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
     """A note if changed keys make the learning rate jump, with the ways out."""
     was = _keys(store)
     before, after, taken = _schedule(was), config.lr_schedule, _taken(config, progress)
@@ -111,7 +111,7 @@ def _schedule(keys: dict[str, str]) -> LRSchedule | None:
         return None
 
 
-def _taken(config: RunConfig, progress: Progress) -> int:
+def _taken(config: RunConfig, progress: TrainState) -> int:
     return progress.applied_samples if config.lr.unit == "samples" else progress.applied
 
 

@@ -12,7 +12,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.fp8 import transformer_engine
-from megaprec.fp8.eligibility import Reach, not_computed
+from megaprec.fp8.eligibility import Eligibility, not_computed
 from megaprec.fp8.matmul import ways
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
@@ -81,18 +81,18 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
     if recipe is None:
         return
     reached = reaches(config, model, recipe)
-    narrow = [one for one in reached if not one.wide]
+    narrow = [one for one in reached if not one.fallback_reason]
     yield f"fp8        {_recipe(recipe)}: products of {len(narrow)} of {len(reached)} weights"
     yield f"           {_ways(config.plan, device)}"
-    reasons = defaultdict[str, list[Reach]](list)
+    reasons = defaultdict[str, list[Eligibility]](list)
     for one in reached:
-        reasons[one.wide].append(one)
+        reasons[one.fallback_reason].append(one)
     for why, some in reasons.items():
         if why:
             yield f"           {', '.join(_names(some))}: in {config.precision.compute}, for {why}"
 
 
-def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Reach]:
+def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Eligibility]:
     """What becomes of the products with each weight of the layers, as the tensor ranks of the run hold it."""
     return _stage(config, model, recipe).context.fp8.reached
 
@@ -129,7 +129,7 @@ def _ways(plan: PrecisionPlan, device: str) -> str:
     return "; ".join(f"{' and '.join(names)} by {way}" for way, names in alike.items())
 
 
-def _names(reached: list[Reach]) -> Iterator[str]:
+def _names(reached: list[Eligibility]) -> Iterator[str]:
     """Their names, alike ones of all layers and experts together: "layers.0-3.mlp.down.weight"."""
     alike = defaultdict[str, dict[int, int]](dict)
     for one in reached:

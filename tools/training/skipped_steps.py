@@ -4,17 +4,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from megaprec.diagnose.overflow_monitor import OverflowWatch
+from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.optim.step_report import Offender, StepReport
 
 Ids = Callable[[int, int], list[int] | list[str]]
 
 
-class Hopeless(Exception):
+class TrainingDiverged(Exception):
     """Training stopped itself: steps overflow and will go on doing so, or may not. The command exits with code 3."""
 
 
-def overflow_event(report: StepReport, step: int, samples: range, watch: OverflowWatch, ids: Ids) -> dict[str, Any]:
+def overflow_event(report: StepReport, step: int, samples: range, watch: OverflowMonitor, ids: Ids) -> dict[str, Any]:
     """What events.jsonl keeps of a skipped step.
 
     samples: the positions that the global batch took up in the run's order.

@@ -19,11 +19,11 @@ from megaprec.checkpoint.save_load import load, save
 from megaprec.data.blend import Blend
 from megaprec.data.intact import accusation
 from megaprec.data.samples import Samples
-from megaprec.diagnose.overflow_monitor import OverflowWatch
+from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.speculative import OptimisticOptimizer
+from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import NonFiniteStep, StepReport, report_fields
 from megaprec.precision.plan import PrecisionPlan
 from megaprec.precision.tf32 import tf32
@@ -31,13 +31,13 @@ from models.engine import Engine, OutsideVocabulary, Share
 from models.fp8_shadow import Shadow
 from models.own_model import stage_maker
 from models.packing import Packing
-from models.speculative import OptimisticEngine
+from models.post_validation import PostValidationEngine
 from models.stages import Stage
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
 from tools.convert.initial import start_from
-from tools.convert.train_state import Progress, read_progress, read_watch
+from tools.convert.train_state import TrainState, read_progress, read_watch
 from tools.journal.journal import Journal
 from tools.plots.perfetto import TIMELINE, write_trace
 from tools.plots.shadow_plot import shadow_event, shadow_fields
@@ -45,7 +45,7 @@ from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.changed_keys import keys_of
 from tools.training.corpus import Corpus
 from tools.training.signals import Stopped, listening
-from tools.training.skipped_steps import Hopeless, overflow_event
+from tools.training.skipped_steps import TrainingDiverged, overflow_event
 
 
 def optimizer_options(config: RunConfig) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Trainer:
     ) -> None:
         self.config, self.corpus, self.resumed = config, corpus, checkpoint
         train, parallel = config.train, config.parallel
-        self.engine = (OptimisticEngine if config.optimizer.validation == "after" else Engine)(
+        self.engine = (PostValidationEngine if config.optimizer.validation == "after" else Engine)(
             corpus.model,
             config.plan,
             mesh,
@@ -93,11 +93,11 @@ class Trainer:
             make_stage=stage_maker(config.model.factory),
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
-        self.progress = Progress()  # of the steps whose outcome is known; one more may have been taken
+        self.progress = TrainState()  # of the steps whose outcome is known; one more may have been taken
         self._raised: NonFiniteStep | None = None
         self._told = 0  # the signal that told this rank to stop
         self._stops = False  # whether all ranks know that one was told to
-        self.watch = OverflowWatch(self.engine.optimizer.plan.scaling, config.precision.patience)
+        self.watch = OverflowMonitor(self.engine.optimizer.plan.scaling, config.precision.patience)
         if checkpoint:
             self._resume(checkpoint)
         elif train.init_from:
@@ -107,7 +107,7 @@ class Trainer:
         self._seconds: deque[float] = deque()  # of the steps taken whose outcome is not known
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
-        kind = OptimisticOptimizer if self.config.optimizer.validation == "after" else ParallelAMPOptimizer
+        kind = PostValidationOptimizer if self.config.optimizer.validation == "after" else ParallelAMPOptimizer
         return kind(parts, plan, mesh, **optimizer_options(self.config))
 
     def _resume(self, checkpoint: Path) -> None:
@@ -122,7 +122,7 @@ class Trainer:
     def run(self) -> None:
         """All steps that are left, or as many as there are until a signal; a checkpoint at the end.
 
-        Raises Stopped after a signal, Hopeless if further steps are of no use; the state is saved.
+        Raises Stopped after a signal, TrainingDiverged if further steps are of no use; the state is saved.
         """
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
@@ -150,7 +150,7 @@ class Trainer:
             if done == self._taken and (hopeless or self._stops or self._saves_after(done)):
                 self._save()
             if hopeless:
-                raise Hopeless(f"stopped after step {done}, state saved: {hopeless}")
+                raise TrainingDiverged(f"stopped after step {done}, state saved: {hopeless}")
 
     def _ask_to_stop(self, number: int) -> None:
         """Every rank will know of it with the outcome of the next step that is agreed on."""
@@ -196,7 +196,7 @@ class Trainer:
                 events.append(shadow_event(shadow, progress.step, self.config.fp8))
             yield record, events
 
-    def _record(self, report: StepReport, progress: Progress, seconds: float) -> dict[str, Any]:
+    def _record(self, report: StepReport, progress: TrainState, seconds: float) -> dict[str, Any]:
         fields = {
             "step": progress.step,
             **report_fields(report),
@@ -223,7 +223,7 @@ class Trainer:
         every = self.config.checkpoint.every
         return step == self.config.train.steps or (bool(every) and step % every == 0)
 
-    def _overflow(self, report: StepReport, progress: Progress) -> dict[str, Any] | None:
+    def _overflow(self, report: StepReport, progress: TrainState) -> dict[str, Any] | None:
         self.watch.note(report)
         if report.outcome == "applied":
             return None
@@ -234,7 +234,7 @@ class Trainer:
     def _ids(self, position: int, count: int) -> list[int] | list[str]:
         return self.corpus.train.labels(self.corpus.train.batch(position, count).ids)
 
-    def step(self) -> list[tuple[StepReport, Progress]]:
+    def step(self) -> list[tuple[StepReport, TrainState]]:
         """Takes the next step. Returns the steps whose outcome is now known, each with what was then done in all.
 
         That is this step, unless it was taken on a guess, and before it the last one, if that was. A step that is to
@@ -285,11 +285,11 @@ class Trainer:
             progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
         )
 
-    def _count(self, report: StepReport) -> Progress:
+    def _count(self, report: StepReport) -> TrainState:
         """How far the run has come with this step, which may also say that it is to stop."""
         self._stops |= report.stop
         progress, batch, applied = self.progress, self.config.train.global_batch, int(report.changed)
-        self.progress = Progress(
+        self.progress = TrainState(
             progress.step + 1,
             progress.applied + applied,
             progress.samples + batch,

@@ -15,11 +15,11 @@ from parallel.linear import Input, Linear
 from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction, Op, Schedule, complete, forward_only
-from parallel.pipeline.p2p import CPU, Links, Match
+from parallel.pipeline.p2p import CPU, P2P, Match
 from parallel.pipeline.simulate import Span, sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
-from parallel.weight_grad_queue import Deferred
+from parallel.weight_grad_queue import WeightGradQueue
 from tests.ranks import on_ranks, run_ranks
 
 ROWS, WIDTH = 3, 5
@@ -60,17 +60,17 @@ class Toy:
         return self
 
 
-def open_links(mesh: DeviceMesh | None, rank_of_stage: Sequence[int], match: Match | None = None) -> Links:
-    return Links.open(Axis.of(mesh, "pp"), rank_of_stage, (ROWS, WIDTH), DTYPE, CPU, match)
+def open_links(mesh: DeviceMesh | None, rank_of_stage: Sequence[int], match: Match | None = None) -> P2P:
+    return P2P.open(Axis.of(mesh, "pp"), rank_of_stage, (ROWS, WIDTH), DTYPE, CPU, match)
 
 
-def train(s: Schedule, links: Links, seed: int = 0) -> Toy:
+def train(s: Schedule, links: P2P, seed: int = 0) -> Toy:
     toy = Toy(links.stages, s.microbatches, seed)
     Executor(s.programs[links.axis.rank], links, toy.forward, toy.reduce).run()
     return toy
 
 
-def require_plain_gradients(toy: Toy, links: Links, seed: int = 0) -> None:
+def require_plain_gradients(toy: Toy, links: P2P, seed: int = 0) -> None:
     """Bit for bit: a pipeline adds the same gradients in the same order."""
     plain = Toy(links.stages, len(toy.batch), seed).train_plainly()
     for stage, home in enumerate(links.rank_of_stage):
@@ -148,7 +148,7 @@ def test_evaluation_needs_forwards_alone_and_may_have_another_shape(mesh: Device
         assert all(ours < whole for ours, whole in zip(toy.losses, plain.losses, strict=True))
 
 
-def one_process(stages: int, microbatches: int) -> tuple[Schedule, Links]:
+def one_process(stages: int, microbatches: int) -> tuple[Schedule, P2P]:
     """All stages on this one rank, which needs no process group."""
     forwards = [Instruction(Op.FORWARD, s, m) for m in range(microbatches) for s in range(stages)]
     backwards = [Instruction(Op.BACKWARD, s, m) for m in range(microbatches) for s in reversed(range(stages))]
@@ -252,7 +252,7 @@ def test_weight_gradients_are_made_by_their_own_instruction_and_with_the_same_bi
     weight = nn.Parameter(torch.randn(4, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(1)))
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     batch = torch.randn(2, ROWS, 1, WIDTH, dtype=DTYPE, generator=torch.Generator().manual_seed(2))
-    deferred, seen = Deferred(), list[Tensor]()
+    deferred, seen = WeightGradQueue(), list[Tensor]()
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         x = batch[microbatch].requires_grad_()

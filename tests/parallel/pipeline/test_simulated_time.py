@@ -13,10 +13,10 @@ from megaprec.comm.axis import Axis
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Message, Schedule
-from parallel.pipeline.p2p import CPU, Links
+from parallel.pipeline.p2p import CPU, P2P
 from parallel.pipeline.simulate import Span, idle, simulate
 from parallel.pipeline.timeline import Recording
-from parallel.weight_grad_queue import Deferred
+from parallel.weight_grad_queue import WeightGradQueue
 from tests.ranks import run_ranks
 
 FORWARD, INPUT, WEIGHT = 0.03, 0.04, 0.02
@@ -29,7 +29,7 @@ class Sleep(torch.autograd.Function):
     """x, after a while, both ways. The second half of the way back can be put off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, deferred: Deferred, slower: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, deferred: WeightGradQueue, slower: float) -> Tensor:
         ctx.deferred, ctx.slower = deferred, slower
         time.sleep(FORWARD * slower)
         return x.clone()
@@ -48,7 +48,7 @@ def recorded(mesh: DeviceMesh, s: Schedule) -> list[list[Span]]:
 
 
 def _recorded(mesh: DeviceMesh, s: Schedule) -> list[Span]:
-    links, deferred = Links.open(Axis.of(mesh, "pp"), s.rank_of_stage, (2,), torch.float32, CPU), Deferred()
+    links, deferred = P2P.open(Axis.of(mesh, "pp"), s.rank_of_stage, (2,), torch.float32, CPU), WeightGradQueue()
 
     def forward(stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         last = stage == links.stages - 1

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
-from megaprec.optim.consensus import Agreed
+from megaprec.optim.consensus import Consensus
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
 from megaprec.optim.update_rules import Step
-from megaprec.optim.update_tile import Block
+from megaprec.optim.update_tile import Tile
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Settled:
     stands: bool
 
 
-class OptimisticOptimizer(ParallelAMPOptimizer):
+class PostValidationOptimizer(ParallelAMPOptimizer):
     """A ParallelAMPOptimizer whose steps come in two halves, `take` and `settle`; its arguments are the same.
 
     `step`, which does all at once, is there as well, and all come out the same, bit for bit. Between the two halves
@@ -149,19 +149,19 @@ class OptimisticOptimizer(ParallelAMPOptimizer):
         if self._guessed is not None:
             raise RuntimeError("the last step is not settled: call `settle` first")
 
-    def _as_guessed(self, agreed: Agreed, scale: Tensor | None = None) -> bool:
+    def _as_guessed(self, agreed: Consensus, scale: Tensor | None = None) -> bool:
         """Whether what was agreed on is what any guess says. scale: of the step, if not the present one."""
         unclipped = self._clip_factor(agreed.norm / (self.scale if scale is None else scale)) == 1
         return bool(agreed.finite & agreed.same_scaler & agreed.same_parameters & unclipped)
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self) -> Iterator[Tile]:
         return (block for _, parts in self._slices for _, blocks in parts for block in blocks)
 
     def _counters(self) -> list[Tensor]:
         """What a step changes besides what the blocks hold and the scalars of the rule."""
         return [self.steps, *self.scaler.tensors()]
 
-    def _update_copied(self, block: Block, step: Step) -> None:
+    def _update_copied(self, block: Tile, step: Step) -> None:
         """Updates the block after copying what that is going to change. The gradients stay as they are."""
         changed = block.changed()
         copies = self._copies_of.setdefault(id(block), [])

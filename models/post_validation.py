@@ -1,4 +1,4 @@
-"""An engine whose stages do not wait for each other to agree on a step: see `megaprec/optim/speculative.py`.
+"""An engine whose stages do not wait for each other to agree on a step: see `megaprec/optim/post_validation.py`.
 
 `update` takes the step on a guess, and the next `accumulate` learns whether it was right, between its warm-up and its
 first backward pass. If it was wrong all weights are other ones now: the warm-up is abandoned and made again. A step's
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.speculative import OptimisticOptimizer
+from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
@@ -19,13 +19,13 @@ from parallel.pipeline.instructions import Schedule
 from parallel.pipeline.rollback import unread, warmup
 from parallel.pipeline.timeline import Recording
 
-SUMMING = partial(OptimisticOptimizer, average=False)
+SUMMING = partial(PostValidationOptimizer, average=False)
 
 
-class OptimisticEngine(Engine):
+class PostValidationEngine(Engine):
     """An Engine with the same arguments that trains the same model, bit for bit.
 
-    make_optimizer: must build an OptimisticOptimizer.
+    make_optimizer: must build an PostValidationOptimizer.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class OptimisticEngine(Engine):
         **options: Any,
     ) -> None:
         super().__init__(config, plan, mesh, schedule, make_optimizer=make_optimizer, **options)
-        assert isinstance(self.optimizer, OptimisticOptimizer)
+        assert isinstance(self.optimizer, PostValidationOptimizer)
         self._optimistic = self.optimizer
         self._warmup = len(warmup(self._train.program))
         self._unread = unread(schedule)[self.pp.rank]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
+from tools.allocator import keep_freed_memory
 from tools.convert.config_write import to_hugging_face
 from tools.convert.formats import TARGETS, open_intact
 from tools.convert.hf import CONFIG, hf_target, read_json
@@ -59,6 +60,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `megaprec convert`."""
+    keep_freed_memory()
     source = open_intact(args.source, args.vocab, args.weights_only)
     to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
-from tools.convert.hf import check_tensors, origin_of
+from tools.convert.hf import check_tensors, origin_of, read_generation
 from tools.convert.megatron_buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
 from tools.convert.megatron_distributed import Contents, read_chunked, read_common, whole_tensors
 from tools.convert.megatron_keys import unknown
@@ -99,6 +99,7 @@ def _source(
     origins = [
         origin_of(m, taken[k][m.foreign].read, taken[k][m.foreign].dtype, model, k) for k in taken for m in found
     ]
+    facts = replace(facts, generation=read_generation(path))  # Megatron's own has none; ours has the source's
     return Source(path, "megatron", model, origins, facts, ())
 
 

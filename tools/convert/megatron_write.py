@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megaprec.errors import UserError
+from tools.convert.hf import write_generation
 from tools.convert.megatron import find_megatron, open_megatron
 from tools.convert.megatron_experts import expert_of, local_name
 from tools.convert.megatron_layout import FILE, TRACKER, args_of, part, part_shape, rank_folder, unsaid
@@ -240,7 +241,9 @@ class _Writer:
         return {"grad_scaler": {"scale": rooms.take_scale(), **trackers}}
 
     def finish(self, folder: Path) -> None:
-        """The file that names the iteration."""
+        """The file that names the iteration, and how texts are generated, which Megatron does not look at."""
+        if said := self.source.facts.generation:
+            write_generation(folder / self.folder, said)
         (folder / TRACKER).write_text(str(int(self.folder.removeprefix("iter_"))))
 
 

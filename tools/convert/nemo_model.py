@@ -14,16 +14,8 @@ from tools.convert.config import make_model
 
 MODULE = "nemo.collections.llm.gpt.model."
 MODULES = tuple(f"{MODULE}{name}." for name in ("base", "llama", "qwen2", "qwen3"))  # whose classes add nothing unsaid
-LAYERS = (
-    "default_layer_spec",
-    "transformer_engine_layer_spec",
-    "transformer_engine_full_layer_spec",
-    "local_layer_spec",
-)
-SPEC, SPECS = (
-    "transformer_layer_spec",
-    tuple(f"{MODULE}base.{name}" for name in LAYERS),
-)  # what a layer is made of: all follow the keys
+SPEC = "transformer_layer_spec"  # who makes a layer: these do it as the other keys say
+LAYERS = [f"{kind}_layer_spec" for kind in ("default", "local", "transformer_engine", "transformer_engine_full")]
 REQUIRED = (
     "num_layers",
     "hidden_size",
@@ -197,7 +189,8 @@ def _refuse(said: Mapping[str, Any], origin: str) -> None:
 def _odd_layers(spec: Any, origin: str) -> list[str]:
     """A problem, if layers are made by a function that NeMo does not have: nothing says what it makes."""
     name = spec.get("_target_") if isinstance(spec, Mapping) else spec
-    return [] if name in (None, *SPECS) else [f"{origin}: {SPEC} = {name!r} is not known: {', '.join(LAYERS)} are"]
+    known = (None, *(f"{MODULE}base.{layer}" for layer in LAYERS))
+    return [] if name in known else [f"{origin}: {SPEC} = {name!r} is not known: {', '.join(LAYERS)} are"]
 
 
 def _norm(said: Mapping[str, Any], origin: str) -> str:

@@ -9,7 +9,7 @@ CHECKS = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", "sp
 DATA = ["pyarrow>=17"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
-ORACLES = ["megatron-core>=0.16", "einops>=0.8"]  # other people's code that slow tests compare with
+ORACLES = ["megatron-core>=0.16", "einops>=0.8", "psutil>=6"]  # other people's code that slow tests compare with
 TENSORBOARD = ["tensorboard>=2.15"]
 YAML = ["pyyaml>=6"]
 README = Path(__file__).with_name("README.md")

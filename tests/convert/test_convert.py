@@ -54,6 +54,37 @@ def test_weights_come_back_bit_for_bit_through_ours_and_megatron(kind: str, tmp_
     assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
 
 
+@pytest.mark.parametrize("ways", [["megatron"], ["megaprec", "megatron"], ["megatron", "megaprec"]])
+@pytest.mark.usefixtures("torch_files_read_here")
+def test_how_texts_are_generated_comes_back_through_every_format(ways: list[str], tmp_path: Path) -> None:
+    said = {"bos_token_id": 3, "eos_token_id": [5, 7], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    folder = write_folder(tmp_path / "hf", "llama")
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    for number, to in enumerate([*ways, "hf"]):
+        run(folder, tmp_path / f"{number}", "--to", to)
+        folder = tmp_path / f"{number}"
+    assert json.loads((folder / "generation_config.json").read_text()) == said
+
+
+@pytest.mark.usefixtures("torch_files_read_here")
+def test_a_megatron_folder_says_nothing_of_generation_that_its_source_did_not(tmp_path: Path) -> None:
+    run(write_folder(tmp_path / "hf", "llama"), tmp_path / "megatron", "--to", "megatron")
+    assert not [*(tmp_path / "megatron").rglob("generation_config.json")]
+
+
+@pytest.mark.usefixtures("torch_files_read_here")
+def test_a_damaged_word_on_generation_beside_megatrons_files_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "hf", "llama")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    run(folder, tmp_path / "megatron", "--to", "megatron")
+    (file,) = (tmp_path / "megatron").rglob("generation_config.json")
+    file.write_text("{")
+    assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "back"), "--to", "hf"]) == 2
+    assert f"{file} cannot be read" in capsys.readouterr().err
+
+
 def test_each_tensor_is_read_once_and_what_was_written_is_read_back(tmp_path: Path) -> None:
     source = open_source(write_folder(tmp_path / "hf", "gpt2"))
     convert(source, native_target(source, None), tmp_path / "ours", silent)

@@ -90,6 +90,9 @@ def refused(folder: Path, vocab: int | None = 131) -> str:
         ({"_target_": "nemo.collections.llm.gpt.model.gemma.GemmaConfig"}, "GemmaConfig' is not known"),
         ({"_target_": "__main__.MyConfig"}, "the class '__main__.MyConfig' is not known"),
         ({"_target_": ...}, "the class None is not known"),
+        ({"transformer_layer_spec": {"_target_": "__main__.my_spec"}}, "transformer_layer_spec = '__main__.my_spec'"),
+        ({"transformer_layer_spec": {"_target_": "functools.partial"}}, "spec = 'functools.partial' is not known"),
+        ({"transformer_layer_spec": ["rows"]}, "transformer_layer_spec = ['rows'] is not known"),
         ({"num_layers": 5}, "linear_proj.weight is [4, 24, 40], but its args say [5] of its kind"),
         ({"hidden_size": 48}, "but the model asks for"),
         ({"add_qkv_bias": True}, "lacks the tensor decoder.layers.0.self_attention.linear_qkv.bias"),
@@ -123,6 +126,17 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     file.write_text(text)
     (folder / "weights/.metadata").rename(tmp_path / "kept")
     assert ".metadata is missing: only distributed checkpoints (torch_dist) are read" in refused(folder)
+
+
+@here
+def test_a_folder_of_megatron_bridge_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """iter_0000007/ has run_config.yaml, and a common.pt without args (megatron/bridge/training/checkpointing.py)."""
+    folder = save(tmp_path) / "weights"
+    folder = folder.rename(tmp_path / "iter_0000007")
+    assert "common.pt has no args" in refused(folder) and "Bridge" not in refused(folder)
+    (folder / "run_config.yaml").write_text("model: {num_layers: 4}\n")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert "AutoBridge.export_ckpt of megatron.bridge makes a Hugging Face folder" in refused(tmp_path)
 
 
 @here

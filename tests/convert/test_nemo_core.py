@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.errors import UserError
 from models.config import ModelConfig
 from tests.convert.test_megatron import build, core, ids_of, save_in_chunks
 from tests.nemo import config_of, write_context
@@ -17,7 +18,8 @@ from tests.other_systems import CONFIGS, slow
 from tests.ranks import run_ranks
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.systems.nemo_model import model_of
+from tools.convert.megatron.keys import ALIASES, FREE, FREE_PREFIXES
+from tools.convert.systems.nemo_model import ONLY, REQUIRED, model_of
 from tools.convert.verify import load_stage
 
 pytest.importorskip(
@@ -64,3 +66,34 @@ def test_every_field_of_megatron_cores_configuration_is_accounted_for() -> None:
     model = from_hugging_face(CONFIGS["llama"])
     config = core("transformer.transformer_config").TransformerConfig
     assert model_of(fields_of(config, model), 131, "model.yaml") == model
+
+
+def other_than(value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return {"_target_": "elsewhere.other", "_call_": False} if isinstance(value, dict) else "other" if value else 3
+
+
+def free(name: str) -> bool:
+    return name in FREE or name.startswith(FREE_PREFIXES)
+
+
+def taken(said: dict[str, Any], name: str) -> ModelConfig | None:
+    """The model, if it is not refused by the name of the field."""
+    try:
+        return model_of(said | {name: other_than(said[name])}, 131, "model.yaml")
+    except UserError as error:
+        return None if name in REQUIRED or name in " ".join(error.problems) else model_of(said, 131, "model.yaml")
+
+
+def test_no_field_that_would_make_it_another_model_passes_unread() -> None:
+    """A field that nothing is read of has its reason among Megatron's, which logits prove, or is of absent experts."""
+    model = from_hugging_face(CONFIGS["llama"])
+    config = core("transformer.transformer_config").TransformerConfig
+    said, names = fields_of(config, model), [field.name for field in dataclasses.fields(config)]
+    passed = [name for name in names if name not in REQUIRED and taken(said, name) == model]
+    unread = [name for name in passed if not name.startswith("moe_")]
+    assert "num_moe_experts" in ONLY and len(passed) > 100
+    assert [name for name in unread if not free(ALIASES.get(name, name))] == []

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-
-PIECE = 4 << 20  # bytes that are read at a time of a tensor that is only copied: they stay in the processor's caches
+from tools.convert.core.tensors import PIECE
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_generation(path: Path) -> dict[str, Any]:
+    """What a folder's generation_config.json says; empty if there is none."""
+    return read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
+
+
+def write_generation(path: Path, said: Mapping[str, Any]) -> None:
+    """Writes a folder's generation_config.json."""
+    _write_json(path / GENERATION, said)
+
+
 def hf_model(path: Path) -> ModelConfig:
     """The model that a folder's config.json describes."""
     try:
@@ -81,9 +91,8 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
         for m in found
         for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
     ]
-    generation = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
     said = tuple(f"{path}: {note}" for note in notes(config, ARCHITECTURES[kind]))
-    facts = replace(facts, special=special_ids(config), generation=generation, notes=(*facts.notes, *said))
+    facts = replace(facts, special=special_ids(config), generation=read_generation(path), notes=(*facts.notes, *said))
     return Source(path, system, model, origins, facts, hf_tokenizer(path))
 
 
@@ -186,7 +195,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
         weights = next(iter(kept.values()))
         ids = source.facts.special or tokenizer_ids(source)
         _write_json(folder / CONFIG, to_hugging_face(model, str(weights).removeprefix("torch.")) | ids)
-        _write_json(folder / GENERATION, source.facts.generation or ids)
+        write_generation(folder, source.facts.generation or ids)
         if len(shards) > 1:
             where = {m.foreign: file for file, inside in shards.items() for m in inside}
             index = {"metadata": {"total_size": size}, "weight_map": where}

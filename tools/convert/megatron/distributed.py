@@ -36,6 +36,7 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)(\..*)")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(fp32_param|param|exp_avg|exp_avg_sq)\.(.*)")
 _MASTERS = ("fp32_param", "param")
 _SAID = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/shard_0_1")
+BRIDGE = "run_config.yaml"
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 
 
@@ -55,8 +56,18 @@ def read_common(path: Path) -> dict[str, Any]:
     """What is no tensor: args, progress, groups of the optimizer. UserError without args."""
     common = contents([path / "common.pt"])[0] if (path / "common.pt").is_file() else {}
     if not isinstance(common, dict) or not isinstance(common.get("args"), dict):
-        raise UserError(f"{path}: common.pt has no args, which say what the model is")
+        raise UserError(f"{path}: common.pt has no args, which say what the model is{_bridge(path)}")
     return common
+
+
+def _bridge(path: Path) -> str:
+    """A way out, if the checkpoint is Megatron-Bridge's (megatron/bridge/training/checkpointing.py)."""
+    if not (path / BRIDGE).is_file():
+        return ""
+    return (
+        f"; {BRIDGE} beside it, of Megatron-Bridge, does, but is not read here: AutoBridge.export_ckpt of "
+        "megatron.bridge makes a Hugging Face folder of it, which is"
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
 from tools.convert.core.source import Facts, Source
-from tools.convert.hf.folder import check_tensors, origin_of
+from tools.convert.hf.folder import check_tensors, origin_of, read_generation
 from tools.convert.megatron.buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
 from tools.convert.megatron.distributed import Contents, read_chunked, read_common, whole_tensors
 from tools.convert.megatron.keys import unknown
@@ -99,6 +99,7 @@ def _source(
     origins = [
         origin_of(m, taken[k][m.foreign].read, taken[k][m.foreign].dtype, model, k) for k in taken for m in found
     ]
+    facts = replace(facts, generation=read_generation(path))  # Megatron's own has none; ours has the source's
     return Source(path, "megatron", model, origins, facts, ())
 
 

@@ -25,6 +25,7 @@ from tools.convert.core.rules import Match, heads, matches
 from tools.convert.core.source import Source
 from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import fill
+from tools.convert.hf.folder import write_generation
 from tools.convert.megatron.experts import expert_of, local_name
 from tools.convert.megatron.layout import FILE, TRACKER, args_of, part, part_shape, rank_folder, unsaid
 from tools.convert.megatron.order import as_registered
@@ -240,7 +241,9 @@ class _Writer:
         return {"grad_scaler": {"scale": rooms.take_scale(), **trackers}}
 
     def finish(self, folder: Path) -> None:
-        """The file that names the iteration."""
+        """The file that names the iteration, and how texts are generated, which Megatron does not look at."""
+        if said := self.source.facts.generation:
+            write_generation(folder / self.folder, said)
         (folder / TRACKER).write_text(str(int(self.folder.removeprefix("iter_"))))
 
 

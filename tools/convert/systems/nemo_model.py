@@ -14,6 +14,8 @@ from tools.convert.hf.config import make_model
 
 MODULE = "nemo.collections.llm.gpt.model."
 MODULES = tuple(f"{MODULE}{name}." for name in ("base", "llama", "qwen2", "qwen3"))  # whose classes add nothing unsaid
+SPEC = "transformer_layer_spec"  # who makes a layer: these do it as the other keys say
+LAYERS = [f"{kind}_layer_spec" for kind in ("default", "local", "transformer_engine", "transformer_engine_full")]
 REQUIRED = (
     "num_layers",
     "hidden_size",
@@ -114,7 +116,7 @@ UNIMPORTANT = """
     params_dtype perform_initialization persist_layer_norm pipeline_dtype pipeline_model_parallel_comm_backend
     pipeline_model_parallel_layout pipeline_model_parallel_size scatter_embedding_sequence_parallel
     sequence_parallel symmetric_ar_type tensor_model_parallel_size test_mode timers tp_only_amax_red
-    transformer_impl transformer_layer_spec use_cpu_initialization use_fused_weighted_squared_relu
+    transformer_impl use_cpu_initialization use_fused_weighted_squared_relu
     use_inference_optimized_layers use_kitchen use_kitchen_attention use_mamba_mem_eff_path use_ring_exchange_p2p
     use_te_rng_tracker use_transformer_engine_full_layer_spec use_transformer_engine_op_fuser variable_seq_lengths
     virtual_pipeline_model_parallel_size wgrad_deferral_limit
@@ -171,7 +173,7 @@ def _refuse(said: Mapping[str, Any], origin: str) -> None:
         for key, known in ONLY.items()
         if said.get(key, known) != known
     ]
-    known = {*REQUIRED, *SCALING, *ONLY, *UNIMPORTANT.split()}
+    known = {*REQUIRED, *SCALING, *ONLY, SPEC, *UNIMPORTANT.split()}
     problems += [
         f"{origin}: the key {key!r} is not known, so it is not known what the model is"
         for key in said
@@ -179,8 +181,16 @@ def _refuse(said: Mapping[str, Any], origin: str) -> None:
     ]
     if said.get("position_embedding_type") not in ("learned_absolute", "rope"):
         problems.append(f"{origin}: position_embedding_type = {said.get('position_embedding_type')!r} is not known")
+    problems += _odd_layers(said.get(SPEC), origin)
     if problems:
         raise UserError(*problems)
+
+
+def _odd_layers(spec: Any, origin: str) -> list[str]:
+    """A problem, if layers are made by a function that NeMo does not have: nothing says what it makes."""
+    name = spec.get("_target_") if isinstance(spec, Mapping) else spec
+    known = (None, *(f"{MODULE}base.{layer}" for layer in LAYERS))
+    return [] if name in known else [f"{origin}: {SPEC} = {name!r} is not known: {', '.join(LAYERS)} are"]
 
 
 def _norm(said: Mapping[str, Any], origin: str) -> str:

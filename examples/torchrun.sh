@@ -11,4 +11,4 @@ set -euo pipefail
 exec torchrun --nnodes "$NODES" --nproc-per-node "$RANKS" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29500}" --rdzv-id "${JOB:-megaprec}" \
     ${ADDRESS:+--local-addr "$ADDRESS"} \
-    -m tools.cli train "$@"
+    -m megaprec train "$@"

@@ -1,17 +1,71 @@
-"""Numbers: precision, loss scaling, gradient buffers, the parallel AMP optimizer, checkpoints, data.
+"""Mixed-precision training that can be trusted: the step really happened, or you are told which parameter broke it.
 
-Nothing here builds a model or knows how one is cut; it is handed a torch `DeviceMesh` and parameters with layouts.
+The smallest whole use, on one process; the same loop runs on many with a mesh:
+
+    import megaprec
+
+    model = torch.nn.Linear(8, 1)
+    megaprec.attach_whole(model)                              # parameters are named by their paths
+    precision = megaprec.plan("fp32")                         # or "bf16", "fp16": dtypes and loss scaling as one value
+    optimizer = megaprec.ParallelAMPOptimizer([model], precision, lr=1e-3)
+    for x, y in batches:
+        loss = (model(x) - y).square().mean()
+        (loss * optimizer.scale).backward()
+        report = optimizer.step(loss=loss)                    # what happened: report.outcome, .grad_norm, .offenders
+
+`parallel` has tensor-parallel layers and pipelines, `models` whole transformers. This package knows neither: it takes a
+torch DeviceMesh and parameters that carry layouts.
 """
 
-from megaprec.comm.axis import Axis as Axis
-from megaprec.comm.layout import Layout as Layout
-from megaprec.comm.layout import Part as Part
-from megaprec.comm.layout import attach as attach
-from megaprec.comm.layout import attach_whole as attach_whole
-from megaprec.errors import UserError as UserError
-from megaprec.optim.optimizer import ParallelAMPOptimizer as ParallelAMPOptimizer
-from megaprec.optim.scaler import ConstantGradScaler as ConstantGradScaler
-from megaprec.optim.scaler import DynamicGradScaler as DynamicGradScaler
-from megaprec.optim.step_report import StepReport as StepReport
-from megaprec.precision.plan import LossScaling as LossScaling
-from megaprec.precision.plan import PrecisionPlan as PrecisionPlan
+from megaprec.checkpoint.save_load import load, load_weights, save
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Layout, Part, attach, attach_whole, layout_of
+from megaprec.diagnose.nonfinite_trace import Trace
+from megaprec.diagnose.overflow_monitor import OverflowMonitor
+from megaprec.errors import UserError
+from megaprec.optim.group_factors import Group
+from megaprec.optim.lr import LRSchedule
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import NonFiniteStep, Offender, StepReport
+from megaprec.optim.update_rules import SGD, AdamW
+from megaprec.optim.update_rules import Torch as TorchRule
+from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.marks import module_has_fp32_attr, set_fp32_attr_to_module
+from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel
+from megaprec.precision.parallel_modes import ParallelMode
+from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
+from megaprec.precision.tf32 import tf32
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Axis",
+    "FP8Recipe",
+    "Group",
+    "LRSchedule",
+    "Layout",
+    "LossScaling",
+    "NaiveAMPModel",
+    "NonFiniteStep",
+    "Offender",
+    "OverflowMonitor",
+    "ParallelAMPOptimizer",
+    "ParallelMode",
+    "Part",
+    "PlannedModel",
+    "PrecisionPlan",
+    "StepReport",
+    "TorchRule",
+    "Trace",
+    "UserError",
+    "attach",
+    "attach_whole",
+    "layout_of",
+    "load",
+    "load_weights",
+    "module_has_fp32_attr",
+    "plan",
+    "save",
+    "set_fp32_attr_to_module",
+    "tf32",
+]

@@ -1,1 +1,31 @@
-"""What is trained: decoders built from the parallel layers and cut into stages."""
+"""Transformer models by configuration, and the engine that trains them on any mesh.
+
+The smallest whole use, on one process:
+
+    from parallel.pipeline import schedule
+
+    config = preset("llama-tiny")                              # or ModelConfig(layers=..., hidden=..., ...)
+    engine = Engine(config, plan("bf16"), None, schedule("1f1b", 1, 4), micro_batch=1, seq_length=64)
+    report = engine.step(Share(tokens, targets), lr=3e-4, number=1)       # tokens, targets: int64 [samples, sequence]
+"""
+
+from models.config import ModelConfig
+from models.engine import Engine, OutsideVocabulary, Share
+from models.packing import Packing
+from models.presets import PRESETS, preset
+from models.rope import RopeScaling
+from models.stages import Stage, build, cuts
+
+__all__ = [
+    "PRESETS",
+    "Engine",
+    "ModelConfig",
+    "OutsideVocabulary",
+    "Packing",
+    "RopeScaling",
+    "Share",
+    "Stage",
+    "build",
+    "cuts",
+    "preset",
+]

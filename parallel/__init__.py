@@ -1,1 +1,49 @@
-"""Ranks: the mesh, layers cut over tp, pipeline schedules and what carries them out."""
+"""Tensor- and sequence-parallel layers, pipelines, and the mesh of ranks that they run on.
+
+The smallest whole use; `examples/pretrain.py` is a program of it:
+
+    with world():                                              # joins the ranks that torchrun started
+        mesh = make_mesh(tp=2, dp=2)
+        context = Context(precision, Axis.of(mesh, "tp"))
+        model = parallelize(model, context, {"*.up": "column", "*.down": "row", "embedding": "vocab"})
+        optimizer = ParallelAMPOptimizer([model], precision, mesh, average=False)
+        pipeline = Pipeline([model], optimizer, loss_fn, microbatches=4)
+        report = pipeline.step(inputs, targets, lr=3e-4)
+"""
+
+from parallel.activation_checkpoint import Recompute
+from parallel.collectives import copy, gather, join, reduce, scatter, split
+from parallel.context import Context
+from parallel.dropout import MicrobatchInfo, dropout
+from parallel.fp32_marks import compute_marked_in_fp32
+from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from parallel.loss import cross_entropy, vocab_parallel_loss
+from parallel.mesh import make_mesh, world
+from parallel.norms import LayerNorm, RMSNorm
+from parallel.parallelize import parallelize
+from parallel.pipeline.loop import Pipeline
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Context",
+    "LayerNorm",
+    "MicrobatchInfo",
+    "Pipeline",
+    "RMSNorm",
+    "Recompute",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "compute_marked_in_fp32",
+    "copy",
+    "cross_entropy",
+    "dropout",
+    "gather",
+    "join",
+    "make_mesh",
+    "parallelize",
+    "reduce",
+    "scatter",
+    "split",
+    "vocab_parallel_loss",
+    "world",
+]

@@ -7,13 +7,15 @@ its loss is NaN, so that no step is applied with it.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.layout import Part
+from megaprec.comm.layout import Part, layout_of
+from parallel.layers import ColumnParallelLinear
 
 _BLOCK = 1 << 17  # elements of FP32 logits at a time on a CPU: they stay in cache and need no fresh memory
 
@@ -26,6 +28,12 @@ def cross_entropy(
     logits: [..., padded own rows]. targets: int64 [...], ids of the whole vocabulary. vocabulary: this rank's slice.
     """
     return CrossEntropy.apply(logits, targets, vocabulary, tp, sensitive)
+
+
+def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the loss function of a head whose outputs are logits: (its output, targets) -> the loss of each target."""
+    part, context = layout_of(head.weight).parts[0], head.context
+    return lambda logits, targets: cross_entropy(logits, targets, part, context.tp, context.plan.sensitive)
 
 
 class CrossEntropy(torch.autograd.Function):

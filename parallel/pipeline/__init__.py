@@ -1,0 +1,30 @@
+"""Pipeline schedules as data, their proof, simulation and execution.
+
+plan = schedule("1f1b", ranks=4, microbatches=8)           # who does what, in which order
+check(plan)                                                # raises unless it does everything once, and ends
+bubble(simulate(plan))                                     # the share of time that ranks idle
+"""
+
+from parallel.pipeline.builders import KINDS, schedule
+from parallel.pipeline.executor import Executor
+from parallel.pipeline.instructions import Instruction, Op, Schedule, forward_only, picture
+from parallel.pipeline.p2p import P2P
+from parallel.pipeline.simulate import bubble, simulate
+from parallel.pipeline.timeline import Recording
+from parallel.pipeline.verify import check
+
+__all__ = [
+    "KINDS",
+    "P2P",
+    "Executor",
+    "Instruction",
+    "Op",
+    "Recording",
+    "Schedule",
+    "bubble",
+    "check",
+    "forward_only",
+    "picture",
+    "schedule",
+    "simulate",
+]

@@ -26,7 +26,7 @@ def test_memory_is_bounded_and_does_not_grow_with_the_text(tmp_path: Path) -> No
         with path.open("w") as file:
             for _ in range(repeats):
                 file.writelines(lines)
-        command = [sys.executable, "-m", "tools.cli", "data", "build", str(path), str(tmp_path / f"out{repeats}")]
+        command = [sys.executable, "-m", "megaprec", "data", "build", str(path), str(tmp_path / f"out{repeats}")]
         found.append(peak([*command, "--vocab-size", "2000", "--workers", "2"], often=0.1)[0])
     assert max(found) < BOUND
     assert found[1] - found[0] < GROWTH, f"{found} bytes"

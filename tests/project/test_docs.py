@@ -65,7 +65,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """One in which `megaprec` is the code of this checkout, and `python` the one that runs the tests."""
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "megaprec"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tools.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megaprec "$@"\n')
     command.chmod(0o755)
     path = os.pathsep.join(map(str, (command.parent, Path(sys.executable).parent, os.environ["PATH"])))
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -45,7 +45,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """With `megaprec` and `torchrun` on the path, as in an environment where the package is installed."""
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "megaprec"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tools.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megaprec "$@"\n')
     (tmp_path / "bin" / "srun").write_text(SRUN)
     for file in (tmp_path / "bin").iterdir():
         file.chmod(0o755)
@@ -116,8 +116,8 @@ def test_the_job_of_slurm_has_as_many_tasks_as_the_run_has_ranks(run_file: Path)
 
 def test_pods_and_machines_are_started_by_the_same_words() -> None:
     script = (EXAMPLES / "torchrun.sh").read_text().split("exec ")[1].replace("\\\n", " ")
-    ours = [word for word in shlex.split(script) if word.startswith("-") or word in ("torchrun", "tools.cli", "train")]
-    pods = [word for word in words_of_pod() if word.startswith("-") or word in ("torchrun", "tools.cli", "train")]
+    ours = [word for word in shlex.split(script) if word.startswith("-") or word in ("torchrun", "megaprec", "train")]
+    pods = [word for word in words_of_pod() if word.startswith("-") or word in ("torchrun", "megaprec", "train")]
     assert pods == ours
 
 

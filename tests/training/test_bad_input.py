@@ -265,7 +265,7 @@ def test_ranks_take_a_cuda_device_each_or_none_does(run_file: Path, monkeypatch:
 def test_a_reader_that_has_enough_ends_the_command_without_a_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "tools.cli", "keys"]
+    command = [sys.executable, "-m", "megaprec", "keys"]
     done = subprocess.run(
         command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, cwd=Path(__file__).parents[2]
     )

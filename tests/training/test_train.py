@@ -62,7 +62,7 @@ def exact(run_file: Path) -> Path:
 
 def command(*arguments: object, torchrun: int = 0) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={torchrun}"] if torchrun else []
-    return [sys.executable, *launcher, "-m", "tools.cli", "train", *map(str, arguments)]
+    return [sys.executable, *launcher, "-m", "megaprec", "train", *map(str, arguments)]
 
 
 def test_the_command_and_torchrun_train_the_same_bits_and_one_process_the_same_steps(

@@ -89,7 +89,7 @@ def peak(command: list[str], often: float = OFTEN) -> tuple[int, int]:
 
 def _data(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     documents = _write_text(folder / "text.jsonl", args.megabytes * 1_000_000)
-    command = [sys.executable, "-m", "tools.cli", "data", "build", str(folder / "text.jsonl"), str(folder / "tokens")]
+    command = [sys.executable, "-m", "megaprec", "data", "build", str(folder / "text.jsonl"), str(folder / "tokens")]
     options = ["--vocab-size", str(args.vocab_size), "--workers", str(args.workers)]
     began = time.monotonic()
     largest, looks = peak([*command, *options])

@@ -1,0 +1,123 @@
+"""A ready torch module made tensor-parallel: its linear layers, embeddings and norms replaced by parallel ones.
+
+    stage = parallelize(stage, context, {"*.up": "column", "*.down": "row", "embedding": "vocab"}, prefix="stage0.")
+
+Each parameter is named by its path in the module, and each rank keeps its slice of the values that the module has. So
+all ranks must build the module with the same values: call `torch.manual_seed` with one seed on all of them.
+
+The styles are those of Megatron-LM (arXiv:1909.08053):
+
+    column    nn.Linear: the output features are cut over tp; what follows sees this rank's features
+    row       nn.Linear: the input features are cut over tp; the output is summed over tp
+    vocab     nn.Embedding: the rows are cut over tp
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.layout import attach_whole, layout_of
+from megaprec.errors import UserError, did_you_mean
+from parallel.context import Context
+from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from parallel.norms import LayerNorm, RMSNorm
+
+Style = Literal["column", "row", "vocab"]
+NORMS = (nn.RMSNorm, nn.LayerNorm)
+
+
+def parallelize(module: nn.Module, context: Context, styles: Mapping[str, Style], prefix: str = "") -> nn.Module:
+    """Replace layers of `module` in place by parallel ones of the same values, and return it.
+
+    styles: by pattern of paths in the module ("*" matches any characters). Each nn.Linear and nn.Embedding must match
+        one; norms are always replaced. Other parameters are held whole by every rank.
+    prefix: goes before each path; pipeline stages need different ones, for names are unique in the whole model.
+    Activations are [sequence, batch, features] if `context.sequence` cuts them.
+    Raises UserError, naming paths, for layers without a style, patterns that match nothing, and layers that have no
+    parallel form.
+    """
+    if _has_parallel_form(module):
+        raise UserError(f"{type(module).__name__} is to be replaced within a module: wrap it, e.g. in nn.Sequential")
+    found = {path: layer for path, layer in module.named_modules() if _has_parallel_form(layer)}
+    chosen = {path: _style_of(path, layer, styles) for path, layer in found.items()}
+    problems = [f"{path}: {chosen[path]}" for path in found if chosen[path] not in ("column", "row", "vocab", "norm")]
+    problems += [
+        f'styles: "{pattern}" matches no layer{did_you_mean(pattern, found)}'
+        for pattern in styles
+        if not any(fnmatchcase(path, pattern) for path in found)
+    ]
+    problems += _left_over(module, found, context)
+    if problems:
+        raise UserError(*problems)
+    for path, layer in found.items():
+        module.set_submodule(path, _replacement(layer, chosen[path], context, prefix + path))
+    attach_whole(module, context.tp, prefix)
+    return module
+
+
+class _Column(ColumnParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)[0]
+
+
+class _Row(RowParallelLinear):
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)[0]
+
+
+def _has_parallel_form(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear | nn.Embedding | nn.RMSNorm | nn.LayerNorm)
+
+
+def _style_of(path: str, layer: nn.Module, styles: Mapping[str, Style]) -> str:
+    """The style of a layer, or what is wrong with it."""
+    if isinstance(layer, NORMS):
+        affine = layer.weight is not None and (isinstance(layer, nn.RMSNorm) or layer.bias is not None)
+        ok = affine and len(layer.normalized_shape) == 1
+        return "norm" if ok else "only norms over the last dim with all their parameters have a parallel form"
+    style = next((style for pattern, style in styles.items() if fnmatchcase(path, pattern)), "")
+    fits = ("vocab",) if isinstance(layer, nn.Embedding) else ("column", "row")
+    if style not in fits:
+        given = f"{style!r} is not a style of" if style else "no style is given to"
+        return f"{given} {type(layer).__name__}: give it {' or '.join(map(repr, fits))}"
+    if isinstance(layer, nn.Embedding) and (layer.padding_idx is not None or layer.max_norm is not None):
+        return "padding_idx and max_norm of an embedding have no parallel form"
+    return style
+
+
+def _left_over(module: nn.Module, found: Mapping[str, nn.Module], context: Context) -> list[str]:
+    """Problems of parameters that no parallel layer takes over."""
+    plan = context.plan
+    taken = {id(parameter) for layer in found.values() for parameter in layer.parameters()}
+    rest = [name for name, parameter in module.named_parameters() if id(parameter) not in taken]
+    if rest and context.cut_sequence:
+        return [f"{rest[0]}: under sequence parallelism a parameter of no parallel layer would miss its gradient's sum"]
+    if rest and plan.compute != plan.parameters:
+        return [f"{rest[0]}: a plan that computes in another dtype than that of parameters needs parallel layers only"]
+    return []
+
+
+def _replacement(layer: nn.Module, style: str, context: Context, name: str) -> nn.Module:
+    if isinstance(layer, nn.Embedding):
+        new: nn.Module = VocabParallelEmbedding(context, layer.num_embeddings, layer.embedding_dim, name=name)
+    elif isinstance(layer, nn.Linear):
+        kind = _Column if style == "column" else _Row
+        new = kind(context, layer.in_features, layer.out_features, name=name, bias=layer.bias is not None)
+    elif isinstance(layer, nn.RMSNorm):
+        eps = torch.finfo(layer.weight.dtype).eps if layer.eps is None else layer.eps
+        new = RMSNorm(context, layer.normalized_shape[0], name=name, eps=eps)
+    else:
+        assert isinstance(layer, nn.LayerNorm)
+        new = LayerNorm(context, layer.normalized_shape[0], name=name, eps=layer.eps)
+    for own, parameter in new.named_parameters():
+        _copy_slice(parameter, layer.get_parameter(own))
+    return new
+
+
+@torch.no_grad()
+def _copy_slice(parameter: nn.Parameter, whole: Tensor) -> None:
+    part = layout_of(parameter).parts[0]
+    parameter[tuple(slice(length) for length in part.local)].copy_(part.take(whole))

@@ -1,0 +1,159 @@
+"""`Pipeline`: one training step of a model of your own, on any mesh, as one call.
+
+    pipeline = Pipeline([stage], optimizer, loss_fn, microbatches=8, activation=(length, 1, hidden))
+    report = pipeline.step(inputs, targets, lr=3e-4)
+
+It owns what a loop would have to get right by hand: the loss is a mean over the tokens of the whole batch, over
+micro-batches and data-parallel ranks, however many targets are ignored; it is multiplied by the loss scale; one rank of
+each tensor-parallel group reports it; gradients are reduced when the schedule says that they are final.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import layout_of, parameters_of
+from megaprec.errors import UserError
+from megaprec.optim.dtensors import is_dtensor
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.step_report import StepReport
+from parallel.context import Context
+from parallel.pipeline.builders import schedule as make_schedule
+from parallel.pipeline.executor import Executor
+from parallel.pipeline.instructions import Instruction, Op, forward_only
+from parallel.pipeline.p2p import P2P
+from parallel.pipeline.simulate import sends_under_way
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+class Pipeline:
+    """Trains a model whose stages are torch modules, each called with one tensor and returning one.
+
+    stages: those of this pipeline rank, in order; one for most schedules, two or more for "interleaved" and "zb-v".
+    optimizer: built over the same stages. It may average or sum gradients over dp.
+    loss_fn: (output of the last stage, targets) -> the loss of each target, a tensor of the shape of `targets`.
+    microbatches: into how many the samples of this data-parallel rank are cut.
+    activation: shape of what one stage sends to the next for one micro-batch; not needed with one stage.
+    schedule: one of `parallel.pipeline.KINDS`.
+    ignore_index: targets of this value have no loss and are not counted.
+    Raises UserError for what does not fit together. Collective over the whole mesh.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        optimizer: ParallelAMPOptimizer,
+        loss_fn: LossFn,
+        *,
+        microbatches: int,
+        activation: Sequence[int] = (),
+        schedule: str = "1f1b",
+        ignore_index: int = -100,
+    ) -> None:
+        pp = optimizer.pp
+        plan = make_schedule(schedule, pp.size, microbatches, len(stages) if len(stages) > 1 else 0)
+        numbers = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == pp.rank]
+        if len(numbers) != len(stages):
+            raise UserError(f"{schedule} puts {len(numbers)} stages on this rank, but {len(stages)} are given")
+        if len(plan.rank_of_stage) > 1 and not activation:
+            raise UserError("activation: give the shape of what a stage sends to the next, e.g. (sequence, 1, hidden)")
+        require_same_weights(stages, optimizer.dp, optimizer.tp)
+        self.optimizer, self.loss_fn, self.ignore_index = optimizer, loss_fn, ignore_index
+        self.microbatches = microbatches
+        self._stages = dict(zip(numbers, stages, strict=True))
+        self._chunk = {stage: chunk for chunk, stage in enumerate(numbers)}
+        self._last = len(plan.rank_of_stage) - 1
+        sends = max(sends_under_way(plan), sends_under_way(forward_only(plan)))
+        dtype, device = optimizer.plan.pipeline, optimizer.device
+        p2p = P2P.open(pp, plan.rank_of_stage, activation, dtype, device, sends=sends)
+        contexts = (getattr(module, "context", None) for stage in stages for module in stage.modules())
+        self._context = next((context for context in contexts if isinstance(context, Context)), None)
+        self._train = Executor(
+            plan.programs[pp.rank],
+            p2p,
+            self._forward,
+            lambda stage: optimizer.reduce(self._chunk[stage]),
+            deferred=self._context.deferred if self._context else None,
+            complete=lambda stage: optimizer.expect(self._chunk[stage]),
+            after=self._after,
+        )
+        self._evaluate = Executor(forward_only(plan).programs[pp.rank], p2p, self._forward)
+
+    def step(self, inputs: Tensor, targets: Tensor, lr: float | None = None) -> StepReport:
+        """Train on one batch; every rank gets the same report. Collective over the whole mesh.
+
+        inputs, targets: [sequence, samples, ...] of this data-parallel rank, the same on all its tensor and pipeline
+            ranks. The samples are cut evenly into micro-batches.
+        lr: the learning rate, unless the optimizer was built with one.
+        Raises NonFiniteStep if the plan says so of a step that is not finite.
+        """
+        self._begin(inputs, targets, self.optimizer.scale)
+        with self._context.fp8.autocast() if self._context else nullcontext():
+            self._train.run()
+        return self.optimizer.step(lr, self._loss)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> float:
+        """Return the mean loss over the targets of all data-parallel ranks. Collective over the whole mesh."""
+        self._begin(inputs, targets, torch.ones((), device=self.optimizer.device))
+        self._evaluate.run()
+        total = self.optimizer.world.sum_(self._loss.clone())
+        return float(total) / (self.optimizer.dp.size if self.optimizer.average else 1)
+
+    def _begin(self, inputs: Tensor, targets: Tensor, scale: Tensor) -> None:
+        if inputs.shape[1] % self.microbatches or inputs.shape[1] != targets.shape[1]:
+            raise UserError(
+                f"inputs have {inputs.shape[1]} samples (dim 1), targets {targets.shape[1]}: both must have the same "
+                f"number, a multiple of the {self.microbatches} micro-batches"
+            )
+        device, dp = self.optimizer.device, self.optimizer.dp
+        self._inputs = inputs.to(device).chunk(self.microbatches, 1)
+        self._targets = targets.to(device).chunk(self.microbatches, 1)
+        counted = dp.sum_((targets.to(device) != self.ignore_index).sum().double()).clamp(min=1)
+        self._share = (dp.size if self.optimizer.average else 1) / counted
+        self._scale, self._loss = scale, torch.zeros((), dtype=torch.float64, device=device)
+
+    def _forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
+        plan = self.optimizer.plan
+        x = self._inputs[microbatch] if received is None else received.to(plan.residual)
+        y = self._stages[stage](x)
+        return y.to(plan.pipeline) if stage < self._last else self._scaled_loss(y, self._targets[microbatch])
+
+    def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        counted = targets != self.ignore_index
+        losses = self.loss_fn(output, targets.masked_fill(~counted, 0))
+        if losses.shape != targets.shape:
+            raise UserError(
+                f"loss_fn returned {list(losses.shape)}, but must return the loss of each target, "
+                f'{list(targets.shape)}: leave out the mean, e.g. with reduction="none"'
+            )
+        loss = (losses * counted).sum() * self._share.to(losses.dtype)
+        if self.optimizer.tp.rank == 0:  # the other tp ranks hold the same loss
+            self._loss += loss.detach()
+        return loss * self._scale
+
+    def _after(self, i: Instruction) -> None:
+        if self._context and i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+            self._context.fp8.advance()
+
+
+def require_same_weights(stages: Sequence[nn.Module], dp: Axis, tp: Axis) -> None:
+    """Raise UserError, on every rank, if replicas of a model do not begin with the same weights.
+
+    Collective over dp and tp. Compared over dp: every parameter. Over tp: those that every tp rank holds whole.
+    """
+    for axis in (dp, tp):
+        whole = (p for p in parameters_of(stages) if not is_dtensor(p))
+        mine = [p for p in whole if axis is dp or all(part.dim is None for part in layout_of(p).parts)]
+        if axis.size == 1 or not mine:
+            continue
+        sums = torch.stack([p.detach().double().sum() for p in mine] + [p.detach().double().norm() for p in mine])
+        if not torch.equal(axis.max_(sums.clone()), -axis.max_(-sums)):
+            raise UserError(
+                f"the ranks of axis {axis.name} begin with different weights: build the model from the same values on "
+                "all of them, e.g. after torch.manual_seed with one seed"
+            )

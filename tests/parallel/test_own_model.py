@@ -1,0 +1,174 @@
+"""A plain torch module, made parallel and trained by `Pipeline`, takes the steps that torch takes on one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import megaprec
+from megaprec import Axis, ParallelAMPOptimizer, UserError, plan
+from parallel import Context, Pipeline, parallelize, vocab_parallel_loss
+from parallel.pipeline import KINDS
+from tests.ranks import run_ranks
+
+VOCAB, HIDDEN, LENGTH, SAMPLES, STEPS = 24, 8, 6, 8, 4
+STYLES: dict[str, Any] = {"embedding": "vocab", "*up": "column", "*down": "row", "head": "column"}
+IGNORED = -100
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def whole_model() -> list[nn.Sequential]:
+    """Four stages, in plain torch."""
+    torch.manual_seed(3)
+    embedding, norm, head = nn.Embedding(VOCAB, HIDDEN), nn.RMSNorm(HIDDEN, eps=1e-5), nn.Linear(HIDDEN, VOCAB)
+    layers = [nn.Sequential() for _ in range(4)]
+    layers[0].add_module("embedding", embedding)
+    for stage in layers:
+        stage.add_module("layer", Layer())
+    layers[3].add_module("norm", norm)
+    layers[3].add_module("head", head)
+    return [stage.double() for stage in layers]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [sequence, samples]; the first samples have far fewer targets than the last."""
+    drawn = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCAB, (LENGTH + 1, SAMPLES), generator=drawn)
+    targets = tokens[1:].clone()
+    targets[2:, : SAMPLES // 2] = IGNORED
+    return tokens[:-1], targets
+
+
+def plain_losses() -> list[float]:
+    """torch's own training of the whole model."""
+    model = nn.Sequential(*whole_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, eps=1e-8)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train(mesh: DeviceMesh, kind: str, average: bool, sequence: bool = False) -> tuple[list[float], float]:
+    """Losses of the steps, and that of the first batch before them."""
+    pp, dp, tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
+    precision, chunks = plan("fp64"), 4 // pp.size
+    context, stages = Context(precision, tp, sequence=sequence), whole_model()
+    order = megaprec_stages(kind, pp.rank, pp.size, chunks)
+    parts = [
+        stages[n] if len(part) == 1 else nn.Sequential(*(stages[m] for m in part)) for part in order for n in part[:1]
+    ]
+    styles = {"*embedding": "vocab", "*up": "column", "*down": "row", "*head": "column"}
+    for part, numbers in zip(parts, order, strict=True):
+        paths = [path for path, _ in part.named_modules()]
+        fitting = {key: style for key, style in styles.items() if any(path.endswith(key[1:]) for path in paths)}
+        parallelize(part, context, fitting, prefix=f"{numbers[0]}.")
+    optimizer = ParallelAMPOptimizer(
+        parts, precision, mesh, average=average, rule=megaprec.AdamW((0.9, 0.95)), weight_decay=0.0, clip=0.0
+    )
+    head = next((m for part in parts for path, m in part.named_modules() if path.endswith("head")), None)
+    loss_fn = vocab_parallel_loss(head) if head is not None else nn.functional.cross_entropy  # type: ignore[arg-type]
+    shape = (LENGTH // (tp.size if context.cut_sequence else 1), SAMPLES // dp.size // 4, HIDDEN)
+    pipeline = Pipeline(parts, optimizer, loss_fn, microbatches=4, activation=shape, schedule=kind)
+
+    def mine(step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch(step)
+        return inputs.chunk(dp.size, 1)[dp.rank], targets.chunk(dp.size, 1)[dp.rank]
+
+    before = pipeline.evaluate(*mine(0))
+    return [pipeline.step(*mine(step), lr=0.01).loss for step in range(STEPS)], before
+
+
+def megaprec_stages(kind: str, rank: int, ranks: int, chunks: int) -> list[list[int]]:
+    """Which of the four stages of the plain model each stage of this rank consists of."""
+    if kind in ("interleaved", "zb-v"):
+        of_rank = {"interleaved": [rank, rank + ranks], "zb-v": [rank, 2 * ranks - 1 - rank]}[kind]
+        return [[number] for number in of_rank]
+    return [list(range(rank * chunks, (rank + 1) * chunks))]
+
+
+@pytest.mark.parametrize(
+    ("axes", "kind", "average", "sequence"),
+    [
+        ({"pp": 1, "dp": 1, "tp": 1}, "1f1b", False, False),
+        ({"pp": 1, "dp": 2, "tp": 2}, "1f1b", False, False),
+        ({"pp": 2, "dp": 2, "tp": 1}, "1f1b", True, False),
+        ({"pp": 2, "dp": 1, "tp": 2}, "interleaved", False, True),
+        ({"pp": 2, "dp": 1, "tp": 1}, "zb-v", False, False),
+        ({"pp": 4, "dp": 1, "tp": 1}, "zb-h1", False, False),
+    ],
+    ids=str,
+)
+def test_every_layout_trains_what_torch_trains_on_one_process(
+    axes: dict[str, int], kind: str, average: bool, sequence: bool
+) -> None:
+    assert kind in KINDS
+    told = plain_losses()
+    for losses, before in run_ranks(train, axes, kind=kind, average=average, sequence=sequence):
+        torch.testing.assert_close(losses, told, rtol=1e-9, atol=1e-9)
+        assert before == pytest.approx(told[0], rel=1e-9)
+
+
+def refusals(mesh: DeviceMesh) -> str:
+    torch.manual_seed(Axis.of(mesh, "dp").rank)
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize(model, Context(plan("fp32")), {"0": "column"})
+    optimizer = ParallelAMPOptimizer([model], plan("fp32"), mesh, average=False)
+    try:
+        Pipeline([model], optimizer, nn.functional.cross_entropy, microbatches=1)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_begin_with_other_weights_are_refused_on_every_rank() -> None:
+    for said in run_ranks(refusals, {"dp": 2}):
+        assert "different weights" in said
+        assert "torch.manual_seed" in said
+
+
+def test_a_layer_without_a_style_and_a_pattern_that_matches_nothing_are_named() -> None:
+    with pytest.raises(UserError) as refused:
+        parallelize(whole_model()[0], Context(plan("fp32")), {"embeding": "vocab", "*.up": "row"})
+    lines = refused.value.problems
+    assert any(line.startswith("embedding: no style is given to Embedding") for line in lines)
+    assert any(line.startswith("layer.down: no style is given to Linear") for line in lines)
+    assert any('"embeding" matches no layer; did you mean embedding?' in line for line in lines)
+
+
+def test_a_style_of_another_kind_of_layer_is_named() -> None:
+    with pytest.raises(UserError, match="0: 'column' is not a style of Embedding: give it 'vocab'"):
+        parallelize(nn.Sequential(nn.Embedding(4, 2)), Context(plan("fp32")), {"0": "column"})
+
+
+def test_a_loss_that_is_already_a_mean_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize(model, Context(plan("fp32")), {"0": "column"})
+    optimizer = ParallelAMPOptimizer([model], plan("fp32"))
+    pipeline = Pipeline([model], optimizer, lambda y, t: y.mean(), microbatches=1)
+    with pytest.raises((UserError, RuntimeError), match='reduction="none"'):
+        pipeline.step(torch.zeros(3, 1, 4), torch.zeros(3, 1, dtype=torch.long), lr=0.1)
+
+
+def test_samples_that_do_not_make_whole_micro_batches_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize(model, Context(plan("fp32")), {"0": "column"})
+    pipeline = Pipeline([model], ParallelAMPOptimizer([model], plan("fp32")), lambda y, t: y[..., 0], microbatches=2)
+    with pytest.raises(UserError, match="inputs have 3 samples"):
+        pipeline.step(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long), lr=0.1)

@@ -1,0 +1,58 @@
+"""What a library user imports is documented where it is defined, and `python -m megaprec` is the command anywhere."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import megaprec
+import models
+import parallel
+import parallel.pipeline
+from tests.project.test_readme import ROOT
+
+DOORS = (megaprec, parallel, parallel.pipeline, models)
+
+
+def exported(door: ModuleType) -> dict[str, Any]:
+    return {name: getattr(door, name) for name in door.__all__}
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_every_exported_class_and_function_is_documented(door: ModuleType) -> None:
+    assert "smallest whole use" in (door.__doc__ or "") or door is parallel.pipeline
+    callables = {name: one for name, one in exported(door).items() if inspect.isclass(one) or inspect.isfunction(one)}
+    assert len(callables) >= 9
+    assert not [name for name, one in callables.items() if not inspect.getdoc(one)]
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_nothing_is_exported_that_a_door_does_not_list(door: ModuleType) -> None:
+    public = {n for n, one in vars(door).items() if not n.startswith("_") and not inspect.ismodule(one)}
+    assert public == {name for name in door.__all__ if not inspect.ismodule(getattr(door, name))}
+
+
+def test_the_example_of_the_first_door_trains() -> None:
+    code = re.search(r"^    import megaprec\n(.*?)\n\n`parallel`", megaprec.__doc__ or "", re.DOTALL | re.MULTILINE)
+    assert code
+    x = torch.ones(3, 8)
+    names: dict[str, Any] = {"torch": torch, "megaprec": megaprec, "batches": [(x, x.sum(1, keepdim=True))] * 3}
+    exec(compile(inspect.cleandoc(code[1]), "docstring", "exec"), names)
+    assert names["report"].outcome == "applied"
+    assert float(names["optimizer"].steps) == 3
+
+
+@pytest.mark.parametrize("rival", ["tools", "models", "parallel"])
+def test_the_command_works_where_the_user_has_folders_of_our_names(rival: str, tmp_path: Path) -> None:
+    (tmp_path / rival).mkdir()
+    (tmp_path / rival / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    command = [sys.executable, "-m", "megaprec", "keys"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert "[precision]" in done.stdout

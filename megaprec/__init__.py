@@ -1,6 +1,7 @@
-"""Numbers: precision, loss scaling, gradient buffers, the parallel AMP optimizer, checkpoints, data.
+"""The numeric core: precision, loss scaling, gradient buffers, the parallel AMP optimizer, checkpoints and data.
 
-Nothing here builds a model or knows how one is cut; it is handed a torch `DeviceMesh` and parameters with layouts.
+This package builds no model and does not decide how a model is sharded: its callers pass a torch `DeviceMesh` and
+parameters that carry layouts.
 """
 
 from megaprec.comm.axis import Axis as Axis

@@ -36,7 +36,7 @@ def checkpoints(folder: Path) -> list[Path]:
     Raises UserError if the folder cannot be listed, or if an entry has the name of a checkpoint but is not one.
     """
     found = _named(folder)
-    if problems := [f"{path} is damaged: {why}: {remedy(path)}" for path in found if (why := _lack(path))]:
+    if problems := [f"{path} is damaged: {why}: {remedy(path)}" for path in found if (why := _damage(path))]:
         raise UserError(*problems)
     return found
 
@@ -53,7 +53,7 @@ def checkpoint_at(path: Path) -> Path | None:
     """
     if not path.is_dir():
         return None
-    if NAME.fullmatch(path.name) and (why := _lack(path)):
+    if NAME.fullmatch(path.name) and (why := _damage(path)):
         raise UserError(f"{path} is damaged: {why}: restore it, or give another")
     if (path / INDEX).is_file():
         return path
@@ -71,7 +71,7 @@ def require_room(folder: Path) -> None:
 
 def remedy(path: Path) -> str:
     """Return advice about the damaged checkpoint `path`; it names the previous checkpoint, if there is one."""
-    earlier = [other for other in _named(path.parent) if _step(other) < _step(path) and not _lack(other)]
+    earlier = [other for other in _named(path.parent) if _step(other) < _step(path) and not _damage(other)]
     return f"restore it, or move it away to {f'go on from {earlier[-1].name}' if earlier else 'start anew'}"
 
 
@@ -90,13 +90,13 @@ def commit(folder: Path, step: int, keep: int) -> Path:
     partial = partial_path(folder, step)
     sync(partial)
     hidden = []
-    if os.path.lexists(final) and _lack(final):  # damaged since the run began
-        final.rename(_aside(final))
+    if os.path.lexists(final) and _damage(final):  # damaged since the run began
+        final.rename(_damaged_name(final))
     elif final.exists():
         hidden.append(_hide(final))
     partial.rename(final)
     sync(folder)
-    whole = [path for path in _named(folder) if not _lack(path)]
+    whole = [path for path in _named(folder) if not _damage(path)]
     hidden += [_hide(old) for old in whole[: -keep or None] if old != final]
     for old in hidden:
         shutil.rmtree(old)
@@ -129,7 +129,7 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _lack(path: Path) -> str:
+def _damage(path: Path) -> str:
     """Return the reason why `path` is not a checkpoint; empty if its index is a file, whose content is not read."""
     index = path / INDEX
     try:
@@ -150,7 +150,7 @@ def _hide(path: Path) -> Path:
     return path.rename(path.with_name(f".{path.name}.removed.partial"))
 
 
-def _aside(path: Path) -> Path:
+def _damaged_name(path: Path) -> Path:
     """Return the first unused path among *.damaged, *.damaged2, ..."""
     names = (f"{path.name}.damaged{number if number > 1 else ''}" for number in count(1))
     return next(free for name in names if not os.path.lexists(free := path.with_name(name)))

@@ -38,7 +38,7 @@ def require_intact(
     if not names:
         return
     damaged = torch.zeros(len(names), device=device)
-    for number, owner in enumerate(_dealt([store.index["files"][name] for name in names], world.size)):
+    for number, owner in enumerate(_assign_files([store.index["files"][name] for name in names], world.size)):
         if owner == world.rank and not _is_intact(store.file(names[number]), store.digests[names[number]]):
             damaged[number] = 1
     world.max_(damaged)
@@ -47,7 +47,7 @@ def require_intact(
         raise UserError(f"{store.path} is damaged: {are} not what was saved (SHA-256 differs): {remedy(store.path)}")
 
 
-def _dealt(sizes: list[int], ranks: int) -> list[int]:
+def _assign_files(sizes: list[int], ranks: int) -> list[int]:
     """Return the rank that hashes each file. Greedy: each file goes to the rank with the fewest bytes so far.
 
     sizes: bytes of each file, largest first.

@@ -85,7 +85,7 @@ def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = Non
     Rank 0 warns if the weights in the checkpoint are narrower than the masters.
     """
     store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
-    if optimizer.world.rank == 0 and (lost := _lost(store, optimizer.plan)):
+    if optimizer.world.rank == 0 and (lost := _precision_loss(store, optimizer.plan)):
         warnings.warn(lost, stacklevel=2)
     for buffer in optimizer.all_buffers():
         for kind in buffer.saved_names:
@@ -96,7 +96,7 @@ def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = Non
     return store.index
 
 
-def _lost(store: Store, plan: PrecisionPlan) -> str:
+def _precision_loss(store: Store, plan: PrecisionPlan) -> str:
     """Return a warning if weights in the checkpoint are narrower than the masters, so that precision is lost; else an
     empty text."""
     saved = {k.partition("/")[2]: v["dtype"] for k, v in store.index["tensors"].items() if k.startswith("weight/")}
@@ -170,11 +170,11 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
     if lacking := [name for name in optimizer.rule.names if not store.shapes(name)]:
         raise UserError(f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer needs")
     for buffer in optimizer.all_buffers():
-        for kind, (piece, _, _) in product(buffer.saved_names, _held(buffer)):
+        for kind, (piece, _, _) in product(buffer.saved_names, _overlaps(buffer)):
             store.require(f"{kind}/{piece.part.name}", piece.part.shape)
 
 
-def _held(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
+def _overlaps(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
     """Yield the pieces that overlap this rank's shard, with the overlap: elements [first, last) of the buffer."""
     for piece in buffer.pieces:
         first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
@@ -183,7 +183,7 @@ def _held(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
 
 
 def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
-    for piece, first, last in _held(buffer):
+    for piece, first, last in _overlaps(buffer):
         read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
         buffer.restore(kind, first - buffer.first, read)
 

@@ -56,7 +56,7 @@ class NaiveAMPModel(nn.Module):
         mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.output_to_fp32, self.dtype = model, output_to_fp32, _half_or_fp32(dtype)
+        self.model, self.output_to_fp32, self.dtype = model, output_to_fp32, _use_dtype(dtype)
         self._group, self._mesh = known_group(parallel_mode, mesh), mesh
         self.sync_buffer = sync_buffer
         self._first_eval = False
@@ -135,7 +135,7 @@ def average_buffers(module: nn.Module, *axes: Axis) -> None:
         buffer.copy_(mean.view_as(buffer))
 
 
-def _half_or_fp32(dtype: object) -> torch.dtype:
+def _use_dtype(dtype: object) -> torch.dtype:
     """Return `dtype`, which may be InternEvo's string for it, as a torch dtype.
 
     For "torch.tf32", set torch's TF32 switches and return FP32. Raises UserError for any other dtype.

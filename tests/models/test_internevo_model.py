@@ -179,7 +179,7 @@ def test_one_size_makes_a_whole_model_of_internevos_defaults(size: str) -> None:
         (SIZES, ["model.window=4"], "model.window = 4 .* contradicts InternEvo, always"),
         (SIZES, ["model.init_std=0.01"], "model.init_std = 0.01 .* contradicts InternEvo, always"),
         (SIZES, ["model.preset=llama-demo"], r"model.preset = .*: \[precision.internevo\] describes the model"),
-        ({"norm_type": "layernorm"}, [], "norm_type = .*describes a model, and none of num_layers, hidden_size, .*"),
+        ({"norm_type": "layernorm"}, [], "norm_type = .*describes a model, but none of num_layers, hidden_size, .*"),
         ({"mlp_ratio": 2.0}, [], "mlp_ratio = 2.0.*describes a model"),
         ({**SIZES, "no_bias": True}, [], "no_bias = true.*INTERNLM has no such key.*only INTERNLM2_PUBLIC, LLAMA2"),
         (LATER, [], "num_kv_attention_heads = 2.*INTERNLM has no such key"),
@@ -224,7 +224,7 @@ def test_a_key_whose_value_is_not_known_is_not_at_its_default() -> None:
     assert any("drop_rate, mlp_ratio, num_attention_heads: not known" in note for note in resolved.notes)
     assert not any("mlp_ratio 4" in note for note in resolved.notes)
     for numeric in ({"dtype": UNKNOWN}, {"grad_scaler": UNKNOWN}, {"grad_scaler": {"fp16": {"min_scale": UNKNOWN}}}):
-        with pytest.raises(UserError, match=r" = \(not known\): numbers hang on it: say it as precision.internevo."):
+        with pytest.raises(UserError, match=r" = \(not known\): numbers depend on it: set precision.internevo."):
             resolve(numeric)
     sizes = {"tensor": {"size": UNKNOWN, "mode": UNKNOWN}, "zero1": UNKNOWN, "pipeline": 2}
     spread = resolve({"hybrid_zero_optimizer": {"clip_grad_norm": UNKNOWN}, "parallel": sizes})
@@ -242,7 +242,7 @@ def test_what_internevos_file_says_beside_the_model_is_read(tmp_path: Path) -> N
     assert found.settings["model.qkv_bias"].value is False
     assert found.plan.keep_fp32
     assert "model.kv_heads" not in found.settings
-    assert any("num_kv_attention_heads: not known from here" in note for note in found.notes)
+    assert any("num_kv_attention_heads: the value is not known" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

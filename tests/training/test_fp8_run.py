@@ -115,7 +115,7 @@ def test_damaged_scales_are_refused(
         (["fp8.kind=mx", 'fp8.wide=["layers.9.*"]'], 'fp8.wide has "layers.9.*", but no weight is called so: names'),
         (["fp8.kind=mx", 'fp8.wide=["*.key.weight"]'], "are one weight, of which patterns match a part: match all or"),
         (["fp8.kind=current", "fp8.margin=1"], "fp8.margin = 1: only delayed scales need room for an amax to grow"),
-        (["fp8.kind=mx", "fp8.backend=transformer_engine"], 'fp8.backend = "transformer_engine": only of tensors with'),
+        (["fp8.kind=mx", "fp8.backend=transformer_engine"], 'fp8.backend = "transformer_engine": supports only kind'),
         (["fp8.kind=mx", "fp8.calibrate=2"], "fp8.calibrate = 2: only delayed scales"),
         (["fp8.kind=mx", "fp8.parameters=true"], "fp8.parameters = true (command line): with fp8.kind = mx a weight"),
         (["fp8.kind=delayed", "fp8.parameters=true", "fp8.calibrate=1"], "fp8.parameters = true: steps that only"),

@@ -1,6 +1,6 @@
 """Docstrings and pages are plain sentences that stand alone.
 
-A docstring that begins with "What", "Whether" or "Of" is half a sentence, whose other half its reader must find elsewhere.
+A docstring that begins with "What", "Whether" or "Of" is half a sentence; its reader must find the other half.
 The words of PRIVATE are never right here, because the field has a usual word for each. Rooms join DONE when they have
 no offence left; `python -m tests.project.test_prose` counts the offences of all rooms and pages.
 """

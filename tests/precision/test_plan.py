@@ -21,7 +21,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bf16", {"masters": "fp64"}, "fp64 goes with fp64"),
     ("fp64", {"moments": "bf16"}, "fp64 goes with fp64"),
     ("fp32", {"moments": "fp64"}, "fp64 goes with fp64"),
-    ("bf16", {"reduce": "fp64"}, "reduce = fp64 is wider"),
+    ("bf16", {"reduce": "fp64"}, "reduce = fp64: needs gradients = fp64"),
     ("bf16", {"reduce": "fp8"}, "precision.reduce = 'fp8' is not known: use one of fp64, fp32, bf16, fp16"),
 ]
 

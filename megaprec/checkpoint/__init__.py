@@ -1,11 +1,11 @@
-"""Checkpoints in logical tensors: what is saved knows nothing of the layout it was saved from.
+"""Checkpoints of logical tensors, which do not depend on the layout that saved them.
 
     <folder>/step_00000100/
-        checkpoint.json                 what is where, step, scaler, and what the caller wants kept
+        checkpoint.json                 index of the tensors, step, scaler, and values that the caller adds
         model-00003.safetensors         weights (the masters) that rank 3 wrote, by logical name
         optimizer-00003.safetensors     moments that rank 3 wrote: exp_avg/<name>, exp_avg_sq/<name>
-        fp8-00003.safetensors           FP8 scales and amax histories, where there are any
+        fp8-00003.safetensors           FP8 scales and amax histories, if there are any
 
-A logical tensor is cut into at most tp rectangles (chunks), each written once, by one rank. Any layout reads what
-it needs of them. No file is a pickle.
+A logical tensor is split into at most tp rectangles (chunks); each is written once, by one rank. A rank of any layout
+reads the parts that it needs. No file is a pickle.
 """

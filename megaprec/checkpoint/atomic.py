@@ -1,10 +1,10 @@
-"""A folder of checkpoints, of which each is whole or is not there.
+"""Atomic checkpoints: a folder in which each checkpoint is either complete or absent.
 
-A checkpoint is written under a hidden name; renaming it is what makes it one. So a process that is killed at any
-moment leaves all earlier checkpoints and, at worst, a hidden folder that the next save removes.
+A checkpoint is written under a hidden name, and renaming it completes it. A process that is killed at any moment thus
+leaves all earlier checkpoints intact and, at worst, a hidden folder that the next save removes.
 
-Hence what has the name of a checkpoint and is none was damaged later. It is refused, and so is a folder that cannot be
-listed: to take them for nothing would be to begin anew, and to write over what may be the only copy.
+Consequently a folder with the name of a checkpoint that is not a checkpoint was damaged later. It is refused, and so is
+a folder that cannot be listed: ignoring it would start training from scratch and overwrite what may be the only copy.
 """
 
 import os
@@ -21,39 +21,39 @@ NAME = re.compile(r"step_\d{8,}")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
+    """Return the path of the checkpoint of `step`."""
     return folder / f"step_{step:08d}"
 
 
 def partial_path(folder: Path, step: int) -> Path:
-    """Where it lies until it is whole."""
+    """Return the hidden path of the checkpoint of `step` while it is being written."""
     return folder / f".step_{step:08d}.partial"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints of `folder`, oldest first; none if there is no such folder.
+    """Return all checkpoints in `folder`, oldest first; none if the folder does not exist.
 
-    Raises UserError if the folder cannot be listed, or if something in it has the name of a checkpoint and is none.
+    Raises UserError if the folder cannot be listed, or if an entry has the name of a checkpoint but is not one.
     """
     found = _named(folder)
-    if problems := [f"{path} is damaged: {why}: {remedy(path)}" for path in found if (why := _lack(path))]:
+    if problems := [f"{path} is damaged: {why}: {remedy(path)}" for path in found if (why := _damage(path))]:
         raise UserError(*problems)
     return found
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint. Raises UserError as `checkpoints` does."""
+    """Return the newest checkpoint in `folder`, None if there is none. Raises UserError as `checkpoints` does."""
     return next(reversed(checkpoints(folder)), None)
 
 
 def checkpoint_at(path: Path) -> Path | None:
-    """`path` if it is a checkpoint, else the newest one of the run directory, or folder of checkpoints, `path`.
+    """Return `path` if it is a checkpoint, else the newest checkpoint in it, a run directory or folder of checkpoints.
 
-    None if there is none. Raises UserError as `checkpoints` does.
+    None if there is no checkpoint. Raises UserError as `checkpoints` does.
     """
     if not path.is_dir():
         return None
-    if NAME.fullmatch(path.name) and (why := _lack(path)):
+    if NAME.fullmatch(path.name) and (why := _damage(path)):
         raise UserError(f"{path} is damaged: {why}: restore it, or give another")
     if (path / INDEX).is_file():
         return path
@@ -61,7 +61,7 @@ def checkpoint_at(path: Path) -> Path | None:
 
 
 def require_room(folder: Path) -> None:
-    """Raises UserError if a save into `folder`, where it can be listed, would fail on what it is or holds."""
+    """Raise UserError if a save into `folder` would fail: no write permission, or another file has a hidden name."""
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{folder} may not be written to, and checkpoints belong there: allow it, or move it away")
     for left in sorted(folder.glob(".step_*.partial")):
@@ -70,13 +70,13 @@ def require_room(folder: Path) -> None:
 
 
 def remedy(path: Path) -> str:
-    """What to do about the damaged checkpoint `path`; names the one before it, if there is one."""
-    earlier = [other for other in _named(path.parent) if _step(other) < _step(path) and not _lack(other)]
+    """Return advice about the damaged checkpoint `path`; it names the previous checkpoint, if there is one."""
+    earlier = [other for other in _named(path.parent) if _step(other) < _step(path) and not _damage(other)]
     return f"restore it, or move it away to {f'go on from {earlier[-1].name}' if earlier else 'start anew'}"
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty hidden folder to write into; leftovers of interrupted saves are removed."""
+    """Create the empty hidden folder for the checkpoint of `step` and return it; remove those of interrupted saves."""
     for leftover in folder.glob(".step_*.partial"):
         shutil.rmtree(leftover)
     partial = partial_path(folder, step)
@@ -85,18 +85,18 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def commit(folder: Path, step: int, keep: int) -> Path:
-    """Makes the hidden folder the checkpoint of `step`, then removes all other whole ones but the newest `keep`."""
+    """Rename the hidden folder to the checkpoint of `step`, then remove all complete ones but the newest `keep`."""
     final = checkpoint_path(folder, step)
     partial = partial_path(folder, step)
     sync(partial)
     hidden = []
-    if os.path.lexists(final) and _lack(final):  # damaged since the run began
-        final.rename(_aside(final))
+    if os.path.lexists(final) and _damage(final):  # damaged since the run began
+        final.rename(_damaged_name(final))
     elif final.exists():
         hidden.append(_hide(final))
     partial.rename(final)
     sync(folder)
-    whole = [path for path in _named(folder) if not _lack(path)]
+    whole = [path for path in _named(folder) if not _damage(path)]
     hidden += [_hide(old) for old in whole[: -keep or None] if old != final]
     for old in hidden:
         shutil.rmtree(old)
@@ -104,7 +104,7 @@ def commit(folder: Path, step: int, keep: int) -> Path:
 
 
 def _named(folder: Path) -> list[Path]:
-    """What has the name of a checkpoint, oldest first."""
+    """Return the entries of `folder` that have the name of a checkpoint, oldest first."""
     try:
         os.lstat(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -129,8 +129,8 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def _lack(path: Path) -> str:
-    """Why the folder `path` is no checkpoint; empty if it is one, as far as its name for the index tells."""
+def _damage(path: Path) -> str:
+    """Return the reason why `path` is not a checkpoint; empty if its index is a file, whose content is not read."""
     index = path / INDEX
     try:
         if stat.S_ISREG(index.stat().st_mode):
@@ -145,18 +145,19 @@ def _lack(path: Path) -> str:
 
 
 def _hide(path: Path) -> Path:
-    """Before its files go, so that a checkpoint of which half is gone is not taken for a whole one."""
+    """Rename a checkpoint to a hidden name before it is removed, so that a half-removed one is not taken for a
+    complete one."""
     return path.rename(path.with_name(f".{path.name}.removed.partial"))
 
 
-def _aside(path: Path) -> Path:
-    """The first free one of the names *.damaged, *.damaged2, ..."""
+def _damaged_name(path: Path) -> Path:
+    """Return the first unused path among *.damaged, *.damaged2, ..."""
     names = (f"{path.name}.damaged{number if number > 1 else ''}" for number in count(1))
     return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
 
 
 def sync(path: Path) -> None:
-    """Returns when the file, or the list of files of the folder, is on the disk."""
+    """Wait until the file, or the list of files of the folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

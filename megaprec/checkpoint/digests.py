@@ -1,8 +1,9 @@
-"""Digests, by which a file that is no longer what was saved is known from one that is.
+"""SHA-256 digests that detect a checkpoint file that has changed since it was saved.
 
-checkpoint.json holds the SHA-256 of every other file and ends with that of itself. What a rank writes is hashed in its
-memory, not read back, so a byte that goes wrong on its way to the disk is found too. SHA-256, because processors have
-instructions for it: of what the standard library has nothing sound is faster there, and `sha256sum` finds the same.
+checkpoint.json contains the SHA-256 of every other file and ends with its own. A rank hashes its tensors in memory
+instead of reading them back, so a byte that is corrupted on its way to the disk is detected too. Processors have
+instructions for SHA-256, so no other secure hash in the standard library is faster there, and `sha256sum` computes the
+same digests.
 """
 
 import hashlib
@@ -14,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OWN = "digest"  # key, in checkpoint.json, of what the rest of it hashes to
-OTHERS = "sha256"  # key, in checkpoint.json, of digests by name of file
+OWN = "digest"  # key in checkpoint.json: the digest of the rest of checkpoint.json
+OTHERS = "sha256"  # key in checkpoint.json: digests of the other files, by name
 
 
 def file_digest(file: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
+    """Return the SHA-256 of a file's bytes, in hex."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def tensors_digest(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256, in hex, that the safetensors file `file` must have: of its header and of the tensors in memory.
+    """Return the SHA-256, in hex, that the safetensors file `file` must have, from its header and tensors in memory.
 
-    tensors: by name, on the CPU, just those that the file was made of.
+    tensors: exactly the tensors of the file, by name, on the CPU.
     """
     with file.open("rb") as opened:
         length = opened.read(8)
@@ -40,20 +41,22 @@ def tensors_digest(file: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def raw(values: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, in its logical order."""
-    flat = values.contiguous().as_strided((values.numel(),), (1,))  # of one element any stride is contiguous
+    """Return the bytes of a CPU tensor, in logical order."""
+    flat = values.contiguous().as_strided((values.numel(),), (1,))  # any stride is contiguous if there is one element
     return flat.view(torch.uint8).numpy().data
 
 
 def sealed(index: dict[str, Any]) -> bytes:
-    """The bytes of a checkpoint.json that holds `index` and, last, their digest."""
+    """Return the bytes of a checkpoint.json: `index` and, at the end, its digest."""
     text = json.dumps(index, indent=1)
     return f'{text[:-2]},\n "{OWN}": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}'.encode()
 
 
 def is_sealed(content: bytes, index: Any) -> bool:
-    """Whether the bytes, which read as `index`, are those that `sealed` made. So are those of an earlier version, which
-    hold no digest at all."""
+    """Return True if `content`, which parses to `index`, is what `sealed` returns for it.
+
+    True also if there is no digest at all, as in checkpoints of earlier versions.
+    """
     if not isinstance(index, dict) or not {OWN, OTHERS} & index.keys():
         return True
     return content == sealed({key: value for key, value in index.items() if key != OWN})

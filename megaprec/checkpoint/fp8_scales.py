@@ -1,10 +1,10 @@
-"""Scales and amax histories of FP8 in checkpoints: plain tensors by logical names, for any layout.
+"""FP8 scales and amax histories in checkpoints, as plain tensors with logical names, for any layout.
 
     fp8/<logical name of the weight>.<input, weight or gradient>.scale      [replicas]
     fp8/<logical name of the weight>.<input, weight or gradient>.history    [replicas, length], oldest first
 
-Ranks that agree on amaxes have the same ones, so replicas is 1; where dp ranks do not agree, each has a row. A
-checkpoint without them can begin a run in FP8, and one with them can go on without.
+If amaxes are reduced over the dp ranks, these have the same history, and replicas is 1; otherwise each dp rank has a
+row. A run with FP8 can start from a checkpoint without these tensors, and one without FP8 from a checkpoint with them.
 """
 
 from pathlib import Path
@@ -20,14 +20,13 @@ from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 
 Scales = dict[int, tuple[Tensor, Tensor]]
-"""Scale [] and history [length] of tensors, by their place in the bank."""
+"""Scale [] and history [length] of tensors, by their index in the bank."""
 
 
 def write_fp8(folder: Path, name: str, state: FP8State, writes: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Writes a file of that name, on one rank of a stage; returns what is in it (key -> dtype, shape and chunk), and
-    its digest by name.
+    """Write the file `name` on the rank with `writes`; return its tensors (key -> dtype, shape, chunk) and its digest.
 
-    Collective over the stage: what was recorded since the last roll is agreed on, and rolls.
+    Collective over the stage: amaxes recorded since the last roll are first reduced and rolled into the history.
     """
     state.roll()
     if not state.names:
@@ -49,7 +48,7 @@ def _entry(file: str, values: Tensor) -> dict[str, Any]:
 
 
 def read_fp8(store: Store, state: FP8State) -> Scales:
-    """What this rank takes up. Raises UserError for what is damaged."""
+    """Return the scales and histories of this rank's tensors. Raises UserError if they are damaged."""
     found: Scales = {}
     for i, name in enumerate(state.names):
         if f"fp8/{name}.scale" not in store.index["tensors"]:
@@ -62,13 +61,13 @@ def read_fp8(store: Store, state: FP8State) -> Scales:
 
 
 def _own(rows: Tensor, dp: Axis, all_of: Any) -> Tensor:
-    """The row of this replica; what leaves room for all of them if there were not as many as there are now."""
+    """Return the row of this replica; if the number of replicas has changed, the reduction of all rows by `all_of`."""
     return rows[dp.rank] if len(rows) == dp.size else all_of(rows, 0)
 
 
 @torch.no_grad()
 def take_up(found: Scales, rolls: int, state: FP8State) -> None:
-    """Puts what `read_fp8` found into the state. Of a history of another length the newest are taken."""
+    """Copy the result of `read_fp8` into the state. If the history length has changed, copy the newest amaxes."""
     for i, (scale, history) in found.items():
         length = min(len(history), len(state.bank.history))
         state.bank.scale[i] = scale

@@ -1,7 +1,7 @@
-"""Whether a checkpoint's files are still what was saved: each is read once, by one rank, and all ranks agree.
+"""Integrity check of checkpoint files: each file is hashed once, by one rank, and the result is shared by all ranks.
 
-A flipped bit is a valid weight; nothing but the digest tells. The files are dealt out over the ranks, which must see
-the same filesystem, so that a check takes the time of reading the checkpoint once, with all machines at it.
+A weight with a flipped bit is still a valid number, so only a digest detects it. The files are distributed over the
+ranks, which must see the same filesystem, so the check takes the time of reading the checkpoint once in parallel.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ from megaprec.errors import UserError
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> str:
-    """Writes a safetensors file; returns its SHA-256 when it is on the disk."""
+    """Write a safetensors file, wait until it is on the disk, and return its SHA-256."""
     save_file(tensors, file, metadata={"format": "pt"})
     digest = tensors_digest(file, tensors)
     sync(file)
@@ -29,17 +29,16 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> str:
 def require_intact(
     store: Store, files: Iterable[str], world: Axis | None = None, device: torch.device | str = "cpu"
 ) -> None:
-    """Raises UserError, on every rank, if one of `files` is not what was saved.
+    """Raise UserError, on every rank, if one of `files` has changed since it was saved.
 
-    Collective over `world`, if it is given. Files of an earlier version, which recorded no digest, are taken as they
-    are.
+    Collective over `world`, if passed. Files without a digest, as saved by earlier versions, are not checked.
     """
     world = world or Axis("world")
     names = sorted(store.digests.keys() & set(files), key=lambda name: (-store.index["files"][name], name))
     if not names:
         return
     damaged = torch.zeros(len(names), device=device)
-    for number, owner in enumerate(_dealt([store.index["files"][name] for name in names], world.size)):
+    for number, owner in enumerate(_assign_files([store.index["files"][name] for name in names], world.size)):
         if owner == world.rank and not _is_intact(store.file(names[number]), store.digests[names[number]]):
             damaged[number] = 1
     world.max_(damaged)
@@ -48,8 +47,11 @@ def require_intact(
         raise UserError(f"{store.path} is damaged: {are} not what was saved (SHA-256 differs): {remedy(store.path)}")
 
 
-def _dealt(sizes: list[int], ranks: int) -> list[int]:
-    """Whose each file is, given their sizes in bytes, largest first: the rank's that has least to read so far."""
+def _assign_files(sizes: list[int], ranks: int) -> list[int]:
+    """Return the rank that hashes each file. Greedy: each file goes to the rank with the fewest bytes so far.
+
+    sizes: bytes of each file, largest first.
+    """
     loads, owners = [0] * ranks, list[int]()
     for size in sizes:
         owners.append(loads.index(min(loads)))
@@ -60,5 +62,5 @@ def _dealt(sizes: list[int], ranks: int) -> list[int]:
 def _is_intact(file: Path, digest: str) -> bool:
     try:
         return file_digest(file) == digest
-    except OSError:  # of a bad disk: what cannot be read is damaged
+    except OSError:  # a file that a bad disk cannot read is damaged
         return False

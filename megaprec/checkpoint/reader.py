@@ -1,4 +1,4 @@
-"""Reading logical tensors, or any rectangle of one, from a checkpoint's chunks."""
+"""Reader of checkpoints: logical tensors, or any rectangle of one, from the chunks in a checkpoint's files."""
 
 import json
 from collections.abc import Sequence
@@ -42,12 +42,12 @@ class _Tensor(_Table):
 class _Optimizer(_Table):
     steps: Count
     scaler: dict[str, FiniteFloat]
-    rule: dict[str, FiniteFloat] = {}  # earlier versions kept none
+    rule: dict[str, FiniteFloat] = {}  # earlier versions saved none
 
     @field_validator("scaler")
     @classmethod
     def _is_known(cls, scaler: dict[str, float]) -> dict[str, float]:
-        """A constant scale keeps nothing."""
+        """Raise ValueError unless `scaler` is the state of a dynamic scale, or empty, as for a constant scale."""
         if scaler and (scaler.keys() != SCALER or not scaler["scale"] > 0 or scaler["growth_tracker"] < 0):
             raise ValueError(f"{scaler} is no state of a loss scaler")
         return scaler
@@ -58,20 +58,20 @@ class _FP8(_Table):
 
 
 class _Index(_Table):
-    """What every checkpoint.json holds, whatever the caller keeps there besides."""
+    """The fields of every checkpoint.json; callers may add others."""
 
     step: Count
     optimizer: _Optimizer
     files: dict[str, Count]
     sha256: dict[str, str] = {}  # earlier versions recorded none
     tensors: dict[str, _Tensor]
-    fp8: _FP8 = _FP8(rolls=0)  # earlier versions kept none
+    fp8: _FP8 = _FP8(rolls=0)  # earlier versions saved none
 
 
 class Store:
     """An opened checkpoint. `index` is its checkpoint.json.
 
-    Raises UserError if there is no whole checkpoint at `path`, or one of a format that is not known.
+    Raises UserError if there is no complete checkpoint at `path`, or if its format is unknown.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,49 +94,49 @@ class Store:
             if Path(name).name != name:
                 problems.append(f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}")
             elif not file.is_file() or file.stat().st_size != size:
-                problems.append(f"{file} is missing or is not the {size} bytes that were written")
+                problems.append(f"{file} is missing or does not have the {size} bytes that were written")
         if self.digests and self.digests.keys() != self.index["files"].keys():
-            problems.append(f"{self.path} is damaged: {INDEX} lists other files than it has digests of")
+            problems.append(f"{self.path} is damaged: {INDEX} does not have a digest for exactly the files it lists")
         if problems:
             raise UserError(*problems)
 
     def file(self, name: str) -> Path:
-        """The path of a file of the checkpoint. Raises UserError unless it is one that checkpoint.json lists."""
+        """Return the path of a file of the checkpoint. Raises UserError unless checkpoint.json lists it."""
         if name not in self.index["files"]:
             raise UserError(f"{self.path} has no file {name!r}")
         return self.path / name
 
     @property
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each file, in hex; empty if an earlier version saved it."""
+        """Return the SHA-256 of each file, in hex; empty if an earlier version saved the checkpoint."""
         return self.index.get(OTHERS, {})
 
     def files_of(self, kind: str) -> set[str]:
-        """The files that hold tensors of a kind."""
+        """Return the files that contain tensors of a kind: weight, exp_avg, exp_avg_sq or fp8."""
         tensors = (entry for key, entry in self.index["tensors"].items() if key.startswith(f"{kind}/"))
         return {chunk["file"] for entry in tensors for chunk in entry["chunks"]}
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Logical name -> shape of the tensors of one kind: prefix weight, exp_avg or exp_avg_sq."""
+        """Return logical name -> shape of the tensors of one kind: prefix weight, exp_avg or exp_avg_sq."""
         start = f"{prefix}/"
         return {
             k.removeprefix(start): tuple(v["shape"]) for k, v in self.index["tensors"].items() if k.startswith(start)
         }
 
     def require(self, key: str, shape: Sequence[int]) -> None:
-        """Raises UserError unless the whole tensor `key` is there. Reads no more than the heads of its files."""
+        """Raise UserError unless the whole tensor `key` is there. Reads only the headers of its files."""
         chunks = self.index["tensors"].get(key, {"chunks": ()})["chunks"]
         there = [chunk for chunk in chunks if self._slice(chunk["file"], key).get_shape() == chunk["shape"]]
         if sum(prod(chunk["shape"]) for chunk in there) != prod(shape):
             raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
 
     def read(self, kind: str, name: str) -> Tensor:
-        """A whole logical tensor, in the dtype it was saved in."""
+        """Return a whole logical tensor, in the dtype in which it was saved."""
         shape = self.index["tensors"][f"{kind}/{name}"]["shape"]
         return self.rectangle(f"{kind}/{name}", [0] * len(shape), shape)
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
-        """Elements [first, last) of the flattened slice `part`. Reads no rows but those they lie in."""
+        """Return elements [first, last) of the flattened slice `part`. Reads only the rows that contain them."""
         if not part.shape:
             return self.read(kind, part.name).reshape(1)
         row = prod(part.local[1:])
@@ -147,7 +147,7 @@ class Store:
         return rows.reshape(-1)[first - top * row : last - top * row]
 
     def rectangle(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """[*shape] of the tensor `key`, from `offset` on in each dim, put together from the chunks it lies in."""
+        """Return the rectangle [*shape] at `offset` of the tensor `key`, assembled from its chunks."""
         found: Tensor | None = None
         filled = 0
         for chunk in self.index["tensors"][key]["chunks"]:
@@ -182,7 +182,7 @@ class Store:
 
 
 def _read(path: Path) -> tuple[bytes, Any]:
-    """The bytes of checkpoint.json, and what they say."""
+    """Return the bytes of checkpoint.json, and the value that they parse to."""
     file = path / INDEX
     try:
         if file.exists() and not file.is_file():
@@ -194,7 +194,7 @@ def _read(path: Path) -> tuple[bytes, Any]:
 
 
 def _require_known_format(path: Path, index: Any) -> None:
-    """The format is a whole number that grows. Digests are in every index that says which data was trained on."""
+    """Raise UserError unless the format is FORMAT. Every index that names the training data must also have digests."""
     found = index.get("format") if isinstance(index, dict) else None
     if type(found) is int and found > FORMAT:
         raise newer_version(path, f"has checkpoint format {found}, and this one reads {FORMAT}")
@@ -205,5 +205,5 @@ def _require_known_format(path: Path, index: Any) -> None:
 
 
 def newer_version(path: Path, why: str) -> UserError:
-    """Says that a checkpoint cannot be read yet."""
+    """Return the error for a checkpoint that a newer version of megaprec saved."""
     return UserError(f"{path} was saved by a newer version of megaprec: it {why}: update megaprec to go on with it")

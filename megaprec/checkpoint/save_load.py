@@ -1,7 +1,7 @@
-"""Saving and loading an optimizer's state: each rank writes what it counts and reads what it holds.
+"""Saving and loading of the optimizer state: each rank writes its part of the logical tensors and reads its slices.
 
-Under ZeRO-1 a rank's slice begins and ends in the middle of a parameter. Such a parameter is written whole by the
-rank that holds most of it, to which the others send their part; all others travel nowhere.
+Under ZeRO-1 a rank's shard begins and ends in the middle of a parameter. Such a parameter is written whole by the rank
+that has most of it, to which the others send their parts. All other parameters are written without communication.
 """
 
 import json
@@ -41,10 +41,10 @@ def save(
     files: Sequence[Path] = (),
     fp8: FP8State | None = None,
 ) -> Path:
-    """Writes a checkpoint of `step` into `folder` and removes all but the newest `keep`. Collective over the world.
+    """Write a checkpoint of `step` into `folder` and remove all but the newest `keep`. Collective over the world.
 
-    extra: JSON values kept in checkpoint.json beside ours; the same on every rank. files: copied into the checkpoint.
-    fp8: what is to be kept of it, if there is any.
+    extra: more JSON values for checkpoint.json, the same on every rank. files: files to copy into the checkpoint.
+    fp8: state whose scales and amax histories are saved, if there is any. Returns the checkpoint's path.
     """
     world = optimizer.world
     partial = partial_path(folder, step)
@@ -76,16 +76,16 @@ def _copy(file: Path, folder: Path) -> str:
 
 
 def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> dict[str, Any]:
-    """Loads weights, moments, step count and scaler into an optimizer of any layout; returns checkpoint.json.
+    """Load weights, moments, step count and scaler into an optimizer of any layout, and return checkpoint.json.
 
-    fp8: takes up scales and amax histories, as far as the checkpoint has them.
+    fp8: state into which scales and amax histories are loaded, as far as the checkpoint has them.
 
-    Collective over the world: if a byte of the checkpoint is not what was saved, or if it is of another model for one
-    rank, every rank raises UserError, before anything is changed. Each file is hashed once, by one rank. Rank 0 warns
-    if the checkpoint holds weights narrower than the masters.
+    Collective over the world: if a byte of the checkpoint has changed since it was saved, or if one rank finds that it
+    is of another model, every rank raises UserError before anything is changed. Each file is hashed once, by one rank.
+    Rank 0 warns if the weights in the checkpoint are narrower than the masters.
     """
     store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
-    if optimizer.world.rank == 0 and (lost := _lost(store, optimizer.plan)):
+    if optimizer.world.rank == 0 and (lost := _precision_loss(store, optimizer.plan)):
         warnings.warn(lost, stacklevel=2)
     for buffer in optimizer.all_buffers():
         for kind in buffer.saved_names:
@@ -96,8 +96,9 @@ def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = Non
     return store.index
 
 
-def _lost(store: Store, plan: PrecisionPlan) -> str:
-    """What cannot be had back from a checkpoint whose weights are narrower than the masters; empty if none is."""
+def _precision_loss(store: Store, plan: PrecisionPlan) -> str:
+    """Return a warning if weights in the checkpoint are narrower than the masters, so that precision is lost; else an
+    empty text."""
     saved = {k.partition("/")[2]: v["dtype"] for k, v in store.index["tensors"].items() if k.startswith("weight/")}
     sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
     wanted = {name: max(plan.masters, plan.param_dtype(name), key=lambda dtype: dtype.itemsize) for name in saved}
@@ -107,22 +108,22 @@ def _lost(store: Store, plan: PrecisionPlan) -> str:
     had, masters = saved[narrow[0]], dtype_name(wanted[narrow[0]])
     return (
         f"{store.path} holds {len(narrow)} of {len(saved)} weights rounded to {had} only: {masters} masters begin at "
-        "these, what updates below their last bit had added up to is lost, and the run does not go on bit for bit"
+        "these, accumulated updates smaller than their last bit are lost, and the run does not resume bit for bit"
     )
 
 
 class Weights(Protocol):
-    """What slices of logical tensors can be read from, by kind ("weight")."""
+    """A source of slices of logical tensors, by kind ("weight")."""
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor: ...
 
 
 @torch.no_grad()
 def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
-    """Takes up weights alone, from wherever they are; moments, step count and scaler stay. Each rank reads its own."""
+    """Load only weights, from any source; moments, step count and scaler stay. Each rank reads its own slices."""
     for buffer in optimizer.all_buffers():
         _read_into(weights, "weight", buffer)
-    optimizer.load_numbers(optimizer.numbers())  # makes the layers' weights from the masters
+    optimizer.load_numbers(optimizer.numbers())  # rounds the masters to the layers' weights
 
 
 def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State) -> tuple[Store, Scales]:
@@ -136,7 +137,7 @@ def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8Stat
 
 
 def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[], T]) -> T:
-    """What `make` returns. If it raises UserError on one rank, every rank raises one."""
+    """Return the result of `make`. If it raises UserError on one rank, every rank raises one. Collective."""
     problem: UserError | None = None
     made: list[T] = []
     try:
@@ -145,12 +146,12 @@ def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[]
         problem = error
     failed = optimizer.world.max_(torch.tensor(float(problem is not None), device=optimizer.device))
     if problem or failed:
-        raise problem or UserError(f"{path} cannot be loaded by another rank, which says why")
+        raise problem or UserError(f"{path} cannot be loaded by another rank; the error of that rank says why")
     return made[0]
 
 
 def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
-    """Raises UserError unless the checkpoint has as many parameters and holds all that this rank is going to read."""
+    """Raise UserError unless the checkpoint has the model's parameter count and all tensors that this rank reads."""
     saved = store.shapes("weight")
     mine = {piece.part.name: piece.part.shape for buffer in optimizer.all_buffers() for piece in buffer.pieces}
     wrong = [
@@ -167,14 +168,14 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
             f"{store.path} is a checkpoint of another model: it has {whole} parameters, not {optimizer.num_elements}"
         )
     if lacking := [name for name in optimizer.rule.names if not store.shapes(name)]:
-        raise UserError(f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on with")
+        raise UserError(f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer needs")
     for buffer in optimizer.all_buffers():
-        for kind, (piece, _, _) in product(buffer.saved_names, _held(buffer)):
+        for kind, (piece, _, _) in product(buffer.saved_names, _overlaps(buffer)):
             store.require(f"{kind}/{piece.part.name}", piece.part.shape)
 
 
-def _held(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
-    """The pieces that the own slice has a part of: elements [first, last) of the buffer."""
+def _overlaps(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
+    """Yield the pieces that overlap this rank's shard, with the overlap: elements [first, last) of the buffer."""
     for piece in buffer.pieces:
         first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
         if first < last:
@@ -182,13 +183,13 @@ def _held(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:
 
 
 def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
-    for piece, first, last in _held(buffer):
+    for piece, first, last in _overlaps(buffer):
         read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
         buffer.restore(kind, first - buffer.first, read)
 
 
 def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> tuple[dict[str, Any], dict[str, str]]:
-    """Writes this rank's files; returns what is in them (key -> dtype, shape and chunk), and their digests by name."""
+    """Write this rank's files; return their tensors (key -> dtype, shape and chunk), and their digests by name."""
     files: dict[str, dict[str, Tensor]] = {}
     chunks: dict[str, Any] = {}
     for kind, piece, values in _written_here(optimizer):
@@ -202,7 +203,7 @@ def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> 
 
 
 def _written_here(optimizer: ParallelAMPOptimizer) -> Iterator[tuple[str, Piece, Tensor]]:
-    """(kind, piece, its values on the CPU) of every piece that this rank writes."""
+    """Yield (kind, piece, its values on the CPU) for every piece that this rank writes."""
     for buffer in optimizer.all_buffers():
         for kind, values in buffer.saved().items():
             for number, piece in enumerate(buffer.pieces):
@@ -213,7 +214,7 @@ def _written_here(optimizer: ParallelAMPOptimizer) -> Iterator[tuple[str, Piece,
 
 
 def _collect(buffer: Buffer, piece: Piece, values: Tensor, number: int) -> Tensor | None:
-    """The whole piece, on the dp rank that writes it; None on the others."""
+    """Return the whole piece on the dp rank that writes it, None on the other dp ranks."""
     shards = buffer.shards
     if number % (buffer.dp.size // shards.size) != buffer.dp.rank // shards.size:
         return None  # another replica's turn
@@ -239,7 +240,7 @@ def _from_rank(buffer: Buffer, values: Tensor, rank: int, first: int, last: int)
 
 
 def _write_index(partial: Path, ranks: int, index: dict[str, Any]) -> None:
-    """Merges the ranks' lists into checkpoint.json."""
+    """Merge the ranks' lists of tensors into checkpoint.json."""
     tensors: dict[str, Any] = {}
     digests: dict[str, str] = {}
     for rank in range(ranks):

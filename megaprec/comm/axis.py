@@ -1,8 +1,8 @@
-"""One axis of the mesh as one rank sees it, and the four collectives everything else is made of.
+"""One axis of the device mesh as one rank sees it, and the collectives along that axis.
 
-An `Axis` is a value: name, this rank's place, the size and the process group. It is handed to whoever
-communicates; nobody looks a group up. An axis of size one has no group and its collectives do nothing, so
-the same code runs in a plain process without `torch.distributed`.
+An `Axis` is a value: its name, this rank's index along it, its size and its process group. Functions that communicate
+take an `Axis` as an argument; no group is looked up in global state. An axis of size one has no group and its
+collectives do nothing, so the same code runs in a plain process without `torch.distributed`.
 
 Every collective here is a sum, a maximum or a concatenation in rank order, and every rank of the axis gets
 the same bits.
@@ -25,7 +25,7 @@ AXES = ("pp", "dp", "tp")  # pipeline, data and tensor parallel
 
 @dataclass(frozen=True)
 class Axis:
-    """`rank` of `size` along the mesh axis `name`; `group` is None exactly when there is nobody to talk to."""
+    """This rank is `rank` of `size` along the mesh axis `name`; `group` is None exactly when `size` is 1."""
 
     name: str
     rank: int = 0
@@ -34,9 +34,9 @@ class Axis:
 
     @staticmethod
     def of(mesh: DeviceMesh | None, name: str) -> "Axis":
-        """The axis `name` of `mesh`; of size one without a mesh, or if the mesh has no such axis.
+        """Return the axis `name` of `mesh`; an axis of size one without a mesh, or if the mesh has no such axis.
 
-        Raises UserError for a mesh whose axes are not some of AXES, in that order.
+        Raises UserError if the mesh has an axis that is not in AXES, or has its axes in another order.
         """
         if mesh is None or name not in _axes_of(mesh):
             return Axis(name)
@@ -45,20 +45,20 @@ class Axis:
 
     @staticmethod
     def world(mesh: DeviceMesh | None) -> "Axis":
-        """All ranks of `mesh`, which must be all ranks there are."""
+        """Return the axis over all ranks of `mesh`. Raises UserError unless these are all ranks of the world."""
         if mesh is None or mesh.size() == 1:
             return Axis("world")
         if mesh.size() != dist.get_world_size():
             raise UserError(
-                f"the mesh holds {mesh.size()} ranks, the world {dist.get_world_size()}: they must be the same"
+                f"the mesh has {mesh.size()} ranks but the world has {dist.get_world_size()}: they must be the same"
             )
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
     @staticmethod
     def stage(mesh: DeviceMesh | None, own: bool = False) -> "Axis":
-        """All ranks of one pipeline stage, dp and tp together. Collective over the world.
+        """Return the axis over all ranks of this pipeline stage, dp and tp together. Collective over the world.
 
-        own: with a group of its own, for messages that are sent while others are under way over dp or tp.
+        own: create a separate process group, for collectives that run while others are in flight over dp or tp.
         """
         dp, tp = Axis.of(mesh, "dp"), Axis.of(mesh, "tp")
         if (dp.size == 1 or tp.size == 1) and (not own or dp.size == tp.size):
@@ -73,7 +73,10 @@ class Axis:
 
     @staticmethod
     def cut(mesh: DeviceMesh | None, name: str, size: int, new_name: str) -> "Axis":
-        """Runs of `size` neighbours along the axis `name`, which `size` must divide. Collective over the world."""
+        """Split the axis `name` into runs of `size` neighbouring ranks and return this rank's run.
+
+        Raises UserError unless `size` divides the axis. Collective over the world.
+        """
         whole = Axis.of(mesh, name)
         if whole.size % size:
             raise UserError(f"the {whole.size} ranks of {name} cannot be cut into runs of {size}: it must divide them")
@@ -103,15 +106,15 @@ class Axis:
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """All-gather over this axis: [n, ...] on each rank to [size * n, ...] in rank order."""
+        """All-gather over this axis: [n, ...] on each rank becomes [size * n, ...] in rank order."""
         return self.start_gather(tensor)()
 
     def scatter_sum(self, tensor: Tensor) -> Tensor:
-        """Reduce-scatter SUM over this axis: [size * n, ...] to this rank's [n, ...]."""
+        """Reduce-scatter SUM over this axis: [size * n, ...] becomes this rank's [n, ...]."""
         return self.start_scatter_sum(tensor)()
 
     def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
-        """Starts `sum_`. Until the returned function has been called `tensor` may be neither read nor written."""
+        """Start `sum_` and return the function that waits for it. Until that returns, do not read or write `tensor`."""
         if self.group is None:
             return lambda: None
         if _on_cpu(tensor):
@@ -121,7 +124,7 @@ class Axis:
         return work.wait
 
     def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Starts `gather`; the returned function waits for the result and returns it."""
+        """Start `gather`; the returned function waits for the result and returns it."""
         if self.group is None:
             return lambda: tensor
         tensor = tensor.contiguous()
@@ -132,7 +135,7 @@ class Axis:
         return lambda: (work.wait(), whole)[1]
 
     def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Starts `scatter_sum`; the returned function waits for the result and returns it."""
+        """Start `scatter_sum`; the returned function waits for the result and returns it."""
         if self.group is None:
             return lambda: tensor
         self._require_divides(tensor, 0)
@@ -144,18 +147,18 @@ class Axis:
         return lambda: (work.wait(), part)[1]
 
     def start_scatter_sum_(self, flat: Tensor) -> Callable[[], object]:
-        """Starts a reduce-scatter SUM in place: when the returned function has returned, this rank's chunk of `flat`
-        holds the sum, and the rest is undefined.
+        """Start a reduce-scatter SUM in place. When the returned function has returned, this rank's chunk of `flat`
+        contains the sum, and the other chunks are undefined.
 
-        On a CPU all chunks are summed: gloo's ring all-reduce is faster than its reduce-scatter.
+        On a CPU this is an all-reduce: gloo's ring all-reduce is faster than its reduce-scatter.
         """
         if self.group is None or _on_cpu(flat):
             return self.start_sum_(flat)
         return _reduce_scatter(self.chunk(flat), flat, group=self.group, async_op=True).wait
 
     def start_gather_(self, flat: Tensor) -> Callable[[], object]:
-        """Starts an all-gather in place: this rank's chunk of `flat` is given, the others are there when the returned
-        function has returned."""
+        """Start an all-gather in place. This rank's chunk of `flat` is the input; the other chunks are filled in when
+        the returned function has returned."""
         if self.group is None:
             return lambda: None
         if _on_cpu(flat):
@@ -163,12 +166,12 @@ class Axis:
         return _all_gather(flat, self.chunk(flat), group=self.group, async_op=True).wait
 
     def barrier(self) -> None:
-        """Returns when every rank of this axis has called it."""
+        """Wait until every rank of this axis has called `barrier`."""
         if self.group is not None:
             dist.barrier(group=self.group)
 
     def chunk(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """This rank's equal part of `tensor` along `dim` (a view)."""
+        """Return this rank's chunk of `tensor`: one of `size` equal chunks along `dim` (a view)."""
         self._require_divides(tensor, dim)
         return tensor.chunk(self.size, dim)[self.rank]
 
@@ -180,7 +183,7 @@ class Axis:
 
 
 def _axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The names of the mesh's axes. Raises UserError unless they are some of AXES, in that order."""
+    """Return the names of the mesh's axes. Raises UserError unless each is in AXES, in the order of AXES."""
     names = mesh.mesh_dim_names or ()
     if names != tuple(name for name in AXES if name in names) or not names:
         raise UserError(
@@ -190,7 +193,7 @@ def _axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
     return names
 
 
-# torch 2.13 gave these two new names and warns about the old ones.
+# torch 2.13 renamed these two functions and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -200,15 +203,15 @@ def _on_cpu(tensor: Tensor) -> bool:
 
 
 def device_of(mesh: DeviceMesh | None) -> torch.device:
-    """The device this rank computes on."""
+    """Return the device on which this rank computes."""
     if mesh is None or mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on a device. A GPU gets them from pinned memory, beside what it has to do; else the host would wait
-    until it has done everything that it was given before."""
+    """Return `values` copied to `device`. The copy to a GPU goes through pinned memory and is asynchronous; otherwise
+    the host would wait until the GPU has finished all work queued before it."""
     if device.type != "cuda" or values.device.type != "cpu":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)

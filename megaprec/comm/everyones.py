@@ -1,4 +1,4 @@
-"""Values of every rank on every rank, for values that tensors cannot carry."""
+"""All-gather of JSON values, for values that do not fit into tensors."""
 
 import json
 from typing import Any
@@ -7,11 +7,14 @@ import torch
 
 from megaprec.comm.axis import Axis
 
-_ROUND = 1 << 16  # bytes of JSON that travel in one collective
+_ROUND = 1 << 16  # bytes of JSON gathered by one collective
 
 
 def everyones(mine: dict[str, Any], world: Axis, device: torch.device) -> dict[str, Any]:
-    """All ranks' entries, in rank order. They travel as JSON, in as many rounds as the longest text needs."""
+    """All-gather the entries of every rank and return them merged in rank order, later ranks winning. Collective.
+
+    The entries travel as JSON, in as many all-gathers as the longest text needs.
+    """
     text = json.dumps(mine).encode()
     longest = int(world.max_(torch.tensor(len(text), device=device)))
     texts = [b""] * world.size

@@ -1,10 +1,10 @@
-"""Collectives for ranks on CPUs, made of messages that all travel at once.
+"""Collectives between CPU ranks, built from direct point-to-point messages.
 
-gloo's own collectives pass data round a ring in small pieces. That is the fastest way to sum large tensors, but small
-ones, gathers and scatters arrive two to four times sooner when everyone sends to everyone directly
-(docs/performance.md). Sums made here are taken in FP32 or more and rounded once; either way all ranks hold the
-same bits. Messages of one axis are matched by order, and every rank runs the same program, so each `start_`
-function returns what finishes it, and several may be under way.
+gloo's own collectives pass data around a ring in small pieces. That is fastest for the all-reduce of large tensors, but
+small all-reduces, all-gathers and reduce-scatters finish two to four times sooner when every rank sends directly to
+every other rank (docs/performance.md). Sums computed here are accumulated in FP32 or wider and rounded once; with
+either method all ranks get the same bits. Messages of one axis are matched by order, and every rank runs the same
+program, so several collectives may be in flight: each `start_` function returns the function that completes it.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-RING = 1 << 18  # bytes sent by each rank from which on gloo's own ring all-reduce is faster
+RING = 1 << 18  # from this many bytes sent by each rank on, gloo's own ring all-reduce is faster
 
 Finish = Callable[[], Tensor]
 
 
 def start_gather(tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tensor | None = None) -> Finish:
-    """[n, ...] of each rank to [size * n, ...] in rank order.
+    """Start an all-gather: [n, ...] on each rank becomes [size * n, ...] in rank order.
 
-    into: receives the result; `tensor` may be a chunk of it.
+    into: the tensor that receives the result; `tensor` may be a chunk of it.
     """
     size = group.size()
     whole = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:])) if into is None else into
@@ -38,7 +38,7 @@ def start_gather(tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tens
 
 
 def start_scatter_sum(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
-    """[size * n, ...] of each rank to this rank's [n, ...] of the sum."""
+    """Start a reduce-scatter SUM: [size * n, ...] on each rank becomes this rank's [n, ...]."""
     size = group.size()
     chunks = tensor.chunk(size)
     received = tensor.new_empty((size, *chunks[rank].shape))
@@ -54,7 +54,7 @@ def start_scatter_sum(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Fi
 
 
 def start_sum_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
-    """The sum over ranks, in place; `tensor` must be contiguous."""
+    """Start an all-reduce SUM in place; `tensor` must be contiguous."""
     if tensor.numel() * tensor.element_size() * (group.size() - 1) >= RING:
         work = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
@@ -64,14 +64,14 @@ def start_sum_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
 
 
 def max_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
-    """The maximum over ranks, in place; NaN wins."""
+    """All-reduce MAX in place; a NaN on any rank gives NaN."""
     return tensor.copy_(start_gather(tensor.clone().unsqueeze(0), rank, group)().amax(0))
 
 
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Sends outgoing[r] to each other rank r of the group and receives incoming[r] from it."""
+    """Start sending outgoing[r] to each other rank r of the group and receiving incoming[r] from it."""
     works: list[dist.Work | None] = []
-    for step in range(1, group.size()):  # everyone begins with another neighbour
+    for step in range(1, group.size()):  # each rank begins with a different neighbour
         to, source = (rank + step) % group.size(), (rank - step) % group.size()
         works.append(dist.irecv(incoming[source], group=group, group_src=source))
         works.append(dist.isend(outgoing[to], group=group, group_dst=to))

@@ -1,13 +1,13 @@
-"""Who holds which part of a parameter: one frozen value, attached to every parameter.
+"""The sharding of a parameter, as one frozen value that is attached to the parameter.
 
-A model has *logical tensors*: named, unpadded, the same for every layout. What a rank holds is a `Parameter`
-made of slices of logical tensors, stacked along dim 0 (query, key and value share one weight so that they
-share one product). A `Layout` says which slices, and everything that must know who holds what reads it and
-nothing else: initial weights, norms and zero counts, ZeRO slices, checkpoints, converters, parity.
+A model has *logical tensors*: named, unpadded, the same for every layout. A rank's `Parameter` consists of slices of
+logical tensors, stacked along dim 0 (query, key and value share one weight so that they share one matrix product). A
+`Layout` lists these slices. It is the only source of this fact for initial weights, norms and zero counts, ZeRO shards,
+checkpoints, converters and parity checks.
 
-Three facts cannot be seen from a parameter's shape and are stated here: a slice may be held by several tp
-ranks (`copies`), each copy's gradient may be only a share of the whole (`partial`), and a whole parameter
-may be held by several pipeline ranks (`tied`).
+Three facts cannot be seen from a parameter's shape and are stated in its layout: several tp ranks may have the same
+slice (`copies`), the gradient on each copy may be a partial gradient (`partial`), and several pipeline ranks may have
+the same parameter (`tied`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,13 +21,14 @@ from megaprec.comm.axis import Axis
 
 @dataclass(frozen=True)
 class Part:
-    """The slice of one logical tensor that a tp rank holds.
+    """The slice of one logical tensor on a tp rank.
 
     name, shape: of the logical tensor, without padding.
-    dim: the dim that is cut over tp; None if every tp rank holds all of it.
-    shards: number of different slices; each is held by tp / shards neighbouring ranks.
-    shard: which of them this one is.
-    copy: 0 on the one rank of those neighbours that counts and writes the slice.
+    dim: the dim that is sharded over tp; None if every tp rank has the whole tensor.
+    shards: number of different slices; tp / shards neighbouring ranks have the same slice.
+    shard: index of this slice.
+    copies: number of tp ranks that have this slice.
+    copy: index of this rank among them; the rank with copy 0 counts the slice in norms and writes it to checkpoints.
     """
 
     name: str
@@ -40,7 +41,10 @@ class Part:
 
     @staticmethod
     def cut(name: str, shape: tuple[int, ...], dim: int | None, tp: Axis, shards: int | None = None) -> "Part":
-        """The slice of rank `tp.rank`. `shards` below tp.size lets neighbours share a slice (few key/value heads)."""
+        """Return the slice of rank `tp.rank`.
+
+        shards: if smaller than tp.size, neighbouring ranks have the same slice (fewer key/value heads than ranks).
+        """
         shards = 1 if dim is None else (shards or tp.size)
         if tp.size % shards:
             raise ValueError(
@@ -51,23 +55,23 @@ class Part:
 
     @property
     def padded(self) -> tuple[int, ...]:
-        """Shape of the slice with padding: every shard has the same."""
+        """Return the shape of the slice with padding, the same for every shard."""
         return self._with_dim(-(-self.shape[self.dim] // self.shards)) if self.dim is not None else self.shape
 
     @property
     def start(self) -> int:
-        """Where the slice begins along `dim`."""
+        """Return the index along `dim` at which the slice begins."""
         return 0 if self.dim is None else min(self.shard * self.padded[self.dim], self.shape[self.dim])
 
     @property
     def local(self) -> tuple[int, ...]:
-        """Shape of the slice without padding; only the last shards are shorter than `padded`."""
+        """Return the shape of the slice without padding; only the last shards are shorter than `padded`."""
         if self.dim is None:
             return self.shape
         return self._with_dim(min(self.padded[self.dim], self.shape[self.dim] - self.start))
 
     def take(self, whole: Tensor) -> Tensor:
-        """This slice of the logical tensor `whole` (a view)."""
+        """Return this slice of the logical tensor `whole` (a view)."""
         return whole if self.dim is None else whole.narrow(self.dim, self.start, self.local[self.dim])
 
     def _with_dim(self, length: int) -> tuple[int, ...]:
@@ -76,12 +80,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a parameter is made of.
+    """The slices of logical tensors that make up a parameter.
 
-    parts: stacked along dim 0 in this order, each with its padding.
-    partial: the gradient on each copy is a share; their sum over tp is the gradient.
-    tied: the pipeline ranks that hold the same parameter, ascending; their gradients are summed, the first counts.
-        Empty if one rank alone holds it.
+    parts: slices stacked along dim 0 in this order, each with its padding.
+    partial: each copy has a partial gradient; the sum over tp is the gradient.
+    tied: the pipeline ranks that have the same parameter, ascending. Their gradients are summed, and the first of them
+        counts and writes the parameter. Empty if only one pipeline rank has it.
     """
 
     parts: tuple[Part, ...]
@@ -89,11 +93,11 @@ class Layout:
     tied: tuple[int, ...] = ()
 
     def counts(self, pp_rank: int) -> bool:
-        """Whether this pipeline rank is the one that counts and writes the parameter."""
+        """Return True if this pipeline rank counts the parameter in norms and writes it to checkpoints."""
         return not self.tied or self.tied[0] == pp_rank
 
     def spans(self) -> Iterator[tuple[Part, int, int]]:
-        """(part, first, last + 1) as positions in the flattened parameter, padding left out."""
+        """Yield (part, first, last + 1): the elements of each part in the flattened parameter, without padding."""
         first = 0
         for part in self.parts:
             yield part, first, first + prod(part.local)
@@ -101,7 +105,7 @@ class Layout:
 
 
 def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
-    """Gives `parameter` its layout. Raises ValueError if the shapes disagree."""
+    """Attach `layout` to `parameter` and return the parameter. Raises ValueError if the shapes disagree."""
     rows = sum(part.padded[0] for part in layout.parts) if parameter.dim() else 0
     expected = (rows, *layout.parts[0].padded[1:]) if parameter.dim() else ()
     if tuple(parameter.shape) != expected:
@@ -113,7 +117,7 @@ def attach(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
 
 
 def layout_of(parameter: nn.Parameter) -> Layout:
-    """The layout of `parameter`. Raises ValueError if it was given none."""
+    """Return the layout of `parameter`. Raises ValueError if none is attached."""
     layout = getattr(parameter, "megaprec_layout", None)
     if layout is None:
         raise ValueError(
@@ -124,14 +128,15 @@ def layout_of(parameter: nn.Parameter) -> Layout:
 
 
 def has_layout(parameter: nn.Parameter) -> bool:
-    """Whether `parameter` was given one."""
+    """Return True if a layout is attached to `parameter`."""
     return getattr(parameter, "megaprec_layout", None) is not None
 
 
 def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") -> None:
-    """Gives every parameter of an ordinary module the layout "all of it on every rank of `tp`", named by its path.
+    """Attach the layout "replicated on every rank of `tp`" to every parameter of `module` that has no layout.
 
-    prefix: goes before the path; pipeline stages need different ones, for names are unique in the whole model.
+    A parameter's logical name is `prefix` and its path. prefix: pipeline stages need different prefixes, because
+    logical names must be unique in the whole model.
     """
     for name, parameter in module.named_parameters():
         if not has_layout(parameter):
@@ -140,7 +145,7 @@ def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") ->
 
 
 def parameters_of(parts: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Every trained parameter once, in order of registration."""
+    """Yield every parameter that requires a gradient once, in order of registration."""
     seen: set[nn.Parameter] = set()
     for module in parts:
         for parameter in module.parameters():

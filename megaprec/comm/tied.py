@@ -1,7 +1,7 @@
-"""Communicators for parameters that several pipeline ranks hold, such as an embedding that is also the head.
+"""Process groups for tied parameters: parameters that several pipeline ranks have, such as a tied embedding and head.
 
-torch makes a group only if all ranks of the world call for it, in one order. A rank between the holders does not
-know that they share anything, so everyone first hears of everyone's shared parameters.
+torch creates a process group only if all ranks of the world call for it, in the same order. A pipeline rank without
+a tied parameter does not know which others have one, so the ranks first all-gather the sets of tied ranks.
 """
 
 from collections.abc import Iterable
@@ -12,19 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
 
-_MOST = 4  # different sets of holders that one rank may belong to
+_MOST = 4  # different sets of tied pipeline ranks to which one rank may belong
 
 
 def tied_axes(mesh: DeviceMesh | None, sets: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], Axis]:
-    """For each set of pipeline ranks (ascending) to which this rank belongs, an axis over them.
+    """Return an axis for each set of pipeline ranks (ascending) to which this rank belongs.
 
-    sets: those that this rank's parameters name. Collective over the world.
+    sets: `Layout.tied` of this rank's parameters. Collective over the world.
     """
     mine = list(dict.fromkeys(s for s in sets if s))
     pp = Axis.of(mesh, "pp")
     if mesh is None or pp.size == 1:
         return {}
-    known = _everyones(pp, mine, device_of(mesh))
+    known = _all_gather_sets(pp, mine, device_of(mesh))
     axes: dict[tuple[int, ...], Axis] = {}
     for members in known:
         for world_ranks in mesh.mesh[list(members)].reshape(len(members), -1).t().tolist():
@@ -34,8 +34,11 @@ def tied_axes(mesh: DeviceMesh | None, sets: Iterable[tuple[int, ...]]) -> dict[
     return axes
 
 
-def _everyones(pp: Axis, mine: list[tuple[int, ...]], device: torch.device) -> list[tuple[int, ...]]:
-    """The sets of all pipeline ranks, in an order that all share. A set travels as the bits of a number."""
+def _all_gather_sets(pp: Axis, mine: list[tuple[int, ...]], device: torch.device) -> list[tuple[int, ...]]:
+    """All-gather the sets of all pipeline ranks and return them in the same order on every rank.
+
+    A set is sent as the bits of an integer.
+    """
     if len(mine) > _MOST:
         raise ValueError(f"a pipeline rank may share parameters with at most {_MOST} different sets of others")
     codes = torch.zeros(_MOST, dtype=torch.int64, device=device)

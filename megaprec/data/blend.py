@@ -1,14 +1,14 @@
-"""Samples of several data sets in exact proportions.
+"""Blend of several data sets in exact proportions.
 
-A blend repeats a pattern, one period of which names the data set of each sample. Weights are ratios of whole numbers,
-so there is a period in which each data set has its exact share; within it they are laid out by deadline: the j-th
-sample of a data set with share w comes no earlier than position floor(j / w) and before position ceil((j + 1) / w).
-Such windows can always be kept if the shares add up to one, and the earliest deadline first keeps them (Baruah et al.,
-"Proportionate progress", 1996). So among the first n samples, for every n, there is less than one more or less than
-w * n of each.
+A blend repeats a pattern; one period of it gives the data set of each sample. Weights are ratios of whole numbers, so
+there is a period in which each data set has its exact proportion. Within the period samples are scheduled by deadline:
+the j-th sample of a data set with proportion w comes no earlier than position floor(j / w) and before position
+ceil((j + 1) / w). If the proportions add up to one, such a schedule always exists, and earliest deadline first finds it
+(Baruah et al., "Proportionate progress", 1996). So for every n, the number of samples of a data set among the first n
+samples differs from w * n by less than one.
 
-Which sample comes at a position is a pure function of it and the seed: no rank keeps a count. Each data set goes
-through epochs of its own.
+The sample at a position is a pure function of the position and the seed: no rank keeps a count. Each data set has its
+own epochs.
 """
 
 import heapq
@@ -28,9 +28,9 @@ LONGEST_PERIOD = 1_000_000
 
 
 class Blend:
-    """Samples of several data sets, by weight. Used like `Samples`; an epoch of it has no meaning, its length some.
+    """Samples of several data sets, mixed by weight, with the interface of `Samples`. A blend has no epochs.
 
-    names: what each data set is called. totals: how many samples each has in all, of which `parts` are some.
+    names: name of each data set. totals: number of all samples of each data set, including those not in `parts`.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Blend:
         self._pattern = pattern(shares(weights))
         self._offsets = np.concatenate(([0], np.cumsum(totals)))
         self._per_period = np.bincount(self._pattern, minlength=len(parts))
-        self._before = np.empty_like(self._pattern)  # of the same data set, earlier in the period
+        self._before = np.empty_like(self._pattern)  # number of earlier samples of the same data set in the period
         for part, count in enumerate(self._per_period):
             self._before[self._pattern == part] = np.arange(count)
 
     def __len__(self) -> int:
-        """Samples in all data sets together."""
+        """Return the number of samples in all data sets together."""
         return sum(map(len, self.parts))
 
     def batch(self, position: int, count: int) -> Batch:
-        """The samples at positions [position, position + count); ids count on from one data set to the next."""
+        """Return the samples at positions [position, position + count); ids continue from one data set to the next."""
         periods, places = np.divmod(np.arange(position, position + count), len(self._pattern))
         which = self._pattern[places]
         own = periods * self._per_period[which] + self._before[places]
@@ -68,45 +68,45 @@ class Blend:
         )
 
     def place(self, position: int) -> tuple[IndexedDataset, int, int]:
-        """As `Samples.place`."""
+        """Return what `Samples.place` returns, for the sample's data set."""
         period, place = divmod(position, len(self._pattern))
         part = int(self._pattern[place])
         return self.parts[part].place(int(period * self._per_period[part] + self._before[place]))
 
     def labels(self, ids: torch.Tensor) -> list[str]:
-        """Each sample's data set, and its number there."""
+        """Return "name:number" for each sample: its data set and its number there."""
         parts = np.searchsorted(self._offsets, ids.numpy(), side="right") - 1
         return [f"{self._names[part]}:{int(id) - self._offsets[part]}" for part, id in zip(parts, ids, strict=True)]
 
     def taken(self, samples: int) -> list[int]:
-        """How many of the first `samples` are of each data set."""
+        """Return, for each data set, how many of the first `samples` samples come from it."""
         periods, rest = divmod(samples, len(self._pattern))
         some = np.bincount(self._pattern[:rest], minlength=len(self.parts))
         return (periods * self._per_period + some).tolist()
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers that are to each other as the weights, taken as they are written in decimals.
+    """Return the smallest whole numbers in the ratio of the weights, read as exact decimals.
 
-    `UserError` if their sum, the period of the blend, is more than LONGEST_PERIOD.
+    Raises UserError if their sum, the period of the blend, is more than LONGEST_PERIOD.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     whole = [int(f * math.lcm(*(f.denominator for f in exact))) for f in exact]
     least = [n // math.gcd(*whole) for n in whole]
     if sum(least) > LONGEST_PERIOD:
         raise UserError(
-            f"weights {', '.join(map(repr, weights))} make {sum(least):,} samples the shortest stretch with exact "
-            f"proportions, {LONGEST_PERIOD:,} at most: give weights with fewer digits"
+            f"weights {', '.join(map(repr, weights))} need {sum(least):,} samples, the shortest stretch with exact "
+            f"proportions; at most {LONGEST_PERIOD:,} are supported: give weights with fewer digits"
         )
     return least
 
 
 def pattern(shares: Sequence[int]) -> NDArray[np.int64]:
-    """One period: which data set comes at each position, int64 [sum(shares)]."""
+    """Return one period of the pattern: the data set at each position, int64 [sum(shares)]."""
     period = sum(shares)
     made = np.empty(period, dtype=np.int64)
-    waiting = [(0, part, 0) for part in range(len(shares))]  # (earliest position, data set, its how manieth)
-    ready: list[tuple[int, int, int]] = []  # (position that it comes before, ...)
+    waiting = [(0, part, 0) for part in range(len(shares))]  # (earliest position, data set, index of its sample)
+    ready: list[tuple[int, int, int]] = []  # (deadline: a position that it must precede, data set, index of its sample)
     for position in range(period):
         while waiting and waiting[0][0] <= position:
             _, part, number = heapq.heappop(waiting)

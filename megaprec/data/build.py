@@ -1,10 +1,10 @@
-"""From text to a data set on disk: tokenize once, reuse until the text or the tokenizer changes.
+"""Building of a data set on disk from text: tokenized once, and reused until the text or the tokenizer changes.
 
-`build` streams a source through a tokenizer into `PREFIX.bin/.idx`, with `eos` after each document, holding a few
-chunks of text at a time, and records in `PREFIX.json` what it was made of. Workers may be many: the bytes are the same.
-A build that was killed is taken up by the next one of the same text and tokenizer where `PREFIX.resume` says. `prepare`
-is what a program calls: it finds out by the record whether the work is already done, and otherwise loads or trains the
-tokenizer and builds.
+`build` streams a source through a tokenizer into `PREFIX.bin/.idx`, with `eos` after each document, with a few chunks
+of text in memory at a time, and records its source and tokenizer in `PREFIX.json`. The number of workers does not
+change a byte. A build that was killed is resumed by the next build of the same text and tokenizer, from the state in
+`PREFIX.resume`. Programs call `prepare`: it returns the existing data set if the record matches, and otherwise loads or
+trains the tokenizer and builds.
 """
 
 import errno
@@ -27,17 +27,17 @@ from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.errors import UserError
 
-CHUNK_CHARS = 1 << 20  # of text that is encoded together; where chunks are cut shows in no byte of the result
-PIECE_COST = 64  # characters that a piece counts for besides its own, so that tiny ones fill a chunk too
+CHUNK_CHARS = 1 << 20  # of text that is encoded together; the boundaries of chunks change no byte of the result
+PIECE_COST = 64  # characters added to the length of each piece, so that many tiny pieces fill a chunk too
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-RESUME_CHARS = 1 << 26  # of text between two places from which a killed build goes on
+RESUME_CHARS = 1 << 26  # of text between two points from which a killed build can resume
 
 Progress = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build made. `tokenizer` is the path of its file; counts include the end-of-document tokens."""
+    """The result of a build. `tokenizer` is the path of its file; counts include the end-of-document tokens."""
 
     prefix: Path
     tokenizer: Path
@@ -66,10 +66,10 @@ def prepare(
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> BuildResult:
-    """The data set of `source` at `prefix`: the one that is there if it was made of the same, else a new one.
+    """Return the data set of `source` at `prefix`: an existing one built from the same input, or a new one.
 
-    Give a tokenizer file, or a `vocab_size` to train one on the source as `PREFIX.model`. `UserError` if another
-    data set or model has the name and may not be overwritten. One process at a time for one prefix.
+    Give a tokenizer file, or a `vocab_size` to train one on the source as `PREFIX.model`. Raises UserError if another
+    data set or model has the name and may not be overwritten. Only one process at a time may prepare a prefix.
     """
     if (tokenizer is None) == (vocab_size is None):
         raise UserError("give either a tokenizer file or a vocabulary size to train one, not both or neither")
@@ -95,14 +95,14 @@ def build(
 ) -> BuildResult:
     """Tokenize `source` into `PREFIX.bin/.idx` and write the record `PREFIX.json`.
 
-    workers: processes that encode, if the text is long enough to be worth them; their number shows in no byte.
-    `on_progress(documents, chars, tokens)` hears of the totals so far, now and then and at the end.
-    `UserError` if a data set is there and may not be overwritten, or if the source has no text. On any error
-    what was there before is untouched.
+    workers: maximal number of processes that encode; short texts use fewer. The number changes no byte.
+    on_progress: called as on_progress(documents, chars, tokens) with the totals so far, repeatedly and at the end.
+    Raises UserError if a data set is there and may not be overwritten, or if the source has no text. After any error
+    the files that were there before are unchanged.
     """
     _refuse_overwriting(prefix, overwrite)
     wanted, resume = made_of(source, tokenizer), beside(prefix, ".resume")
-    state = _left(prefix, wanted)
+    state = _interrupted_state(prefix, wanted)
     try:
         _write(source, tokenizer, prefix, wanted, state, workers, on_progress or (lambda *totals: None))
     except Exception as error:
@@ -121,7 +121,7 @@ def build(
 
 
 def _digests(prefix: Path) -> dict[str, Any]:
-    """Of both files, and of the blocks of a large one, by which some of it can be checked at a start."""
+    """Return the digests of both files, and of the blocks of a large .bin, some of which a run checks at its start."""
     files = {suffix: beside(prefix, f".{suffix}") for suffix in ("bin", "idx")}
     digests: dict[str, Any] = {f"{suffix}_sha256": _sha256(file) for suffix, file in files.items()}
     if files["bin"].stat().st_size > intact.WHOLE:
@@ -130,10 +130,10 @@ def _digests(prefix: Path) -> dict[str, Any]:
 
 
 def reusable(prefix: Path, source: Source, tokenizer: Path, vocab_size: int | None = None) -> BuildResult | None:
-    """The data set at `prefix` if it is there and was made of this source with this tokenizer file, else None.
+    """Return the data set at `prefix` if it exists and was built from this source with this tokenizer file, else None.
 
-    With `vocab_size`, the tokenizer must have just that size. Raises UserError if it is damaged, as far as sizes tell;
-    `megaprec.data.intact` looks at the rest.
+    vocab_size: if set, the tokenizer must have exactly this size. Raises UserError if file sizes show that the data set
+    is damaged; `megaprec.data.intact` checks its content.
     """
     idx = beside(prefix, ".idx")
     if not idx.exists() or not tokenizer.is_file():
@@ -159,7 +159,7 @@ def _is_of(record: dict[str, Any], source: Source, tokenizer: Path, vocab_size: 
 
 
 def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What decides every byte of a data set."""
+    """Return the inputs that determine every byte of a data set."""
     return {
         "source": source.identity(),
         "tokenizer_sha256": _sha256(tokenizer.path),
@@ -169,12 +169,12 @@ def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _workers(source: Source, wanted: int) -> int:
-    """As many as are wanted, but no more than there are chunks for."""
+    """Return the number of workers to start: as many as wanted, but at most one per chunk of text."""
     return max(1, min(wanted, source.total_bytes() // CHUNK_CHARS))
 
 
 def _chunks(source: Source) -> Iterator[Chunk]:
-    """All text, in chunks of some pieces each: a function of the source alone."""
+    """Yield all text in chunks of several pieces. The chunks depend only on the source."""
     texts, ends, size = list[str](), list[bool](), 0
     for text, end in _endings(source):
         texts.append(text)
@@ -188,7 +188,7 @@ def _chunks(source: Source) -> Iterator[Chunk]:
 
 
 def _endings(source: Source) -> Iterator[tuple[str, bool]]:
-    """Every piece with text, and whether its document ends with it: so that one of any length passes through."""
+    """Yield every non-empty piece, and True if its document ends with it. No document need fit into memory."""
     for _, pieces in groupby(source, key=itemgetter(0)):
         texts = (text for _, text in pieces if text)
         last = next(texts, None)
@@ -201,15 +201,15 @@ def _endings(source: Source) -> Iterator[tuple[str, bool]]:
 
 @dataclass
 class _State:
-    """How far a build has come: chunks that are written, what was in them, where the writer is (None: nowhere)."""
+    """The progress of a build: chunks written, counts of their content, and the writer's mark (None: not started)."""
 
     chunks: int
     counts: _Counts
     mark: Mark | None
 
 
-def _left(prefix: Path, made_of: dict[str, Any]) -> _State:
-    """What an interrupted build of just the same left, if it is all there; else the beginning."""
+def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
+    """Return the state of an interrupted build of exactly the same inputs if it is complete, else the initial one."""
     try:
         left = json.loads(beside(prefix, ".resume").read_text("utf-8"))
         mark = Mark(**left["mark"])
@@ -231,7 +231,7 @@ def _write(
     workers: int,
     report: Progress,
 ) -> None:
-    """Writes the chunks that are not written yet, and now and then how far it is. Brings `state` up to date."""
+    """Write the chunks that are not written yet, update `state`, and periodically save it to `PREFIX.resume`."""
     counts, noted = state.counts, state.counts.chars
     with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
         chunks = islice(_chunks(source), state.chunks, None)
@@ -248,7 +248,7 @@ def _write(
                 write_whole(beside(prefix, ".resume"), left.encode())
         if counts.documents == 0:
             raise UserError(f"{source.name} has no text; give a source with at least one document")
-        # A record that outlived its data set would vouch for another one.
+        # An old record must not remain beside the new data set.
         beside(prefix, ".json").unlink(missing_ok=True)
 
 

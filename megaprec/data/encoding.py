@@ -1,4 +1,4 @@
-"""Texts to ids, in this process or, run as a program, in one of its own that does nothing else.
+"""Encoding of texts to token ids, in this process or, run as a program, in a worker process.
 
 A worker reads requests from standard input and answers each on standard output, until its input ends:
 
@@ -6,11 +6,12 @@ A worker reads requests from standard input and answers each on standard output,
               i64[P]             bytes of each piece
               u8[P]              1 where a document ends after the piece
               B bytes            the pieces, UTF-8, back to back
-    answer    u64 T, u64 D       tokens, and documents that end among them
-              i64[D]             how many tokens there are up to the end of each
+    answer    u64 T, u64 D       number of tokens, and of documents that end among them
+              i64[D]             number of tokens up to the end of each document
               i32[T]             the tokens
 
-It imports nothing of ours, so that it starts fast and stays small: a worker takes the memory of its tokenizer.
+This module imports no other module of the project, so that a worker starts fast and needs little more memory than its
+tokenizer.
 """
 
 import os
@@ -31,16 +32,17 @@ Encoded = tuple[NDArray[np.int32], NDArray[np.int64]]
 
 
 def sentencepiece_encoder(model: bytes) -> tuple[Encode, sentencepiece.SentencePieceProcessor]:
-    """What encodes texts with a SentencePiece model, and the model."""
+    """Return the function that encodes a text with a SentencePiece model, and the model."""
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(model)
     return processor.encode, processor
 
 
 def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
-    """What encodes texts with a `tokenizer.json`, and the tokenizer. ImportError without the package `tokenizers`.
+    """Return the function that encodes a text with a `tokenizer.json`, and the tokenizer.
 
-    A text that spells a special token has it as plain text: no text can end its own document.
+    A special token spelled out in a text is encoded as plain text, so no text can end its own document. Raises
+    ImportError without the package `tokenizers`.
     """
     import tokenizers  # noqa: PLC0415 (optional)
 
@@ -52,12 +54,13 @@ def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
 
 
 def is_json(content: bytes) -> bool:
-    """Whether the file is Hugging Face's; else it is SentencePiece's."""
+    """Return True if `content`, the start of a tokenizer file, is JSON (Hugging Face's); else it is SentencePiece's."""
     return content[:64].lstrip().startswith(b"{")
 
 
 def encode_pieces(encode: Encode, texts: Sequence[str], ends: Sequence[bool], eos: int | None) -> Encoded:
-    """Ids of all texts back to back, int32, with `eos` after each that ends a document; and where those end, int64."""
+    """Return the ids of all texts back to back (int32), with `eos` after each that ends a document, and the ends of
+    the documents (int64)."""
     ending = [] if eos is None else [eos]
     ids = [np.array(encode(text) + ending * end, np.int32) for text, end in zip(texts, ends, strict=True)]
     until = np.cumsum([len(some) for some in ids], dtype=np.int64)
@@ -65,7 +68,7 @@ def encode_pieces(encode: Encode, texts: Sequence[str], ends: Sequence[bool], eo
 
 
 def send_request(stream: IO[bytes], texts: Sequence[str], ends: Sequence[bool]) -> None:
-    """The main process's side: asks."""
+    """Send a request to a worker; called in the main process."""
     encoded = [text.encode() for text in texts]
     sizes = np.array([len(text) for text in encoded], "<i8")
     stream.write(HEAD.pack(len(texts), int(sizes.sum())))
@@ -75,14 +78,14 @@ def send_request(stream: IO[bytes], texts: Sequence[str], ends: Sequence[bool]) 
 
 
 def read_answer(stream: IO[bytes]) -> Encoded:
-    """The main process's side: gets what it asked for. EOFError if the worker has ended."""
+    """Return a worker's answer; called in the main process. Raises EOFError if the worker has ended."""
     tokens, documents = HEAD.unpack(_read(stream, HEAD.size))
     until = np.frombuffer(_read(stream, 8 * documents), "<i8")
     return np.frombuffer(_read(stream, 4 * tokens), "<i4"), until
 
 
 def serve(encode: Encode, eos: int | None, requests: IO[bytes], answers: IO[bytes]) -> None:
-    """The worker's side: answers until there is no further request. EOFError if one ends within."""
+    """Answer requests until there are no more; called in a worker. Raises EOFError if a request is incomplete."""
     while head := requests.read(HEAD.size):
         pieces, size = HEAD.unpack(head + _read(requests, HEAD.size - len(head)))
         cuts = np.cumsum(np.frombuffer(_read(requests, 8 * pieces), "<i8"))[:-1]
@@ -99,13 +102,13 @@ def serve(encode: Encode, eos: int | None, requests: IO[bytes], answers: IO[byte
 def _read(stream: IO[bytes], size: int) -> bytes:
     content = stream.read(size)
     if len(content) < size:
-        raise EOFError(f"{len(content)} bytes where {size} were to come")
+        raise EOFError(f"{len(content)} bytes, {size} were expected")
     return content
 
 
 def main(path: str, eos: str) -> None:
-    """Serves with the tokenizer in file `path`; `eos` is an id or empty."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process is interrupted, and then the input ends
+    """Run a worker with the tokenizer in file `path`; `eos` is an id or empty."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles it and closes this worker's input
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with open(path, "rb") as file:
         content = file.read()
@@ -113,7 +116,7 @@ def main(path: str, eos: str) -> None:
     try:
         serve(encode, int(eos) if eos else None, sys.stdin.buffer, sys.stdout.buffer)
     except (EOFError, BrokenPipeError):
-        os._exit(1)  # the main process was killed: nobody is left to be told, nor to take what is still to be flushed
+        os._exit(1)  # the main process was killed: no reader is left for an error or for buffered output
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Files that are either whole or not there.
+"""Atomic files: each is either complete or absent.
 
-A data set is a handful of files beside one prefix: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.model`, `PREFIX.json`.
-Each is written under a temporary name (`….part`), flushed to the disk and only then renamed, so that whoever
-finds the final name finds a finished file, also after a kill or a power cut.
+A data set is a handful of files with one prefix: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.model`, `PREFIX.json`. Each is
+written under a temporary name (`….part`), flushed to the disk and only then renamed, so that a file with the final name
+is always complete, even after a kill or a power cut.
 
-The temporary name is the same for everyone, so of several processes one at a time may write (`alone`).
+All processes use the same temporary name, so only one process at a time may write (`alone`).
 """
 
 import fcntl
@@ -16,14 +16,14 @@ from typing import BinaryIO
 
 
 def beside(prefix: Path, suffix: str) -> Path:
-    """The path `PREFIX` + `suffix`; a dot in the prefix's own name stays (`v1.2` gives `v1.2.bin`)."""
+    """Return the path `PREFIX` + `suffix`; a dot in the prefix's own name stays (`v1.2` gives `v1.2.bin`)."""
     return prefix.parent / (prefix.name + suffix)
 
 
 def open_part(path: Path, size: int = 0) -> BinaryIO:
-    """Open the temporary file that `publish` will turn into `path`; makes the folder.
+    """Open the temporary file that `publish` will rename to `path`, and create the folder.
 
-    Of what is there already, from an earlier attempt, the first `size` bytes are kept, and writing goes on there.
+    size: bytes of a temporary file of an earlier attempt that are kept; writing continues after them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = beside(path, ".part").open("r+b" if size else "wb")
@@ -42,13 +42,13 @@ def publish(part: BinaryIO, path: Path) -> None:
 
 def discard(part: BinaryIO) -> None:
     """Close and remove a temporary file that will not be published."""
-    with suppress(OSError):  # of a full disk: what is not written yet has no place now either
+    with suppress(OSError):  # on a full disk, closing flushes the buffer and fails
         part.close()
     Path(part.name).unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that no reader ever sees part of it."""
+    """Write `content` to `path` atomically, so that no reader ever sees part of it."""
     part = open_part(path)
     try:
         part.write(content)
@@ -60,10 +60,11 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def alone(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
-    """Within, no other process on any machine holds the file `lock`, which is made if it is not there, and its folder.
+    """Context manager that locks the file `lock` against all other processes, on any machine.
 
-    busy: called if another does. It may raise; else the other is waited for. However a process ends, the system lets go
-    of what it held. A filesystem without locks lets everyone in.
+    The file and its folder are created if they are missing. busy: called if another process has the lock; it may raise,
+    otherwise this process waits for the lock. The system releases a lock when its process ends, for whatever reason. On
+    a filesystem without locks there is no protection.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("a") as file:

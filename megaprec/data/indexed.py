@@ -1,6 +1,6 @@
-"""Megatron's `.bin/.idx`: token ids on disk, read without loading them.
+"""Megatron's `.bin/.idx` format: token ids on disk, memory-mapped for reading.
 
-`PREFIX.bin` holds the token ids of all documents back to back, nothing else. `PREFIX.idx` says how to read it,
+`PREFIX.bin` contains the token ids of all documents back to back, nothing else. `PREFIX.idx` describes it,
 little-endian and without padding:
 
     9 bytes   magic "MMIDIDX\\0\\0"
@@ -11,10 +11,10 @@ little-endian and without padding:
     i32[S]    length of each sequence in tokens
     i64[S]    byte at which each sequence begins in the .bin
     i64[D]    sequence at which each document begins; the first is 0, the last is S
-    i8[S]     mode of each sequence, optional (multimodal sets); read over, not interpreted
+    i8[S]     mode of each sequence, optional (multimodal sets); skipped
 
-A document is one or more sequences. Sequences lie back to back in every file that Megatron's own tools write;
-that is required here, because then the .bin *is* the training stream and token `i` is found without a search.
+A document is one or more sequences. Sequences are back to back in every file that Megatron's own tools write. This is
+required here, because then the .bin *is* the training stream and token `i` is found without a search.
 """
 
 import os
@@ -40,12 +40,12 @@ DTYPES = {
 }
 UINT16_VOCABULARY = 65500  # Megatron's own limit, a little under 2**16
 LONGEST_SEQUENCE = 2**31 - 1
-CHUNK = 1 << 20  # elements looked at together when a whole file is checked
+CHUNK = 1 << 20  # elements read at a time when a whole file is checked
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a writer has come: bytes of its temporary files, and tokens of the open sequence."""
+    """The progress of a writer: bytes of its temporary files, and tokens of the open sequence."""
 
     tokens: int
     lengths: int
@@ -56,10 +56,10 @@ class Mark:
 class IndexedWriter:
     """Writes `PREFIX.bin` and `PREFIX.idx`, streaming; a context manager.
 
-    The ids are stored as uint16 if `vocab_size` < 65500, else as int32. Nothing that can be read exists before
-    the end: leaving the block renames both files into place, the `.idx` last. An exception removes what was written;
-    after an interruption or a kill it stays, and `mark` of a writer that came so far goes on from there.
-    Memory: none that grows.
+    The ids are stored as uint16 if `vocab_size` < 65500, else as int32. The final names do not exist before the end:
+    leaving the `with` block renames both files into place, the `.idx` last. An exception removes the temporary files.
+    After an interruption or a kill they stay, and a new writer resumes from a `mark` that was taken before. Memory use
+    does not grow with the data.
     """
 
     def __init__(self, prefix: Path, vocab_size: int, mark: Mark | None = None) -> None:
@@ -74,11 +74,11 @@ class IndexedWriter:
             self._documents.write(bytes(8))  # the first document begins at sequence 0
 
     def append(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
-        """Append tokens to the open document. `UserError` if an id is outside [0, vocab_size)."""
+        """Append tokens to the open document. Raises UserError if an id is outside [0, vocab_size)."""
         self.extend(ids, np.zeros(0, np.int64))
 
     def end_document(self) -> None:
-        """Close the open document. It is one sequence, but for lengths that an i32 cannot say."""
+        """Close the open document. It is one sequence, or several if its length does not fit an i32."""
         self.extend([], np.zeros(1, np.int64))
 
     def add_document(self, ids: Sequence[int] | NDArray[np.integer]) -> None:
@@ -88,7 +88,7 @@ class IndexedWriter:
     def extend(self, ids: Sequence[int] | NDArray[np.integer], ends: NDArray[np.int64]) -> None:
         """Append tokens of several documents: one ends after the first ends[0] of them, the next after ends[1], ...
 
-        Tokens after the last end belong to a document that stays open. `UserError` if an id is outside
+        Tokens after the last end belong to a document that stays open. Raises UserError if an id is outside
         [0, vocab_size).
         """
         tokens = np.asarray(ids, dtype=None if len(ids) else np.int64)
@@ -120,7 +120,7 @@ class IndexedWriter:
         self._sequences += len(lengths)
 
     def mark(self) -> Mark:
-        """How far the writer is; all up to there is on the disk."""
+        """Flush everything written so far to the disk, and return the mark from which a new writer can resume."""
         for part in self._parts:
             part.flush()
             os.fsync(part.fileno())
@@ -175,9 +175,9 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """A `.bin/.idx` pair, memory-mapped: opening costs a check of the index, reading costs what is read.
+    """A memory-mapped `.bin/.idx` pair. Opening it checks the whole index; reading touches only the tokens read.
 
-    `UserError` if a file is missing or the index is corrupt, saying what is wrong with it.
+    Raises UserError if a file is missing or the index is corrupt, saying what is wrong with it.
     Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`.
     """
 
@@ -198,26 +198,26 @@ class IndexedDataset:
         self._stream = _map(bin_path, self.dtype, 0, self.num_tokens)
 
     def document(self, index: int) -> NDArray[np.generic]:
-        """Token ids of document `index` (all its sequences), in the stored dtype, read-only, not copied."""
+        """Return the token ids of document `index` (all its sequences) in the stored dtype, as a read-only view."""
         if not 0 <= index < self.num_documents:
             raise UserError(f"document {index} does not exist; {self.prefix} has {self.num_documents}, counted from 0")
         first, last = self._documents[index], self._documents[index + 1]
         return self._stream[self._begin(first) : self._begin(last)]
 
     def document_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each document, int64 [num_documents]. Memory: 8 bytes a sequence."""
+        """Return the number of tokens of each document, int64 [num_documents]. Memory: 8 bytes a sequence."""
         begins = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
         return np.diff(begins[self._documents])
 
     def tokens(self, start: int, length: int) -> NDArray[np.int64]:
-        """Tokens [start, start + length) of all documents back to back, int64 [length], a copy."""
+        """Return tokens [start, start + length) of all documents back to back, int64 [length], as a copy."""
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise UserError(f"tokens {start} to {start + length} do not exist; {self.prefix} has {self.num_tokens}")
         self.require_ids()
         return self._stream[start : start + length].astype(np.int64)
 
     def documents_of(self, start: int, length: int) -> NDArray[np.int64]:
-        """The number of the document of each of the tokens [start, start + length), int64 [length]."""
+        """Return the document number of each of the tokens [start, start + length), int64 [length]."""
         first, last = (self._sequence_of(token) for token in (start, start + length - 1))
         begins = self._pointers[first : last + 1] // self.dtype.itemsize
         sequences = first + np.searchsorted(begins, np.arange(start, start + length), side="right") - 1
@@ -227,7 +227,7 @@ class IndexedDataset:
         return int(np.searchsorted(self._pointers, token * self.dtype.itemsize, side="right")) - 1
 
     def token_range(self) -> tuple[int, int]:
-        """Smallest and largest token id, read once from end to end in bounded memory; (0, -1) if there is none."""
+        """Return the smallest and largest token id, (0, -1) if there is none. Reads the whole file in chunks."""
         self.require_ids()
         extremes = [
             (int(chunk.min()), int(chunk.max()))
@@ -236,11 +236,11 @@ class IndexedDataset:
         return min((low for low, _ in extremes), default=0), max((high for _, high in extremes), default=-1)
 
     def max_token(self) -> int:
-        """Largest token id; -1 if there is no token."""
+        """Return the largest token id; -1 if there is no token."""
         return self.token_range()[1]
 
     def first_outside(self, vocab: int) -> int | None:
-        """The first token of all whose id is outside of [0, vocab), None if there is none."""
+        """Return the position of the first token whose id is outside [0, vocab), None if there is none."""
         for start in range(0, self.num_tokens, CHUNK):
             chunk = self._stream[start : start + CHUNK]
             found = np.flatnonzero((chunk < 0) | (chunk >= vocab))
@@ -249,13 +249,13 @@ class IndexedDataset:
         return None
 
     def _begin(self, sequence: np.int64) -> int:
-        """Token at which `sequence` begins; the number of tokens for the one after the last."""
+        """Return the token at which `sequence` begins; the number of tokens for the one after the last."""
         if sequence == self.num_sequences:
             return self.num_tokens
         return int(self._pointers[sequence]) // self.dtype.itemsize
 
     def require_ids(self) -> None:
-        """Raises UserError for a data set of numbers that are no token ids."""
+        """Raise UserError if the dtype of the data set is floating-point, so that its numbers are no token ids."""
         if self.dtype.kind == "f":
             raise UserError(f"{self.prefix}.bin holds {self.dtype.name} numbers, which are no token ids")
 
@@ -265,18 +265,21 @@ def _corrupt(path: Path, why: str) -> UserError:
 
 
 def _written(part: BinaryIO, dtype: str) -> np.ndarray:
-    """What was written to a temporary file, mapped."""
+    """Return the content of a temporary file as a memory-mapped array."""
     part.flush()
     return _map(Path(part.name), np.dtype(dtype), 0, part.tell() // np.dtype(dtype).itemsize)
 
 
 def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
-    """Array of `count` elements at byte `offset`, mapped read-only (a mapping of nothing is not allowed)."""
+    """Return `count` elements at byte `offset`, memory-mapped read-only (an empty array if count is 0)."""
     return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """The id dtype, lengths i32 [S], pointers i64 [S] and document indices i64 [D], mapped, sizes checked."""
+    """Return the id dtype and, memory-mapped, lengths i32 [S], pointers i64 [S] and document indices i64 [D].
+
+    Raises UserError if the sizes or the document indices are inconsistent.
+    """
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:
@@ -311,7 +314,7 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
 
 
 def _check_back_to_back(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Bytes that the sequences take, after a check that each begins where the one before it ends."""
+    """Check that each sequence begins where the one before it ends, and return the bytes of all sequences."""
     begin = 0
     for start in range(0, len(lengths), CHUNK):
         sizes = lengths[start : start + CHUNK].astype(np.int64) * itemsize

@@ -1,11 +1,13 @@
-"""Whether a data set is what was built and its ids fit the vocabulary, found out before anything is trained on it.
+"""Integrity check of a data set before training: its files are unchanged, and its ids fit the vocabulary.
 
-A flipped bit is a valid token, so only a digest tells: `build` leaves that of both files in PREFIX.json. A file of up
-to WHOLE bytes is read from end to end once, for its digest and its smallest and largest id. What was seen is remembered
-for this machine and asked for again by size, times and inode, so that the next start reads nothing.
+A token with a flipped bit is still a valid token, so only a digest detects it: `build` records the digests of both
+files in PREFIX.json. A file of up to WHOLE bytes is read once from end to end, for its digest and its smallest and
+largest id. The result is cached on this machine and reused while the file's size, times and inode are unchanged, so
+that the next start reads nothing.
 
-Of larger files some blocks are read at a start, each time others: their ids are looked at, and their digests compared
-with those in the record. `megaprec data verify` reads all of any file, and what it has seen counts at the next start.
+Of larger files only some blocks are read at a start, different ones each time: their ids are checked against the
+vocabulary and their digests against the record. `megaprec data verify` reads any file completely, and its result is
+reused at the next start.
 """
 
 import hashlib
@@ -27,15 +29,15 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.errors import UserError
 
 WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
-BLOCK = 64 << 20  # bytes that have a digest of their own in the record of a larger file
+BLOCK = 64 << 20  # bytes per digest in the record of a larger file
 SAMPLED = 16  # blocks of a larger file that are read at a start
-READ = 1 << 22  # bytes at a time; a multiple of every size of an id
-SETTLED = 1_000_000_000  # nanoseconds: a file changed so recently may change again within one tick of its times
+READ = 1 << 22  # bytes read at a time; a multiple of the size of every id dtype
+SETTLED = 1_000_000_000  # nanoseconds: a file that changed more recently may change again without new times
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What reading a file, or some blocks of it, has shown. low, high: of its ids; 0 and -1 if there is none."""
+    """The digest of a file, or of some of its blocks. low, high: smallest and largest id; 0 and -1 if there is none."""
 
     sha256: str
     low: int = 0
@@ -44,9 +46,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Contents:
-    """What tells a data set from any other: its size, and the digests of both files. low, high: of the ids looked at.
+    """The identity of a data set: its size, and the digests of both files.
 
-    sampled: whether the first digest is of some blocks alone.
+    sampled: True if bin_sha256 is the digest of some blocks only. low, high: smallest and largest id that was read.
     """
 
     tokens: int
@@ -59,28 +61,28 @@ class Contents:
 
 
 def contents_of(dataset: IndexedDataset, remedy: str = "copy it again or build it again") -> Contents:
-    """Reads what this machine has not read before, see above. Raises UserError for a file that is not what was built.
+    """Check the files of a data set that this machine has not read before, and return the data set's identity.
 
-    remedy: the end of that line.
+    Raises UserError for a file that has changed since it was built. remedy: advice at the end of that error line.
     """
     dataset.require_ids()
     record = read_record(dataset.prefix)
     bin_file, idx_file = (beside(dataset.prefix, suffix) for suffix in (".bin", ".idx"))
-    idx = look(idx_file)
+    idx = scan_file(idx_file)
     _compare(record, idx_file, idx.sha256, remedy)
     whole = bin_file.stat().st_size <= WHOLE or _remembered(bin_file, dataset.dtype) is not None
     if whole:
-        seen = look(bin_file, dataset.dtype)
+        seen = scan_file(bin_file, dataset.dtype)
         _compare(record, bin_file, seen.sha256, remedy)
     else:
-        seen = _look_at_some(bin_file, dataset.dtype, record, remedy)
+        seen = _check_some_blocks(bin_file, dataset.dtype, record, remedy)
     digest = seen.sha256 if whole or record is None else record["bin_sha256"]
     counts = dataset.num_tokens, dataset.num_documents
     return Contents(*counts, digest, idx.sha256, not whole and record is None, seen.low, seen.high)
 
 
 def check_vocabulary(dataset: IndexedDataset, seen: Contents, vocab: int) -> None:
-    """Raises UserError if an id that was looked at lies outside of [0, vocab); it says which, and where."""
+    """Raise UserError if an id that was read is outside [0, vocab); the line names the first such id and its place."""
     if seen.low >= 0 and seen.high < vocab:
         return
     token = dataset.first_outside(vocab)
@@ -92,7 +94,7 @@ def check_vocabulary(dataset: IndexedDataset, seen: Contents, vocab: int) -> Non
 
 
 def read_record(prefix: Path) -> dict[str, Any] | None:
-    """What PREFIX.json says of how a data set was built; None if it is not there. Raises UserError if it is damaged."""
+    """Return the record PREFIX.json of a data set's build, None if there is none. Raises UserError if it is damaged."""
     path = beside(prefix, ".json")
     if not os.path.lexists(path):
         return None
@@ -103,10 +105,10 @@ def read_record(prefix: Path) -> dict[str, Any] | None:
     raise UserError(f"{path} is damaged or of an older version: build the data set again")
 
 
-def look(file: Path, dtype: np.dtype | None = None, again: bool = False) -> Seen:
-    """The SHA-256 of a whole file, and the range of its ids if it holds ids of this dtype.
+def scan_file(file: Path, dtype: np.dtype | None = None, again: bool = False) -> Seen:
+    """Return the SHA-256 of a whole file, and the range of its ids if `dtype`, the dtype of its ids, is passed.
 
-    again: whether it is read even if this machine remembers what was in it.
+    again: read the file even if its result is cached on this machine.
     """
     if not again and (known := _remembered(file, dtype)):
         return known
@@ -121,14 +123,14 @@ def look(file: Path, dtype: np.dtype | None = None, again: bool = False) -> Seen
 
 
 def block_digests(file: Path) -> list[str]:
-    """SHA-256 of each BLOCK of a file."""
+    """Return the SHA-256 of each BLOCK of a file."""
     with file.open("rb") as opened:
         return [hashlib.sha256(block).hexdigest() for block in iter(lambda: opened.read(BLOCK), b"")]
 
 
-def accusation(dataset: IndexedDataset, sample: int, first: int, length: int, vocab: int) -> str:
-    """Which id of a sample of `length` tokens that begins with token `first` the vocabulary does not hold; empty if
-    none."""
+def describe_bad_id(dataset: IndexedDataset, sample: int, first: int, length: int, vocab: int) -> str:
+    """Return an error line if the sample of `length` tokens from token `first` on has an id outside the vocabulary;
+    empty if there is none. The line names the first such id and its place."""
     ids = dataset.tokens(first, length)
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
     if not len(wrong):
@@ -141,7 +143,7 @@ def accusation(dataset: IndexedDataset, sample: int, first: int, length: int, vo
 
 
 def place_of(dataset: IndexedDataset, token: int) -> str:
-    """Where in the data set a token is, in words."""
+    """Return the place of a token in the data set, in words."""
     document = int(dataset.documents_of(token, 1)[0])
     return f"in document {document} of {beside(dataset.prefix, '.bin')}, token {token}"
 
@@ -162,8 +164,11 @@ def _scan(file: BinaryIO, dtype: np.dtype | None) -> Seen:
     return Seen(made.hexdigest(), min(low, default=0), max(high, default=-1))
 
 
-def _look_at_some(file: Path, dtype: np.dtype, record: dict[str, Any] | None, remedy: str) -> Seen:
-    """Some blocks of a large file. The digest is of blocks that are always the same ones, if there is no record."""
+def _check_some_blocks(file: Path, dtype: np.dtype, record: dict[str, Any] | None, remedy: str) -> Seen:
+    """Check some blocks of a large file: random ones, or, without a record, always the same ones.
+
+    The digest returned is that of the blocks read.
+    """
     count = -(-file.stat().st_size // BLOCK)
     known = (record or {}).get("blocks") or {}
     digests = known.get("sha256", []) if known.get("bytes") == BLOCK else []
@@ -183,12 +188,12 @@ def _look_at_some(file: Path, dtype: np.dtype, record: dict[str, Any] | None, re
 
 
 def _spread(count: int) -> Iterable[int]:
-    """At most SAMPLED of `count` blocks, evenly, the first and the last among them."""
+    """Return the numbers of at most SAMPLED of `count` blocks, evenly spaced from the first to the last."""
     return sorted({round(n * (count - 1) / max(1, SAMPLED - 1)) for n in range(SAMPLED)})
 
 
 def _memory(file: Path) -> Path | None:
-    """Where this machine remembers what it has seen of a file; None if there is no place for it."""
+    """Return the path of this machine's cache entry for a file; None if there is no home folder for a cache."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -198,7 +203,7 @@ def _memory(file: Path) -> Path | None:
 
 
 def _state(of: os.stat_result, dtype: np.dtype | None) -> dict[str, Any]:
-    """What changes when a file does."""
+    """Return the properties of a file that change when the file changes."""
     return {
         "size": of.st_size,
         "changed": [of.st_mtime_ns, of.st_ctime_ns],
@@ -209,7 +214,7 @@ def _state(of: os.stat_result, dtype: np.dtype | None) -> dict[str, Any]:
 
 def _remember(file: Path, state: dict[str, Any], seen: Seen) -> None:
     if memory := _memory(file):
-        with suppress(OSError):  # then it is read again
+        with suppress(OSError):  # without a cache entry the file is read again
             write_whole(memory, json.dumps({"file": str(file), "state": state, "seen": asdict(seen)}).encode())
 
 

@@ -1,7 +1,7 @@
-"""Reading one file of text: plain, JSON lines (also packed by gzip or zstd) or Parquet.
+"""Readers of one text file: plain text, JSON lines (also compressed by gzip or zstd) or Parquet.
 
 Each reader yields pieces `(document, text)`; consecutive pieces of one document have the same name. A file that is
-cut off, damaged or holds anything but what its name says is a `UserError` that names the file and the line (for
+truncated, damaged or not of the format that its name says raises a `UserError` that names the file and the line (for
 Parquet the row), both counted from 1. Zstd and Parquet are read with the optional package `pyarrow`.
 """
 
@@ -25,7 +25,7 @@ Piece = tuple[str, str]
 
 
 def pieces(file: Path, document: str, field: str, skip_undecodable: bool) -> Iterator[Piece]:
-    """The text in `file`; its documents are called after `document`."""
+    """Yield the text in `file` in pieces; `document` is the prefix of its documents' names."""
     if file.name.endswith(JSONL):
         return _jsonl_pieces(file, document, field)
     if file.name.endswith(PARQUET):
@@ -34,7 +34,7 @@ def pieces(file: Path, document: str, field: str, skip_undecodable: bool) -> Ite
 
 
 def check_readable(files: Sequence[Path]) -> None:
-    """`UserError` if a package is missing that one of the files needs."""
+    """Raise UserError if a package is missing that one of the files needs."""
     if needing := [file for file in files if file.name.endswith((".zst", PARQUET))]:
         _pyarrow(needing[0])
 
@@ -75,7 +75,7 @@ def _unpacked(file: Path) -> BinaryIO:
 
 
 def _field(line: bytes, field: str, where: str) -> str:
-    """The text in one line of JSONL; `UserError` naming `where` if there is none."""
+    """Return the text in one line of JSONL. Raises UserError, which names `where`, if there is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as problem:
@@ -112,7 +112,10 @@ def _parquet_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
 
 
 def _parquet(file: Path, arrow: Any, field: str) -> Any:
-    """The file, open, with a column `field` of texts; a row group is read in small pieces."""
+    """Open a Parquet file that has a column `field` of texts; row groups are read in small pieces.
+
+    Raises UserError if the column is missing or has another type.
+    """
     import pyarrow.parquet  # noqa: PLC0415 (optional)
 
     table = pyarrow.parquet.ParquetFile(file, buffer_size=1 << 20, page_checksum_verification=True)

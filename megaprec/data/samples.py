@@ -1,13 +1,13 @@
-"""Samples: the token stream cut into training examples.
+"""Samples: the token stream split into training examples.
 
-Sample `i` is the tokens [i * seq, i * seq + seq + 1) of the stream: `seq` inputs and, one further, their `seq`
-targets. Neighbours share one token, the last target of one being the first input of the next, so every token but
+Sample `i` is the tokens [i * seq, i * seq + seq + 1) of the stream: `seq` inputs and, shifted by one, their `seq`
+targets. Neighbouring samples share one token: the last target of one is the first input of the next. So every token but
 the first is a target exactly once an epoch.
 
-Where documents meet within a sample, a model can be told (`Resets`): nothing else changes.
+`Resets` tells the model where documents meet within a sample; the tokens of the samples do not change.
 
-A run consumes positions 0, 1, 2, …, over epochs without end; position → sample is `order`'s pure function. A rank
-asks for the positions that are its own, and what it gets depends on nothing else.
+A run consumes positions 0, 1, 2, … over endless epochs; `order` maps a position to a sample by a pure function. A rank
+asks for its own positions, and the result depends on nothing else.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from megaprec.errors import UserError
 
 @dataclass(frozen=True)
 class Resets:
-    """What begins anew with each document within a sample. The keys are Megatron's.
+    """Settings that restart with each document within a sample. The keys are Megatron's.
 
-    attention_mask: a token attends to its own document only. position_ids: positions are counted within it.
-    eod_mask_loss: the first token of a document, which nothing before it can tell, is no target in the loss.
+    attention_mask: a token attends only to its own document. position_ids: positions restart with each document.
+    eod_mask_loss: the first token of a document, which nothing before it predicts, is no target in the loss.
     """
 
     attention_mask: bool = False
@@ -41,10 +41,10 @@ NO_RESETS = Resets()
 class Batch:
     """Training examples, ready for a model.
 
-    tokens, targets: int64 [count, seq]; ids: int64 [count], each sample's number in the whole stream, the same in
-    every epoch and layout; mask: float32 [count, seq], 1 where the target counts in the loss, or None where all do.
-    documents, positions: int64 [count, seq], of each token: the number of its document, its position within that;
-    numbers and positions begin with 0 in each sample. None where they are not to be told.
+    tokens, targets: int64 [count, seq]. ids: int64 [count], each sample's number in the whole stream, the same in
+    every epoch and layout. mask: float32 [count, seq], 1 if the target counts in the loss; None if all targets count.
+    documents, positions: int64 [count, seq], for each token the number of its document and its position within the
+    document; both start at 0 in each sample. None without the respective reset.
     """
 
     tokens: torch.Tensor
@@ -56,9 +56,9 @@ class Batch:
 
 
 class Samples:
-    """The samples [first, first + count) of a data set (by default all that fit), in an order set by `seed`.
+    """The samples [first, first + count) of a data set (by default all that fit), in an order that `seed` determines.
 
-    `UserError` if there is no sample at all.
+    Raises UserError if there is no sample at all.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class Samples:
         self._seed, self._shuffle, self._resets = seed, shuffle, resets
 
     def __len__(self) -> int:
-        """Samples in one epoch."""
+        """Return the number of samples in one epoch."""
         return self._count
 
     def place(self, position: int) -> tuple[IndexedDataset, int, int]:
-        """Of the sample at a position of the run: its data set, its number there, and its first token there."""
+        """Return, for the sample at a position of the run, its data set, its number and its first token there."""
         number = int(self.batch(position, 1).ids)
         return self._dataset, number, number * self._seq_length
 
     def labels(self, ids: torch.Tensor) -> list[int]:
-        """What samples are called where a person looks for them: their numbers."""
+        """Return the names of samples for messages: their numbers."""
         return ids.tolist()
 
     def batch(self, position: int, count: int) -> Batch:
-        """The samples at positions [position, position + count) of the run, which goes on over epochs."""
+        """Return the samples at positions [position, position + count) of the run, which may span epochs."""
         positions = np.arange(position, position + count, dtype=np.int64)
         ids = self._first + order(positions, self._count, self._seed, self._shuffle)
         seq = self._seq_length
@@ -102,7 +102,7 @@ class Samples:
         return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.from_numpy(ids), *self._structure(ids))
 
     def _structure(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor | None, ...]:
-        """Mask, documents and positions of these samples, as far as they are asked for."""
+        """Return mask, documents and positions of these samples, each None without its reset."""
         if self._resets == NO_RESETS:
             return None, None, None
         seq = self._seq_length
@@ -126,10 +126,10 @@ def split(
     shuffle: bool = True,
     resets: Resets = NO_RESETS,
 ) -> tuple[Samples, Samples | None]:
-    """Samples to train on, and the last `held_out` fraction of the stream to evaluate on, in file order.
+    """Return samples for training, and the last `held_out` fraction of the stream, in file order, for evaluation.
 
-    At least one sample is held out, unless the fraction is 0: then the second is None. No token is a target in
-    both. `UserError` if the fraction is outside [0, 1) or the text too short for a sample of each.
+    At least one sample is held out, unless the fraction is 0: then the second value is None. No token is a target in
+    both. Raises UserError if the fraction is outside [0, 1) or the text is too short for one sample of each.
     """
     if not 0 <= held_out < 1:
         raise UserError(f"a held-out fraction of {held_out} is not possible; it is at least 0 and below 1")
@@ -143,7 +143,7 @@ def split(
 
 
 def count_samples(dataset: IndexedDataset, seq_length: int) -> int:
-    """Samples that fit into the stream; the last target needs one token more."""
+    """Return the number of samples that fit into the stream; the last target needs one more token."""
     return max(0, dataset.num_tokens - 1) // seq_length
 
 

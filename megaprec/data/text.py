@@ -1,4 +1,4 @@
-"""Where text comes from: the standard library, a file, a folder, JSONL, Parquet.
+"""Text sources: the standard library, a file, a folder, JSONL, Parquet.
 
 A source is a stream of pieces `(document, text)`; consecutive pieces of one document have the same name. Large
 files come in pieces of about a million characters, cut at line ends, so that no file need fit into memory.
@@ -12,7 +12,7 @@ files come in pieces of about a million characters, cut at line ends, so that no
 | any other file                  | one, the whole file                                                           |
 | a folder                        | one a file (line, row) of its `SUFFIXES`, by path; names with a dot left out    |
 
-Text is UTF-8 and kept to the character, line ends too. A folder called `python` is given as `./python`.
+Text is UTF-8 and is not changed, line ends included. A folder called `python` is given as `./python`.
 """
 
 import hashlib
@@ -30,10 +30,11 @@ NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 
 @dataclass(frozen=True)
 class Source:
-    """A text source that can be read any number of times; iterate it for its pieces.
+    """A text source that can be read any number of times; iterating it yields its pieces.
 
-    name: as the user gave it. files: what is read, in this order, from `root`. max_chars: where reading stops,
-    in the middle of a document if need be. skip_undecodable: leave files out that are not UTF-8, else an error.
+    name: the name that the user gave. files: the files to read, in this order, below `root`. max_chars: number of
+    characters after which reading stops, even within a document. skip_undecodable: skip files that are not UTF-8
+    instead of raising UserError.
     """
 
     name: str
@@ -51,14 +52,15 @@ class Source:
                 return
 
     def total_chars(self) -> int | None:
-        """About how many characters there are, from file sizes; None where those do not tell (JSONL, Parquet)."""
+        """Return an estimate of the number of characters, from file sizes; `max_chars` for JSONL and Parquet, whose
+        sizes do not tell."""
         if any(file.name.endswith((*JSONL, PARQUET)) for file in self.files):
             return self.max_chars
         size = sum(file.stat().st_size for file in self.files)
         return size if self.max_chars is None else min(size, self.max_chars)
 
     def identity(self) -> dict[str, str | int | None]:
-        """What tells this text from another, for the record: it changes when a file's name, size or time does."""
+        """Return the identity of this text for the build record; it changes when a file's name, size or time does."""
         digest = hashlib.sha256()
         for file in self.files:
             state = file.stat()
@@ -72,7 +74,7 @@ class Source:
         }
 
     def total_bytes(self) -> int:
-        """What the files take."""
+        """Return the total size of the files in bytes."""
         return sum(file.stat().st_size for file in self.files)
 
     def _pieces(self, file: Path) -> Iterator[Piece]:
@@ -83,7 +85,7 @@ class Source:
 
 
 def open_source(name: str, *, text_field: str = "text", max_chars: int | None = None) -> Source:
-    """The source that `name` means (see above). `UserError` if it does not exist or holds no text."""
+    """Return the source `name` (see the module's table). Raises UserError if it does not exist or has no text."""
     if max_chars is not None and max_chars < 1:
         raise UserError(f"a limit of {max_chars} characters leaves no text; give at least 1 or no limit")
     if name == "python":
@@ -112,7 +114,7 @@ def _standard_library(max_chars: int | None) -> Source:
 
 
 def _walk(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
-    """Files below `root` that are wanted, by path; names with a leading dot and links to folders are left out."""
+    """Return the wanted files below `root`, sorted by path, without names with a leading dot and links to folders."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -1,9 +1,9 @@
-"""Text to token ids and back: a SentencePiece model or a Hugging Face `tokenizer.json`.
+"""Tokenizers: a SentencePiece model or a Hugging Face `tokenizer.json`.
 
-Tokenizers add nothing of their own (no begin, no end); who wants an end of document writes `eos`. Text is only text:
-one that spells a special token, such as `<|endoftext|>`, has it in ordinary tokens, so no text can end its document.
-Ids are those of the original libraries: of `sentencepiece`, and of `tokenizers` and `transformers` where those are told
-to split special tokens that stand in a text (`split_special_tokens=True`).
+Tokenizers add no tokens to a text (no begin, no end); the caller appends `eos` to end a document. A special token
+spelled out in a text, such as `<|endoftext|>`, is encoded as ordinary tokens, so no text can end its document. Ids are
+those of the original libraries: of `sentencepiece`, and of `tokenizers` and `transformers` with
+`split_special_tokens=True`.
 """
 
 import json
@@ -18,9 +18,9 @@ USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """What data and generation need of a tokenizer. `path` is the file that defines it whole.
+    """The interface of tokenizers for data and generation. `path` is the file that defines the tokenizer completely.
 
-    eos ends a document, bos begins one and pad fills up; each None if the tokenizer has none.
+    eos, bos, pad: ids that end a document, begin one and pad; None if the tokenizer has none.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class SentencePieceTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
+        """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
         return self._encode(_unicode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -58,8 +58,8 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A Hugging Face `tokenizer.json` file, read with the optional package `tokenizers`.
 
-    `eos` is what `tokenizer_config.json` beside it names, else the first of the usual names that it knows;
-    `bos` and `pad` are what it names.
+    `eos`, `bos` and `pad` are the tokens named in `tokenizer_config.json` beside it. If that names no `eos`, `eos` is
+    the first of USUAL_EOS in the vocabulary.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
+        """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
         return self._encode(_unicode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -85,7 +85,10 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in this file: JSON is Hugging Face's, anything else SentencePiece's. `UserError` if neither."""
+    """Load the tokenizer in this file: JSON is Hugging Face's, anything else SentencePiece's.
+
+    Raises UserError if the file is neither.
+    """
     if not path.is_file():
         what = " is a folder" if path.is_dir() else ": no such file"
         raise UserError(f"{path}{what}; give a SentencePiece .model or a Hugging Face tokenizer.json")
@@ -103,7 +106,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def _declared(path: Path, kind: str) -> str | None:
-    """The token that `tokenizer_config.json` beside `path` names as `kind`, if any (a string or an added token)."""
+    """Return the token that `tokenizer_config.json` beside `path` names as `kind`, if any (a string or an added
+    token)."""
     config = path.with_name("tokenizer_config.json")
     if not config.is_file():
         return None
@@ -112,7 +116,7 @@ def _declared(path: Path, kind: str) -> str | None:
 
 
 def _unicode(text: str) -> str:
-    """The text, or `UserError` if half of a surrogate pair is in it, which no tokenizer can encode."""
+    """Return `text`. Raises UserError if it contains half of a surrogate pair, which no tokenizer can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:

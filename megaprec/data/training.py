@@ -1,10 +1,9 @@
-"""Learning a tokenizer from text, on the spot and in seconds.
+"""Training of a tokenizer on text, in seconds.
 
-By SentencePiece: byte-pair encoding with byte fallback over a bounded sample of lines, with every character kept as it
-is. Runs of spaces become pieces, so indentation is cheap; a newline is never in a training line, so it is the byte
-piece <0x0A>, one token. Every text comes back exactly, but for the character U+2581, which SentencePiece itself uses
-for the space and turns into one. By Hugging Face's `tokenizers`: byte-level byte-pair encoding, from which every text
-comes back exactly.
+SentencePiece: byte-pair encoding with byte fallback, trained on a bounded sample of lines, without normalization. Runs
+of spaces become pieces, so indentation is cheap; a newline is never in a training line, so it is one token, the byte
+piece <0x0A>. Every text is decoded exactly, except for the character U+2581, which SentencePiece itself uses for the
+space and decodes as one. Hugging Face's `tokenizers`: byte-level byte-pair encoding, which decodes every text exactly.
 """
 
 import io
@@ -18,18 +17,18 @@ import sentencepiece
 from megaprec.data.files import beside, write_whole
 from megaprec.errors import UserError
 
-SAMPLE_CHARS = 4_000_000  # what a vocabulary is learned from; ten times more changes tokens per text by some 1 %
+SAMPLE_CHARS = 4_000_000  # of text to learn a vocabulary from; ten times more changes tokens per text by some 1 %
 FIXED_PIECES = 3 + 256  # unknown, begin, end; bytes
-LONGEST_LINE = 1 << 16  # bytes; SentencePiece leaves out longer lines
+LONGEST_LINE = 1 << 16  # bytes; SentencePiece ignores longer lines
 END = "<|endoftext|>"
 
 
 def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, overwrite: bool = False) -> Path:
-    """Learn `vocab_size` pieces from `texts` and write `PREFIX.model`, whole or not at all; returns its path.
+    """Learn `vocab_size` pieces from `texts`, write `PREFIX.model` atomically, and return its path.
 
-    A pure function of the texts and the size: the same model bytes every time. Reads all texts once and holds
-    about `SAMPLE_CHARS` characters of them. `UserError` if the size does not suit the text, or if another model is
-    there and may not be overwritten.
+    The bytes of the model depend only on the texts and the size. Reads all texts once, with about `SAMPLE_CHARS`
+    characters in memory. Raises UserError if the text does not allow this size, or if another model is there and may
+    not be overwritten.
     """
     lines = _sample_lines(texts)
     if not lines:
@@ -39,7 +38,7 @@ def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, ove
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
             model_writer=content,  # a file name would be recorded in the model and change its bytes
-            vocab_size=max(vocab_size, FIXED_PIECES),  # so that 0 is answered like any other size too small
+            vocab_size=max(vocab_size, FIXED_PIECES),  # so that 0 gives the error of any size too small
             model_type="bpe",
             byte_fallback=True,
             character_coverage=0.9995,
@@ -59,10 +58,10 @@ def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, ove
 
 
 def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwrite: bool = False) -> Path:
-    """Learn `vocab_size` tokens from `texts` and write them as a `tokenizer.json`, whole or not at all, to `path`.
+    """Learn `vocab_size` tokens from `texts`, write a `tokenizer.json` atomically to `path`, and return the path.
 
-    Byte-level byte-pair encoding as of GPT-2, ended by <|endoftext|>, which is token 0. A pure function of the texts
-    and the size. `UserError` as above, and without the package `tokenizers`.
+    Byte-level byte-pair encoding like GPT-2's; the end of a document is <|endoftext|>, token 0. The file depends only
+    on the texts and the size. Raises UserError as `train_sentencepiece` does, and without the package `tokenizers`.
     """
     try:
         import tokenizers  # noqa: PLC0415 (optional)
@@ -71,7 +70,8 @@ def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwr
     lines = _sample_lines(texts)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     if not lines or vocab_size <= len(alphabet):
-        why = f"the bytes and the end alone take {len(alphabet) + 1}; give at least that" if lines else "it has no line"
+        least = f"the bytes and the end of a document alone take {len(alphabet) + 1}; give at least that"
+        why = least if lines else "it has no line"
         raise UserError(f"a vocabulary of {vocab_size} cannot be learned from this text: {why}")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -96,10 +96,10 @@ def _publish(path: Path, content: bytes, overwrite: bool) -> Path:
 
 
 def _sample_lines(texts: Iterable[str], limit: int = SAMPLE_CHARS) -> list[str]:
-    """A sample of the lines of `texts`, at most `limit` characters, spread evenly over all of them.
+    """Return a sample of the lines of `texts`, at most `limit` characters, spread evenly over all of them.
 
-    Whenever it grows too large, each line is dropped with probability one half, and later lines are taken with
-    half the probability of before. The dice are seeded: the sample is a function of the texts.
+    Whenever the sample exceeds the limit, each of its lines is dropped with probability one half, and the probability
+    of taking later lines is halved. The random numbers are seeded, so the sample depends only on the texts.
     """
     dice = random.Random(0)
     kept: list[str] = []
@@ -115,7 +115,7 @@ def _sample_lines(texts: Iterable[str], limit: int = SAMPLE_CHARS) -> list[str]:
 
 
 def _why_untrainable(problem: str) -> str:
-    """SentencePiece's reason in the user's terms; it speaks of options that nobody can set here."""
+    """Return SentencePiece's error in the user's terms; the original names options that users cannot set here."""
     if found := re.search(r"required_chars\. \d+ vs (\d+)", problem):
         return f"the bytes and the common characters alone take {found[1]}; give at least that"
     if found := re.search(r"value <= (\d+)", problem):

@@ -1,7 +1,7 @@
-"""Many processes that turn text into tokens, and one that puts their answers into the order of the questions.
+"""Worker processes that tokenize chunks of text in parallel, with the results in the order of the chunks.
 
-What is asked together (a chunk) is decided by the text alone, so the tokens do not depend on how many workers there
-are. At most two chunks for each worker are under way; that bounds the memory.
+Chunks depend only on the text, so the tokens do not depend on the number of workers. At most two chunks per worker are
+in flight, which bounds the memory.
 """
 
 import os
@@ -25,21 +25,21 @@ PROGRAM = Path(encoding.__file__)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pieces of text that are encoded together; ends[i]: whether a document ends after texts[i]."""
+    """Pieces of text that are encoded together. ends[i]: True if a document ends after texts[i]."""
 
     texts: list[str]
     ends: list[bool]
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
-    """Each chunk and its ids, in order. One worker is this process; several are processes of their own.
+    """Yield each chunk and its ids, in order. With one worker, this process encodes; more workers are new processes.
 
-    Raises UserError if one of them is killed.
+    Raises UserError if a worker is killed.
     """
     if workers == 1:
         yield from (
@@ -73,13 +73,13 @@ def _exchange(process: subprocess.Popen[bytes], chunk: Chunk) -> Encoded:
         code = process.wait()
         raise UserError(
             f"a process that turns text into tokens ended with code {code}"
-            f"{' (killed, perhaps for want of memory)' if code == -9 else ''}: try fewer workers"
+            f"{' (killed, perhaps because memory ran out)' if code == -9 else ''}: try fewer workers"
         ) from error
 
 
 @contextmanager
 def _processes(tokenizer: Tokenizer, workers: int) -> Iterator["SimpleQueue[subprocess.Popen[bytes]]"]:
-    """Workers that wait for requests. They end with the block, or with this process, whatever ends it."""
+    """Context manager: a queue of started workers. They end with the block, or with this process, however it ends."""
     command = [
         sys.executable,
         "-P",

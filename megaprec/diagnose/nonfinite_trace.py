@@ -1,4 +1,4 @@
-"""Where the first inf or NaN comes from: hooks that look at all that passes through a tree of modules.
+"""Trace of the first inf or NaN: hooks that check all tensors that pass through a tree of modules.
 
     with Trace(model) as trace:
         loss = model(x).mean()
@@ -6,11 +6,12 @@
         loss.backward()
     print(trace.found)
 
-Every module's inputs and outputs are looked at as it runs, and on the way back the gradients of both and of its own
-parameters. The first tensor that is not finite tells where it arose: a bad output, or a bad gradient of an input, in
-the module itself, for what went into it was still finite; a bad input, or a bad gradient of an output, in the module
-that called it, between its parts. It works for any module: outputs may be tuples, gradients may be in `grad` or in
-`main_grad`. Each tensor is read once, on the spot, so this is for a single micro-batch and not for training.
+In the forward pass every module's inputs and outputs are checked, and in the backward pass the gradients of both and of
+its own parameters. The first tensor that is not finite tells where the inf or NaN arose. If it is an output, or the
+gradient of an input, it arose in that module, because the module's own inputs were still finite. If it is an input, or
+the gradient of an output, it arose in the calling module, between its submodules. The trace works for any module:
+outputs may be nested, gradients may be in `grad` or in `main_grad`. Each tensor is checked immediately, which is slow:
+trace a single micro-batch, not a whole training run.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from megaprec.precision.nested import mapped, tensors
 
 @dataclass(frozen=True)
 class Glance:
-    """A tensor that was looked at: what it is, and its largest finite magnitude."""
+    """A tensor that was checked: its description and its largest finite magnitude."""
 
     what: str
     largest: float
@@ -38,13 +39,14 @@ class Glance:
 class Finding:
     """The first tensor that was not finite.
 
-    module: dotted path of the module in which it arose, "" for the whole model; None if outside of it: in what the
-        model was given, or in what was made of its output. kind: the module's class.
-    parameters: names of the module's own parameters, the logical ones if they have a layout.
-    what: which tensor it is. dtype: in which it was made; of a parameter's gradient, that of the parameter, for its
-        products are in it whatever they are summed in. infs, nans: how many of its `elements`.
-    largest: the largest magnitude of the others.
-    given: the largest magnitude that went into the module, of its inputs or, on the way back, of its gradient.
+    module: dotted path of the module in which it arose, "" for the whole model; None if outside the model: in its
+        inputs, or in a computation on its output. kind: the module's class.
+    parameters: names of the module's own parameters; logical names if they have a layout.
+    what: description of the tensor. dtype: the dtype in which the tensor was computed; for a parameter's gradient the
+        dtype of the parameter, in which its product is computed, not the dtype of accumulation.
+    infs, nans: how many of its `elements` are inf and NaN. largest: the largest magnitude of the other elements.
+    given: the largest magnitude that entered the module: of its inputs or, in the backward pass, of its output's
+        gradient.
     """
 
     module: str | None
@@ -61,10 +63,10 @@ class Finding:
 
 
 class Trace(AbstractContextManager["Trace"]):
-    """Watches `model` within a `with` block, in which it runs forward and, if wanted, backward, once.
+    """Context manager that traces `model` during one forward and, optionally, one backward pass.
 
-    found: the first tensor that was not finite, None while there is none. seen: all tensors before it, in order.
-    The gradients of the parameters must be zero or None at the beginning; numbers are not changed.
+    found: the first tensor that was not finite, None so far. seen: all tensors before it, in order.
+    The gradients of the parameters must be zero or None at the beginning. The trace does not change any number.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -92,9 +94,9 @@ class Trace(AbstractContextManager["Trace"]):
                 self._look_at_parameters(path)
 
     def look(self, what: str, tensor: Tensor, module: str | None = None, dtype: torch.dtype | None = None) -> float:
-        """Looks at a tensor that arose in `module`, by default outside; returns its largest finite magnitude.
+        """Check a tensor that was computed in `module`, by default outside, and return its largest finite magnitude.
 
-        dtype: in which it was made, if not its own.
+        dtype: the dtype in which it was computed, if that is not its own.
         """
         values = tensor.detach()
         finite = values.isfinite()
@@ -132,7 +134,7 @@ class Trace(AbstractContextManager["Trace"]):
         return mapped(output, partial(self._watched, hook=partial(self._output_gradient, path, caller)))
 
     def _watched(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
-        """The tensor under an identity of its own, for what enters a module may be used elsewhere too."""
+        """Return a view of the tensor with a gradient hook. A view, because the tensor may be used elsewhere too."""
         if not tensor.requires_grad or not torch.is_grad_enabled() or isinstance(tensor, nn.Parameter):
             return tensor
         view = tensor.view_as(tensor)
@@ -165,7 +167,7 @@ def _shown(path: str) -> str:
 
 
 def _inputs(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors that a module is given; not a number beside them, such as the loss scale."""
+    """Yield the floating-point inputs of a module; scalars without gradient, such as the loss scale, are left out."""
     for tensor in tensors(value):
         if tensor.is_floating_point() and (tensor.dim() or tensor.requires_grad):
             yield tensor

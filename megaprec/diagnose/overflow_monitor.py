@@ -1,9 +1,9 @@
-"""Whether skipped steps are something to care about.
+"""Monitor of skipped steps, which judges if they are normal.
 
-A dynamic loss scale finds its place by overflowing now and then, so a skipped step is normal; what is not normal is to
-skip while the scale is already at its floor, for then the next step will fare no better. A constant scale, or none, is
-always at its floor. A loss that is not finite is no matter of the scale at all: the forward pass does not see it, so
-waiting for the scale to fall through all powers of two down to its floor would be for nothing.
+A dynamic loss scale adapts by overflowing now and then, so a skipped step is normal. It is not normal to skip a step
+with the scale already at its minimum, because the next step will overflow as well. A constant scale, or no scale, is
+always at its minimum. A non-finite loss does not depend on the scale, because the loss is scaled after the forward
+pass; there is no point in waiting for the scale to fall to its minimum.
 """
 
 import math
@@ -13,26 +13,26 @@ from typing import Any
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling
 
-WINDOW = 1000  # steps that "recently" means
+WINDOW = 1000  # recent steps that are counted
 
 
 class OverflowMonitor:
-    """Follows the outcomes of a run, the same on every rank.
+    """Follows the outcomes of a run's steps; the state is the same on every rank.
 
-    patience: how many skips in a row are borne that a lower scale would not have helped.
+    patience: number of skips in a row, each of which a lower scale could not prevent, after which training should stop.
     """
 
     def __init__(self, scaling: LossScaling, patience: int = 20) -> None:
         self.scaling, self.patience = scaling, patience
         self.in_a_row = 0  # skipped steps since the last applied one
-        self.at_floor = 0  # those of them that were made at the floor
-        self.bad_losses = 0  # and how many of the last ones had a loss that was not finite
+        self.at_floor = 0  # skipped steps in a row with the scale at its minimum
+        self.bad_losses = 0  # skipped steps in a row whose loss was not finite
         self.ever_applied = False
         self._loss_finite = True  # in the last step
         self._recent: deque[bool] = deque(maxlen=WINDOW)
 
     def note(self, report: StepReport) -> None:
-        """Takes in the next step."""
+        """Record the outcome of the next step."""
         skipped = not report.changed
         self._loss_finite = math.isfinite(report.loss)
         self._recent.append(skipped)
@@ -46,11 +46,11 @@ class OverflowMonitor:
 
     @property
     def hopeless(self) -> bool:
-        """Whether training should stop: steps overflow and the scale cannot fall, or a lower one could not help."""
+        """Return True if training should stop: steps overflow, and the scale cannot fall or a lower one cannot help."""
         return max(self.at_floor, self.bad_losses) >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is known of the steps so far, as JSON values."""
+        """Return the state of the monitor as JSON values."""
         return {
             "in_a_row": self.in_a_row,
             "at_floor": self.at_floor,
@@ -60,7 +60,8 @@ class OverflowMonitor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a watch was left; one that had lost hope is patient anew, for someone started the run again."""
+        """Restore the state of a monitor. If its run had been stopped, reset the counters, so that a restarted run can
+        go on for `patience` steps."""
         self.in_a_row, self.at_floor = state["in_a_row"], state["at_floor"]
         self.bad_losses = state.get("bad_losses", 0)
         self.ever_applied = state["ever_applied"]
@@ -69,9 +70,9 @@ class OverflowMonitor:
             self.at_floor = self.bad_losses = 0
 
     def advice(self) -> str:
-        """One line for the user, after a skipped step."""
+        """Return one line of advice for the user, after a skipped step."""
         if self.bad_losses > 1:
-            lost = "the loss itself was not finite, which no lower scale can help"
+            lost = "the loss itself was not finite, which a lower scale cannot help"
             return f"{self.bad_losses} in a row in which {lost}: this will not recover by itself; {self._cure()}"
         if self.at_floor > 1:
             where = {"dynamic": "at the minimum scale", "constant": "at a constant scale"}.get(
@@ -82,12 +83,12 @@ class OverflowMonitor:
         if not self._loss_finite:
             return f"{count} in the last {len(self._recent)} steps: the loss itself is not finite; {self._cure()}"
         if not self.ever_applied and self.scaling.kind == "dynamic":
-            return f"{self.in_a_row} in a row at the start: normal, the scale is searching its place from above"
+            return f"{self.in_a_row} in a row at the start: normal, the scale falls until gradients fit"
         return f"{count} in the last {len(self._recent)} steps: {self._judge(count)}"
 
     def _cure(self) -> str:
         if self._loss_finite and self.scaling.kind == "constant":
-            return f"lower precision.loss_scale = {self.scaling.initial:g}, or leave it out to have one searched"
+            return f"lower precision.loss_scale = {self.scaling.initial:g}, or leave it out for a dynamic scale"
         return "lower the learning rate, look at the samples, or train in bf16"
 
     def _judge(self, count: int) -> str:
@@ -97,5 +98,5 @@ class OverflowMonitor:
             return f"the gradients do not fit; {self._cure()}"
         expected = 2 + 4 * len(self._recent) // self.scaling.growth_interval
         if count <= max(expected, 8):
-            return "normal while the scale searches"
-        return "more than a searching scale explains; watch the gradient norm"
+            return "normal while the scale adapts"
+        return "more than an adapting scale explains; watch the gradient norm"

@@ -1,10 +1,10 @@
-"""Colossal-AI: `fp16 = dict(mode=AMP_TYPE..., ...)`, ways of training in half precision, and the Booster's plugins.
+"""Dialect of Colossal-AI: `fp16 = dict(mode=AMP_TYPE..., ...)`, its modes of half precision, and the Booster's plugins.
 
 TORCH     FP32 parameters under torch's autocast to FP16, with torch's gradient scaler.
 APEX      NVIDIA apex's optimization levels. O0 is FP32, O1 autocast as above, O2 FP16 parameters with FP32 masters,
           O3 FP16 alone; each other key changes one property of its level.
-PARALLEL  FP16 parameters with FP32 masters, Megatron's scaler with a cap, clipping and zero count.
-NAIVE     its later name: the same with other defaults, neither cap nor floor, or a constant scale.
+PARALLEL  FP16 parameters with FP32 masters, Megatron's scaler with a maximal scale, clipping and zero count.
+NAIVE     the later name of PARALLEL, with other defaults: no maximal or minimal scale, or a constant scale.
 
     [precision.colossalai]
     clip_grad_norm = 1.0                default: 0, no clipping
@@ -14,8 +14,8 @@ NAIVE     its later name: the same with other defaults, neither cap nor floor, o
     initial_scale = 65536.0
     [precision.colossalai.plugin]       see megaprec.dialects.colossalai_plugins
 
-Colossal-AI forbids TORCH and APEX with tensor and pipeline parallelism; here all modes work with both, for the whole
-world agrees on every overflow. apex's `keep_batchnorm_fp32` is about the norms of a model, whatever their kind.
+Colossal-AI forbids TORCH and APEX with tensor and pipeline parallelism. Here all modes work with both, because overflow
+detection is reduced over the whole world. apex's `keep_batchnorm_fp32` applies to all norms of a model, of any kind.
 """
 
 from collections.abc import Mapping
@@ -47,13 +47,13 @@ class AMP_TYPE(Enum):
 
 
 class Torch(GradScaler):
-    """Keys of AMP_TYPE.TORCH: those of torch's scaler."""
+    """Keys of AMP_TYPE.TORCH, which are those of torch's scaler."""
 
     mode: Any = AMP_TYPE.TORCH
 
 
 def _dynamic(value: object) -> object:
-    """A scale is a number, a number as text, or "dynamic" (apex/amp/frontend.py)."""
+    """Return a loss scale as a number, or as "dynamic"; apex also takes a number as text (apex/amp/frontend.py)."""
     if not isinstance(value, str) or value == "dynamic":
         return value
     try:
@@ -67,7 +67,7 @@ def _yes_no(value: object) -> object:
 
 
 class Apex(Keys):
-    """Keys of AMP_TYPE.APEX, arguments of apex.amp.initialize. None: as the level has it."""
+    """Keys of AMP_TYPE.APEX, arguments of apex.amp.initialize. None: the value of the level."""
 
     mode: Any = AMP_TYPE.APEX
     enabled: bool = True
@@ -85,7 +85,7 @@ class Apex(Keys):
 
 
 class Parallel(Keys):
-    """Keys of AMP_TYPE.PARALLEL. max_scale is in the code, though not in the documentation."""
+    """Keys of AMP_TYPE.PARALLEL. max_scale is in Colossal-AI's code, though not in its documentation."""
 
     mode: Any = AMP_TYPE.PARALLEL
     clip_grad: float = Field(default=0, ge=0)
@@ -100,7 +100,7 @@ class Parallel(Keys):
 
 
 class Naive(Keys):
-    """Keys of AMP_TYPE.NAIVE (legacy/amp/naive_amp). None: no floor, no cap."""
+    """Keys of AMP_TYPE.NAIVE (legacy/amp/naive_amp). min_scale, max_scale None: no limit."""
 
     mode: Any = AMP_TYPE.NAIVE
     dynamic_grad_scale: bool = True
@@ -115,7 +115,7 @@ class Naive(Keys):
 
 
 class Config(Keys):
-    """The keys of [precision.colossalai]. clip_grad_norm None: none."""
+    """The keys of [precision.colossalai]. clip_grad_norm None: no clipping."""
 
     fp16: Any = None
     plugin: Any = None
@@ -157,9 +157,9 @@ O1_LEAVES_OPEN = ("cast_model_type", "keep_batchnorm_fp32", "master_weights")
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
-    """What `config`, a mapping with the field `fp16` of Colossal-AI's, says. Raises UserError.
+    """Return the plan and settings of `config`, a mapping with Colossal-AI's field `fp16`. Raises UserError.
 
-    places: where its keys stand, by full dotted key.
+    places: full dotted key -> the file or command line in which the key was set.
     """
     reading = Reading(SYSTEM, PREFIX, places)
     asked = reading.read(Config, config or {})
@@ -183,7 +183,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
 
 
 def _clipped(reading: Reading, asked: Config, resolved: Resolved) -> Resolved:
-    """With the engine's clipping: none where `clip_grad_norm` is not given."""
+    """Return `resolved` with the engine's clipping, which is off if `clip_grad_norm` is not set."""
     clip = reading.by(asked.clip_grad_norm or 0.0, "clip_grad_norm")
     return replace(resolved, settings={**resolved.settings, "optimizer.clip": clip})
 
@@ -195,7 +195,7 @@ def _refuse_stub(reading: Reading, asked: Config) -> None:
 
 
 def _plugged(reading: Reading, asked: Config) -> Resolved:
-    """A plugin's plan; the Booster's `mixed_precision` counts only where the plugin leaves precision to it."""
+    """Return a plugin's plan. The Booster's `mixed_precision` is used only if the plugin does not decide precision."""
     plugin = reading.read(plugin_class(reading, asked.plugin), asked.plugin, "plugin")
     if asked.fp16 is not None and isinstance(plugin, Plugin):
         reading.refuse("fp16", "{...}", "plugin is there too and decides precision: keep the one that is meant")
@@ -232,7 +232,7 @@ def _torch(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
 
 
 def _autocast(reading: Reading) -> dict[str, Decision]:
-    """FP32 parameters whose products are made in FP16; what flows between layers is as wide as the parameters."""
+    """Return the decisions of autocast: FP32 parameters and activations between layers, matrix products in FP16."""
     wide = reading.by(torch.float32, "fp16.mode")
     held = all_of(("parameters", "residual", "pipeline", "masters", "moments", "gradients", "reduce"), wide)
     return held | all_of(("compute", "output"), reading.by(torch.float16, "fp16.mode"))
@@ -281,7 +281,7 @@ def _naive(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
 
 
 def _halved(reading: Reading) -> dict[str, Decision]:
-    """An FP16 model with FP32 masters."""
+    """Return the decisions of an FP16 model with FP32 masters."""
     half, wide = reading.by(torch.float16, "fp16.mode"), reading.always(torch.float32)
     narrow = all_of(("compute", "pipeline", "parameters", "gradients", "reduce"), half)
     return narrow | all_of(("masters", "moments", "output"), wide)
@@ -314,7 +314,7 @@ _APEX_SCALE = ("loss_scale", "min_loss_scale", "max_loss_scale")
 
 
 def _cast(reading: Reading, level: Mapping[str, Any]) -> dict[str, Decision]:
-    """A model that is cast as a whole, but for its norms if they are kept."""
+    """Return the decisions of a model that is cast as a whole, except for its norms if they stay in FP32."""
     cast: torch.dtype = level["cast_model_type"] or torch.float32
     held = reading.by(cast, "fp16.opt_level", "fp16.cast_model_type")
     masters = torch.float32 if level["master_weights"] else cast
@@ -342,7 +342,7 @@ def _apex_scaling(asked: Apex, scale: float | str) -> LossScaling:
 
 
 def _apex_contradictions(reading: Reading, asked: Apex) -> None:
-    """What apex refuses between a level and the properties that are changed."""
+    """Record the contradictions between a level and the properties set beside it, which apex refuses."""
     if asked.opt_level == "O1":
         for key in O1_LEAVES_OPEN:
             value = getattr(asked, key)
@@ -358,7 +358,7 @@ def _apex_contradictions(reading: Reading, asked: Apex) -> None:
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Configurations that come near to a plan, one for each mode and level."""
+    """Return configurations that approximate a plan, one for each mode and level."""
     scaling = plan.scaling
     torch_mode = {"mode": "TORCH"} | torch_words(scaling)
     values = (scaling.initial, scaling.minimum, scaling.growth_factor, scaling.backoff_factor)

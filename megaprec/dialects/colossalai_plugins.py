@@ -1,14 +1,14 @@
-"""Plugins of Colossal-AI's Booster: half precision as later versions configure it.
+"""Dialect of the plugins of Colossal-AI's Booster, by which its later versions configure half precision.
 
     [precision.colossalai.plugin]
     kind = "HybridParallelPlugin"       or LowLevelZeroPlugin, GeminiPlugin, TorchDDPPlugin
     precision = "bf16"                  default: fp16
     max_norm = 1.0                      default: 0, no clipping
 
-A plugin casts the model to FP16 or BF16 and keeps FP32 masters and moments; gradients are added up and reduced in the
-model's dtype, or reduced in `communication_dtype` under ZeRO. FP16 has Megatron's dynamic scale with a cap. With
-TorchDDPPlugin the argument `mixed_precision` of the Booster decides; the other plugins override it. Defaults are those
-of booster/plugin/*.py there, and differ from plugin to plugin.
+A plugin casts the model to FP16 or BF16 and keeps FP32 masters and moments; gradients are accumulated and reduced in
+the model's dtype, or reduced in `communication_dtype` under ZeRO. FP16 has Megatron's dynamic scale with a maximum.
+With TorchDDPPlugin the Booster's argument `mixed_precision` decides; the other plugins override it. Defaults are those
+of Colossal-AI's booster/plugin/*.py, and differ between plugins.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling
 
 TABLE = "plugin"
-FP8_TRAVEL = "plugin.fp8_communication: not done here, where gradients travel in precision.reduce"
+FP8_TRAVEL = "plugin.fp8_communication: not supported here; gradients are communicated in precision.reduce"
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SCALE = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "max_scale")
 
 
 class Plugin(Keys):
-    """What the plugins that decide precision have in common."""
+    """Keys common to the plugins that decide precision."""
 
     kind: str = ""
     precision: Literal["fp16", "bf16", "fp32"] = "fp16"
@@ -47,7 +47,7 @@ class Plugin(Keys):
 
 
 class HybridParallelPlugin(Plugin):
-    """Tensor and pipeline parallelism with ZeRO."""
+    """Keys of the plugin with tensor and pipeline parallelism and ZeRO."""
 
     tp_size: int | None = Field(default=None, gt=0)
     pp_size: int | None = Field(default=None, gt=0)
@@ -56,7 +56,7 @@ class HybridParallelPlugin(Plugin):
 
 
 class LowLevelZeroPlugin(Plugin):
-    """ZeRO alone."""
+    """Keys of the plugin with ZeRO alone."""
 
     stage: Literal[1, 2] = 1
     initial_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
@@ -67,7 +67,7 @@ class LowLevelZeroPlugin(Plugin):
 
 
 class GeminiPlugin(Plugin):
-    """ZeRO with chunks of memory; it has no FP32 mode."""
+    """Keys of the plugin with ZeRO in chunks of memory, which has no FP32 mode."""
 
     norm_type: Literal[2] = 2
     master_weights: bool = True
@@ -76,7 +76,7 @@ class GeminiPlugin(Plugin):
 
 
 class TorchDDPPlugin(Keys):
-    """Plain data parallelism, which leaves precision to the Booster."""
+    """Keys of the plugin with plain data parallelism, which leaves precision to the Booster."""
 
     kind: str = ""
     fp8_communication: bool = False
@@ -92,7 +92,7 @@ PLUGINS: Mapping[str, type[Keys]] = {
 
 
 def plugin_class(reading: Reading, values: object) -> type[Keys]:
-    """The class of keys of the plugin that `values` names; an unknown name is noted as a problem."""
+    """Return the class of keys of the plugin that `values` names. Raises UserError for an unknown name."""
     kind = values.get("kind", "") if isinstance(values, Mapping) else ""
     if kind not in PLUGINS:
         would = f"no such plugin; there are {', '.join(PLUGINS)}{did_you_mean(str(kind), PLUGINS)}"
@@ -102,7 +102,7 @@ def plugin_class(reading: Reading, values: object) -> type[Keys]:
 
 
 def resolve_plugin(reading: Reading, asked: Plugin) -> Resolved:
-    """The plan of a plugin that decides precision."""
+    """Return the plan of a plugin that decides precision."""
     _contradictions(reading, asked)
     reading.done()
     half = reading.by(HALVES[asked.precision], f"{TABLE}.precision")
@@ -127,7 +127,7 @@ def _masters(asked: Plugin) -> tuple[str, ...]:
 
 
 def _reduce(reading: Reading, asked: Plugin, half: Decision) -> Decision:
-    """Gradients travel in the model's dtype; ZeRO can be told another."""
+    """Return the dtype of gradient reduction: the model's dtype, or `communication_dtype` under ZeRO."""
     told = getattr(asked, "communication_dtype", None)
     if told is None or (isinstance(asked, HybridParallelPlugin) and asked.zero_stage == 0):
         return half
@@ -173,7 +173,7 @@ def _contradictions(reading: Reading, asked: Plugin) -> None:
 
 
 def express_plugin(values: Mapping[str, Any], half: str, sharded: bool) -> dict[str, Any]:
-    """HybridParallelPlugin's keys for a precision, with `values` of its scale and clip."""
+    """Return HybridParallelPlugin's keys for a precision, with `values` of its scale and clipping."""
     stage = 1 if sharded and half != "fp32" else 0
     scale = {key: value for key, value in values.items() if half == "fp16" or key == "max_norm"}
     return {"plugin": {"kind": "HybridParallelPlugin", "precision": half, "zero_stage": stage} | scale}

@@ -1,7 +1,7 @@
-"""InternEvo: `model = dict(...)` with its dtype, and the scaler and clipping beside it.
+"""Dialect of InternEvo: `model = dict(...)` with its dtype, and the scaler and clipping beside it.
 
-The model is in `dtype` as a whole: weights, gradients and their reduction; masters and moments are FP32. FP16 and BF16
-both have a dynamic loss scale. "torch.tf32" is FP32 whose products may be made in TF32.
+The whole model is in `dtype`: weights, gradients and their reduction; masters and moments are FP32. FP16 and BF16 both
+have a dynamic loss scale. "torch.tf32" is FP32 whose products may use TF32.
 
     [precision.internevo]                           model = dict(...)
     dtype = "torch.bfloat16"                        default: torch.float16
@@ -12,11 +12,11 @@ both have a dynamic loss scale. "torch.tf32" is FP32 whose products may be made 
                                                     reduce_bucket_size
     [precision.internevo.parallel]                  zero1, tensor, pipeline: sizes; zero1 of 1 is off, -1 all ranks
 
-A dict that gives a size describes a whole model, see `internevo_model`; one that gives none leaves it to the run file.
-In float32 and tf32 flash attention is given query, key and value in BF16; without it scores and weights are rounded to
-the dtype (`internlm/model/modules/multi_head_attention.py`). So are the tables of positions (`modules/embedding.py`).
-Where InternEvo overlooks something megaprec does not: TF32 and FP32 gradients are clipped, a NaN counts as an overflow,
-and clip_grad_norm = 0 turns off nothing else.
+A dict with a size describes a whole model, see `internevo_model`; without a size the run file describes the model.
+In float32 and tf32, flash attention gets query, key and value in BF16; without flash attention, scores and
+probabilities are rounded to the dtype (`internlm/model/modules/multi_head_attention.py`). So are the tables of
+positions (`modules/embedding.py`). megaprec differs from InternEvo in three oversights: it also clips TF32 and FP32
+gradients, it counts a NaN as an overflow, and its clip_grad_norm = 0 turns off clipping only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ class GradScaler(Keys):
 
 
 class Fp16(Keys):
-    """Keys of `grad_scaler.fp16`, which are BF16's too."""
+    """Keys of `grad_scaler.fp16`, which apply to BF16 too."""
 
     initial_scale: float = Field(default=2.0**16, ge=FLOOR, le=CEILING)
     min_scale: float = Field(default=1, ge=FLOOR, le=CEILING)
@@ -62,7 +62,10 @@ class HybridZeroOptimizer(Keys):
 
 
 class Parallel(Keys):
-    """Keys of `parallel = dict(...)`: a size each, or dict(size=...); zero1 is who shares the optimizer's state."""
+    """Keys of `parallel = dict(...)`, each a size or dict(size=...).
+
+    zero1: number of data-parallel ranks over which the optimizer state is sharded.
+    """
 
     zero1: Any = -1
     tensor: Any = None
@@ -76,9 +79,9 @@ SCALE_KEYS += ("grad_scaler.fp16.growth_interval",)
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
-    """What `config`, a model dict with the other tables inside, says. Raises UserError.
+    """Return the plan and settings of `config`, a model dict with the other tables inside. Raises UserError.
 
-    places: where its keys stand, by full dotted key.
+    places: full dotted key -> the file or command line in which the key was set.
     """
     reading = Reading(SYSTEM, PREFIX, places)
     model = reading.read(Model, config or {})
@@ -106,7 +109,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
 
 
 def _hangs_on_unknown(reading: Reading, key: str) -> bool:
-    """Whether a run-file key follows from a default of InternEvo's only because the value given there is not known."""
+    """Return True if a run-file key would follow from InternEvo's default only because its actual value is unknown."""
     return any(f"{PREFIX}.{theirs}" in reading.unknown for theirs, ours in DEFAULTED.items() if ours == key)
 
 
@@ -117,7 +120,7 @@ def _scaling(reading: Reading, model: Model) -> Decision:
     scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
     start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
     for key in sorted(key for key in reading.unknown if key.startswith(f"{PREFIX}.grad_scaler")):
-        reading.refuse(key.removeprefix(f"{PREFIX}."), UNKNOWN, f"numbers hang on it: say it as {key} = ...")
+        reading.refuse(key.removeprefix(f"{PREFIX}."), UNKNOWN, f"numbers depend on it: set {key} = ...")
     if not start.min_scale <= start.initial_scale <= scaler.max_scale:
         why = f"must lie between min_scale {start.min_scale:g} and max_scale {scaler.max_scale:g}"
         reading.refuse("grad_scaler.fp16.initial_scale", start.initial_scale, why)
@@ -137,7 +140,7 @@ def _scaling(reading: Reading, model: Model) -> Decision:
 
 
 def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
-    """What else the configuration decides, by run-file key."""
+    """Return the other decisions of the configuration, by run-file key."""
     settings = model_settings(reading, model)
     if model.checkpoint:
         settings["parallel.recompute"] = reading.by("full", "checkpoint")
@@ -153,7 +156,10 @@ def _settings(reading: Reading, model: Model) -> dict[str, Decision]:
 
 
 def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
-    """Clipping and communication by run-file key. Gradients and weights overlap both or neither here."""
+    """Return clipping and communication, by run-file key.
+
+    Gradient reduction and parameter gathering can only be overlapped both or neither here.
+    """
     here = "hybrid_zero_optimizer"
     asked = reading.read(HybridZeroOptimizer, table, here)
     settings = {"optimizer.clip": reading.by(asked.clip_grad_norm, f"{here}.clip_grad_norm")}
@@ -167,7 +173,7 @@ def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
 
 
 def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
-    """Sizes by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that many of them."""
+    """Return sizes, by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that many of them."""
     settings: dict[str, Decision] = {}
     for name in ("tensor", "pipeline"):
         if getattr(asked, name) is not None and (size := _size(reading, name, getattr(asked, name))) is not None:
@@ -180,7 +186,7 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
     elif SEQUENCE[mode]:
         settings["parallel.sequence"] = reading.by(True, "parallel.tensor", "parallel.tensor.mode")
     if asked.weight is not None and (_size(reading, "weight", asked.weight) or 1) > 1:
-        reading.refuse("parallel.weight", asked.weight, "weights are not cut over ranks of their own: 1 would do")
+        reading.refuse("parallel.weight", asked.weight, "weight parallelism is not supported: use 1")
     if (size := _size(reading, "zero1", asked.zero1)) is not None:
         settings["parallel.zero"] = reading.by(size != 1, "parallel.zero1", "parallel.zero1.size")
         if size > 1:
@@ -207,17 +213,18 @@ def _notes(reading: Reading, model: Model) -> list[str]:
     if f"{PREFIX}.dtype" not in reading.given:
         notes.append("dtype is not given: InternEvo takes torch.float16")
     if unknown := ", ".join(sorted(key.removeprefix(f"{PREFIX}.") for key in reading.unknown)):
-        notes.append(f"{unknown}: not known from here, so what hangs on it is for the run file to say")
+        notes.append(f"{unknown}: the value is not known, so the run file must set what depends on it")
     given = {key for key in ("embed_split_hidden", "parallel_output") if f"{PREFIX}.{key}" in reading.given}
     layout = [key for key in sorted(given) if key == "embed_split_hidden" or not model.parallel_output]
     if layout:
         notes.append(
             f"{', '.join(layout)}: the same numbers either way; here the vocabulary of embedding and logits "
-            "is cut over tensor ranks"
+            "is sharded over tensor ranks"
         )
     if f"{PREFIX}.dropout_selective_checkpoint" in reading.given:
         notes.append(
-            "dropout_selective_checkpoint: the same numbers either way; here parallel.recompute says what is made again"
+            "dropout_selective_checkpoint: the same numbers either way; here parallel.recompute decides what is "
+            "recomputed"
         )
     if communication := [*_about_communication(model.parallel)]:
         notes.append(f"{', '.join(communication)}: how ranks communicate, with the same numbers either way")
@@ -225,7 +232,7 @@ def _notes(reading: Reading, model: Model) -> list[str]:
 
 
 def _about_communication(parallel: object) -> Iterator[str]:
-    """Given keys that say when and through which memory ranks exchange what they exchange in any case."""
+    """Yield the keys in `parallel` that concern only the timing and memory of communication, not its content."""
     for table, keys in COMMUNICATION.items():
         given = parallel.get(table) if isinstance(parallel, Mapping) else None
         for key in keys if isinstance(given, Mapping) else ():
@@ -248,7 +255,7 @@ _OF_OPTIMIZER = {
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The one configuration that comes nearest to a plan and to the run-file keys in `settings`."""
+    """Return one configuration, the nearest to a plan and to the run-file keys in `settings`."""
     scaling, wide = plan.scaling, plan.compute == torch.float32
     names = {torch.float16: "torch.float16", torch.bfloat16: "torch.bfloat16"}
     config: dict[str, Any] = {"dtype": names.get(plan.compute, "torch.tf32" if plan.tf32 else "torch.float32")}

@@ -1,13 +1,14 @@
-"""Which model InternEvo's loader builds of `model = dict(...)`, in a run file's keys, and back.
+"""Translation of InternEvo's `model = dict(...)` to run-file keys of [model], and back.
 
-A dict that gives one of SIZES describes a whole model. What it leaves out is InternEvo's default, never megaprec's, and
-no key of [model] may say otherwise. A dict that gives none of them leaves the architecture to the run file's [model];
-it may say how that is trained, but keys that describe a model are refused there.
+A dict with one of SIZES describes a whole model. Keys that it omits have InternEvo's defaults, never megaprec's, and no
+key of [model] may contradict them. A dict without any of SIZES leaves the architecture to the run file's [model]: keys
+about training are allowed, keys that describe a model are refused.
 
-Three model types are read, as `internlm/model/modeling_internlm.py`, `modeling_internlm2.py` and `modeling_llama.py` at
-c628a8c build them: INTERNLM, whose attention always has biases and as many key/value heads as heads, INTERNLM2_PUBLIC
-and LLAMA2. In all three positions turn whole heads, norms stand before each branch, the feed-forward has no biases, its
-gated width is rounded up to a multiple of 256 (`modules/mlp.py`), and the head is not the embedding.
+Three model types are supported, as `internlm/model/modeling_internlm.py`, `modeling_internlm2.py` and
+`modeling_llama.py` at c628a8c build them: INTERNLM, whose attention always has biases and as many key/value heads as
+heads, INTERNLM2_PUBLIC and LLAMA2. In all three, rotary positions apply to whole heads, a norm precedes each branch,
+the feed-forward has no biases, its gated width is rounded up to a multiple of 256 (`modules/mlp.py`), and embedding and
+head are not tied.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from megaprec.precision.plan import PrecisionPlan
 DTYPES = ("float16", "half", "bfloat16", "float32", "tf32")
 FFN_MULTIPLE = 256  # the width of a gated feed-forward is rounded up to this
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
-"""One of these makes a dict the description of a model."""
+"""Keys any of which makes a dict the description of a whole model."""
 
 
 def _dtype(value: object) -> object:
@@ -39,7 +40,7 @@ def _dtype(value: object) -> object:
 
 def _model_type(value: object) -> object:
     if isinstance(value, str) and value not in LACKS:
-        raise ValueError(f"not read: of InternEvo's model types there are {', '.join(LACKS)}")
+        raise ValueError(f"not supported: of InternEvo's model types there are {', '.join(LACKS)}")
     return value
 
 
@@ -48,7 +49,7 @@ def _fraction(value: object) -> object:
 
 
 class Model(Keys):
-    """Keys of `model = dict(...)` with InternEvo's defaults, and those beside it that concern the model."""
+    """Keys of `model = dict(...)` with InternEvo's defaults, and keys of other tables that concern the model."""
 
     model_type: Annotated[str, BeforeValidator(_model_type)] = "INTERNLM"
     dtype: Annotated[str, BeforeValidator(_dtype)] = "float16"
@@ -117,9 +118,9 @@ LACKS = {
 DESCRIBING = ("num_kv_attention_heads", "mlp_ratio", "use_swiglu", "norm_type", "layer_norm_epsilon", "no_bias")
 DESCRIBING += ("rope_base", "use_dynamic_ntk_rope", "max_position_embeddings", "adapt_hf", "apply_post_layer_norm")
 DESCRIBING += ("use_scaled_init", *STDS, "init_type")
-"""Keys that describe a model, beside SIZES."""
+"""Keys that describe a model, in addition to SIZES."""
 NUMERIC = ("model_type", "dtype", "use_flash_attn", "residual_in_fp32", "use_fp32_norm")
-"""Keys that a plan cannot be made without knowing."""
+"""Keys whose values must be known to make a plan."""
 REFUSED = {
     "norm_head": "a head whose rows are normalised is not supported",
     "output_tf32": "a head in FP32 with TF32 products in a 16-bit model is not supported",
@@ -142,46 +143,46 @@ ALWAYS: Mapping[str, Any] = {
     "init_std": 0.02,
     "factory": "",
 }
-"""Keys of [model] that InternEvo leaves no choice about; init_std is of no use where `model.init` names everything."""
+"""Keys of [model] that are fixed in InternEvo; init_std has no effect because `model.init` sets every initial std."""
 
 
 def model_settings(reading: Reading, model: Model) -> dict[str, Decision]:
-    """Keys of [model] that the dict decides. Notes problems in `reading`."""
+    """Return the keys of [model] that the dict decides. Adds problems to `reading`."""
     _refuse(reading, model)
     settings = _trained(reading, model)
     return settings | _described(reading, model) if describes(reading) else settings
 
 
 def describes(reading: Reading) -> bool:
-    """Whether a size is given, so that the dict is a whole model."""
+    """Return True if a size is set, so that the dict describes a whole model."""
     return any(is_there(reading, key) for key in SIZES)
 
 
 def is_there(reading: Reading, key: str) -> bool:
-    """Whether the user gave a key, with a value that is known or not."""
+    """Return True if the user set a key, to a known or unknown value."""
     return f"{reading.prefix}.{key}" in reading.given | reading.unknown
 
 
 def gated(model: Model) -> bool:
-    """Whether the feed-forward has three matrices. InternEvo has no other where it does without flash attention."""
+    """Return True if the feed-forward has three matrices, as it always has in InternEvo without flash attention."""
     return model.use_swiglu or not model.use_flash_attn
 
 
 def _refuse(reading: Reading, model: Model) -> None:
-    """Keys that the model type does not take, that no model here has, or that describe half a model."""
+    """Refuse keys that the model type lacks, that no model here supports, or that describe only part of a model."""
     kind, whole = model.model_type, describes(reading)
     for key in (key for key in NUMERIC if f"{reading.prefix}.{key}" in reading.unknown):
-        reading.refuse(key, UNKNOWN, f"numbers hang on it: say it as {reading.prefix}.{key} = ...")
+        reading.refuse(key, UNKNOWN, f"numbers depend on it: set {reading.prefix}.{key} = ...")
     for key in (key for key in Model.model_fields if is_there(reading, key)):
         value = getattr(model, key)
         if key in EXPERTS:
-            reading.refuse(key, value, "mixtures of experts, model type INTERNLM_MoE, are not read")
+            reading.refuse(key, value, "mixtures of experts, model type INTERNLM_MoE, are not supported")
         elif key in LACKS[kind]:
             have = ", ".join(name for name, lacks in LACKS.items() if key not in lacks)
             reading.refuse(key, value, f"model type {kind} has no such key in InternEvo, only {have}")
         elif key in DESCRIBING and not whole:
-            why = f"describes a model, and none of {', '.join(SIZES)} is given beside it: say it in [model]"
-            reading.refuse(key, value, f"{why}, or the whole model here")
+            why = f"describes a model, but none of {', '.join(SIZES)} is set beside it: set it in [model]"
+            reading.refuse(key, value, f"{why}, or describe the whole model here")
         elif key in REFUSED and value:
             reading.refuse(key, value, REFUSED[key])
     if model.apply_post_layer_norm and kind != "INTERNLM":
@@ -202,7 +203,7 @@ def _refuse_heads(reading: Reading, model: Model) -> None:
 
 
 def _trained(reading: Reading, model: Model) -> dict[str, Decision]:
-    """How any model is trained, by run-file key."""
+    """Return the keys of [model] about training, which any dict may set, by run-file key."""
     settings: dict[str, Decision] = {}
     if model.embed_grad_scale != 1:
         scale = reading.by(float(model.embed_grad_scale), "embed_grad_scale")
@@ -216,7 +217,7 @@ def _trained(reading: Reading, model: Model) -> dict[str, Decision]:
 
 
 def _described(reading: Reading, model: Model) -> dict[str, Decision]:
-    """A whole model by run-file key, but for what hangs on keys of unknown value: the run file has the say there."""
+    """Return a whole model, by run-file key, without keys that depend on unknown values; the run file sets those."""
     settings = {f"model.{key}": replace(reading.always(value), given=True) for key, value in ALWAYS.items()}
     for name, (value, keys) in _architecture(model).items():
         if not any(f"{reading.prefix}.{key}" in reading.unknown for key in keys):
@@ -228,14 +229,17 @@ def _described(reading: Reading, model: Model) -> dict[str, Decision]:
 
 
 def _decided(reading: Reading, value: Any, keys: tuple[str, ...]) -> Decision:
-    """What no key of [model] may contradict, with the default that the first key has if only others are given."""
+    """Return a decision that no key of [model] may contradict.
+
+    Its origin also names the first key's default, if only other keys are set.
+    """
     first, said = reading.by(value, keys[0]), reading.by(value, *keys)
     together = said.given and not first.given
     return Decision(value, f"{first.origin}, {said.origin}" if together else said.origin, given=True)
 
 
 def _architecture(model: Model) -> dict[str, tuple[Any, tuple[str, ...]]]:
-    """Key of [model] -> its value, and the keys that it hangs on."""
+    """Return key of [model] -> its value, and the keys that determine it."""
     heads, biased = model.num_attention_heads, model.model_type == "INTERNLM" or not model.no_bias
     width = int(model.hidden_size * model.mlp_ratio)
     ffn = -(-width // FFN_MULTIPLE) * FFN_MULTIPLE if gated(model) else width
@@ -263,43 +267,46 @@ def _architecture(model: Model) -> dict[str, tuple[Any, tuple[str, ...]]]:
 
 
 def initial(model: Model) -> dict[str, Any]:
-    """model.init: what `reset_parameters` of the model type does."""
+    """Return the key model.init that reproduces `reset_parameters` of the model type."""
     if model.model_type == "INTERNLM":
         closing = 0.006 if model.use_scaled_init else 0.0015
         stds = {"embedding": 0.0052, "head": 0.0052, "qkv": 0.006, "output": closing, "up": 0.006, "down": closing}
     else:
         stds = {name: float(getattr(model, key)) for key, name in STDS.items()}
     if gated(model) and not model.use_swiglu:
-        stds["up"] = stds["down"]  # its products are not told apart by name there
+        stds["up"] = stds["down"]  # InternEvo does not distinguish its matrices by name
     return stds | {"shrink": "layer" if model.use_scaled_init else "none"}
 
 
 def model_notes(reading: Reading, model: Model) -> Iterator[str]:
-    """How the model was understood where that is not plain, and what is different here."""
+    """Yield notes about ambiguous keys of the model and about differences from InternEvo."""
     kind, whole = model.model_type, describes(reading)
     if not whole and is_there(reading, "model_type"):
         yield "model_type: no size is given, so the run file's [model] decides the model"
     if not model.use_flash_attn:
-        yield "use_flash_attn: without it InternEvo adds -10000 to masked scores; here none of them is ever seen"
+        yield "use_flash_attn: without it InternEvo adds -10000 to masked scores; here they are excluded exactly"
     if kind != "INTERNLM" and whole and not (kind == "INTERNLM2_PUBLIC" if model.adapt_hf is None else model.adapt_hf):
         yield (
-            "adapt_hf is not set: its positions turn neighbouring features of a head, here features of its two halves; "
-            "the same model with rows of query and key in another order"
+            "adapt_hf is not set: InternEvo rotates neighbouring features of a head, megaprec features of its two "
+            "halves; the same model with rows of query and key in another order"
         )
     if model.use_dynamic_ntk_rope:
-        yield "use_dynamic_ntk_rope: InternEvo stretches by the longest document of a batch, here by the whole sequence"
+        yield "use_dynamic_ntk_rope: InternEvo scales by the longest document of a batch, here by the whole sequence"
     if gated(model) and not model.use_swiglu and model.use_scaled_init and whole:
-        yield "use_swiglu: without flash attention all of the feed-forward begins smaller by depth there, here its last"
+        yield (
+            "use_swiglu: without flash attention InternEvo reduces the initial std of all matrices of the feed-forward "
+            "by depth, megaprec only that of the last"
+        )
     if kind != "INTERNLM" and 0 < model.checkpoint < 1:
         yield f"checkpoint: model type {kind} rounds the number of layers up, here down; the same numbers either way"
     if kind != "INTERNLM" and model.residual_in_fp32 and not model.use_fp32_norm:
-        yield "residual_in_fp32: the norm before attention is given a rounded stream there, here the stream as it is"
+        yield ("residual_in_fp32: InternEvo rounds the residual stream before the norm of attention, megaprec does not")
     if model.apply_post_layer_norm:
         yield "apply_post_layer_norm: InternEvo accepts it and normalises before each layer all the same"
 
 
 def express_model(plan: PrecisionPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The dict that comes nearest to the keys of [model] in `settings`; no model where there are no sizes."""
+    """Return the dict nearest to the keys of [model] in `settings`; it describes no model if there are no sizes."""
     config = {key: settings[name] for key, name in _TRAINED.items() if name in settings}
     if settings.get("model.embedding_grad_scale", 1) != 1:
         config["embed_grad_scale"] = settings["model.embedding_grad_scale"]
@@ -323,7 +330,7 @@ _SIZES |= {"layer_norm_epsilon": "norm_eps", "rope_base": "rope_base"}
 
 
 def _typed(m: Mapping[str, Any], sizes: Model) -> dict[str, Any]:
-    """What hangs on the model type, of the one that is nearest."""
+    """Return the nearest model type and the keys that depend on it."""
     scaling, init = dict(m.get("rope_scaling") or {}), dict(m.get("init") or {})
     config: dict[str, Any] = {}
     if scaling.get("kind") == "dynamic":
@@ -342,7 +349,7 @@ def _typed(m: Mapping[str, Any], sizes: Model) -> dict[str, Any]:
 
 
 def has_flash(plan: PrecisionPlan) -> bool:
-    """Whether the attention of a plan is what `use_flash_attn` makes of its dtype."""
+    """Return True if the attention of a plan is that of `use_flash_attn` in the plan's dtype."""
     if plan.compute == torch.float32:
         return plan.attention != plan.compute
     return plan.scores == plan.sensitive

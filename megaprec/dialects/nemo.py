@@ -1,18 +1,18 @@
-"""NeMo: the fields of MegatronMixedPrecision, and the recipes that fill them in.
+"""Dialect of NeMo: the fields of MegatronMixedPrecision, and the recipes that set them.
 
-Half-precision copies of the parameters are kept and refreshed after each step; masters and moments are FP32. The dtype
-in which gradients are added up and reduced follows from `grad_reduce_in_fp32`, which recipes set: FP32 for BF16, FP16
-for FP16. FP8 replaces the products of linear layers, not the loss scale.
+Parameters are half-precision copies of FP32 masters, refreshed after each step; moments are FP32. The dtype of gradient
+accumulation and reduction follows from `grad_reduce_in_fp32`, which recipes set: FP32 for BF16, FP16 for FP16. FP8
+changes the products of linear layers, not the loss scale.
 
     [precision.nemo]
     recipe = "bf16_with_fp8_mixed"      or: precision = "bf16-mixed", with the plugin's own defaults
-    fp8_amax_history_len = 32           any field of the plugin, over what the recipe says
+    fp8_amax_history_len = 32           any field of the plugin; overrides the recipe
 
-    clip_grad = 1.0                     of OptimizerConfig, as is use_distributed_optimizer
+    clip_grad = 1.0                     a field of OptimizerConfig, like use_distributed_optimizer
     [precision.nemo.v1]                 the YAML of NeMo 1: see megaprec.dialects.nemo_v1
 
-In Python: `resolve(bf16_mixed(grad_reduce_in_fp32=False))`. `autocast_enabled` does what its name says, though NeMo
-never hands it on. FP4 is not supported.
+In Python: `resolve(bf16_mixed(grad_reduce_in_fp32=False))`. `autocast_enabled` does what its name says, although NeMo
+itself never uses it. FP4 is not supported.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ def _precision(value: object) -> object:
 
 
 def _recipe_name(value: object) -> object:
-    """A member of megatron.core's Fp8Recipe by its value, as the plugin has it."""
+    """Return the value of a member of megatron.core's Fp8Recipe, which is the plugin's name of the recipe."""
     if isinstance(value, Enum):
         return value.value
     return value.rpartition(".")[2] if isinstance(value, str) and "Fp8Recipe." in value else value
@@ -59,7 +59,7 @@ def _recipe_name(value: object) -> object:
 class MegatronMixedPrecision(Keys):
     """The plugin's fields, and those of OptimizerConfig that matter.
 
-    pipeline_dtype None: bfloat16 with BF16, float32 otherwise. autocast_dtype None: that of precision.
+    pipeline_dtype None: bfloat16 with BF16, float32 otherwise. autocast_dtype None: the dtype of `precision`.
     """
 
     recipe: str | None = None
@@ -160,9 +160,9 @@ fp16_with_fp8_mixed = _recipe("fp16_with_fp8_mixed")
 def resolve(
     config: Mapping[str, Any] | MegatronMixedPrecision | None, places: Mapping[str, str] | None = None
 ) -> Resolved:
-    """What `config`, the plugin's fields or a recipe with changes to it, says. Raises UserError.
+    """Return the plan and settings of `config`: the plugin's fields, or a recipe with changes. Raises UserError.
 
-    places: where its keys stand, by full dotted key.
+    places: full dotted key -> the file or command line in which the key was set.
     """
     reading = Reading(SYSTEM, PREFIX, places)
     read = reading.read(MegatronMixedPrecision, config or {})
@@ -195,14 +195,14 @@ def resolve(
 
 
 def _settings(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Decision]:
-    """Run-file keys that OptimizerConfig decides, where it is given."""
+    """Return the run-file keys that fields of OptimizerConfig decide, for the fields that are set."""
     values = {"optimizer.clip": ("clip_grad", asked.clip_grad)}
     values["parallel.zero"] = ("use_distributed_optimizer", asked.use_distributed_optimizer)
     return {name: reading.by(value, key) for name, (key, value) in values.items() if value is not None}
 
 
 def _filled(reading: Reading, asked: MegatronMixedPrecision) -> MegatronMixedPrecision:
-    """With the fields of the recipe under those that were given."""
+    """Return `asked` with the recipe's values for the fields that are not set."""
     if asked.recipe is None:
         if asked.precision is None and f"{PREFIX}.precision" not in "".join(reading.problems):
             reading.refuse("precision", None, f"must be given, one of {', '.join(HALVES)}, or a recipe instead")
@@ -225,7 +225,7 @@ def _contradictions(reading: Reading, asked: MegatronMixedPrecision, half: torch
             would = "float32" if half == torch.float32 else f"float32 or {name_of(half)}"
             reading.refuse(name, dtype, f'contradicts precision = "{asked.precision}": use {would}')
     if None not in (asked.fp8_params, asked.fp8_param_gather) and asked.fp8_params != asked.fp8_param_gather:
-        reading.refuse("fp8_params", asked.fp8_params, "fp8_param_gather, its newer name, says otherwise")
+        reading.refuse("fp8_params", asked.fp8_params, "fp8_param_gather, its newer name, has the opposite value")
     if asked.fp4 is not None:
         also = ", and fp8 is given too: at most one of them" if asked.fp8 else ""
         reading.refuse("fp4", asked.fp4, f"there is no FP4 in megaprec; use fp8{also}")
@@ -246,7 +246,7 @@ def _contradictions(reading: Reading, asked: MegatronMixedPrecision, half: torch
 
 
 def _state_dtypes(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Decision]:
-    """Masters, moments and gradients: FP32 but where the precision-aware optimizer is told otherwise."""
+    """Return the dtypes of masters, moments and gradients: FP32, unless set for the precision-aware optimizer."""
     decisions = all_of(("masters", "moments"), reading.always(torch.float32))
     if not asked.use_precision_aware_optimizer:
         return decisions
@@ -301,14 +301,14 @@ def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
     if asked.fp8 and asked.fp8_margin and asked.fp8_recipe != "delayed":
         notes.append(f'fp8_margin = {asked.fp8_margin} with fp8_recipe = "{asked.fp8_recipe}": {NO_MARGIN}')
     if asked.autocast_enabled:
-        notes.append("autocast_enabled: NeMo accepts it and never hands it on; here it takes effect")
+        notes.append("autocast_enabled: NeMo accepts it but never uses it; here it takes effect")
     if asked.reuse_grad_buf_for_mxfp8_param_ag:
         notes.append("reuse_grad_buf_for_mxfp8_param_ag is about memory: it changes no number and nothing here")
     return tuple(notes)
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Configurations that come near to a plan and the run-file keys in `settings`: plain, and under autocast."""
+    """Return configurations that approximate a plan and run-file keys in `settings`: plain, and under autocast."""
     common: dict[str, Any] = {"pipeline_dtype": name_of(plan.pipeline)}
     words = (("optimizer.clip", "clip_grad"), ("parallel.zero", "use_distributed_optimizer"))
     common |= {key: settings[name] for name, key in words if name in settings}

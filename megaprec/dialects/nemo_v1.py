@@ -1,14 +1,14 @@
-"""NeMo 1: the YAML of its Megatron models, `trainer.precision` with `model.megatron_amp_O2` and what stands beside it.
+"""Dialect of NeMo 1: `trainer.precision`, `model.megatron_amp_O2` and related keys of its Megatron models' YAML.
 
     [precision.nemo.v1]
     precision = "bf16-mixed"            trainer.precision
     megatron_amp_O2 = true              default: false, which is torch's autocast over FP32 parameters
-    optim_name = "distributed_fused_adam"       model.optim.name; distributed ones share state as ZeRO-1 does
+    optim_name = "distributed_fused_adam"       model.optim.name; distributed ones shard their state as ZeRO-1 does
     gradient_clip_val = 1.0             default: none
 
-With O2 parameters are BF16 with FP32 masters and sums; FP16 does not train with O2 there. FP16's scale has neither
-floor nor cap, and each good step refills its hysteresis (nlp/parts/nlp_overrides.py: GradScaler). FP8 has delayed
-scales (nlp/models/language_modeling/megatron_gpt_model.py).
+With O2 parameters are BF16, with FP32 masters and gradient accumulation; NeMo 1 does not train FP16 with O2. The loss
+scale of FP16 has no minimum or maximum, and each good step refills its hysteresis (nlp/parts/nlp_overrides.py:
+GradScaler). FP8 has delayed scales (nlp/models/language_modeling/megatron_gpt_model.py).
 """
 
 from typing import Annotated, Any, Literal
@@ -41,7 +41,7 @@ def _precision(value: object) -> object:
 
 
 class Nemo1(Keys):
-    """Keys of trainer and model in one table. optim_name and grad_sync_dtype: `name` and that of `model.optim`."""
+    """Keys of trainer and model in one table. optim_name: `model.optim.name`; grad_sync_dtype: key of `model.optim`."""
 
     precision: Annotated[str, BeforeValidator(_precision)] = "32"
     megatron_amp_O2: bool = False
@@ -64,7 +64,7 @@ class Nemo1(Keys):
 
 
 def resolve_v1(reading: Reading, values: Any) -> Resolved:
-    """The plan of the table."""
+    """Return the plan of the table."""
     asked = reading.read(Nemo1, values, TABLE)
     half = DTYPES[asked.precision]
     _contradictions(reading, asked, half)
@@ -96,7 +96,7 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
 
 
 def _summed(reading: Reading, asked: Nemo1, synced: torch.dtype) -> dict[str, Decision]:
-    """Megatron-core's distributed optimizer adds gradients up in the dtype in which it reduces them."""
+    """Return the dtype of gradient accumulation under Megatron-core's distributed optimizer: that of reduction."""
     if asked.optim_name != "mcore_distributed_optim":
         return {}
     return {"gradients": _by(reading, synced, "grad_sync_dtype", "optim_name")}

@@ -1,23 +1,23 @@
-"""NeuronX Distributed (NxD): Standard Mixed Precision on Trainium and Inferentia.
+"""Dialect of NeuronX Distributed (NxD): Standard Mixed Precision on Trainium and Inferentia.
 
-BF16 without a loss scale. With ZeRO-1 weights have FP32 masters, and gradients are accumulated and reduced in FP32,
-unless told otherwise. Without either, which is the legacy mode, weights are updated in BF16 and stochastically rounded.
+BF16 without a loss scale. With ZeRO-1, weights have FP32 masters, and gradients are accumulated and reduced in FP32, by
+default. In the legacy mode, without both, weights are updated in BF16 with stochastic rounding.
 
     [precision.nxd]                     mixed_precision_config of NxD's configuration
-    use_master_weights = true           default: whether ZeRO-1 is on
-    use_fp32_grad_acc = true            default: whether ZeRO-1 is on
+    use_master_weights = true           default: true with ZeRO-1
+    use_fp32_grad_acc = true            default: true with ZeRO-1
     use_master_weights_in_ckpt = false
     [precision.nxd.optimizer_config]    of the same configuration
-    zero_one_enabled = true             NxD's default is false; that of a run file is its `parallel.zero`
+    zero_one_enabled = true             NxD's default is false; in a run file the default is its `parallel.zero`
     grad_clipping = true
     max_grad_norm = 1.0
     [precision.nxd.environment]         variables that the training script sets, "0" or "1"
     NEURON_RT_STOCHASTIC_ROUNDING_EN = "1"      rounds stochastically where FP32 becomes BF16
-    XLA_USE_BF16 = "0"                  makes every FP32 tensor BF16
-    XLA_DOWNCAST_BF16 = "1"             makes every FP32 tensor BF16 and every FP64 one FP32
+    XLA_USE_BF16 = "0"                  "1" makes every FP32 tensor BF16
+    XLA_DOWNCAST_BF16 = "1"             "1" makes every FP32 tensor BF16 and every FP64 tensor FP32
 
 A file of neuronx-distributed-training gives `precision_type` instead: its `precision.type`, which sets the keys above.
-NxD itself drops max_grad_norm under ZeRO-1 and clips at 1.0; here it is honoured.
+NxD itself ignores max_grad_norm under ZeRO-1 and clips at 1.0; megaprec uses it.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ ZERO = "optimizer_config.zero_one_enabled"
 
 
 class MixedPrecisionConfig(Keys):
-    """`mixed_precision_config`: None follows ZeRO-1."""
+    """Keys of `mixed_precision_config`. None: true with ZeRO-1."""
 
     use_master_weights: bool | None = None
     use_fp32_grad_acc: bool | None = None
@@ -48,7 +48,7 @@ class MixedPrecisionConfig(Keys):
 
 
 class OptimizerConfig(Keys):
-    """The keys of `optimizer_config` that bear on precision."""
+    """The keys of `optimizer_config` that concern precision."""
 
     zero_one_enabled: bool = False
     grad_clipping: bool = True
@@ -70,13 +70,13 @@ STOCHASTIC, ALL_BF16 = "environment.NEURON_RT_STOCHASTIC_ROUNDING_EN", "environm
 TYPE = "precision_type"
 FOLLOWS_ZERO = ("mixed_precision", "mixed_precisionSR", "mixed_precision_SR", "autocast")
 ROUNDS_STOCHASTICALLY = ("mixed_precisionSR", "mixed_precision_SR", "bf16SR")
-"""Precision types of neuronx-distributed-training: model/base.py and training_orchestrator.py there."""
+"""Precision types of neuronx-distributed-training (its model/base.py and training_orchestrator.py)."""
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
-    """What `config`, a mixed_precision_config with an optimizer_config inside, says. Raises UserError.
+    """Return the plan and settings of `config`, a mixed_precision_config that contains an optimizer_config.
 
-    places: where its keys stand, by full dotted key.
+    places: full dotted key -> the file or command line in which the key was set. Raises UserError.
     """
     reading = Reading(SYSTEM, PREFIX, places)
     precision = reading.read(MixedPrecisionConfig, config or {})
@@ -106,7 +106,7 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
 
 
 def _follows(precision: MixedPrecisionConfig, key: str, zero: bool) -> bool:
-    """Whether a part of mixed precision is on: as given, or as the precision type or ZeRO-1 has it."""
+    """Return True if a part of mixed precision is on: by its key, else by the precision type or ZeRO-1."""
     if precision.precision_type != "manual":
         return zero and precision.precision_type in FOLLOWS_ZERO
     given = getattr(precision, key)
@@ -123,11 +123,14 @@ def _contradictions(
         reading.refuse(IN_CHECKPOINT, True, f"there are no master weights to save: set {MASTERS} = true")
     if environment.XLA_USE_BF16 == "1" and any(on.values()):
         part = next(key for key, value in on.items() if value)
-        reading.refuse(ALL_BF16, "1", f'every FP32 tensor is BF16 then, which leaves no {part}: set it to "0"')
+        reading.refuse(ALL_BF16, "1", f'makes every FP32 tensor BF16, which contradicts {part}: set it to "0"')
 
 
 def _rounding(reading: Reading, precision: MixedPrecisionConfig, environment: Environment, is_mixed: bool) -> Decision:
-    """The environment decides; without it the legacy mode rounds stochastically and mixed precision to the nearest."""
+    """Return the rounding that the precision type or the environment sets.
+
+    By default the legacy mode rounds stochastically and mixed precision to nearest.
+    """
     if precision.precision_type != "manual":
         stochastic = precision.precision_type in ROUNDS_STOCHASTICALLY
         return reading.by("stochastic" if stochastic else "nearest", TYPE)
@@ -141,7 +144,7 @@ def _notes(reading: Reading, precision: MixedPrecisionConfig) -> tuple[str, ...]
     if precision.precision_type == "manual":
         return ()
     idle = [key for key in (MASTERS, ACCUMULATE, "environment") if f"{PREFIX}.{key}" in reading.given]
-    why = f'precision_type = "{precision.precision_type}" decides: only with "manual" do they count'
+    why = f'precision_type = "{precision.precision_type}" decides: they are used only with "manual"'
     return (f"{', '.join(idle)}: {why}",) if idle else ()
 
 
@@ -150,7 +153,7 @@ def _wide(on: bool, otherwise: torch.dtype) -> torch.dtype:
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Configurations that come near to a plan and to the run-file keys in `settings`."""
+    """Return configurations that approximate a plan and the run-file keys in `settings`."""
     masters, accumulates = plan.masters == torch.float32, plan.gradients == torch.float32
     legacy = plan.rounding == "stochastic" and not masters
     zero = settings.get("parallel.zero", not legacy)

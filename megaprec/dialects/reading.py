@@ -1,11 +1,11 @@
-"""Reading another system's configuration: its own keys and types, all that is wrong with them said at once.
+"""Reader of another system's configuration, by that system's own keys and types, which reports all problems at once.
 
 A dialect describes each table of its system as a class of `Keys`, whose defaults are that system's. `Reading` fills
-such a class from what the user wrote, remembers which keys he gave, and gathers a line for every problem: the key, its
-value and where it stands, whose rule it breaks and the nearest thing that would do.
+such a class from the user's configuration, remembers which keys are set, and collects a line for every problem: the
+key, its value and its place, the system whose rule is violated, and the nearest valid value.
 
-What a dialect makes of its keys is a `Resolved`: the precision plan, and run-file keys that the same configuration
-decides besides. Every decision carries its origin, the key that took it.
+The result of a dialect is a `Resolved`: the precision plan, and run-file keys that the same configuration decides.
+Every decision carries its origin, the key that decided it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ from megaprec.precision.plan import TORCH_DTYPES, PrecisionPlan
 class Keys(BaseModel):
     """A table of a system's configuration: frozen, no unknown keys, no conversions, no nan. No key is required.
 
-    Made directly it raises pydantic's ValidationError (a ValueError); read by `Reading`, a UserError.
+    Bad values raise pydantic's ValidationError (a ValueError) in the constructor, and UserError if read by `Reading`.
     """
 
     model_config = ConfigDict(
@@ -45,7 +45,7 @@ def _torch_dtype(value: object) -> object:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name that torch gives a dtype, without "torch."."""
+    """Return torch's name of a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -54,7 +54,7 @@ Dtype = Annotated[torch.dtype, BeforeValidator(_torch_dtype)]
 
 
 def member(kind: type[Enum]) -> BeforeValidator:
-    """Reads a member of `kind` from its name in any case, with or without the name of the class before it."""
+    """Return a validator that reads a member of `kind` from its name, in any case, with or without the class name."""
 
     def find(value: object) -> object:
         if not isinstance(value, str):
@@ -68,7 +68,7 @@ def member(kind: type[Enum]) -> BeforeValidator:
 
 
 class Unknown:
-    """The value of a key that is there but cannot be known, as where a file computes it: not the key's default."""
+    """The value of a key that is set to an unknown value, such as one that a file computes; not the key's default."""
 
     def __repr__(self) -> str:
         return "(not known)"
@@ -79,7 +79,10 @@ UNKNOWN = Unknown()
 
 @dataclass(frozen=True)
 class Decision:
-    """A value and what decided it. given: the user did, with a key; otherwise a default or the system itself."""
+    """A value and the origin of its decision.
+
+    given: True if a key that the user set decided it; False if a default or the system itself did.
+    """
 
     value: Any
     origin: str
@@ -87,16 +90,16 @@ class Decision:
 
 
 def all_of(names: Iterable[str], decision: Decision) -> dict[str, Decision]:
-    """One decision about several fields."""
+    """Return the same decision for each of several fields."""
     return dict.fromkeys(names, decision)
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a configuration says.
+    """The meaning of a configuration.
 
-    plan: its numbers, with the origin of each. settings: run-file key -> decision, where it decides more than numbers.
-    notes: what a user should know about how it was understood.
+    plan: the precision plan, with the origin of each field. settings: run-file key -> decision, for other keys that the
+    configuration decides. notes: lines that tell the user how ambiguous keys were understood.
     """
 
     plan: PrecisionPlan
@@ -108,9 +111,9 @@ NO_MARGIN = "only delayed scales have a margin; in Transformer Engine too it cha
 
 
 class Reading:
-    """One reading of a configuration of `system`, whose tables stand under the dotted key `prefix`.
+    """One reading of a configuration of `system`, whose tables are under the dotted key `prefix`.
 
-    places: where the keys that were given stand, by full dotted key: "file run.toml", "command line".
+    places: full dotted key -> the place in which the key was set, such as "file run.toml" or "command line".
     """
 
     def __init__(self, system: str, prefix: str, places: Mapping[str, str] | None = None) -> None:
@@ -120,9 +123,9 @@ class Reading:
         self.problems: list[str] = []
 
     def read(self, kind: type[K], values: object, table: str = "") -> K:
-        """`values`, a mapping or an instance, as `kind`; what is wrong with a key is noted, and the key left out.
+        """Return `values`, a mapping or an instance, as `kind`; a problem with a key is recorded, and the key left out.
 
-        A key of `kind` whose value is UNKNOWN is remembered in `unknown`, and left out too.
+        A key of `kind` whose value is UNKNOWN is recorded in `unknown`, and left out too.
         """
         if isinstance(values, kind):
             self.given |= {self._full(table, name) for name in values.model_fields_set}
@@ -160,31 +163,31 @@ class Reading:
         return f"{said}: {message} {whose}"
 
     def refuse(self, key: str, value: object, why: str) -> None:
-        """Notes that `key` cannot have `value`."""
+        """Record the problem that `key` cannot have `value`, and why."""
         self.problems.append(f"{self._said(key, value)}: {why} ({self.system})")
 
     def done(self) -> None:
-        """Raises UserError with everything that was noted."""
+        """Raise UserError with all recorded problems, if there are any."""
         if self.problems:
             raise UserError(*self.problems)
 
     def by(self, value: object, *keys: str) -> Decision:
-        """`value`, as decided by those of these keys that were given; if none was, by the first one's default."""
+        """Return `value` as decided by those of `keys` that are set; if none is, by the default of the first."""
         full = [self._full("", key) for key in keys]
         if given := [key for key in full if key in self.given]:
             return Decision(value, ", ".join(map(self._placed, given)), given=True)
         return Decision(value, f"{full[0]} ({self.system}'s default)")
 
     def always(self, value: object) -> Decision:
-        """`value`, which this system leaves no choice about."""
+        """Return `value` as a decision that is fixed in this system."""
         return Decision(value, f"{self.system}, always")
 
     def resolved(
         self, decisions: Mapping[str, Decision], settings: Mapping[str, Decision], notes: tuple[str, ...] = ()
     ) -> Resolved:
-        """The plan made of `decisions`, fields of PrecisionPlan; what they leave out is megaprec's own default.
+        """Return the plan of `decisions` about fields of PrecisionPlan; other fields have megaprec's own defaults.
 
-        The residual stream and attention are in the dtype of products unless they say otherwise.
+        The residual stream and attention are in the compute dtype, unless `decisions` contain them.
         """
         decisions = {**all_of(("residual", "attention"), decisions["compute"]), **decisions}
         own = {f.name: f"megaprec's own: {self.system} has no key for it" for f in fields(PrecisionPlan)}
@@ -212,7 +215,7 @@ class Reading:
 
 
 def _shown(value: object) -> str:
-    """A value as TOML would have it, near enough."""
+    """Return a value approximately as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,4 +1,4 @@
-"""torch's gradient scaler, which Colossal-AI's TORCH mode and FSDP share: neither floor nor hysteresis."""
+"""Keys of torch's gradient scaler, common to Colossal-AI's TORCH mode and FSDP: no minimal scale, no hysteresis."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from pydantic import Field
 from megaprec.dialects.reading import Keys
 from megaprec.precision.plan import LossScaling
 
-FLOOR = 2.0**-126  # the lowest scale that float32 can invert: what "no floor" comes to
-CEILING = 2.0**127  # the highest, where every scale stops
+FLOOR = 2.0**-126  # the lowest scale that float32 can invert; the minimum if there is no other
+CEILING = 2.0**127  # the highest scale; the maximum if there is no other
 
 
 class GradScaler(Keys):
@@ -25,12 +25,12 @@ SCALER_KEYS = tuple(GradScaler.model_fields)
 
 
 def cap(highest: float) -> float | None:
-    """`highest` as LossScaling.maximum, where None is the ceiling."""
+    """Return `highest` as LossScaling.maximum, where None means CEILING."""
     return None if highest == CEILING else highest
 
 
 def torch_scaling(asked: GradScaler) -> LossScaling:
-    """What a scaler with these keys does to the loss."""
+    """Return the LossScaling of a scaler with these keys."""
     if not asked.enabled:
         return LossScaling()
     return LossScaling(
@@ -39,7 +39,7 @@ def torch_scaling(asked: GradScaler) -> LossScaling:
 
 
 def torch_words(scaling: LossScaling) -> dict[str, Any]:
-    """The nearest keys of GradScaler."""
+    """Return the nearest keys of GradScaler."""
     if scaling.kind == "none":
         return {"enabled": False}
     words = {"init_scale": scaling.initial, "growth_factor": scaling.growth_factor}

@@ -1,15 +1,15 @@
-"""SageMaker model parallelism (SMP) v2: PyTorch FSDP's mixed precision, with Transformer Engine's FP8 on top.
+"""Dialect of SageMaker model parallelism (SMP) v2: FSDP's mixed precision, with Transformer Engine's FP8 on top.
 
-FSDP keeps the parameters as the model was built, in FP32, and casts what it gathers. So masters and moments are FP32,
-weights and products are in `param_dtype`, gradients are reduced in `reduce_dtype` and, unless low-precision ones are
-kept, added up in FP32. Layers that FP8 does not reach follow the mixed-precision policy.
+FSDP keeps the parameters as the model was built, in FP32, and casts the gathered parameters. So masters and moments are
+FP32, weights and products are in `param_dtype`, gradients are reduced in `reduce_dtype` and accumulated in FP32, unless
+`keep_low_precision_grads` is set. Layers without FP8 follow the mixed-precision policy.
 
     [precision.smp]
     max_grad_norm = 1.0                  argument of clip_grad_norm_; the run file's optimizer.clip if it is not given
     [precision.smp.mixed_precision]      MixedPrecision, argument `mixed_precision` of FSDP; or
-    param_dtype = "bfloat16"             default: as built, float32
-    reduce_dtype = "float32"             default: that of param_dtype
-    buffer_dtype = "float32"             default: as built, float32
+    param_dtype = "bfloat16"             default: float32, as the model was built
+    reduce_dtype = "float32"             default: param_dtype
+    buffer_dtype = "float32"             default: float32, as the model was built
     [precision.smp.mp_policy]            MixedPrecisionPolicy, argument `mp_policy` of fully_shard
     [precision.smp.grad_scaler]          ShardedGradScaler, for float16; none if the table is not there
     [precision.smp.fp8_autocast]         fp8_autocast of Transformer Engine
@@ -39,7 +39,7 @@ CAST = {(False, False): "none", (False, True): "root", (True, False): "inner", (
 
 
 class MixedPrecision(Keys):
-    """FSDP1's policy. None: as the model was built, in FP32; for reduce_dtype, that of param_dtype.
+    """FSDP1's policy. None: FP32, as the model was built; for reduce_dtype: param_dtype.
 
     `_module_classes_to_ignore` is not read: norms compute in FP32 in any case.
     """
@@ -53,7 +53,7 @@ class MixedPrecision(Keys):
 
 
 class MixedPrecisionPolicy(Keys):
-    """FSDP2's policy. None as in FSDP1; output_dtype None leaves outputs in the dtype of compute."""
+    """FSDP2's policy. None means the same as in FSDP1; output_dtype None leaves outputs in the compute dtype."""
 
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
@@ -81,7 +81,7 @@ def _function(value: object) -> object:
 
 
 def _group(value: object) -> object:
-    """The world by any of its names, or as a process group."""
+    """Return "world" for a process group of all ranks or a name of it."""
     if isinstance(value, dist.ProcessGroup):
         if dist.get_world_size(value) == dist.get_world_size():
             return "world"
@@ -92,7 +92,7 @@ def _group(value: object) -> object:
 
 
 class DelayedScaling(Keys):
-    """Scales from the amaxes of earlier passes. interval: of older releases, always 1."""
+    """Transformer Engine's recipe with scales from amaxes of earlier passes. interval: only in older releases, 1."""
 
     recipe: Literal["DelayedScaling"] = "DelayedScaling"
     margin: int = 0
@@ -110,7 +110,7 @@ class DelayedScaling(Keys):
 
 
 class Float8CurrentScaling(Keys):
-    """Scales from the tensor itself."""
+    """Transformer Engine's recipe with scales from the tensor itself."""
 
     recipe: Literal["Float8CurrentScaling"] = "Float8CurrentScaling"
     fp8_format: Annotated[Format, member(Format)] = Format.HYBRID
@@ -120,7 +120,7 @@ class Float8CurrentScaling(Keys):
 
 
 class Float8BlockScaling(Keys):
-    """A scale per block of 128, E4M3 throughout."""
+    """Transformer Engine's recipe with a scale per block of 128 and E4M3 for all tensors."""
 
     recipe: Literal["Float8BlockScaling"] = "Float8BlockScaling"
     fp8_format: Annotated[Format, member(Format)] = Format.E4M3
@@ -130,7 +130,7 @@ class Float8BlockScaling(Keys):
 
 
 class MXFP8BlockScaling(Keys):
-    """A power of two per 32 elements."""
+    """Transformer Engine's recipe with a power of two as the scale of 32 elements."""
 
     recipe: Literal["MXFP8BlockScaling"] = "MXFP8BlockScaling"
     margin: int = 0
@@ -151,7 +151,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Fp8Autocast(Keys):
-    """Arguments of `fp8_autocast`. fp8_group None is the world, which is all that there is here."""
+    """Arguments of `fp8_autocast`. fp8_group None is the world, the only group that is supported."""
 
     enabled: bool = True
     calibrating: bool = False
@@ -172,21 +172,21 @@ class Smp(Keys):
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: Any = None
 ) -> Fp8Autocast:
-    """The arguments of Transformer Engine's function of this name, in its order, as a value to resolve."""
+    """Return the arguments of Transformer Engine's function of this name, in its order, as a value for `resolve`."""
     return Fp8Autocast(enabled=enabled, calibrating=calibrating, fp8_recipe=fp8_recipe, fp8_group=fp8_group)  # pyright: ignore[reportArgumentType]
 
 
 def autocast(
     enabled: bool = True, calibrating: bool = False, recipe: Any = None, amax_reduction_group: Any = None
 ) -> Fp8Autocast:
-    """`fp8_autocast` by the name and with the arguments of newer Transformer Engines."""
+    """Return the arguments of `fp8_autocast` by the name and argument names of newer versions of Transformer Engine."""
     return fp8_autocast(enabled, calibrating, recipe, amax_reduction_group)
 
 
 def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None = None) -> Resolved:
-    """What `config` says, a mapping of the tables above. Raises UserError.
+    """Return the plan and settings of `config`, a mapping of the tables above. Raises UserError.
 
-    places: where its keys stand, by full dotted key.
+    places: full dotted key -> the file or command line in which the key was set.
     """
     reading = Reading(SYSTEM, PREFIX, places)
     tables = reading.read(Smp, config or {})
@@ -239,7 +239,7 @@ def _policy(reading: Reading, tables: Smp) -> tuple[dict[str, Decision], tuple[s
 
 
 def _common(reading: Reading, table: str, param: torch.dtype | None, reduce: torch.dtype | None) -> dict[str, Decision]:
-    """What both generations of FSDP have in common."""
+    """Return the decisions that are common to FSDP1 and FSDP2."""
     held = reading.by(param or torch.float32, f"{table}.param_dtype")
     reduced = reading.by(reduce or held.value, f"{table}.reduce_dtype" if reduce else f"{table}.param_dtype")
     return {
@@ -250,7 +250,7 @@ def _common(reading: Reading, table: str, param: torch.dtype | None, reduce: tor
 
 
 def _fp8(reading: Reading, values: Any) -> tuple[Decision, tuple[str, ...]]:
-    """The FP8 recipe of `fp8_autocast`, None where it neither computes in FP8 nor calibrates; and notes."""
+    """Return the FP8 recipe of `fp8_autocast`, None if it neither computes in FP8 nor calibrates; and notes."""
     asked = reading.read(Fp8Autocast, values, "fp8_autocast")
     table, recipe = "fp8_autocast.fp8_recipe", asked.fp8_recipe or {}
     values = {"recipe": recipe} if isinstance(recipe, str) else recipe
@@ -286,7 +286,7 @@ def _recipe(name: str, made: Mapping[str, Any], calibrating: bool) -> FP8Recipe:
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Configurations that come near to a plan and the run-file keys in `settings`, one for each generation of FSDP."""
+    """Return two configurations that approximate a plan and the run-file keys in `settings`: for FSDP1 and FSDP2."""
     held = {"param_dtype": name_of(plan.parameters), "reduce_dtype": name_of(plan.reduce)}
     inner, root = next(flags for flags, name in CAST.items() if name == plan.cast_inputs)
     low = plan.gradients != torch.float32 and plan.gradients == plan.reduce
@@ -302,7 +302,7 @@ def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, 
 
 
 def _expressed(recipe: FP8Recipe) -> dict[str, Any]:
-    """The nearest arguments of `fp8_autocast`."""
+    """Return the nearest arguments of `fp8_autocast`."""
     name = next((name for name, kind in KINDS.items() if kind == recipe.kind), "Float8CurrentScaling")
     words = {
         "margin": recipe.margin,

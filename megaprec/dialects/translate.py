@@ -1,8 +1,8 @@
-"""The five dialects by name, and a plan said in the words of another.
+"""The five dialects by name, and translation of a plan to another system's configuration.
 
 A dialect is two functions: `resolve`, from its system's configuration to a plan, and `express`, back to configurations
-that come near to a plan. What is lost on the way is not left to `express` to know: the nearest configuration is
-resolved again, and every field in which it differs from the plan is what the system cannot say.
+that approximate a plan. Losses in translation are found by resolving the nearest configuration again: every field in
+which the result differs from the plan is one that the system cannot express.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 
 class Dialect(Protocol):
-    """What each module of the package offers."""
+    """The interface of each dialect's module."""
 
     @property
     def SYSTEM(self) -> str: ...
@@ -43,18 +43,21 @@ BESIDE = ("parallel.zero", "parallel.zero_size", "optimizer.clip")
 
 @dataclass(frozen=True)
 class Translation:
-    """config: of the other system. unsaid: a line for everything that it cannot say, with what it says instead."""
+    """A configuration of another system and its losses.
+
+    config: the configuration. unsaid: a line for each field that it cannot express, with the value that it has instead.
+    """
 
     config: Mapping[str, Any]
     unsaid: tuple[str, ...]
 
 
 def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Translation:
-    """The plan and the run-file keys in `settings`, in the words of the dialect `to`, as exactly as it can.
+    """Return the plan and the run-file keys in `settings` as a configuration of the dialect `to`, as exact as possible.
 
-    Of the run-file keys that a system has no words for, only those of ZeRO and clipping are counted as unsaid.
+    Of the run-file keys that a system lacks, only those of ZeRO and clipping are listed as unsaid.
 
-    Raises UserError if that system has nothing that comes near.
+    Raises UserError if no configuration of that system is valid.
     """
     dialect, tried = DIALECTS[to], list[Translation]()
     problems: list[str] = []
@@ -66,12 +69,12 @@ def translate(plan: PrecisionPlan, settings: Mapping[str, Any], to: str) -> Tran
         else:
             tried.append(Translation(config, (*differences(plan, resolved.plan), *_settings(settings, resolved))))
     if not tried:
-        raise UserError(f"{dialect.SYSTEM} has no words for this plan:", *dict.fromkeys(problems))
+        raise UserError(f"{dialect.SYSTEM} cannot express this plan:", *dict.fromkeys(problems))
     return min(tried, key=lambda translation: len(translation.unsaid))
 
 
 def differences(asked: PrecisionPlan, said: PrecisionPlan) -> list[str]:
-    """A line for each field in which two plans differ."""
+    """Return a line for each field in which two plans differ."""
     pairs = ((name, getattr(asked, name), getattr(said, name)) for name in FIELDS)
     return [f"{name} = {shown(a)}; it has {shown(b)}" for name, a, b in pairs if a != b]
 
@@ -89,12 +92,12 @@ def _settings(given: Mapping[str, Any], resolved: Resolved) -> list[str]:
 
 
 def _keys(value: Any) -> Any:
-    """A table as the keys in it that are not at their defaults, any other value as it is."""
+    """Return a table as the keys in it that are not at their defaults; any other value unchanged."""
     return value.model_dump(exclude_defaults=True) if isinstance(value, BaseModel) else value
 
 
 def shown(value: Any) -> str:
-    """A value of a plan in a word or a few."""
+    """Return a value of a plan as a few words."""
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if value in (None, ()):
@@ -109,7 +112,7 @@ def shown(value: Any) -> str:
 
 
 def _changed(value: Any) -> str:
-    """A small frozen value by what in it is not the default: "dynamic, initial 65536, hysteresis 1"."""
+    """Return the non-default fields of a small frozen value: "dynamic, initial 65536, hysteresis 1"."""
     defaults = {f.name: f.default for f in fields(value)}
     parts = [f"{name} {shown(getattr(value, name))}" for name in defaults if getattr(value, name) != defaults[name]]
     return ", ".join([value.kind, *(part for part in parts if not part.startswith("kind "))])

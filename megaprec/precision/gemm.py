@@ -1,9 +1,9 @@
 """Matrix products in the precision that the plan names.
 
-A product is rounded to the dtype of its factors, whatever it was summed in. torch's half-precision product on
-a CPU is some sixty times slower than its FP32 one, so there the factors are widened, multiplied in FP32 and the
-result is rounded to half: what a tensor core does, with overflow to inf at the same magnitude. A CPU has no TF32
-either: there FP32 factors are rounded to it first, so that what a GPU would make of them can be studied.
+A product is rounded to the dtype of its factors, whatever the dtype of accumulation. torch's FP16 product on a CPU is
+some sixty times slower than its FP32 product, so on a CPU the factors are cast to FP32, multiplied, and the result is
+rounded to FP16. A tensor core does the same, with overflow to inf at the same magnitude. A CPU has no TF32 either, so
+there FP32 factors are first rounded to TF32, which shows the numbers that a GPU would compute.
 """
 
 from dataclasses import dataclass
@@ -14,52 +14,56 @@ from torch import Tensor
 
 from megaprec.precision.tf32 import product_tf32
 
-_WIDENED = 1 << 16  # elements that a CPU widens at a time
+_WIDENED = 1 << 16  # elements that a CPU casts to a wider dtype at a time
 
 Factor = tuple[Tensor, ...]
-"""A factor of a product as whoever makes the product prepared it, and as autograd keeps it."""
+"""A factor of a product in the form in which a `GemmProvider` uses it and autograd saves it for backward."""
 
 
 class GemmProvider(Protocol):
-    """Makes the three products of a linear layer y = x @ W.T, whatever its tensors are held in."""
+    """Computes the three products of a linear layer y = x @ W.T: of its output, its input gradient and its weight
+    gradient."""
 
     def now(self) -> "GemmProvider":
-        """Who makes those of the forward pass that begins, and of its backward pass."""
+        """Return the provider for the forward pass that is beginning, and for its backward pass."""
         ...
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
-        """x [m, k], weight [n, k] -> y [m, n], and x as the gradient of the weight will need it."""
+        """Return y [m, n] from x [m, k] and weight [n, k], and x in the form that `weight_gradient` needs."""
         ...
 
     def keep(self, x: Tensor) -> Factor:
-        """The latter again, from the same x."""
+        """Return x in the form that `weight_gradient` needs, as `forward` does, without the product."""
         ...
 
     def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
-        """grad [m, n], of y, as the gradient of x and as that of the weight needs it."""
+        """Return the gradient of y, [m, n], in the form for `input_gradient` and in the form for `weight_gradient`."""
         ...
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """weight [n, k] -> gradient of x [m, k], of `dtype`."""
+        """Return the gradient of x, [m, k] in `dtype`, for a weight [n, k]."""
         ...
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
-        """-> [n, k]."""
+        """Return the gradient of the weight, [n, k]."""
         ...
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
-        """total [n, k] += gradient of the weight, where `total` may be wider than the factors. first: written over what
-        is there."""
+        """Add the gradient of the weight to `total` [n, k], whose dtype may be wider than that of the factors.
+
+        first: overwrite `total` instead.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """`GemmProvider` in a dtype of two bytes or more. Factors are kept as they come, and cast for each product.
+    """A `GemmProvider` in a dtype of two bytes or more. Factors are saved as they are, and cast for each product.
 
-    dtype: of the factors: activations, weights and gradients are cast to it. out: of y. tf32: FP32 products see no more
-    of their factors than TF32 has, on a CPU; elsewhere that is for the switches of `megaprec.precision.tf32` to say.
-    grad_scale: what gradients of the weight are multiplied by; those of x are not.
+    dtype: dtype of the factors: activations, weights and gradients are cast to it. out: dtype of y.
+    tf32: on a CPU, factors of FP32 products are rounded to TF32; on other devices the switches of
+        `megaprec.precision.tf32` decide.
+    grad_scale: factor by which weight gradients are multiplied; input gradients are not.
     """
 
     dtype: torch.dtype
@@ -68,59 +72,64 @@ class Gemm:
     grad_scale: float = 1.0
 
     def now(self) -> "Gemm":
-        """This one."""
+        """Return this provider."""
         return self
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
-        """x [m, k], weight [n, k] -> y [m, n], and x."""
+        """Return y [m, n] from x [m, k] and weight [n, k], and x."""
         return product(x.to(self.dtype), weight.to(self.dtype).t(), self.tf32).to(self.out), (x,)
 
     def keep(self, x: Tensor) -> Factor:
-        """x."""
+        """Return x."""
         return (x,)
 
     def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
-        """grad, twice."""
+        """Return `grad` unchanged, twice."""
         return (grad,), (grad,)
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """weight [n, k] -> gradient of x [m, k], of `dtype`."""
+        """Return the gradient of x, [m, k] in `dtype`, for a weight [n, k]."""
         return product(grad[0].to(self.dtype), weight.to(self.dtype), self.tf32).to(dtype)
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
-        """-> [n, k]."""
+        """Return the gradient of the weight, [n, k]."""
         made = product(grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32)
         return made if self.grad_scale == 1 else made.mul_(self.grad_scale)
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
-        """total [n, k] += grad.T @ x, where `total` may be wider than the factors. first: written over it."""
+        """Add grad.T @ x to `total` [n, k], whose dtype may be wider than that of the factors.
+
+        first: overwrite `total` instead.
+        """
         add_product_(total, grad[0].to(self.dtype).t(), x[0].to(self.dtype), self.tf32, first, self.grad_scale)
 
 
 def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
-    """[m, k] @ [k, n] -> [m, n], in the dtype of the factors."""
+    """Return a @ b, [m, k] @ [k, n] -> [m, n], in the dtype of the factors."""
     if slow_half(a):
         return (a.float() @ b.float()).half()
     return product_tf32(a, b) if tf32 and lacks_tf32(a) else a @ b
 
 
 def slow_half(tensor: Tensor) -> bool:
-    """Whether products of this tensor had better be made in FP32 and rounded."""
+    """Return True if products of this tensor are faster in FP32, with the result rounded."""
     return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
 
 
 def lacks_tf32(tensor: Tensor) -> bool:
-    """Whether products of this tensor in TF32 must be made by rounding it."""
+    """Return True if TF32 products of this tensor must be emulated by rounding the tensor."""
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 def add_product_(
     total: Tensor, a: Tensor, b: Tensor, tf32: bool = False, first: bool = False, scale: float = 1.0
 ) -> None:
-    """total += scale * a @ b, or total = that if it is the first, where `total` may be wider than the factors. The
-    product is rounded before it is scaled and added."""
+    """Add scale * a @ b to `total`, whose dtype may be wider than that of the factors.
+
+    The product is rounded to the dtype of the factors before it is scaled and added. first: overwrite `total` instead.
+    """
     if total.dtype == a.dtype and not slow_half(a) and not (tf32 and lacks_tf32(a)):
-        total.addmm_(a, b, beta=0 if first else 1, alpha=scale)  # 0 times what is there is 0, even if not finite
+        total.addmm_(a, b, beta=0 if first else 1, alpha=scale)  # beta=0 ignores `total`, even inf and NaN
         return
     made = product(a, b, tf32)
     made = made if scale == 1 else made.mul_(scale)
@@ -131,8 +140,9 @@ def add_product_(
 
 
 def _add_(total: Tensor, product: Tensor) -> None:
-    """total += product. A CPU widens into memory of its own before it adds: few enough rows that this is in a cache."""
-    real = type(total) is Tensor  # and not one that has a shape only
+    """Add `product` to `total`. On a CPU in blocks of rows, because torch casts `product` into a temporary tensor
+    first, and a small temporary tensor stays in the cache."""
+    real = type(total) is Tensor  # a fake tensor has a shape but no values
     if total.dtype == product.dtype or total.device.type != "cpu" or not real:
         total.add_(product)
         return

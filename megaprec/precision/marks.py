@@ -1,8 +1,8 @@
-"""Parts of a model that are marked to stay FP32: who they are, and what goes into and comes out of them.
+"""FP32 marks: modules that are marked to stay in FP32, and the casts of their inputs and outputs.
 
-A mark is InternEvo's attribute on a module. It is heeded in three places: `megaprec.precision.module_wrappers`
-casts any module, `parallel.fp32_marks` the stages that are trained, and the optimizer holds the parameters of a marked
-part, their gradients and masters in FP32. A mark that nobody has seen to is refused there.
+A mark is InternEvo's attribute on a module. It is used in three places: `megaprec.precision.module_wrappers` casts any
+module, `parallel.fp32_marks` casts the stages that are trained, and the optimizer keeps the parameters of a marked
+module, their gradients and their masters in FP32. The optimizer refuses a mark for which no casts were installed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +23,17 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 
 def set_fp32_attr_to_module(module: nn.Module) -> None:
-    """Marks `module`, and all in it, to be held and computed in FP32 when the model is wrapped or trained."""
+    """Mark `module` and all its submodules to stay and compute in FP32 when the model is wrapped or trained."""
     module.is_fp32_module = True  # type: ignore[assignment]
 
 
 def module_has_fp32_attr(module: nn.Module) -> bool:
-    """Whether this very module is marked."""
+    """Return True if this module itself is marked."""
     return bool(getattr(module, "is_fp32_module", False))
 
 
 def marked_parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost marked modules, with their paths; what is in them is marked with them."""
+    """Yield (path, module) of the outermost marked modules; a mark includes all submodules."""
     if module_has_fp32_attr(model):
         yield path or "the model", model
         return
@@ -42,7 +42,7 @@ def marked_parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Marks every module of which a parameter's path in `model` matches one of the patterns (`fnmatch`)."""
+    """Mark every module that has a parameter whose path in `model` matches one of the patterns (`fnmatch`)."""
     for path, module in model.named_modules():
         names = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
         if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
@@ -52,9 +52,9 @@ def mark_fp32(model: nn.Module, patterns: Sequence[str]) -> None:
 def compute_in_fp32(
     module: nn.Module, out: Callable[[torch.dtype | None], torch.dtype], wide: torch.dtype = torch.float32
 ) -> None:
-    """Casts floating inputs of `module` to `wide`, and its outputs in that to `out(dtype of the first of them)`.
+    """Make `module` cast its floating-point inputs to `wide`, and its outputs of dtype `wide` to `out(input dtype)`.
 
-    The first is the first tensor with dims; None if all that comes in are integers.
+    The input dtype is that of the first floating-point input that is not a scalar; None if there is none.
     """
     leaves = [wide]
 
@@ -72,16 +72,17 @@ def compute_in_fp32(
 
 
 def parameters_of_marked(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """All parameters in marked parts."""
+    """Return all parameters of marked modules."""
     return {parameter for part in parts for _, module in marked_parts(part) for parameter in module.parameters()}
 
 
 def keeping_marked(
     parts: Sequence[nn.Module], plan: PrecisionPlan, world: Axis, device: torch.device
 ) -> tuple[PrecisionPlan, tuple[str, ...]]:
-    """The plan that keeps what is marked on any rank, which may hold a tied copy of it here, and the names of that.
+    """Return the plan that keeps every parameter in FP32 that is marked on any rank, and the names of these parameters.
 
-    Collective over the world. Raises UserError if a part is marked that nobody makes compute in FP32.
+    A tied parameter may be marked on another rank only. Collective over the world. Raises UserError if a marked module
+    would not compute in FP32.
     """
     for path, module in (found for part in parts for found in marked_parts(part)):
         if not getattr(module, "computes_in_fp32", False) and plan.compute != plan.sensitive:

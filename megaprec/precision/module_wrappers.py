@@ -1,12 +1,12 @@
-"""Mixed precision around any torch module: a wrapper that casts it, and marks for the parts that stay FP32.
+"""Mixed-precision wrappers for any torch module, with marks for submodules that stay in FP32.
 
     set_fp32_attr_to_module(model.router)
     model = NaiveAMPModel(model, dtype=torch.bfloat16)      # or PlannedModel(model, plan)
 
-The first two have the names and arguments of InternEvo's (`internlm/core/naive_amp.py`). Where the original loses
-something this does not: values of a part marked FP32 are never rounded, arguments are cast wherever they are nested
-(`megaprec.precision.nested`) and by keyword too, integers are left alone, and every container comes back as its own
-kind.
+`NaiveAMPModel` and `set_fp32_attr_to_module` have the names and arguments of InternEvo's own
+(`internlm/core/naive_amp.py`). They differ where the original loses information: values of a module marked FP32 are
+never rounded, positional and keyword arguments are cast at any depth of nesting (`megaprec.precision.nested`), integers
+are unchanged, and every container keeps its type.
 """
 
 from typing import Any, Self
@@ -30,20 +30,20 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class NaiveAMPModel(nn.Module):
-    """`model` in `dtype`: its parameters, its floating buffers, and FP32 tensors among its inputs.
+    """A wrapper that runs `model` in `dtype`: its parameters, floating-point buffers and FP32 inputs are cast.
 
-    output_to_fp32: half-precision outputs are made FP32.
+    output_to_fp32: half-precision outputs are cast to FP32.
     parallel_mode: the ranks over which buffers are averaged: an `Axis`, a process group, a DeviceMesh of one dim, or a
-        `ParallelMode`, which may be InternEvo's own member or its name. A mode is looked up on `mesh`; without one DATA
-        is the world, if that was never cut into groups.
-    sync_buffer: buffers of floating and complex numbers are averaged over them before each forward pass in training and
-        before the first one after `eval()`. Buffers of integers are left alone.
-    dtype: torch.float16, bfloat16 or float32, or InternEvo's string for it. "torch.tf32" is FP32, and allows TF32 in
-        this process from now on.
+        `ParallelMode`, InternEvo's own member or its name. A mode is looked up on `mesh`; without a mesh, DATA means
+        the whole world, provided that the world was never split into groups.
+    sync_buffer: floating-point and complex buffers are averaged over these ranks before each forward pass in training
+        and before the first forward pass after `eval()`. Integer buffers are unchanged.
+    dtype: torch.float16, bfloat16 or float32, or InternEvo's string for it. "torch.tf32" means FP32 and also allows
+        TF32 in this process from then on.
 
-    Casts `model` in place. In a part marked by `set_fp32_attr_to_module` parameters and buffers keep their values,
-    floating inputs come in FP32, and what comes out of FP32 is of `dtype`.
-    Raises UserError for another dtype, and if buffers are to be averaged over ranks that are not known.
+    Casts `model` in place. A module marked by `set_fp32_attr_to_module` keeps the values of its parameters and buffers,
+    gets floating-point inputs in FP32, and its FP32 outputs are cast to `dtype`.
+    Raises UserError for another dtype, and if the ranks over which to average buffers are not known.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class NaiveAMPModel(nn.Module):
         mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.output_to_fp32, self.dtype = model, output_to_fp32, _half_or_fp32(dtype)
+        self.model, self.output_to_fp32, self.dtype = model, output_to_fp32, _use_dtype(dtype)
         self._group, self._mesh = known_group(parallel_mode, mesh), mesh
         self.sync_buffer = sync_buffer
         self._first_eval = False
@@ -65,7 +65,7 @@ class NaiveAMPModel(nn.Module):
 
     @property
     def sync_buffer(self) -> bool:
-        """Whether buffers are averaged; False also where the group is this rank alone."""
+        """Return True if buffers are averaged; False also if the group has only this rank."""
         return bool(self._axes)
 
     @sync_buffer.setter
@@ -81,17 +81,17 @@ class NaiveAMPModel(nn.Module):
         return mapped(outputs, lambda t: t.float() if t.dtype in HALVES else t) if self.output_to_fp32 else outputs
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the wrapper and the model to training, or to evaluation; returns the wrapper."""
+        """Set the wrapper and the model to training or evaluation mode, and return the wrapper."""
         self._first_eval = not mode
         return super().train(mode)
 
 
 class PlannedModel(nn.Module):
-    """`model` as a plan has it: its parameters, buffers, inputs and outputs, and in FP32 what `keep_fp32` names.
+    """A wrapper that casts the parameters, buffers, inputs and outputs of `model` to the dtypes of a plan.
 
-    A module is kept if a pattern matches the path of one of its parameters. Casts `model` in place. Raises UserError
-    for a pattern that matches none, and for a plan whose parameters are wider than its products: that is
-    torch.autocast's to do.
+    A module stays in FP32 if a pattern of `plan.keep_fp32` matches the path of one of its parameters. Casts `model` in
+    place. Raises UserError for a pattern that matches no parameter, and for a plan whose parameters are wider than its
+    compute dtype: use torch.autocast for that.
     """
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
@@ -119,9 +119,9 @@ class PlannedModel(nn.Module):
 
 @torch.no_grad()
 def average_buffers(module: nn.Module, *axes: Axis) -> None:
-    """Makes every buffer of floating or complex numbers in `module` its mean over the ranks of all `axes`.
+    """Replace every floating-point or complex buffer in `module` by its mean over the ranks of all `axes`.
 
-    Added in FP32, or in FP64 if that is a buffer's dtype. Collective over each axis, whose ranks hold the same buffers.
+    The sum is in FP32, or in FP64 if a buffer is FP64. Collective over each axis; its ranks must have the same buffers.
     """
     kinds = (b for b in module.buffers() if b.is_floating_point() or b.is_complex())
     buffers = [torch.view_as_real(b) if b.is_complex() else b for b in kinds]
@@ -135,10 +135,10 @@ def average_buffers(module: nn.Module, *axes: Axis) -> None:
         buffer.copy_(mean.view_as(buffer))
 
 
-def _half_or_fp32(dtype: object) -> torch.dtype:
-    """The dtype that was given, perhaps by InternEvo's string; for "torch.tf32" sets torch's switches and returns FP32.
+def _use_dtype(dtype: object) -> torch.dtype:
+    """Return `dtype`, which may be InternEvo's string for it, as a torch dtype.
 
-    Raises UserError for one that a model is not held in.
+    For "torch.tf32", set torch's TF32 switches and return FP32. Raises UserError for any other dtype.
     """
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     known = TORCH_DTYPES.get(name, torch.float32 if name == "tf32" else dtype)
@@ -154,7 +154,7 @@ def _half_or_fp32(dtype: object) -> torch.dtype:
 
 
 def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtype) -> None:
-    """Casts floating parameters and buffers; those of marked parts, wherever else they are used, are FP32."""
+    """Cast floating-point parameters and buffers; those of a marked module become FP32, even if shared with others."""
     kept = {id(tensor) for _, module in marked_parts(model) for tensor in (*module.parameters(), *module.buffers())}
     for tensors, dtype in ((model.parameters(), parameters), (model.buffers(), buffers)):
         for tensor in tensors:
@@ -163,7 +163,7 @@ def _cast_tensors(model: nn.Module, parameters: torch.dtype, buffers: torch.dtyp
 
 
 def _cast_borders(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts what goes into and comes out of the outermost marked parts."""
+    """Install casts of the inputs and outputs of the outermost marked modules."""
     for _, module in marked_parts(model):
         compute_in_fp32(module, lambda _: dtype)
 

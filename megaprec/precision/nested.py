@@ -1,8 +1,8 @@
-"""Tensors in whatever modules pass each other: containers within containers.
+"""Tensors in the nested containers that modules take and return.
 
-A container is a mapping (transformers' ModelOutput is one), a list or a queue, a tuple with or without names, or a
-dataclass. Everything else, a module too, is taken as it is: what it holds is its own. A container of which a tensor
-changes is copied and comes back as its own kind; one of which none does is handed back itself.
+A container is a mapping (such as transformers' ModelOutput), a list or deque, a tuple or named tuple, or a dataclass.
+Any other value, including a module, is a leaf and is not searched. A container in which a tensor changes is copied and
+keeps its type; a container in which none changes is returned as the same object.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in `value`, in order."""
+    """Yield all tensors in `value`, in order."""
     if isinstance(value, Tensor):
         yield value
     else:
@@ -23,7 +23,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `change` applied to each tensor in it; no container that was given is written to."""
+    """Return `value` with `change` applied to each tensor in it; no container of `value` is modified."""
     if isinstance(value, Tensor):
         return change(value)
     changes = {}
@@ -34,7 +34,7 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _items(value: Any) -> dict[Any, Any]:
-    """What a container holds, by key, number or field; nothing for what is none."""
+    """Return the items of a container by key, index or field name; empty if `value` is no container."""
     if isinstance(value, Mapping):
         return dict(value.items())
     if isinstance(value, tuple | MutableSequence):
@@ -45,9 +45,9 @@ def _items(value: Any) -> dict[Any, Any]:
 
 
 def _changed(value: Any, changes: dict[Any, Any]) -> Any:
-    """A copy of a container with some of its items changed."""
+    """Return a copy of a container with some of its items replaced."""
     if isinstance(value, tuple):
-        make = getattr(value, "_make", type(value))  # of a named tuple: its constructor may take other arguments
+        make = getattr(value, "_make", type(value))  # a named tuple's constructor may take other arguments
         return make([changes.get(n, item) for n, item in enumerate(value)])
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)({**value, **changes})  # type: ignore[call-arg]

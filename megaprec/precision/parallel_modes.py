@@ -1,8 +1,8 @@
-"""Which ranks a parallel mode means: InternEvo's names for groups of ranks, and the axes that they are here.
+"""InternEvo's parallel modes (its names for groups of ranks), and the mesh axes that they mean.
 
-Its modes are members of an enumeration, looked up in a global context. Here nobody looks a group up: a mode is one of
-the mesh that it is given with, and of no mesh only where every rank of the world can but be a data-parallel replica. A
-group may also be given itself, as an `Axis`, a process group of torch's or a DeviceMesh of one dim.
+InternEvo's modes are members of an enumeration, looked up in a global context. Here a mode is looked up on the mesh
+that is passed with it. Without a mesh, DATA means the whole world, and only if every rank must be a data-parallel
+replica. A caller may also pass the group itself, as an `Axis`, a torch process group or a DeviceMesh of one dim.
 """
 
 from collections.abc import Sequence
@@ -46,13 +46,16 @@ _DIMS = {
     ParallelMode.PIPELINE: (("pp", "pipe"),),
     ParallelMode.MODEL: (("pp", "pipe"), ("tp", "tensor")),
 }
-"""The dims of a mesh that a mode runs along, each by the names that it may have."""
+"""The mesh dims of each mode; each dim is a tuple of the names that it may have."""
 
 _GIVE = "give its Axis, process group or DeviceMesh dim as parallel_mode"
 
 
 def known_group(group: Group, mesh: DeviceMesh | None) -> Axis | dist.ProcessGroup | DeviceMesh | ParallelMode:
-    """The group that was given, or its mode; a string may name a dim of `mesh`. Raises UserError for another."""
+    """Return `group` itself, or the mode that it names; a string may name a dim of `mesh`.
+
+    Raises UserError for anything else.
+    """
     if isinstance(group, Axis | dist.ProcessGroup | DeviceMesh):
         return group
     if isinstance(group, str) and mesh is not None and group in (mesh.mesh_dim_names or ()):
@@ -61,10 +64,10 @@ def known_group(group: Group, mesh: DeviceMesh | None) -> Axis | dist.ProcessGro
 
 
 def axes_of(group: Group, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Axis, ...]:
-    """The axes whose ranks together are the group; those of one rank are left out.
+    """Return the axes whose ranks together form the group, without axes of size one.
 
-    mesh: on which a mode is looked up. model: whose parameters may show that ranks hold parts of it.
-    Raises UserError for a group that is not known, and on a rank that is not in the one that was given.
+    mesh: the mesh on which a mode is looked up. model: its parameters may show that it is sharded over ranks.
+    Raises UserError for an unknown group, and on a rank that is not a member of the group.
     """
     known = known_group(group, mesh)
     if isinstance(known, ParallelMode):
@@ -77,7 +80,7 @@ def axes_of(group: Group, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Ax
 
 
 def mode_of(name: object) -> ParallelMode:
-    """The mode that a member of another enumeration or a string names. Raises UserError for what is none."""
+    """Return the mode that a member of any enumeration, or a string, names. Raises UserError if it names none."""
     word = name.name if isinstance(name, Enum) else str(name).rpartition(".")[2]
     known = {mode.value: mode for mode in ParallelMode} | {mode.name.lower(): mode for mode in ParallelMode}
     if not isinstance(name, Enum | str) or word.lower() not in known:
@@ -126,7 +129,8 @@ def _axis(name: str, group: dist.ProcessGroup | None) -> Axis:
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Whether every rank can but hold a replica: the world was never cut into groups, and no parameter over ranks."""
+    """Return True if every rank must have a replica: the world was never split into groups, and no parameter is
+    sharded."""
     groups = list(dist.distributed_c10d._world.pg_map)
     if any(len(dist.get_process_group_ranks(group)) < dist.get_world_size() for group in groups):
         return False
@@ -134,7 +138,7 @@ def _is_plain(model: nn.Module) -> bool:
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:
-    """Whether ranks hold parts or copies of it by its layout, or by torch's own (a DTensor)."""
+    """Return True if the parameter's layout shards or replicates it over ranks, or if it is a DTensor."""
     if hasattr(parameter, "placements"):
         return True
     layout = layout_of(parameter) if has_layout(parameter) else None

@@ -1,4 +1,4 @@
-"""Patterns of logical names, as `fnmatch` has them: each must mean a parameter somewhere, or it was mistyped."""
+"""Patterns (`fnmatch`) of logical names. A pattern that matches no parameter on any rank is refused as mistyped."""
 
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -14,14 +14,14 @@ NORMS = ("*norm.weight", "*norm.bias")
 
 
 def matched(patterns: Sequence[str], names: Collection[str]) -> list[bool]:
-    """Whether each pattern matches one of the names."""
+    """Return, for each pattern, True if it matches at least one of the names."""
     return [any(fnmatchcase(name, pattern) for name in names) for pattern in patterns]
 
 
 def unmatched(key: str, patterns: Sequence[str], found: Sequence[bool], names: Sequence[str]) -> Iterator[str]:
-    """A line for each pattern of `key` that was not found among the names of the whole model.
+    """Yield an error line for each pattern of `key` that matches no parameter of the whole model.
 
-    NORMS stand for one thing, and not every norm has a bias: of these one is enough.
+    The patterns of NORMS count as one: not every norm has a bias, so one match is enough for both.
     """
     norms = any(is_found for pattern, is_found in zip(patterns, found, strict=True) if pattern in NORMS)
     like = f"; names are like {names[0]} and {names[-1]}" if names else ""
@@ -31,7 +31,7 @@ def unmatched(key: str, patterns: Sequence[str], found: Sequence[bool], names: S
 
 
 def require_used(key: str, patterns: Sequence[str], names: Collection[str], world: Axis, device: torch.device) -> None:
-    """Raises UserError on every rank if a pattern matches no parameter on any. Collective over the world.
+    """Raise UserError on every rank if a pattern matches no parameter on any rank. Collective over the world.
 
     names: logical names of this rank's parameters.
     """

@@ -1,10 +1,10 @@
 """The precision plan: every numeric decision of a run, made once, in one frozen value.
 
-Afterwards the plan is only read. Nothing in it means "decide later", and `origin` remembers which
-configuration key decided each field, so that "why is my reduction FP32?" has an answer.
+After it is made, the plan is only read. No field means "decide later", and `origin` records the configuration key that
+decided each field, so that "why is my reduction FP32?" has an answer.
 
-`compute` is what products and activations are in. Weights are held in it too, gradients are summed and the
-optimizer works in something wider, and a few operators (norms, softmax, loss) are never done in less than FP32.
+`compute` is the dtype of matrix products and activations, and usually of the weights. Gradient accumulation and the
+optimizer use a wider dtype, and a few operators (norms, softmax, loss) never use less than FP32.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ OnNonfinite = Literal["skip", "raise", "ignore"]
 
 @dataclass(frozen=True)
 class LossScaling:
-    """How the loss is scaled before the backward pass, so that small half-precision gradients survive.
+    """Settings of the loss scale, which keeps small half-precision gradients from underflowing in the backward pass.
 
-    kind: none | constant | dynamic. A constant scale is `initial`.
+    kind: none | constant | dynamic. A constant scale has the value `initial`.
     The other fields are those of `megaprec.optim.scaler.DynamicGradScaler`, with Megatron's defaults.
     """
 
@@ -41,35 +41,37 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """compute: dtype of products and of activations between layers.
-    residual: dtype of the residual stream, to which each branch of a layer adds; the embedding begins it.
-    pipeline: dtype of what pipeline stages send each other.
-    attention: dtype in which query, key and value enter attention's two products; positions are turned before.
-    parameters: dtype of the weights that the layers hold.
-    keep_fp32: patterns (`fnmatch`) of logical names; a parameter that matches one is held, used and reduced in the
-        sensitive dtype.
+    """Every dtype and numeric rule of a run.
+
+    compute: dtype of matrix products and of activations between layers.
+    residual: dtype of the residual stream, which begins with the embedding and to which each branch of a layer adds.
+    pipeline: dtype of the activations and their gradients that pipeline stages send each other.
+    attention: dtype of query, key and value in attention's two products; rotary positions are applied before.
+    parameters: dtype of the weights of the layers.
+    keep_fp32: patterns (`fnmatch`) of logical names; a matching parameter is stored, used and reduced in the dtype
+        `sensitive`.
     gradients: dtype in which gradients are accumulated over micro-batches.
-    reduce: dtype in which gradients travel when they are summed over ranks.
-    masters: dtype of the weights that the optimizer updates; those of the layers are rounded from them. There are no
-        others if it is that of `parameters`.
-    remainders: FP32 masters are kept as the BF16 weight and the 16 bits that it lacks, not as a copy of their own.
-    moments: dtype of the optimizer's averages.
-    rounding: of masters into weights: to the nearest, or up or down with the probability that makes the mean exact.
+    reduce: dtype of gradients in communication, when they are summed over ranks.
+    masters: dtype of the weights that the optimizer updates; the weights of the layers are rounded from them. If it
+        is the dtype of `parameters`, the weights are the masters and there is no second copy.
+    remainders: FP32 masters are stored as the BF16 weight and the 16 bits that it lacks, not as a separate copy.
+    moments: dtype of the optimizer's moments.
+    rounding: rounding of masters to weights: to nearest, or stochastic, whose mean is exact.
     sensitive: dtype of norms, softmax, router and loss.
-    scores: dtype that attention's scores and weights are rounded to. That of `sensitive`: they need not be, and are
-        only in bf16 on a CPU with instructions for it.
-    buffers: dtype of the model's tables, such as rotary angles.
-    output: dtype of the logits that a model hands out, and from which the loss is computed, in `sensitive`.
-    cast_inputs: which modules have their floating inputs cast to the dtype that they compute in: the model itself
-        ("root"), every module below it ("inner"), both ("all") or none. For models wrapped in `PlannedModel`: this
-        project's own take token ids, and each of their layers casts what its products are made of.
-    fp8: how products of linear layers are made in FP8 instead of `compute`; None: they are not.
-    scaling: of the loss.
-    on_nonfinite: what a step does whose gradients hold an inf or a NaN, in any precision: skip it, raise
-        FloatingPointError after skipping it, or apply it all the same.
-    masters_in_checkpoint: whether checkpoints hold the masters, or only the rounded weights.
-    tf32: whether FP32 products may be made in TF32. A CPU has none: those of linear layers are made from factors that
-        are rounded to it, those of attention and of a router stay in FP32.
+    scores: dtype to which attention scores and probabilities are rounded. If it is that of `sensitive`, they are not
+        rounded to `attention`, except in bf16 on a CPU with bf16 instructions.
+    buffers: dtype of the model's buffers, such as rotary angles.
+    output: dtype of the logits that the model returns; the loss is computed from them in `sensitive`.
+    cast_inputs: the modules whose floating-point inputs are cast to their compute dtype: the model itself ("root"),
+        every module below it ("inner"), both ("all") or none. For models wrapped in `PlannedModel`: this project's own
+        models take token ids, and each of their layers casts the factors of its products.
+    fp8: the recipe of FP8 products of linear layers; None: all products are in `compute`.
+    scaling: the loss scale.
+    on_nonfinite: what happens in a step whose gradients contain an inf or a NaN, in any precision: skip it, raise
+        FloatingPointError after skipping it, or apply it anyway.
+    masters_in_checkpoint: True if checkpoints contain the masters, False if only the rounded weights.
+    tf32: True if FP32 products may use TF32. A CPU has no TF32: there linear layers multiply factors rounded to TF32,
+        and products of attention and of a router stay in FP32.
     origin: field name -> the configuration key that decided it.
     """
 
@@ -102,7 +104,7 @@ class PrecisionPlan:
             raise UserError(*broken)
 
     def _rules(self) -> dict[str, bool]:
-        """What any plan must keep, whichever configuration made it."""
+        """Return rule -> whether this plan keeps it, for the rules that hold for every plan."""
         named = {name: dtype_name(getattr(self, name)) for name in ("parameters", "gradients", "masters", "moments")}
         return {
             f"moments = {named['moments']}: use fp32 or bf16, whose range is FP32's": (
@@ -116,16 +118,16 @@ class PrecisionPlan:
             ),
             f"parameters = {named['parameters']}, masters = {named['masters']}, moments = {named['moments']}: fp64 "
             "goes with fp64": len({d == torch.float64 for d in (self.parameters, self.masters, self.moments)}) == 1,
-            f"reduce = {dtype_name(self.reduce)} is wider than gradients = {named['gradients']} can be": (
+            f"reduce = {dtype_name(self.reduce)}: needs gradients = fp64, not {named['gradients']}": (
                 self.reduce != torch.float64 or self.gradients == torch.float64
             ),
-            f"gradients = {named['gradients']} must be fp32 or that of the parameters, {named['parameters']}": (
+            f"gradients = {named['gradients']} must be fp32 or the dtype of parameters, {named['parameters']}": (
                 self.gradients in (torch.float32, self.parameters)
             ),
             f"residual = {dtype_name(self.residual)} is narrower than compute = {dtype_name(self.compute)}": (
                 self.residual.itemsize >= self.compute.itemsize
             ),
-            f"scores = {dtype_name(self.scores)} must be that of attention, {dtype_name(self.attention)}, or "
+            f"scores = {dtype_name(self.scores)} must be the dtype of attention, {dtype_name(self.attention)}, or "
             f"{dtype_name(self.sensitive)}": self.scores in (self.attention, self.sensitive),
             f"split masters need bf16 parameters and FP32 masters, not {named['parameters']} and {named['masters']}": (
                 not self.remainders or (self.parameters, self.masters) == (torch.bfloat16, torch.float32)
@@ -133,10 +135,11 @@ class PrecisionPlan:
             f"stochastic rounding makes bf16 weights, but parameters = {named['parameters']}": (
                 self.rounding == "nearest" or self.parameters == torch.bfloat16
             ),
-            "compute = fp64: products in FP8 are summed in FP32, so compute in fp32, bf16 or fp16": (
+            "compute = fp64: FP8 products accumulate in FP32, so use compute = fp32, bf16 or fp16": (
                 self.fp8 is None or self.compute != torch.float64
             ),
-            "FP8 parameters = true: masters must be fp32 and in checkpoints, for they are the only wide weights": (
+            "FP8 parameters = true: masters must be fp32 and in checkpoints, for no other copy of the weights is wider "
+            "than FP8": (
                 self.fp8 is None
                 or not self.fp8.parameters
                 or (self.masters == torch.float32 and self.masters_in_checkpoint)
@@ -147,17 +150,17 @@ class PrecisionPlan:
         }
 
     def param_dtype(self, name: str) -> torch.dtype:
-        """The dtype in which the parameter of this logical name is held."""
+        """Return the dtype of the parameter of this logical name."""
         return self.sensitive if self.keeps_fp32(name) else self.parameters
 
     def compute_dtype(self, name: str) -> torch.dtype:
-        """The dtype of products with the parameter of this logical name."""
+        """Return the dtype of products with the parameter of this logical name."""
         return self.sensitive if self.keeps_fp32(name) else self.compute
 
     def bytes_per_parameter(self, averages: int, in_fp8: bool = False) -> tuple[int, int]:
-        """(on every rank, cut over the ranks that share optimizer state) for a rule that keeps so many averages.
+        """Return (bytes on every rank, bytes sharded over the ranks that share optimizer state) per parameter.
 
-        in_fp8: of a weight that is kept in FP8 alone, without its scales.
+        averages: number of moments of the update rule. in_fp8: for a weight stored in FP8 only; its scales not counted.
         """
         held = 1 if in_fp8 else self.parameters.itemsize
         own = self.masters.itemsize if self.masters.itemsize > held else 0
@@ -165,7 +168,7 @@ class PrecisionPlan:
         return held + self.gradients.itemsize, masters + averages * self.moments.itemsize
 
     def keeps_fp32(self, name: str) -> bool:
-        """Whether the parameter of this logical name is one that is kept in FP32."""
+        """Return True if a pattern of `keep_fp32` matches this logical name."""
         return any(fnmatchcase(name, pattern) for pattern in self.keep_fp32)
 
 
@@ -176,11 +179,11 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "float": torch.float32,
-}  # by torch's names
+}  # torch's name -> dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name in DTYPES, torch's own for any other."""
+    """Return the name in DTYPES; torch's own name for any other dtype."""
     return next((name for name, known in DTYPES.items() if known == dtype), str(dtype).removeprefix("torch."))
 
 
@@ -196,12 +199,12 @@ def plan(
     moments: str = "fp32",
     **others: Any,
 ) -> PrecisionPlan:
-    """The plan named by its compute precision: fp64 (for proofs), fp32, bf16 or fp16, changed by what is given.
+    """Return the default plan of a compute precision, changed by the other arguments.
 
-    parameters: that of compute unless given. reduce: that of gradients unless given.
+    compute: fp64 (for proofs), fp32, bf16 or fp16. parameters: default: as compute. reduce: default: as gradients.
     masters: fp32, or "split" (BF16 weight and 16 further bits, together FP32), or "none" (the weights are updated).
-    others: fields of PrecisionPlan as they are.
-    fp16 scales its loss dynamically unless told otherwise; with fp64 everything that is FP32 by default is FP64.
+    others: fields of PrecisionPlan, passed on unchanged.
+    The default of fp16 is a dynamic loss scale; with fp64 every field that is FP32 by default is FP64.
     """
     wide = "fp64" if compute == "fp64" else "fp32"
     parameters = parameters or compute

@@ -1,8 +1,8 @@
-"""TF32: FP32 whose products see only ten bits of mantissa.
+"""TF32: products of FP32 factors of which only ten bits of mantissa are used.
 
-TF32 is no dtype. On a device that has it, it is two switches of torch's that hold for the whole process; `tf32` sets
-them for as long as a `with` block lasts. Elsewhere its numbers can be had by rounding the factors of a product with
-`round_tf32` first: a tensor core multiplies what is left exactly and adds in FP32.
+TF32 is not a dtype. On a device that supports it, two torch switches turn it on for the whole process; `tf32` sets them
+for the duration of a `with` block. On other devices the same numbers result from rounding the factors of a product
+with `round_tf32` first: a tensor core multiplies the rounded factors exactly and accumulates in FP32.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ _DROPPED = 13  # bits of FP32's mantissa that TF32 lacks
 
 @contextmanager
 def tf32(on: bool) -> Iterator[None]:
-    """Within the block products of matrices and convolutions in FP32 may be made in TF32, or may not.
+    """Context manager in which FP32 matrix products and convolutions may use TF32 (`on`), or must not.
 
-    Sets torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32, and puts back what they were.
+    Sets torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32, and restores them at the end.
     """
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
@@ -29,10 +29,10 @@ def tf32(on: bool) -> Iterator[None]:
 
 
 def round_tf32(values: Tensor) -> Tensor:
-    """float32 of any shape, rounded to the nearest TF32 and, halfway between two, away from zero (float32 again).
+    """Return float32 `values` (any shape) rounded to the nearest TF32, ties away from zero, as float32.
 
-    That is the rounding of PTX's cvt.rna.tf32.f32. inf and NaN stay what they are; what rounds beyond the largest TF32
-    becomes inf; subnormals keep the bits that TF32 has for them.
+    This is the rounding of PTX's cvt.rna.tf32.f32. inf and NaN are unchanged; a number that rounds beyond the largest
+    TF32 becomes inf; subnormals keep the bits that TF32 has for them.
     """
     bits = values.contiguous().view(torch.int32)
     rounded = (bits + (1 << (_DROPPED - 1))) & -(1 << _DROPPED)
@@ -40,5 +40,5 @@ def round_tf32(values: Tensor) -> Tensor:
 
 
 def product_tf32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of float32, from factors rounded to TF32, added in FP32."""
+    """Return a @ b of float32 factors rounded to TF32, accumulated in FP32."""
     return round_tf32(a) @ round_tf32(b)

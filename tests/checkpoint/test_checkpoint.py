@@ -265,8 +265,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no moment": (partial(change_index, lose_moment), "lacks a part of exp_avg_sq/scale"),
     "no chunk": (partial(change_index, lose_chunk), "lacks a part of weight/linear.weight"),
     "another shape": (partial(change_index, of_another_shape), "lacks a part of weight/linear.weight"),
-    "cut tensors": (partial(truncate, "model-00000.safetensors"), "model-00000.safetensors is missing or is not the"),
-    "no tensors file": (lambda path: (path / "optimizer-00000.safetensors").unlink(), "is missing or is not the"),
+    "cut tensors": (
+        partial(truncate, "model-00000.safetensors"),
+        "model-00000.safetensors is missing or does not have the",
+    ),
+    "no tensors file": (
+        lambda path: (path / "optimizer-00000.safetensors").unlink(),
+        "is missing or does not have the",
+    ),
     "scrambled tensors": (scramble, "optimizer-00000.safetensors is damaged"),
     "file outside": (partial(change_index, list_outside), "outside of the checkpoint: '../x'"),
     "chunk outside": (partial(change_index, point_outside), "has no file '../elsewhere.safetensors'"),

@@ -130,7 +130,7 @@ def test_what_is_hashed_in_memory_is_what_is_in_the_file(tmp_path: Path) -> None
 def test_no_rank_reads_much_more_than_another(ranks: int) -> None:
     sizes = sorted((random.Random(ranks).randrange(1000) for _ in range(20)), reverse=True)
     loads = [0] * ranks
-    for size, owner in zip(sizes, integrity._dealt(sizes, ranks), strict=True):
+    for size, owner in zip(sizes, integrity._assign_files(sizes, ranks), strict=True):
         loads[owner] += size
     assert max(loads) - min(loads) <= sizes[0]
 

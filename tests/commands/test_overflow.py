@@ -81,7 +81,7 @@ def test_a_searching_scale_is_said_to_be_normal_and_the_run_goes_on(
     outcomes = [record["outcome"] for record in steps(folder)]
     assert outcomes[0] == "skipped_overflow"
     assert outcomes[-1] == "applied"
-    assert "normal, the scale is searching" in explain(folder, capsys)[1]
+    assert "normal, the scale falls until" in explain(folder, capsys)[1]
 
 
 def test_a_run_without_skips_says_so_and_another_folder_is_refused(

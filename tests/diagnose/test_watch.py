@@ -45,13 +45,13 @@ def test_training_is_hopeless_after_as_many_skips_in_a_row_as_are_borne_that_no_
     ("scaling", "steps", "scale", "said"),
     [
         (DYNAMIC, "xxxx", 4.0, "4 in a row at the start: normal"),
-        (DYNAMIC, "." * 999 + "x", 4.0, "1 in the last 1000 steps: normal while the scale searches"),
-        (DYNAMIC, "." * 50 + "x." * 20, 4.0, "20 in the last 90 steps: more than a searching scale explains"),
+        (DYNAMIC, "." * 999 + "x", 4.0, "1 in the last 1000 steps: normal while the scale adapts"),
+        (DYNAMIC, "." * 50 + "x." * 20, 4.0, "20 in the last 90 steps: more than an adapting scale explains"),
         (
             DYNAMIC,
             ".nn",
             4.0,
-            "2 in a row in which the loss itself was not finite, which no lower scale can help: this",
+            "2 in a row in which the loss itself was not finite, which a lower scale cannot help: this",
         ),
         (DYNAMIC, "." + "x" * 12, 1.0, "12 in a row at the minimum scale: this will not recover"),
         (LossScaling("none"), ".x", 1.0, "1 in the last 2 steps: without a loss scale"),

@@ -291,7 +291,7 @@ def test_every_field_has_an_origin(system: str) -> None:
             [".*initial_scale = 4.*: must lie .*"],
         ),
         ("internevo", {"dtype": "torch.float8"}, [r'.*dtype = "torch.float8": no such dtype: .*"torch.tf32"; did .*']),
-        ("internevo", {"mlp_ratio": 2.0}, [r".*mlp_ratio = 2.0: describes a model, and none of num_layers, .*"]),
+        ("internevo", {"mlp_ratio": 2.0}, [r".*mlp_ratio = 2.0: describes a model, but none of num_layers, .*"]),
         (
             "internevo",
             {"norm_type": "rms"},

@@ -244,10 +244,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"kind": "current"}, "only delayed scales have one"),
+        ({"kind": "current"}, "only delayed scales have a history"),
         ({"parameters": True}, "leave parameters, calibrate and calibrating out"),
         ({"calibrate": 3}, "leave parameters, calibrate and calibrating out"),
-        ({"amax_algo": lambda history: history[0]}, "a function as amax_algo"),
+        ({"amax_algo": lambda history: history[0]}, "amax_algo cannot be a function"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], why: str) -> None:

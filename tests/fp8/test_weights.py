@@ -274,7 +274,7 @@ def test_what_cannot_be_kept_in_fp8_is_refused() -> None:
             FP8State.over(None, FP8Recipe(kind, parameters=True), 1)
     with pytest.raises(UserError, match="FP8 parameters = true: masters must be fp32"):
         plan("bf16", masters="none", fp8=FP8Recipe(parameters=True))
-    with pytest.raises(UserError, match="steps that only record need wide weights"):
+    with pytest.raises(UserError, match="calibration steps need weights in the compute dtype"):
         FP8Recipe(parameters=True, calibrate=1)
     engine = engine_of(kept("current"))
     with pytest.raises(UserError, match="those that are kept in FP8 are made again"):

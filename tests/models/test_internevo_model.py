@@ -179,7 +179,7 @@ def test_one_size_makes_a_whole_model_of_internevos_defaults(size: str) -> None:
         (SIZES, ["model.window=4"], "model.window = 4 .* contradicts InternEvo, always"),
         (SIZES, ["model.init_std=0.01"], "model.init_std = 0.01 .* contradicts InternEvo, always"),
         (SIZES, ["model.preset=llama-demo"], r"model.preset = .*: \[precision.internevo\] describes the model"),
-        ({"norm_type": "layernorm"}, [], "norm_type = .*describes a model, and none of num_layers, hidden_size, .*"),
+        ({"norm_type": "layernorm"}, [], "norm_type = .*describes a model, but none of num_layers, hidden_size, .*"),
         ({"mlp_ratio": 2.0}, [], "mlp_ratio = 2.0.*describes a model"),
         ({**SIZES, "no_bias": True}, [], "no_bias = true.*INTERNLM has no such key.*only INTERNLM2_PUBLIC, LLAMA2"),
         (LATER, [], "num_kv_attention_heads = 2.*INTERNLM has no such key"),
@@ -188,7 +188,7 @@ def test_one_size_makes_a_whole_model_of_internevos_defaults(size: str) -> None:
             [],
             "LLAMA2 has no such key.* INTERNLM, INTER",
         ),
-        ({**SIZES, "model_type": "INTERNLM_MoE"}, [], "model_type = .*not read: .*INTERNLM, INTERNLM2_PUBLIC, LLAMA2"),
+        ({**SIZES, "model_type": "INTERNLM_MoE"}, [], "model_type = .*not supported: .*INTERNLM, INTERNLM2_PUBLIC, LLAMA2"),
         ({**SIZES, "num_experts": 4}, [], "num_experts = 4.*mixtures of experts"),
         ({**SIZES, "is_reward": True}, [], "is_reward = true.*reward"),
         ({**SIZES, "output_tf32": True}, [], "output_tf32 = true.*not supported"),
@@ -221,15 +221,15 @@ def test_a_key_whose_value_is_not_known_is_not_at_its_default() -> None:
     open_ = {"model.heads", "model.kv_heads", "model.head_dim", "model.ffn", "model.dropout"}
     assert not open_ & set(resolved.settings)
     assert resolved.settings["model.layers"].value == 2
-    assert any("drop_rate, mlp_ratio, num_attention_heads: not known" in note for note in resolved.notes)
+    assert any("drop_rate, mlp_ratio, num_attention_heads: the value is not known" in note for note in resolved.notes)
     assert not any("mlp_ratio 4" in note for note in resolved.notes)
     for numeric in ({"dtype": UNKNOWN}, {"grad_scaler": UNKNOWN}, {"grad_scaler": {"fp16": {"min_scale": UNKNOWN}}}):
-        with pytest.raises(UserError, match=r" = \(not known\): numbers hang on it: say it as precision.internevo."):
+        with pytest.raises(UserError, match=r" = \(not known\): numbers depend on it: set precision.internevo."):
             resolve(numeric)
     sizes = {"tensor": {"size": UNKNOWN, "mode": UNKNOWN}, "zero1": UNKNOWN, "pipeline": 2}
     spread = resolve({"hybrid_zero_optimizer": {"clip_grad_norm": UNKNOWN}, "parallel": sizes})
     assert set(spread.settings) == {"parallel.pipeline"}
-    assert "clip_grad_norm, parallel.tensor.mode, parallel.tensor.size, parallel.zero1: not known" in spread.notes[1]
+    assert "clip_grad_norm, parallel.tensor.mode, parallel.tensor.size, parallel.zero1: the value is not known" in spread.notes[1]
 
 
 def test_what_internevos_file_says_beside_the_model_is_read(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_what_internevos_file_says_beside_the_model_is_read(tmp_path: Path) -> N
     assert found.settings["model.qkv_bias"].value is False
     assert found.plan.keep_fp32
     assert "model.kv_heads" not in found.settings
-    assert any("num_kv_attention_heads: not known from here" in note for note in found.notes)
+    assert any("num_kv_attention_heads: the value is not known" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bf16", {"moments": "fp16"}, "moments = fp16: use fp32 or bf16"),
     ("fp32", {"masters": "bf16"}, "masters = bf16 are narrower than parameters = fp32"),
     ("bf16", {"masters": "fp16"}, "half masters must be the weights"),
-    ("bf16", {"gradients": "fp16"}, "gradients = fp16 must be fp32 or that of the parameters, bf16"),
+    ("bf16", {"gradients": "fp16"}, "gradients = fp16 must be fp32 or the dtype of parameters, bf16"),
     ("fp16", {"masters": "split"}, "split masters need bf16 parameters"),
     ("fp16", {"rounding": "stochastic"}, "stochastic rounding makes bf16 weights"),
     ("bf16", {"rounding": "stochastic", "masters": "split"}, "cannot be undone"),
     ("bf16", {"masters": "fp64"}, "fp64 goes with fp64"),
     ("fp64", {"moments": "bf16"}, "fp64 goes with fp64"),
     ("fp32", {"moments": "fp64"}, "fp64 goes with fp64"),
-    ("bf16", {"reduce": "fp64"}, "reduce = fp64 is wider"),
+    ("bf16", {"reduce": "fp64"}, "reduce = fp64: needs gradients = fp64"),
     ("bf16", {"reduce": "fp8"}, "precision.reduce = 'fp8' is not known: use one of fp64, fp32, bf16, fp16"),
 ]
 

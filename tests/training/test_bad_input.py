@@ -191,7 +191,9 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(
     os.truncate(damaged / file, 100)
     if not keep:
         shutil.rmtree(checkpoint(fresh, 1))
-    what = f"{damaged}/{file} is missing or is not the .* bytes .*" if "model" in file else f"{damaged} is not .*"
+    what = (
+        f"{damaged}/{file} is missing or does not have the .* bytes .*" if "model" in file else f"{damaged} is not .*"
+    )
     instead = "go on from step_00000001" if keep else "start anew"
     remedy = f"{damaged} is damaged: restore it, or move it away to {instead}"
     refused(["train", "my.toml", "data.cache=FOLDER/run/data", f"train.folder={fresh}"], what, remedy)

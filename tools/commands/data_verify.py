@@ -16,7 +16,7 @@ import numpy as np
 from megaprec.checkpoint.digests import file_digest
 from megaprec.data.files import beside
 from megaprec.data.indexed import CHUNK, IndexedDataset
-from megaprec.data.intact import look, place_of, read_record
+from megaprec.data.intact import place_of, read_record, scan_file
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
@@ -92,7 +92,7 @@ def _of_ids(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Fi
     except UserError as error:
         yield from ((BAD, "ids", problem) for problem in error.problems)
         return
-    whole = look(beside(dataset.prefix, ".bin"), dataset.dtype, again=True)
+    whole = scan_file(beside(dataset.prefix, ".bin"), dataset.dtype, again=True)
     seen = f"{whole.low:,} to {whole.high:,}"
     if tokenizer is None and whole.low >= 0:
         yield NOTE, "ids", f"{seen}; no tokenizer to compare with: give --tokenizer"
@@ -146,7 +146,7 @@ def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator
     for suffix in ("bin", "idx"):
         file = beside(dataset.prefix, f".{suffix}")
         ids = dataset.dtype if suffix == "bin" and dataset.dtype.kind != "f" else None
-        if look(file, ids, again=suffix == "idx" or ids is None).sha256 == record[f"{suffix}_sha256"]:
+        if scan_file(file, ids, again=suffix == "idx" or ids is None).sha256 == record[f"{suffix}_sha256"]:
             yield OK, "hash", f"{file.name} is as it was built"
         else:
             yield BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load, save
 from megaprec.data.blend import Blend
-from megaprec.data.intact import accusation
+from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
@@ -272,7 +272,7 @@ class Trainer:
         except OutsideVocabulary as error:
             start = self.progress.samples if position is None else position
             place, length = samples.place(start + error.sample), self.config.train.seq_length + 1
-            raise UserError(accusation(*place, length, error.vocab) or str(error)) from error
+            raise UserError(describe_bad_id(*place, length, error.vocab) or str(error)) from error
 
     def _needs_outcome(self, step: int) -> bool:
         """Whether something is done after `step` that must not be done on a guess."""

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from megaprec.errors import UserError
 from megaprec.precision.plan import LossScaling
+from tools.config.key_help import describe
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.native_keys import loss_scaling
-from tools.config.run_file import RunConfig, check_world, describe, known_keys, load_run
-from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.config.precision_settings import Precision
+from tools.config.run_file import RunConfig, check_world, known_keys, load_run
+from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Train
 
 RUN = """
 [model]

@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError("--device cuda: torch sees no CUDA device here; leave it out for an estimate")
     device = args.device or ("cuda" if torch.cuda.is_available() else "")
     recipe = config.plan.fp8 or FP8Recipe()
-    model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
+    model = config.sized_model
     found = products(config, model, recipe)
     judged = [judge(one, config, recipe, device) for one in found]
     rest = others(config, model)

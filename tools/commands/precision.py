@@ -28,8 +28,8 @@ from models.config import ModelConfig
 from tools.config.native_keys import native
 from tools.config.precision_advice import Scene, advice
 from tools.config.precision_modules import ROLES, Row, rows
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
 from tools.config.run_file import given_in, known_keys, load_precision, load_run
-from tools.config.settings import FP8, Precision
 from tools.console.tables import table_console
 from tools.console.toml import Given, toml
 from tools.foreign.read import read_foreign
@@ -170,8 +170,9 @@ def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
     config = load_run(path, overrides)
     settings = {key: Given(config.get(key), config.origin(key)) for key in BESIDE if key in known_keys()}
     settings |= {f"model.{key}": Given(value, config.origin(f"model.{key}")) for key, value in config.model}
-    model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
-    return Understood(path, config.plan, settings, config.notes, model, config.num_microbatches, config.parallel.data)
+    return Understood(
+        path, config.plan, settings, config.notes, config.sized_model, config.num_microbatches, config.parallel.data
+    )
 
 
 def plan_table(found: Understood, short: bool = False) -> Table:
@@ -231,7 +232,7 @@ def size(count: int) -> str:
 
 
 def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
-    """The plan as native tables of a run file, keys with their defaults left out."""
+    """Return the plan as native tables of a run file, without keys that have their default."""
     keys = native(plan)
     tables: dict[str, dict[str, Any]] = {"precision": _needed(Precision, "precision", keys)}
     tables |= {"fp8": fp8} if (fp8 := _needed(FP8, "fp8", keys)) else {}
@@ -241,14 +242,16 @@ def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
             tables.setdefault(name, {})[leaf] = value
     lines = [line for name, values in tables.items() for line in [*table_lines(name, values), ""]][:-1]
     unknown = [key for key in settings if key not in known_keys()]
-    return lines + [f"# not said: {key} = {toml(settings[key])}; not supported yet" for key in unknown]
+    lines += [f"# not said: {key} = {toml(settings[key])}; not supported yet" for key in unknown]
+    asked = [key for key in PLAN_ONLY if key in keys and keys[key] != idle(key)]
+    return lines + [f"# not said: {key} = {toml(keys[key])}; {PLAN_ONLY[key]}" for key in asked]
 
 
 def _needed(kind: type[Precision] | type[FP8], table: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys without which the table would say something else: each that is not what the ones before it come to."""
     needed: dict[str, Any] = {}
     for name in kind.model_fields:
-        value = keys.get(f"{table}.{name}")
+        value = None if f"{table}.{name}" in PLAN_ONLY else keys.get(f"{table}.{name}")
         if value is not None and getattr(kind.model_validate(needed), name) != value:
             needed[name] = value
     return needed

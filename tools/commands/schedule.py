@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
-from models.estimate.flops import StageCost, stage_costs
+from models.estimate.flops import StageCost
 from models.estimate.memory import Kept, kept_bytes, message_bytes
-from models.stages import cuts
 from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Cost, Op, Schedule
@@ -137,10 +136,9 @@ def _with_transfers(cost: Cost, transfer: float) -> Cost:
 
 def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     made, train, parallel = config.schedule, config.train, config.parallel
-    model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
-    placed = made.rank_of_stage
-    cut = cuts(model, len(placed), train.seq_length, parallel.cuts, placed, config.recompute)
-    costs = stage_costs(model, cut, train.seq_length, train.micro_batch, config.recompute)
+    model = config.sized_model
+    costs = config.stage_costs(model, made.rank_of_stage)
+    cut = [cost.cut for cost in costs]
     kept: Sequence[Kept] = ()  # what experts keep depends on the tokens that are sent to them
     batch, layout = (train.seq_length, train.micro_batch), (parallel.tensor, parallel.sequence)
     if not model.experts:

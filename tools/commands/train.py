@@ -148,8 +148,7 @@ def _verify(config: RunConfig, export: Path | None) -> None:
     if config.train.init_from and not latest(config.checkpoint_folder):
         lines.append(verify_initial(Path(config.train.init_from)))
     if export:
-        model = config.model.with_vocab(config.model.vocab or config.data.vocab_size)
-        lines.append(check_config(to_hugging_face(model, "float32"), f"--export-hf {export}"))
+        lines.append(check_config(to_hugging_face(config.sized_model, "float32"), f"--export-hf {export}"))
     for line in filter(None, lines):
         print(line)
 

@@ -24,7 +24,8 @@ from parallel.pipeline.instructions import Cost, Schedule
 from parallel.pipeline.verify import check
 from tools.config.native_keys import loss_scaling, plan_of
 from tools.config.precision_modules import logical_tensors
-from tools.config.settings import FP8, LR, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.config.precision_settings import FP8, Precision
+from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Train
 
 T = TypeVar("T")
 
@@ -37,6 +38,11 @@ def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
         if needed.keys() <= tables.keys():
             problems += law(**{name: tables[name] for name in needed})
     return problems
+
+
+def sized(model: ModelConfig, data: Data) -> ModelConfig:
+    """Return the model with a vocabulary: data.vocab_size where model.vocab leaves the size to the tokenizer."""
+    return model if model.vocab else model.with_vocab(data.vocab_size)
 
 
 def check_all(what: T, *checks: Callable[[T], object]) -> None:
@@ -126,7 +132,7 @@ def _patterns(optimizer: Optimizer, precision: Precision, model: ModelConfig, da
     groups = [group.pattern for group in optimizer.groups]
     if model.factory or not (groups or precision.keep_fp32):
         return
-    names = [*logical_tensors(model if model.vocab else model.with_vocab(data.vocab_size))]
+    names = [*logical_tensors(sized(model, data))]
     for key, patterns in (("optimizer.groups", groups), ("precision.keep_fp32", precision.keep_fp32)):
         yield from unmatched(key, patterns, matched(patterns, names), names)
 

@@ -14,7 +14,8 @@ from megaprec.dialects.translate import DIALECTS, FIELDS
 from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import DTYPES, LossScaling, PrecisionPlan, dtype_name, plan
-from tools.config.settings import FP8, Parallel, Precision
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
+from tools.config.settings import Parallel
 from tools.console.toml import Given, toml
 
 SCALING = {
@@ -123,6 +124,21 @@ def native(plan: PrecisionPlan) -> dict[str, Any]:
 _NAMED = ("compute", "parameters", "residual", "pipeline", "attention")
 _WIDENED = ("scores", "buffers", "output")  # of which "fp32" means FP64 in a run in FP64
 _PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_checkpoint", "tf32")
+
+
+def take_plan_only(given: dict[str, Given]) -> tuple[tuple[str, ...], list[str]]:
+    """Remove the keys of `PLAN_ONLY` from `given`. Returns notes on those with their default, problems of others."""
+    notes, problems = list[str](), list[str]()
+    for key, why in PLAN_ONLY.items():
+        entry = given.pop(key, None)
+        if entry is None:
+            continue
+        said = f"{key} = {toml(entry.value)} ({entry.origin})"
+        if type(entry.value) is type(idle(key)) and entry.value == idle(key):
+            notes.append(f"{said}: this key has no effect, for {why}; remove it")
+        else:
+            problems.append(f"{said}: {why}; remove this key")
+    return tuple(notes), problems
 
 
 def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:

@@ -16,7 +16,7 @@ from typing import Any
 from models.config import ModelConfig
 from parallel.pipeline.builders import default_chunks
 from tools.config.run_file import RunConfig
-from tools.config.settings import Table
+from tools.config.table import Table
 
 LENGTH, HEAD_DIM, VOCAB, MICROBATCHES = 16, 8, 61, 4
 SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow

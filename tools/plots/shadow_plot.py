@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.fp8_shadow import Shadow
-from tools.config.settings import FP8
+from tools.config.precision_settings import FP8
 from tools.journal.records import read_events
 from tools.plots.run_plots import BLUE, ORANGE, RED
 

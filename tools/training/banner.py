@@ -6,8 +6,6 @@ from pathlib import Path
 from megaprec.data.blend import Blend
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
-from models.estimate.flops import stage_costs
-from models.stages import cuts
 from parallel.pipeline.simulate import bubble, simulate
 from tools.config.run_file import RunConfig
 from tools.training.corpus import Corpus
@@ -101,11 +99,9 @@ def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool) -> str:
 
 
 def _stages(config: RunConfig, corpus: Corpus) -> str:
-    """Layers of each stage, its share of the cost, and how long a rank will wait."""
-    schedule, train = config.schedule, config.train
-    placed = schedule.rank_of_stage
-    cut = cuts(corpus.model, len(placed), train.seq_length, config.parallel.cuts, placed, config.recompute)
-    costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch, config.recompute)
+    """Return the layers and the share of the FLOPs of each stage, and the predicted bubble."""
+    schedule = config.schedule
+    costs = config.stage_costs(corpus.model, schedule.rank_of_stage)
     total = sum(cost.forward for cost in costs)
     said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
     return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"

@@ -15,6 +15,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
 from tools.config.checks import lr_schedule
+from tools.config.precision_settings import PLAN_ONLY
 from tools.config.run_file import FREE, RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
@@ -79,7 +80,7 @@ def _stretched(was: dict[str, str], config: RunConfig) -> str:
 def _all_keys(config: RunConfig) -> dict[str, str]:
     tables = {name: dict(getattr(config, name)) for name in ("parallel", "precision")}
     tables["model"] = {key: value for key, value in config.model.model_dump().items() if key in FREE}
-    return keys_of(config) | _flat(tables)
+    return {key: value for key, value in (keys_of(config) | _flat(tables)).items() if key not in PLAN_ONLY}
 
 
 def _keys(store: Store) -> dict[str, str]:

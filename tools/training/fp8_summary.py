@@ -50,8 +50,7 @@ def check_fp8(config: RunConfig) -> None:
     if recipe.backend == "transformer_engine":
         problems += _backend(config.train.device)
     if recipe.wide:
-        model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
-        problems += _unused(recipe.wide, _stage(config, model, recipe))
+        problems += _unused(recipe.wide, _stage(config, config.sized_model, recipe))
     if problems:
         raise UserError(*problems)
 

@@ -16,11 +16,21 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaprec.errors import UserError
-from tools.commands import compare, data, diff, explain_overflow, fp8_advice, inspect, precision, schedule, train
+from tools.commands import (
+    compare,
+    data,
+    diff,
+    explain_overflow,
+    fp8_advice,
+    generate,
+    inspect,
+    precision,
+    schedule,
+    train,
+)
 from tools.commands import convert as convert
 from tools.commands import parity as parity
 from tools.config.key_help import describe
-from tools.training import generate
 from tools.training.launch import must_tell, note_failure, slurm_environment
 from tools.training.signals import Stopped
 from tools.training.skipped_steps import TrainingDiverged
@@ -74,7 +84,8 @@ def _run(args: argparse.Namespace) -> int:
         raise
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of_all() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="megaprec",
         description="Train, check and convert transformer models in any tensor, pipeline and data layout.",
@@ -109,7 +120,7 @@ def _version() -> str:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments. Overrides may stand before and after options, which argparse alone does not allow."""
-    parser = _parser()
+    parser = parser_of_all()
     args, left = parser.parse_known_args(argv)
     if left and (not hasattr(args, "overrides") or any(word.startswith("-") for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")

@@ -73,7 +73,7 @@ class FP8Recipe:
 
     def __post_init__(self) -> None:
         if broken := [rule for rule, holds in self._rules().items() if not holds]:
-            raise UserError(*(f"FP8 {rule}" for rule in broken))
+            raise UserError(*(f"fp8.{rule}" for rule in broken))
 
     def _rules(self) -> dict[str, bool]:
         """What any recipe must keep."""

@@ -24,7 +24,7 @@ from megaprec.optim.step_report import LOSS
 from megaprec.precision.plan import dtype_name
 from tools.commands.replay import Replay, replay
 from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
-from tools.training.generate import harmless
+from tools.training.sampling import harmless
 
 PIPE_COLUMNS = 120
 SHOWN_IDS = 4  # of the samples of a micro-batch

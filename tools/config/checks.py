@@ -6,6 +6,7 @@ known. Every problem is a line: which key, its value, why it cannot be and the n
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 from megaprec.data.blend import shares
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
+from megaprec.optim.post_validation import conflicts
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule, rule
 from megaprec.precision.patterns import matched, unmatched
@@ -22,7 +24,7 @@ from parallel.activation_checkpoint import MODULES
 from parallel.pipeline.builders import chunk_problems, equal, schedule
 from parallel.pipeline.instructions import Cost, Schedule
 from parallel.pipeline.verify import check
-from tools.config.native_keys import loss_scaling, plan_of
+from tools.config.native_keys import loss_scaling, plan_of, recipe_of
 from tools.config.precision_modules import logical_tensors
 from tools.config.precision_settings import FP8, Precision
 from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Train
@@ -84,21 +86,9 @@ def _rule(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterator[str]:
-    if optimizer.validation == "after" and fp8.kind == "delayed":
-        yield (
-            'optimizer.validation "after" finds a bad step when the next one has begun and fp8.kind "delayed" has '
-            'moved its scales on: "before" would do, or fp8.kind "current"'
-        )
-    elif optimizer.validation == "after" and fp8.kind != "none" and fp8.parameters:
-        yield (
-            'optimizer.validation "after" takes back the weights of a bad step and fp8.parameters = true makes them '
-            'again: "before" would do, or fp8.parameters = false'
-        )
-    if optimizer.validation == "after" and precision.on_nonfinite == "raise":
-        yield (
-            'optimizer.validation "after" learns of a bad step when the next one has begun, so precision.on_nonfinite '
-            'cannot be "raise": "skip" would do, or optimizer.validation "before"'
-        )
+    if optimizer.validation == "after":
+        with suppress(UserError):  # `_plan` reports a recipe that cannot be
+            yield from conflicts(precision.on_nonfinite, recipe_of(fp8))
 
 
 def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
@@ -287,10 +277,14 @@ def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
 
 def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
     try:
+        recipe_of(fp8)
+    except UserError as error:
+        yield from error.problems
+        return
+    try:
         plan_of(precision, fp8)
     except UserError as error:
-        for problem in error.problems:
-            yield problem.replace("FP8 ", "fp8.", 1) if problem.startswith("FP8 ") else f"precision.{problem}"
+        yield from (f"precision.{problem}" for problem in error.problems)
 
 
 def _shadow(fp8: FP8) -> Iterator[str]:

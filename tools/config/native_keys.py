@@ -58,10 +58,14 @@ def loss_scaling(precision: Precision) -> LossScaling:
     return LossScaling(**chosen)
 
 
+def recipe_of(fp8: FP8) -> FP8Recipe | None:
+    """Return the recipe that [fp8] asks for; None without FP8. Raises UserError, whose problems name keys of [fp8]."""
+    return None if fp8.kind == "none" else FP8Recipe(**{name: getattr(fp8, name) for name in FP8_KEYS})
+
+
 def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
     """The plan that the two tables describe; its origins are for `with_origins`. Raises UserError."""
     p, wide = precision, "fp64" if precision.compute == "fp64" else "fp32"
-    recipe = None if fp8.kind == "none" else FP8Recipe(**{name: getattr(fp8, name) for name in FP8_KEYS})
     held = {name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in _WIDENED}
     return plan(
         p.compute,
@@ -81,7 +85,7 @@ def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
         cast_inputs=p.cast_inputs,
         masters_in_checkpoint=p.masters_in_checkpoint,
         tf32=p.tf32,
-        fp8=recipe,
+        fp8=recipe_of(fp8),
     )
 
 

@@ -10,8 +10,8 @@ from parallel.pipeline.simulate import bubble, simulate
 from tools.config.run_file import RunConfig
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
-from tools.training.generate import find_checkpoint, generate, harmless, load_model
 from tools.training.resume import resume_lines
+from tools.training.sampling import find_checkpoint, generate, harmless, load_model
 
 SAMPLE_TOKENS = 60
 NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"

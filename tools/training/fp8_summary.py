@@ -59,7 +59,7 @@ def _backend(device: str) -> Iterator[str]:
     try:
         transformer_engine.require()
     except UserError as error:
-        yield from (problem.replace("FP8 ", "fp8.", 1) for problem in error.problems)
+        yield from error.problems
         return
     if device == "cpu" or not torch.cuda.is_available():
         there = f'train.device is "{device}"' if device == "cpu" else "torch sees none"

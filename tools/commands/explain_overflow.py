@@ -33,7 +33,7 @@ SHOWN_BEFORE = 6  # tensors before the first that was not finite
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `explain-overflow`."""
+    """Add `explain-overflow` to the commands."""
     parser = subparsers.add_parser(
         "explain-overflow", help="show what broke the last skipped steps of a run", description=__doc__
     )

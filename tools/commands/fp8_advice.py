@@ -50,7 +50,7 @@ class Product:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `fp8-advice`."""
+    """Add `fp8-advice` to the commands."""
     parser = subparsers.add_parser("fp8-advice", help="which products gain from FP8", description=__doc__)
     parser.add_argument("file", metavar="RUN.toml", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")

@@ -62,7 +62,7 @@ RANKS = 4  # of the largest layout, where none is asked for
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `parity`."""
+    """Add `parity` to the commands."""
     parser = subparsers.add_parser(
         "parity", help="prove that layouts train the same model as one process", description=__doc__
     )

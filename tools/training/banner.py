@@ -1,4 +1,4 @@
-"""What `megaprec train` says before the first step and after the last."""
+"""The lines that `megaprec train` prints before the first step and after the last."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"
 
 
 def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
-    """Model, data, layout, batch arithmetic and stages, in a few lines."""
+    """Print model, data, layout, batch sizes, precision and stages."""
     p, t, model = config.parallel, config.train, corpus.model
     replicas = _count(p.data, "replica")
     tokens, documents = (
@@ -58,7 +58,7 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
 
 
 def _samples(config: RunConfig, corpus: Corpus) -> str:
-    """How many there are; of a blend a line for each data set, with its share and its own epochs."""
+    """Return the number of samples; of a blend a line per data set with its share and its epochs."""
     if not isinstance(corpus.train, Blend):
         return f"{len(corpus.train):,} samples an epoch"
     samples = config.train.steps * config.train.global_batch
@@ -73,7 +73,7 @@ def _samples(config: RunConfig, corpus: Corpus) -> str:
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
-    """What weights, gradients and optimizer state take, by formula and on this rank."""
+    """Print the memory of weights, gradients and optimizer state, by formula and on this rank."""
     formula = _formula(optimizer, in_fp8=False)
     if any(buffer.in_codes for buffer in optimizer.all_buffers()):
         formula = f"{_formula(optimizer, in_fp8=True)} bytes a parameter kept in FP8, {formula}"
@@ -86,7 +86,7 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
 
 
 def print_marked(optimizer: ParallelAMPOptimizer) -> None:
-    """Which parameters a model of the user's own has marked to stay FP32, if any."""
+    """Print the parameters that a custom model has marked to stay in FP32, if there are any."""
     if names := optimizer.marked:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         print(f"marked     {shown}: held and computed in FP32 (set_fp32_attr_to_module)")
@@ -112,7 +112,7 @@ def _count(number: int, what: str, plural: str = "s") -> str:
 
 
 def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
-    """A generated sample, and where everything is."""
+    """Print a generated sample and the paths of checkpoint, metrics and plots."""
     folder = Path(config.train.folder)
     if config.log.sample:
         model, tokenizer = load_model(find_checkpoint(folder))

@@ -1,7 +1,7 @@
-"""Laws between the tables of a run file, each a function of the tables it reads.
+"""Rules between the tables of a run file, each a function of the tables that it reads.
 
-A table that could not be read leaves out only the checks that need it, so one pass reports all that can be
-known. Every problem is a line: which key, its value, why it cannot be and the nearest values that can.
+A table that could not be read skips only the checks that need it, so one pass reports all problems. Every problem is a
+line with the key, its value, the reason and the nearest values that are allowed.
 """
 
 import inspect
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
-    """All broken laws among the tables that are there."""
+    """Return the problems of all rules whose tables could be read."""
     problems: list[str] = []
     for law in CHECKS:
         needed = inspect.signature(law).parameters
@@ -48,7 +48,7 @@ def sized(model: ModelConfig, data: Data) -> ModelConfig:
 
 
 def check_all(what: T, *checks: Callable[[T], object]) -> None:
-    """Raises one UserError with the problems of all `checks` of `what`."""
+    """Raise one UserError with the problems of all `checks` of `what`."""
     problems: list[str] = []
     for one in checks:
         try:
@@ -60,13 +60,13 @@ def check_all(what: T, *checks: Callable[[T], object]) -> None:
 
 
 def make_rule(optimizer: Optimizer) -> UpdateRule:
-    """The update rule that [optimizer] asks for. Raises UserError."""
+    """Return the update rule of [optimizer]. Raises UserError."""
     own = {"betas": optimizer.betas, "eps": optimizer.eps} if optimizer.name.lower() == "adamw" else {}
     return rule(optimizer.name, own | optimizer.options)
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
-    """The schedule over the whole run, in steps or samples as lr.unit says. Raises UserError."""
+    """Return the schedule over the whole run, in steps or samples as lr.unit says. Raises UserError."""
     total = train.steps * (train.global_batch if lr.unit == "samples" else 1)
     return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, total, lr.decay)
 
@@ -92,18 +92,19 @@ def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterato
 
 
 def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
-    """What takes a step's scales to be the same in all of its micro-batches."""
+    """Yield a problem for settings that need the same FP8 scales in all micro-batches of a step."""
     if fp8.kind == "none" or fp8.history == "step":
         return
     if parallel.recompute_fraction or parallel.recompute_layers:
         yield (
-            'fp8.history "te" moves scales on before a layer is made again: parallel.recompute = "none" or "selective" '
-            'would do, or fp8.history "step"'
+            'fp8.history "te" updates scales before a layer is recomputed: set parallel.recompute = "none" or '
+            '"selective", '
+            'or fp8.history "step"'
         )
     if fp8.shadow_every:
         yield (
-            f'fp8.shadow_every = {fp8.shadow_every} takes the first micro-batch once more, with fp8.history "te" by '
-            'other scales: 0 would do, or fp8.history "step"'
+            f'fp8.shadow_every = {fp8.shadow_every} repeats the first micro-batch, which fp8.history "te" gives '
+            'other scales: set 0, or fp8.history = "step"'
         )
 
 
@@ -118,7 +119,9 @@ def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
 
 
 def _patterns(optimizer: Optimizer, precision: Precision, model: ModelConfig, data: Data) -> Iterator[str]:
-    """Each pattern means a parameter; those of a model of the user's own are known to the ranks alone."""
+    """Yield a problem for each pattern without a parameter; parameters of a custom model are known to the ranks
+    only.
+    """
     groups = [group.pattern for group in optimizer.groups]
     if model.factory or not (groups or precision.keep_fp32):
         return
@@ -137,7 +140,9 @@ def _zero(parallel: Parallel) -> Iterator[str]:
 
 
 def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
-    """Heads and feed-forward are cut in equal parts; fewer key-value heads than ranks are copied, evenly."""
+    """Yield a problem unless heads and feed-forward divide by the ranks; fewer key-value heads than ranks are
+    copied.
+    """
 
     def fits(tensor: int) -> bool:
         kv = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
@@ -159,7 +164,7 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
 
 
 def _recompute(parallel: Parallel) -> Iterator[str]:
-    """What is made again is said once, in the words of its kind."""
+    """Yield a problem if keys of one kind of recompute are given with another, or twice."""
     p, kind = parallel, f'parallel.recompute "{parallel.recompute}"'
     if p.recompute_modules and p.recompute != "selective":
         yield (
@@ -176,12 +181,12 @@ def _recompute(parallel: Parallel) -> Iterator[str]:
     if p.recompute_layers and p.recompute_fraction:
         yield (
             f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction {p.recompute_fraction:g} "
-            "say the same in two ways: leave one of them out"
+            "are two ways to say the same: remove one of them"
         )
 
 
 def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
-    """The schedule that [parallel] asks for, planned for this cost. Raises UserError that names the keys."""
+    """Return the schedule of [parallel], planned for this cost. Raises UserError that names the keys."""
     p = parallel
     if not p.schedule_file:
         if problems := chunk_problems(p.schedule, p.chunks):
@@ -201,7 +206,7 @@ def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal)
 
 
 def read_schedule(path: str) -> Schedule:
-    """The schedule in a text file, which need not be one that can run. Raises UserError that names the file."""
+    """Read a schedule from a text file without checking that it can run. Raises UserError that names the file."""
     try:
         return Schedule.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -212,7 +217,7 @@ def read_schedule(path: str) -> Schedule:
 
 
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
-    """Every stage has a layer, and `parallel.cuts` speaks of all stages and layers."""
+    """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and layers."""
     microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
     try:
         ranks = pipeline_schedule(parallel, microbatches).rank_of_stage
@@ -244,7 +249,7 @@ def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
     if train.seq_length > model.max_positions:
         yield (
             f"train.seq_length {train.seq_length} is more than model.max_positions {model.max_positions}: "
-            "shorten the one or raise the other"
+            "lower the first or raise the second"
         )
 
 
@@ -258,7 +263,7 @@ def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
 
 def _blend(data: Data) -> Iterator[str]:
     if data.blend and data.source != "python":
-        yield f'data.source "{data.source}" and data.blend both say what is trained on: leave one of them out'
+        yield f'data.source "{data.source}" and data.blend both name the training data: remove one of them'
     try:
         shares([one.weight for one in data.blend] or [1])
     except UserError as error:
@@ -267,7 +272,10 @@ def _blend(data: Data) -> Iterator[str]:
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.eval_every and not data.held_out:
-        yield f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: 0.02 would do"
+        yield (
+            f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set it to 0.02, for "
+            "example"
+        )
 
 
 def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
@@ -289,7 +297,7 @@ def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
 
 def _shadow(fp8: FP8) -> Iterator[str]:
     if fp8.shadow_every and fp8.kind == "none":
-        yield f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to look after; 0 would do'
+        yield f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to compare; set 0'
 
 
 def _kind_of_scale(precision: Precision) -> Iterator[str]:
@@ -315,7 +323,7 @@ def _scale(precision: Precision) -> Iterator[str]:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The positive multiples of `unit` around `value`, in words."""
+    """Return the positive multiples of `unit` around `value`, in words."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 

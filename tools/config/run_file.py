@@ -1,12 +1,12 @@
-"""A run: one TOML file and `key=value` overrides, read into one frozen, checked `RunConfig`.
+"""Reading a run: one TOML file and `key=value` overrides become one frozen, checked `RunConfig`.
 
-Every value has an origin: "default", "file run.toml", "command line", "preset gpt2". Reading goes in that
-order from weakest to strongest (a preset below the file), then every table is typed, then the laws between
-tables are checked; all problems of all three are reported together, before any rank starts. `save` writes
-the whole resolved run, origins as comments, as a run file that can be run again.
+Every value has an origin: "default", "file run.toml", "command line" or "preset gpt2". Defaults are the weakest, then
+the preset, the file and the command line. Every table is typed, then the rules between tables are checked; all problems
+are reported together, before any rank starts. `save_resolved` writes the whole run, with origins as comments, as a run
+file that can be run again.
 
-An override is `table.key=value`, the value in TOML's grammar. For a key that holds text the quotes may be
-left out; elsewhere, what TOML cannot read (`parallel.schedule=gpipe`) is taken as text.
+An override is `table.key=value`, with the value in TOML's grammar. For a key that holds text the quotes may be omitted;
+for others, text that TOML cannot read (`parallel.schedule=gpipe`) is taken as a string.
 """
 
 import os
@@ -347,7 +347,7 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
         yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
         return
     free = FREE | ({"max_positions"} if said.positions == "rope" else set())
-    follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()  # a dropout that is given
+    follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()  # follow a given dropout
     for name, value in said.model_dump(exclude=follows).items():
         chosen = given.setdefault(f"model.{name}", Given(value, origin))
         left_open = name in ("vocab", "head_dim") and chosen.value == 0
@@ -381,7 +381,7 @@ def _explained(
                 name = str(found["loc"][0])
                 instead = " (or choose a model.preset)" if table == "model" else ""
                 yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
-        elif found["type"] != "default_factory_not_called":  # a consequence of another line
+        elif found["type"] != "default_factory_not_called":  # it follows from another problem
             key = f"{table}.{found['loc'][0]}"
             yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {_must(found)}"
 

@@ -155,7 +155,7 @@ def _in_dict(node: ast.Dict) -> Iterator[Mention]:
 
 
 def _in_target(target: ast.expr, value: ast.expr, loaded: set[str]) -> Iterator[Mention]:
-    """Return mentions in the target of an assignment; a name that is used later is accounted for there."""
+    """Yield the mention in the target of an assignment; a name that is used later is accounted for there."""
     if isinstance(target, ast.Name):
         name = "" if target.id in loaded else target.id
     elif isinstance(target, ast.Attribute):

@@ -196,7 +196,7 @@ def _given(path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], a
 
 
 def _zero_of_nxd(given: Mapping[str, Given], account: Account) -> dict[str, Given]:
-    """Note that all of NxD's mixed precision depends on ZeRO-1, if the file does not set it."""
+    """Return the setting of ZeRO-1, which all of NxD's mixed precision depends on, if the file does not state it."""
     own = [key for key in given if key.startswith("precision.nxd")]
     key = "precision.nxd.optimizer_config"
     typed = given.get("precision.nxd.precision_type")

@@ -65,7 +65,7 @@ class Tables:
 
 
 def _followed(spot: Spot, entry: Entry) -> Entry:
-    """Return the entry without a default that follows another key, as NxD's documentation writes it."""
+    """Return the entry without its value if it only states the default, as NxD's documentation does."""
     is_default = isinstance(entry.value, Thing) and entry.value.text == "optimizer_config['zero_one_enabled']"
     return replace(entry, value=None) if spot == NXD and is_default else entry
 

@@ -44,124 +44,152 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     family: Literal["llama", "gpt2", "gpt_neox", "mistral", "qwen2", "qwen3", "mixtral"] = Field(
-        default="llama", description="chooses the defaults of the switches below"
+        default="llama", description="Model family, which sets the defaults of the keys below."
     )
-    layers: int = Field(gt=0, description="transformer blocks")
-    hidden: int = Field(gt=0, description="width of the residual stream")
-    heads: int = Field(gt=0, description="attention heads")
+    layers: int = Field(gt=0, description="Number of transformer layers.")
+    hidden: int = Field(gt=0, description="Hidden size: width of the residual stream.")
+    heads: int = Field(gt=0, description="Number of attention heads.")
     kv_heads: int = Field(
-        default_factory=lambda known: known["heads"], gt=0, description="key and value heads; default: heads"
+        default_factory=lambda known: known["heads"],
+        gt=0,
+        description="Number of key and value heads (grouped-query attention); default: model.heads.",
     )
     head_dim: int = Field(
         default_factory=lambda known: known["hidden"] // known["heads"],
         gt=0,
-        description="width of one head; default, and if 0: hidden / heads",
+        description="Width of one attention head; default, and if 0: model.hidden / model.heads.",
     )
     mlp: Literal["swiglu", "gelu", "gelu_exact"] = Field(
         default_factory=_by_family("swiglu", gpt2="gelu", gpt_neox="gelu_exact"),
-        description="feed-forward; gelu is the tanh approximation; default: swiglu, gpt2 gelu, gpt_neox gelu_exact",
+        description="Feed-forward: swiglu, gelu (tanh approximation) or gelu_exact; default: swiglu, for gpt2 gelu, "
+        "for "
+        "gpt_neox gelu_exact.",
     )
     ffn: int = Field(
         default_factory=_default_ffn,
         gt=0,
-        description="feed-forward width, of each expert if there are any; "
-        f"default: swiglu 8/3 hidden rounded up to {FFN_MULTIPLE}s, gelu 4 hidden",
+        description="Feed-forward width, of each expert in a model with experts; default: for swiglu 8/3 of "
+        "model.hidden, "
+        f"rounded up to a multiple of {FFN_MULTIPLE}, otherwise 4 times model.hidden.",
     )
-    vocab: int = Field(default=0, ge=0, description="tokens in the vocabulary; 0: the tokenizer's")
+    vocab: int = Field(default=0, ge=0, description="Vocabulary size, in tokens; 0: the tokenizer's.")
     max_positions: int = Field(
-        default=1024, gt=0, description="longest sequence, in tokens; default in a run file: train.seq_length"
+        default=1024, gt=0, description="Longest sequence, in tokens; default in a run file: train.seq_length."
     )
     norm: Literal["rms", "layer"] = Field(
         default_factory=_by_family("rms", gpt2="layer", gpt_neox="layer"),
-        description="default: rms, gpt2 and gpt_neox layer",
+        description="Norm: RMSNorm (rms) or LayerNorm (layer); default: rms, for gpt2 and gpt_neox layer.",
     )
-    norm_eps: float = Field(default=1e-5, gt=0, description="added to the variance in norms")
+    norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon that norms add to the variance.")
     qk_norm: bool = Field(
         default_factory=_by_family(False, qwen3=True),
-        description="an RMS norm on each head's query and key, before they turn; default: qwen3 only",
+        description="RMSNorm on the query and key of each head, before rotary positions; default: true for qwen3.",
     )
     parallel_residual: bool = Field(
         default_factory=_by_family(False, gpt_neox=True),
-        description="attention and feed-forward both read the block's input; default: gpt_neox only",
+        description="Attention and feed-forward both read the input of the layer; default: true for gpt_neox.",
     )
     positions: Literal["rope", "learned"] = Field(
-        default_factory=_by_family("rope", gpt2="learned"), description="default: rope, gpt2 learned"
+        default_factory=_by_family("rope", gpt2="learned"),
+        description="Position embeddings: rotary (rope) or learned; default: rope, for gpt2 learned.",
     )
-    rope_base: float = Field(default=10000.0, gt=1, description="base of the rotary wavelengths (rope_theta)")
+    rope_base: float = Field(default=10000.0, gt=1, description="Base of the rotary wavelengths (rope_theta).")
     rotary_fraction: float = Field(
         default_factory=_by_family(1.0, gpt_neox=0.25),
         gt=0,
         le=1,
-        description="share of each head's features that turn, the first; default: 1.0, gpt_neox 0.25",
+        description="Fraction of each head's features, counted from the first, that get rotary positions; default: "
+        "1.0, for "
+        "gpt_neox 0.25.",
     )
     rope_scaling: RopeScaling = Field(
         default=RopeScaling(),
         strict=False,
-        description='how rotary positions are stretched, like {kind = "linear", factor = 2.0}; kinds: none, linear, '
-        "dynamic, llama3, yarn, with Hugging Face's keys",
+        description='Scaling of rotary positions to longer sequences, such as {kind = "linear", factor = 2.0}; kinds: '
+        "none, linear, dynamic, llama3 and yarn, with Hugging Face's keys.",
     )
     window: int = Field(
-        default=0, ge=0, description="tokens that a token attends to, itself and those before; 0: all before"
+        default=0,
+        ge=0,
+        description="Sliding window of attention, in tokens, the token itself included; 0: all tokens before.",
     )
     window_layers: tuple[int, ...] = Field(
-        default=(), strict=False, description="numbers of the layers that have the window, the first is 0; empty: all"
+        default=(),
+        strict=False,
+        description="Numbers of the layers, from 0, that have the sliding window; empty: all layers.",
     )
     bias: bool = Field(
         default_factory=_by_family(False, gpt2=True, gpt_neox=True),
-        description="default of the three biases below; default: gpt2 and gpt_neox only",
+        description="Default of model.qkv_bias, model.output_bias and model.mlp_bias; default: true for gpt2 and "
+        "gpt_neox.",
     )
     qkv_bias: bool = Field(
         default_factory=lambda known: known["bias"] or known["family"] == "qwen2",
-        description="biases of query, key and value; default: bias, and qwen2",
+        description="Biases of the query, key and value projections; default: model.bias, for qwen2 true.",
     )
-    output_bias: bool = Field(default_factory=_as_bias, description="bias of attention's output; default: bias")
-    mlp_bias: bool = Field(default_factory=_as_bias, description="biases of the feed-forward; default: bias")
+    output_bias: bool = Field(
+        default_factory=_as_bias, description="Bias of attention's output projection; default: model.bias."
+    )
+    mlp_bias: bool = Field(default_factory=_as_bias, description="Biases of the feed-forward; default: model.bias.")
     tied: bool = Field(
-        default_factory=_by_family(False, gpt2=True), description="output head is the embedding; default: gpt2 only"
+        default_factory=_by_family(False, gpt2=True),
+        description="The output head shares the weight of the embedding; default: true for gpt2.",
     )
     experts: int = Field(
         default_factory=_by_family(0, mixtral=8),
         ge=0,
-        description="feed-forwards that a router chooses from; 0: one, and no router; default: 0, mixtral 8",
+        description="Number of experts per layer (mixture of experts); 0: one feed-forward and no router; default: "
+        "0, for "
+        "mixtral 8.",
     )
-    experts_per_token: int = Field(default=2, gt=0, description="experts that each token goes through")
-    norm_topk: bool = Field(default=True, description="weights of a token's experts sum to one")
+    experts_per_token: int = Field(
+        default=2, gt=0, description="Number of experts that the router chooses for each token."
+    )
+    norm_topk: bool = Field(
+        default=True, description="Normalize the router's weights of a token's experts to a sum of one."
+    )
     router_aux_loss: float = Field(
-        default=0.01, ge=0, description="weight of the load-balancing loss of each layer with experts"
+        default=0.01, ge=0, description="Weight of the load-balancing loss of each layer with experts."
     )
     router_z_loss: float = Field(
-        default=0.0, ge=0, description="weight of the loss that keeps a router's logits small, of each such layer"
+        default=0.0,
+        ge=0,
+        description="Weight of the z-loss, which keeps the router's logits small, of each layer with experts.",
     )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, where dropout_at says")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout probability at the places of model.dropout_at."
+    )
     dropout_at: Literal["branches", "stream"] = Field(
         default="branches",
-        description="branches: the embedding, and what attention and feed-forward add; stream: all that enters a "
-        "block, and what attention adds, as in InternEvo",
+        description="Places of dropout. branches: the embedding and the outputs of attention and feed-forward; stream: "
+        "the input of each layer and the output of attention, as in InternEvo.",
     )
     embedding_dropout: float = Field(
         default_factory=lambda known: known["dropout"],
         ge=0,
         lt=1,
-        description="probability, on embeddings, unless dropout_at is stream; default: dropout",
+        description="Dropout probability of embeddings, unless model.dropout_at is stream; default: model.dropout.",
     )
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="probability, on attention weights")
+    attention_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout probability of attention probabilities."
+    )
     embedding_grad_scale: float = Field(
-        default=1.0, gt=0, le=1, description="what the embedding's gradient is multiplied by, a tied head's part not"
+        default=1.0, gt=0, le=1, description="Factor of the embedding's gradient, without the part of a tied head."
     )
     head_grad_scale: float = Field(
-        default=1.0, gt=0, le=1, description="what the gradient of the head's weight is multiplied by, and no other one"
+        default=1.0, gt=0, le=1, description="Factor of the gradient of the output head's weight."
     )
-    init_std: float = Field(default=0.02, gt=0, description="standard deviation of initial weights")
+    init_std: float = Field(default=0.02, gt=0, description="Standard deviation of initial weights.")
     init: InitialStd = Field(
         default=InitialStd(),
         strict=False,
-        description="the same by kind of matrix, like {embedding = 0.01, qkv = 0.006}; keys: "
-        + ", ".join(InitialStd.model_fields),
+        description="Standard deviation of initial weights by kind of matrix, such as {embedding = 0.01, qkv = 0.006}; "
+        f"keys: {', '.join(InitialStd.model_fields)}; empty: model.init_std for all.",
     )
     factory: str = Field(
         default="",
-        description='a model of one\'s own, as "file.py:function" or "package.module:function" (docs/parity.md); '
-        "empty: the families above",
+        description='Factory of a custom model, as "file.py:function" or "package.module:function" (docs/parity.md); '
+        "empty: the built-in family of model.family.",
     )
 
     @model_validator(mode="before")

@@ -1,32 +1,45 @@
 """The `megaprec` command.
 
-Exit codes: 0 done; 2 the user has something to mend (one line a problem); 3 training stopped itself, its state saved,
-because of skipped steps; 1 a fault of ours, or of `megaprec parity`: layouts differ; 128 + signal: stopped by it.
+Exit codes: 0 success; 1 a fault of megaprec, or layouts that differ in `megaprec parity`; 2 wrong input (one line a
+problem); 3 training stopped itself because of skipped steps, with its state saved; 128 + signal: stopped by a signal.
 """
 
 import argparse
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megaprec.errors import UserError
-from tools.commands import compare, data, diff, explain_overflow, fp8_advice, inspect, precision, schedule, train
+from tools.commands import (
+    compare,
+    data,
+    diff,
+    explain_overflow,
+    fp8_advice,
+    generate,
+    inspect,
+    precision,
+    schedule,
+    train,
+)
 from tools.commands import convert as convert
 from tools.commands import parity as parity
-from tools.config.run_file import describe
-from tools.training import generate
+from tools.config.key_help import describe
 from tools.training.launch import must_tell, note_failure, slurm_environment
 from tools.training.signals import Stopped
 from tools.training.skipped_steps import TrainingDiverged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv` (default: the process's own) and returns the exit code.
+    """Run the command line `argv` (default: the process's own) and return the exit code.
 
-    Ends the process if the command could not leave its world: see `parallel.mesh.world`.
+    Ends the process if torch.distributed could not be shut down: see `parallel.mesh.world`.
     """
     os.environ.update(slurm_environment(os.environ))
     args, joined = _parsed(argv), dist.is_initialized()
@@ -47,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     try:
         code = args.run(args)
-        sys.stdout.flush()  # here, where a reader that has left can still be told from a fault
+        sys.stdout.flush()  # here, where a closed pipe can still be told from a fault
         return code
-    except BrokenPipeError:  # `megaprec ... | head` has enough; nothing more can be said to it, at exit neither
+    except BrokenPipeError:  # `megaprec ... | head` has closed the pipe; nothing may be written to it, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except UserError as error:
@@ -62,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
         if must_tell():
             print(stop, file=sys.stderr)
         return 3
-    except Stopped as stop:  # the first rank has said so
+    except Stopped as stop:  # the first rank has printed it
         return stop.code
     except KeyboardInterrupt:
         return 130
@@ -71,8 +84,13 @@ def _run(args: argparse.Namespace) -> int:
         raise
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megaprec", description="Pretraining that can be trusted, in any layout.")
+def parser_of_all() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="megaprec",
+        description="Train, check and convert transformer models in any tensor, pipeline and data layout.",
+    )
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train.add_parser(commands)
     generate.add_parser(commands)
@@ -86,14 +104,23 @@ def _parser() -> argparse.ArgumentParser:
     precision.add_parser(commands)
     parity.add_parser(commands)
     fp8_advice.add_parser(commands)
-    keys = commands.add_parser("keys", help="list all keys of a run file")
+    keys = commands.add_parser("keys", help="list all keys of a run file with their defaults")
     keys.set_defaults(run=_print_keys)
     return parser
 
 
+def _version() -> str:
+    """Return the versions of megaprec, torch and Python: what a report of a fault needs."""
+    try:
+        own = version("megaprec")
+    except PackageNotFoundError:
+        own = f"(not installed, run from {Path(__file__).parents[1]})"
+    return f"megaprec {own}, torch {version('torch')}, Python {platform.python_version()}"
+
+
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments. Overrides may stand before and behind options, which argparse does not allow by itself."""
-    parser = _parser()
+    """Return the arguments. Overrides may stand before and after options, which argparse alone does not allow."""
+    parser = parser_of_all()
     args, left = parser.parse_known_args(argv)
     if left and (not hasattr(args, "overrides") or any(word.startswith("-") for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")

@@ -108,7 +108,7 @@ def chosen(
         why = _miscast(recipe, role, device)
         kernel, refused = _tried((kernels.transformer_engine_gemm,), recipe, role, square, out, device)
     if why or refused:
-        raise UserError(f'FP8 backend = "{backend}" on {device}: {why or refused}; use backend "torch"')
+        raise UserError(f'fp8.backend = "{backend}" on {device}: {why or refused}; use backend "torch"')
     return kernel, ""
 
 

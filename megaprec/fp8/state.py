@@ -92,7 +92,7 @@ class FP8State:
         Raises UserError for a recipe that asks for what is not computed, or for a backend that is not there.
         """
         if recipe is not None and (lacking := not_computed(recipe)):
-            raise UserError(*(f"FP8 {key} = true: {why}; use false" for key, why in lacking.items()))
+            raise UserError(*(f"fp8.{key} = true: {why}; use false" for key, why in lacking.items()))
         if recipe is not None and recipe.backend == "transformer_engine":
             transformer_engine.require()
         tp, dp = Axis.of(mesh, "tp"), Axis.of(mesh, "dp")

@@ -85,4 +85,4 @@ def _pytorch() -> ModuleType:
 
 
 def _problem(why: str) -> str:
-    return f'FP8 backend = "transformer_engine": {why}: {INSTALL}, or use backend "torch"'
+    return f'fp8.backend = "transformer_engine": {why}: {INSTALL}, or use backend "torch"'

@@ -26,6 +26,8 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
 from megaprec.optim.update_rules import Step
 from megaprec.optim.update_tile import Tile
+from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.plan import OnNonfinite
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,20 @@ class Settled:
     stands: bool
 
 
+def conflicts(on_nonfinite: OnNonfinite, recipe: FP8Recipe | None) -> Iterator[str]:
+    """Yield a line for each setting of precision that post-validation cannot go with."""
+    after = 'optimizer.validation = "after" finds a bad step when the next one has begun'
+    if on_nonfinite == "raise":
+        yield f'{after}, too late for precision.on_nonfinite = "raise": use "skip", or optimizer.validation = "before"'
+    if recipe is not None and recipe.kind == "delayed":
+        yield f'{after}, and delayed scales have moved on: use fp8.kind = "current", or optimizer.validation = "before"'
+    if recipe is not None and recipe.parameters:
+        yield (
+            'optimizer.validation = "after" undoes a bad step, but weights that are kept in FP8 are then rounded a '
+            'second time: use fp8.parameters = false, or optimizer.validation = "before"'
+        )
+
+
 class PostValidationOptimizer(ParallelAMPOptimizer):
     """A ParallelAMPOptimizer whose steps come in two halves, `take` and `settle`; its arguments are the same.
 
@@ -60,21 +76,8 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         super().__init__(*args, **options)
         if "lr" in self.param_groups[0]:
             raise UserError("lr: an LR scheduler may move on before a step is settled; give each `take` its rate")
-        if self.plan.on_nonfinite == "raise":
-            raise UserError(
-                'optimizer.validation = "after" learns of a bad step when the next one has begun, so it cannot go with '
-                'precision.on_nonfinite = "raise": use "skip", or optimizer.validation = "before"'
-            )
-        if self.plan.fp8 is not None and self.plan.fp8.kind == "delayed":
-            raise UserError(
-                'optimizer.validation = "after" finds a bad step when the next one has begun, and delayed FP8 scales '
-                'have moved on: use optimizer.validation = "before", or fp8.kind = "current"'
-            )
-        if self._in_codes:
-            raise UserError(
-                'optimizer.validation = "after" takes back the weights of a bad step, and those that are kept in FP8 '
-                'are made again: use optimizer.validation = "before", or fp8.parameters = false'
-            )
+        if problems := [*conflicts(self.plan.on_nonfinite, self.plan.fp8)]:
+            raise UserError(*problems)
         self._guessed: _Guessed | None = None
         self._guesses = True  # whether the last guess was right, or would have been
         self._copies_of: dict[int, list[Tensor]] = {}  # by block: what it held before the guess

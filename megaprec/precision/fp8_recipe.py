@@ -78,7 +78,7 @@ class FP8Recipe:
 
     def __post_init__(self) -> None:
         if broken := [rule for rule, holds in self._rules().items() if not holds]:
-            raise UserError(*(f"FP8 {rule}" for rule in broken))
+            raise UserError(*(f"fp8.{rule}" for rule in broken))
 
     def _rules(self) -> dict[str, bool]:
         """Return rule -> whether this recipe keeps it, for the rules that hold for every recipe."""

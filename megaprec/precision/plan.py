@@ -138,8 +138,8 @@ class PrecisionPlan:
             "compute = fp64: FP8 products accumulate in FP32, so use compute = fp32, bf16 or fp16": (
                 self.fp8 is None or self.compute != torch.float64
             ),
-            "FP8 parameters = true: masters must be fp32 and in checkpoints, for no other copy of the weights is wider "
-            "than FP8": (
+            f"masters = {named['masters']}, masters_in_checkpoint = {str(self.masters_in_checkpoint).lower()}: with "
+            "fp8.parameters = true masters are the only wide weights, so they must be fp32 and in checkpoints": (
                 self.fp8 is None
                 or not self.fp8.parameters
                 or (self.masters == torch.float32 and self.masters_in_checkpoint)

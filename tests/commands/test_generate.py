@@ -14,7 +14,7 @@ from models.config import ModelConfig
 from tests import oracle
 from tests.runs import WORDS, checkpoint, train_on, write_run
 from tools.cli import main
-from tools.training.generate import harmless
+from tools.training.sampling import harmless
 
 PROMPT = "the model learns über Öl — 数"
 STEPS = 40
@@ -85,7 +85,7 @@ def test_a_checkpoint_stands_alone_and_can_be_moved(trained: Path, generate: Gen
 
 def test_control_characters_do_not_reach_a_terminal(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
     assert harmless("a\tü\n\x1b[2J\x07") == "a\tü\n\ufffd[2J\ufffd"
-    monkeypatch.setattr("tools.training.generate.generate", lambda *_: iter("\x1b[2J"))
+    monkeypatch.setattr("tools.commands.generate.generate", lambda *_: iter("\x1b[2J"))
     assert generate(prompt="x") == "x\x1b[2J\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert generate(prompt="x") == "x\ufffd[2J\n"

@@ -209,8 +209,8 @@ def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
     assert "measured: bubble" in text
     assert "predicted: bubble" in picture.read_text() and "measured: bubble" in picture.read_text()
     other = [run_file, *keys, "parallel.pipeline=2", "parallel.schedule=interleaved"]
-    assert f"left out   {folder / TIMELINE}, which was recorded under another schedule" in said(capsys, *other)
-    assert "recorded under another schedule" in refused(capsys, *other, "--measured", folder / TIMELINE)
+    assert f"left out   {folder / TIMELINE}, which was recorded with another schedule" in said(capsys, *other)
+    assert "recorded with another schedule" in refused(capsys, *other, "--measured", folder / TIMELINE)
 
 
 def test_a_model_with_experts_has_a_table_too(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -280,7 +280,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
 def test_a_destination_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path / "hf", "llama")
     assert main(["convert", str(folder), str(folder)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_a_layout_that_megatron_does_not_have_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from megaprec.dialects.reading import Resolved
 from megaprec.dialects.translate import DIALECTS, differences, translate
 from megaprec.errors import UserError
 from tools.config.native_keys import native, plan_of
-from tools.config.settings import FP8, Precision
+from tools.config.precision_settings import FP8, Precision
 
 
 def said(resolved: Resolved) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def test_a_padded_weight_has_the_same_products() -> None:
 
 def test_what_is_not_computed_is_refused() -> None:
     for key in ("dot_product_attention", "multi_head_attention"):
-        with pytest.raises(UserError, match=f"FP8 {key} = true: .*; use false"):
+        with pytest.raises(UserError, match=f"fp8.{key} = true: .*; use false"):
             FP8State.over(None, replace(FP8Recipe(), **{key: True}), 1)
 
 

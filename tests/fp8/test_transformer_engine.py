@@ -181,7 +181,7 @@ def test_memory_is_told_without_it() -> None:
 def test_who_asks_for_it_where_it_is_not_is_told_what_to_install(
     there: Callable[[], AbstractContextManager[object]], why: str
 ) -> None:
-    with there(), pytest.raises(UserError, match=f'^FP8 backend = "transformer_engine": {why}: {INSTALL}$'):
+    with there(), pytest.raises(UserError, match=f'^fp8.backend = "transformer_engine": {why}: {INSTALL}$'):
         FP8State.over(None, by("transformer_engine"), 2)
 
 
@@ -240,7 +240,7 @@ def test_one_that_errs_is_not_used(name: str, bug: Any, why: str) -> None:
     with stand_in.installed(), pytest.MonkeyPatch.context() as patch:
         module = stand_in.sys.modules["transformer_engine.pytorch" + (".cpp_extensions" if name[0] == "g" else "")]
         patch.setattr(module, name, bug)
-        with pytest.raises(UserError, match=f'FP8 backend = "transformer_engine" on cpu: {why}.*; use backend "torch"'):
+        with pytest.raises(UserError, match=f'fp8.backend = "transformer_engine" on cpu: {why}.*; use backend "torch"'):
             ways(by("transformer_engine"), CPU, torch.bfloat16, torch.float32)
         with pytest.raises(UserError, match=why):
             chosen("current", torch.float8_e4m3fn, False, torch.bfloat16, CPU, "transformer_engine")

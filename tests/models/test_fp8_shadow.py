@@ -25,7 +25,7 @@ from tests.fp8.test_weights import kept, require_same, state_of
 from tests.layouts import SAMPLES, Run, batches, make_engine, share_of
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
-from tools.config.settings import FP8
+from tools.config.precision_settings import FP8
 from tools.journal.records import read_events
 from tools.plots.shadow_plot import PICTURE, SHADOW, alarms, plot_shadow, shadow_event
 

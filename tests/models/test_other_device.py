@@ -43,7 +43,7 @@ from tools.cli import main
 from tools.config.run_file import load_run
 from tools.parity.record import Plan, record
 from tools.training.corpus import open_corpus
-from tools.training.generate import generate, load_model
+from tools.training.sampling import generate, load_model
 from tools.training.trainer import Trainer
 
 MODEL = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 61}

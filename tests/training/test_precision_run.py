@@ -55,7 +55,6 @@ def test_compute_alone_is_the_plan_of_that_name(compute: str) -> None:
         (["pipeline=fp32"], "pipeline", FP32),
         (["buffers=bf16"], "buffers", BF16),
         (["output=bf16"], "output", BF16),
-        (["cast_inputs=all"], "cast_inputs", "all"),
         (["tf32=true"], "tf32", True),
         (["on_nonfinite=ignore"], "on_nonfinite", "ignore"),
         (["loss_scale=128"], "scaling", LossScaling("constant", 128.0)),

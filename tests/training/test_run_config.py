@@ -1,5 +1,6 @@
 """Run files: what is read, what is refused and in which words, and that a saved run is the same run."""
 
+import inspect
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
-from megaprec.precision.plan import LossScaling
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.scaler import DynamicGradScaler
+from megaprec.optim.update_rules import AdamW
+from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.plan import LossScaling, PrecisionPlan
+from tools.config.key_help import describe
 from tools.config.key_suggestions import ELSEWHERE
-from tools.config.native_keys import loss_scaling
-from tools.config.run_file import RunConfig, check_world, describe, known_keys, load_run
-from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.config.native_keys import FP8_KEYS, SCALING, loss_scaling
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
+from tools.config.run_file import RunConfig, check_world, known_keys, load_run
+from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Train
+from tools.console.toml import toml
 
 RUN = """
 [model]
@@ -139,7 +149,7 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ("parallel.zero=True", "must be true or false"),
         ("optimizer.betas=[0.9, 1.0]", "value 2 must be less than 1"),
         ("optimizer.betas=[0.9]", "too few values"),
-        ("precision.compute=fp8", "products in FP8 are asked for by fp8.kind"),
+        ("precision.compute=fp8", "FP8 products are set by fp8.kind"),
         ("optimizer.betas=0.9", "must be a list in brackets"),
         ("data.held_out=1.0", "must be less than 1"),
     ],
@@ -248,7 +258,7 @@ def test_a_table_within_a_table_is_read_saved_and_checked_like_any_key(tmp_path:
     assert load_run(saved).model_dump() == config.model_dump()
     assert "rope_scaling = {}  # default" in load_run(None, MINIMAL).save_resolved(tmp_path).read_text()
     for value, problem in {
-        '{kind = "linear", facter = 4.0}': "facter is none of its keys",
+        '{kind = "linear", facter = 4.0}': "facter is not a key of this table",
         '{kind = "linaer"}': "kind must be 'none', 'linear', .*did you mean linear",
         '{kind = "linear", factor = "4"}': "factor must be a valid number",
         "4": 'must be a table, like {kind = "linear"}',
@@ -318,11 +328,62 @@ def test_a_scale_that_starts_above_its_maximum_is_refused_before_launch() -> Non
 def test_every_key_is_described_in_a_line_with_its_default() -> None:
     lines = {line.partition(" ")[0]: line for line in describe().splitlines()}
     keys = [f"{t}.{k}" for t, table in RunConfig.model_fields.items() for k in table.annotation.model_fields]  # type: ignore[union-attr]
-    assert not [key for key in keys if len(lines[key].split()) < 3]
+    assert sorted(set(keys) - PLAN_ONLY.keys()) == sorted(key for key in lines if "." in key and key != "model.preset")
+    assert not [key for key in lines if "." in key and len(lines[key].split()) < 4]
     assert "required" in lines["train.steps"]
     assert "0.0003" in lines["lr.peak"]
     assert "llama-demo" in lines["model.preset"]
     assert tomllib.loads(f"x = {lines['train.folder'].split()[1]}") == {"x": "runs/default"}
+
+
+def test_the_help_of_a_key_is_a_sentence() -> None:
+    told = [line[50:].strip() for line in describe().splitlines() if "." in line.partition(" ")[0]]
+    assert [text for text in told if not (text[0].isupper() and text.endswith("."))] == []
+
+
+@pytest.mark.parametrize("key", PLAN_ONLY)
+def test_a_key_that_no_run_computes_with_is_noted_at_its_default_and_refused_at_any_other_value(key: str) -> None:
+    config = load_run(None, [*MINIMAL, f"{key}={toml(idle(key))}"])
+    (note,) = config.notes
+    assert note.startswith(f"{key} = {toml(idle(key))} (command line): this key has no effect") and "remove it" in note
+    other = "all" if isinstance(idle(key), str) else True
+    with pytest.raises(UserError) as found:
+        load_run(None, [*MINIMAL, f"{key}={toml(other)}"])
+    (problem,) = found.value.problems
+    assert problem.startswith(f"{key} = {toml(other)} (command line): ") and "remove this key" in problem
+    assert key not in known_keys() and key not in describe()
+
+
+def test_a_saved_run_has_only_keys_of_a_run_file(tmp_path: Path) -> None:
+    path = load_run(None, MINIMAL).save_resolved(tmp_path)
+    assert load_run(path).notes == () and not any(key.partition(".")[2] in path.read_text() for key in PLAN_ONLY)
+
+
+STATED = [
+    (FP8, FP8Recipe, {name: name for name in FP8_KEYS if name != "kind"}),
+    (Precision, LossScaling, {k: field for k, field in SCALING.items() if k not in ("scaling", "max_scale")}),
+    (Precision, PrecisionPlan, dict.fromkeys(("on_nonfinite", "masters_in_checkpoint", "tf32", "rounding"))),
+    (Optimizer, AdamW, dict.fromkeys(("betas", "eps"))),
+    (Optimizer, ParallelAMPOptimizer, dict.fromkeys(("weight_decay", "groups", "clip", "norm", "native"))),
+    (Parallel, ParallelAMPOptimizer, dict.fromkeys(("overlap", "bucket", "zero_size"))),
+    (Precision, OverflowMonitor, dict.fromkeys(("patience",))),
+    (LossScaling, DynamicGradScaler, {"initial": "initial_scale", "minimum": "min_scale", "maximum": "max_scale"}),
+    (LossScaling, DynamicGradScaler, dict.fromkeys(("growth_factor", "backoff_factor", "growth_interval"))),
+    (LossScaling, DynamicGradScaler, dict.fromkeys(("hysteresis", "hysteresis_refill"))),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "names"), STATED, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_default_is_the_same_wherever_it_is_stated(one: type, other: type, names: dict[str, str | None]) -> None:
+    """The run file reads most defaults from the libraries; the others, and those of two libraries, must agree."""
+
+    def default(kind: type, name: str) -> Any:
+        if issubclass(kind, BaseModel):
+            return kind.model_fields[name].default
+        return inspect.signature(kind).parameters[name].default
+
+    for name, there in names.items():
+        assert default(one, name) == default(other, there or name), name
 
 
 def test_a_part_to_keep_in_fp32_that_matches_no_parameter_is_found_before_launch(run_file: Path) -> None:

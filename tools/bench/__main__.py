@@ -9,7 +9,7 @@ from tools.bench import fp8, memory, optimizer, train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the measurement that the command line `argv` (default: the process's own) names; returns the exit code."""
+    """Run the measurement of the command line `argv` (default: the process's own); return the exit code."""
     args = parser().parse_args(argv)
     try:
         return args.run(args)
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All measurements and their options."""
+    """Return the parser of all measurements."""
     made = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
     commands = made.add_subparsers(required=True, metavar="WHAT")
     for measurement in (train, optimizer, fp8, memory):

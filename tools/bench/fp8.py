@@ -34,7 +34,7 @@ PEAKS = {"H200": 989.4e12, "H100 PCIe": 756e12, "H100": 989.4e12, "GH200": 989.4
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `fp8`."""
+    """Add `fp8` to the measurements."""
     parser = subparsers.add_parser("fp8", help="FP8 against bf16, on a GPU", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script (emulated)")
     parser.add_argument("--hidden", type=int, default=4096, metavar="N", help="(default: 4096)")
@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `python -m tools.bench fp8`."""
+    """Run `python -m tools.bench fp8`."""
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no GPU here, so there is nothing to compare: FP8 on a CPU is emulated (--device cpu tries the script)")
         return 0
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def layer_stack(args: argparse.Namespace) -> ModelConfig:
-    """Layers of Llama 3 8B, or narrower ones."""
+    """Return a model of layers like those of Llama 3 8B, or narrower ones."""
     heads = max(4, args.hidden // 128)
     return ModelConfig(
         family="llama",
@@ -88,7 +88,7 @@ def layer_stack(args: argparse.Namespace) -> ModelConfig:
 
 
 def shapes(config: ModelConfig, tokens: int) -> dict[str, Shape]:
-    """The products of a layer, as they are stacked."""
+    """Return the products of a layer, with stacked weights."""
     width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return {
         "query, key, value": Shape(tokens, config.hidden, width + 2 * kv_width),
@@ -99,7 +99,7 @@ def shapes(config: ModelConfig, tokens: int) -> dict[str, Shape]:
 
 
 def product_record(name: str, shape: Shape, kind: Kind, args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of the three products with one weight, and how many times as fast they are in FP8."""
+    """Return the milliseconds of the three products with one weight, and their speedup in FP8."""
     device, recipe = torch.device(args.device), FP8Recipe(kind)
     times = linear_times(shape, recipe, torch.bfloat16, device)
     record: dict[str, Any] = {"what": name, "shape": str(shape), "kind": kind}
@@ -118,7 +118,7 @@ def product_record(name: str, shape: Shape, kind: Kind, args: argparse.Namespace
 
 
 def stack_records(config: ModelConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens a second and MFU of training steps, in bf16 and with each kind of scales; the steps are taken in turn."""
+    """Yield tokens per second and MFU of training steps, in bf16 and with each kind of scales; the steps alternate."""
     mesh = make_mesh(device=args.device)
     recipes = {"bf16": None} | {kind: FP8Recipe(kind, history_length=16) for kind in args.kinds}
     engines = {

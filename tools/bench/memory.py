@@ -1,10 +1,10 @@
-"""Memory of what must not grow with its input: making tokens of text, and converting a model.
+"""Memory of programs whose memory must not grow with their input: tokenizing text and converting a model.
 
-    data       a JSONL file of the standard library's sources, over and over, becomes tokens; all processes together
-    convert    a Llama of random weights becomes a checkpoint of ours, a Hugging Face and a Megatron folder, each by a
-               process that has converted a small one before; what its resident memory grows by
+    data       tokenize a JSONL file of the standard library's sources, repeated; all processes together
+    convert    convert a Llama with random weights to a megaprec checkpoint, a Hugging Face and a Megatron folder, each
+               in a process that has converted a small model before; the growth of its resident memory
 
-Files are made in a folder of their own and removed after. Linux only: memory is read from /proc.
+Files are written to a temporary folder. Linux only: memory is read from /proc.
 """
 
 import argparse
@@ -41,7 +41,7 @@ WAYS = (("given", "megaprec"), ("megaprec", "hf"), ("given", "megatron"))  # fol
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `memory`."""
+    """Add `memory` to the measurements."""
     parser = subparsers.add_parser("memory", help="peak memory of data and convert", description=__doc__)
     parser.add_argument("what", choices=("data", "convert"))
     parser.add_argument("--megabytes", type=int, default=1000, metavar="N", help="of JSONL (default: 1000)")
@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `python -m tools.bench memory`."""
+    """Run `python -m tools.bench memory`."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.what == "data":
             print(json.dumps(_data(Path(folder), args)))
@@ -64,8 +64,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def held(pid: int) -> int:
-    """Bytes of memory of a process and all that it started. A page that several of them hold is shared out among them:
-    just after a fork that is all of it, and would else count twice."""
+    """Return the bytes of memory of a process and all its children. A page that several of them share is divided
+    among them: just after a fork all pages are shared, and would otherwise count twice.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         children = [c for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
@@ -76,7 +77,7 @@ def held(pid: int) -> int:
 
 
 def peak(command: list[str], often: float = OFTEN) -> tuple[int, int]:
-    """The most that a program held, itself and all that it started, and how often was looked. It must end well."""
+    """Return the largest memory of a program and its children, and the number of samples. The program must succeed."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         largest = looks = 0
         while process.poll() is None:
@@ -100,7 +101,7 @@ def _data(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write_text(file: Path, size: int) -> int:
-    """The standard library's sources, again and again, until there are `size` bytes; how many documents that were."""
+    """Write the standard library's sources repeatedly, up to `size` bytes; return the number of documents."""
     texts = [json.dumps({"text": text}) + "\n" for _, text in open_source("python")]
     written = documents = 0
     with file.open("w") as opened:
@@ -123,7 +124,7 @@ def _conversions(folder: Path, layers: int) -> Iterator[dict[str, Any]]:
 
 
 def _growth(folder: Path, origin: str, to: str) -> int:
-    """Bytes that resident memory grows by above what it is after the conversion of the small model."""
+    """Return the growth of resident memory in bytes over that after the conversion of the small model."""
     with redirect_stdout(sys.stderr):
         write_model(open_model(folder / "small" / origin), to, folder / "small" / to)
         Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
@@ -137,7 +138,7 @@ def _status(what: str) -> int:
 
 
 def _write_model(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """Random FP32 weights, one tensor at a time; bytes of all and of the largest."""
+    """Write random FP32 weights, one tensor at a time; return the bytes of all and of the largest."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     shapes = {match.foreign: match.shape for match in matches(HUGGING_FACE["llama"], from_hugging_face(config))}

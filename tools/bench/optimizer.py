@@ -33,7 +33,7 @@ Timed = tuple[Callable[[], object], Callable[[], object]]  # what is done before
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `optimizer`."""
+    """Add `optimizer` to the measurements."""
     parser = subparsers.add_parser("optimizer", help="time of the optimizer step", description=__doc__)
     parser.add_argument("--matrices", type=int, default=12, metavar="N", help="of width x width (default: 12)")
     parser.add_argument("--width", type=int, default=2048, metavar="N", help="(default: 2048)")
@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `python -m tools.bench optimizer`."""
+    """Run `python -m tools.bench optimizer`."""
     torch.set_num_threads(args.threads)
     with torch.device(args.device):
         steps = _steps(args)
@@ -77,7 +77,7 @@ def _steps(args: argparse.Namespace) -> dict[str, Timed]:
 
 
 def _compared(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Medians in ms, and how many times as long one takes as another."""
+    """Return medians in ms, and their ratios."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     pairs = [("ours", "bare"), ("naive", "ours"), ("foreach", "ours"), ("native", "bare"), ("naive", "native")]
     ratios = {f"{a}_over_{b}": round(medians[a] / medians[b], 2) for a, b in pairs if {a, b} <= medians.keys()}
@@ -102,7 +102,7 @@ def _seconds(step: Callable[[], object]) -> float:
 
 
 def _extra_memory(prepare: Callable[[], object], step: Callable[[], object], parameters: int) -> float | None:
-    """Memory that a step of ours takes for a while, over the 18 bytes a parameter that it keeps; None if unknown."""
+    """Return the temporary memory of a step, beyond the 18 bytes a parameter that stay; None if unknown."""
     prepare()
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if torch.get_default_device().type != "cpu" or not reset.exists():
@@ -122,7 +122,7 @@ def _values(length: int, scale: float) -> Tensor:
 
 
 def bare(matrices: int, width: int) -> Timed:
-    """Torch's fused AdamW alone, on flat FP32 tensors."""
+    """Return a step of torch's fused AdamW alone, on flat FP32 tensors."""
     weights, grads = _values(matrices * width**2, 0.02), _values(matrices * width**2, 1e-3)
     state = [torch.zeros_like(weights) for _ in range(2)]
     steps = torch.zeros(())
@@ -137,7 +137,7 @@ def bare(matrices: int, width: int) -> Timed:
 
 
 def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) -> Timed:
-    """A whole step of `ParallelAMPOptimizer`."""
+    """Return a whole step of `ParallelAMPOptimizer`."""
     model = nn.ParameterList(nn.Parameter(torch.empty(width, width)) for _ in range(matrices))
     for parameter in model:
         nn.init.normal_(parameter, std=0.02)
@@ -158,7 +158,7 @@ def ours(matrices: int, width: int, bucket: int = BUCKET, native: bool = False) 
 
 
 def naive(matrices: int, width: int, foreach: bool) -> Timed:
-    """The same work, a pass for each part of it."""
+    """Return a step that does the same work in separate passes."""
     masters = [nn.Parameter(_values(width**2, 0.02).view(width, width)) for _ in range(matrices)]
     weights = [p.detach().bfloat16() for p in masters]
     grads = [_values(width**2, 1e-3 * SCALE).view(width, width) for _ in range(matrices)]

@@ -36,7 +36,7 @@ VOCAB = 8192
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `train`."""
+    """Add `train` to the measurements."""
     parser = subparsers.add_parser("train", help="tokens a second of training steps", description=__doc__)
     _add_layout(parser)
     _add_sizes(parser)
@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
-    """Keys of [parallel], by their names."""
+    """Add the keys of [parallel] as options."""
     parser.add_argument("--tensor", type=int, default=1, metavar="N")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N")
     parser.add_argument("--data", type=int, default=1, metavar="N")
@@ -81,7 +81,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `python -m tools.bench train`: starts the ranks, or is one. Raises UserError."""
+    """Run `python -m tools.bench train`: start the ranks, or be one of them. Raises UserError."""
     config = run_of(args)
     if config.world_size > 1 and "RANK" not in os.environ:
         return start_ranks([sys.executable, "-m", "tools.bench", *sys.argv[1:]], config.world_size, args.threads)
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, config: RunConfig, mesh: dist.DeviceMesh) -> None:
-    """Takes the steps; rank 0 prints the record. Collective over the mesh."""
+    """Take the steps; rank 0 prints the record. Collective over the mesh."""
     bench = _Bench(config, mesh)
     seconds = [bench.step() for _ in range(args.warmup + args.steps)][args.warmup :]
     record = {**_settings(args, config), **bench.record(seconds)}
@@ -104,12 +104,12 @@ def measure(args: argparse.Namespace, config: RunConfig, mesh: dist.DeviceMesh) 
 
 
 def run_of(args: argparse.Namespace) -> RunConfig:
-    """The run that is measured. Raises UserError with all that does not fit together."""
+    """Return the run that is measured. Raises UserError with all problems."""
     return load_run(None, [f"{key}={toml(value)}" for key, value in _keys(args)])
 
 
 def _keys(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """What the options come to, as keys of a run file."""
+    """Return the options as keys of a run file."""
     gated = args.model == "llama"
     sizes = {"layers": args.layers, "hidden": args.hidden, "heads": max(4, args.hidden // 64)}
     sizes |= {"ffn": -(-8 * args.hidden // (3 * 32)) * 32 if gated else 4 * args.hidden, "tied": False}
@@ -126,7 +126,7 @@ def _keys(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
-    """What was asked for, and what follows where nothing was said."""
+    """Return the options and the settings that follow from them."""
     asked = {name: value for name, value in vars(args).items() if name not in ("run", "profile")}
     asked["chunks"] = len(config.schedule.rank_of_stage) // args.pipeline
     asked["recompute_modules"] = [*config.parallel.recompute_modules]
@@ -157,7 +157,7 @@ class _Bench:
         self.number = 0
 
     def step(self) -> float:
-        """Seconds of one step, between two barriers."""
+        """Take one step and return its seconds, between two barriers."""
         dist.barrier()
         start = time.perf_counter()
         self.engine.step(self.share, 3e-4, self.number)
@@ -166,7 +166,7 @@ class _Bench:
         return time.perf_counter() - start
 
     def record(self, seconds: list[float]) -> dict[str, Any]:
-        """Medians and extremes; resident memory of every rank at its peak."""
+        """Return medians and extremes, and the peak resident memory of every rank."""
         rss = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         rss[dist.get_rank()] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         median = statistics.median(seconds)
@@ -179,7 +179,7 @@ class _Bench:
         }
 
     def profile(self) -> None:
-        """Self time of rank 0's operators in one step."""
+        """Return the self time of rank 0's operators in one step."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             self.step()
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Loss curves of several runs in one picture, with a table of where they ended: `megaprec compare RUN RUN -o PNG`."""
+"""`megaprec compare RUN RUN -o PNG`: plot the loss curves of several runs and print a table of their final losses."""
 
 import argparse
 import math
@@ -22,7 +22,7 @@ DASHES = ("-", "--", ":", "-.")  # one more each time that the colours are used 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run: its name in the picture and the records of its metrics.jsonl."""
+    """One run: its name in the plot and the records of its metrics.jsonl."""
 
     name: str
     records: list[dict[str, Any]]
@@ -33,28 +33,28 @@ class Curve:
 
     @property
     def final(self) -> float:
-        """Mean loss over the newest applied steps; nan if there are none."""
+        """The mean loss over the newest applied steps; NaN if there are none."""
         losses = [record["loss"] for record in self.records if record["outcome"] == "applied"][-LAST:]
         return sum(losses) / len(losses) if losses else math.nan
 
     @property
     def held_out(self) -> float:
-        """The newest one; nan if there is none."""
+        """The newest held-out loss; NaN if there is none."""
         return next((record["eval_loss"] for record in reversed(self.records) if "eval_loss" in record), math.nan)
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `compare`."""
-    parser = subparsers.add_parser("compare", help="loss curves of several runs in one picture", description=__doc__)
-    parser.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="run directories")
-    parser.add_argument("-o", "--output", metavar="PNG", type=Path, required=True, help="the picture to write")
+    """Add `compare` to the commands."""
+    parser = subparsers.add_parser("compare", help="plot the loss curves of several runs", description=__doc__)
+    parser.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="run folders")
+    parser.add_argument("-o", "--output", metavar="PNG", type=Path, required=True, help="file of the plot")
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec compare`."""
+    """Run `megaprec compare`."""
     if args.output.suffix != ".png":
-        raise UserError(f"--output {args.output}: pictures of runs are written as .png")
+        raise UserError(f"--output {args.output}: the plot is written as .png")
     if not args.output.absolute().parent.is_dir():
         raise UserError(f"--output {args.output}: there is no folder {args.output.parent}")
     curves = read_curves(args.runs)
@@ -67,19 +67,19 @@ def main(args: argparse.Namespace) -> int:
 
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
-    """The runs, named by their folders, or by the whole paths if two have one name. Raises UserError."""
+    """Return the runs, named by their folders, or by their paths if two folders have one name. Raises UserError."""
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     curves = [Curve(name, read_metrics(folder)) for name, folder in zip(names, folders, strict=True)]
     empty = [folder for folder, curve in zip(folders, curves, strict=True) if not curve.records]
     if empty:
-        raise UserError(*(f"{folder} has no steps in {METRICS}: give the directories of runs" for folder in empty))
+        raise UserError(*(f"{folder} has no steps in {METRICS}: give run folders" for folder in empty))
     return curves
 
 
 def table(curves: Sequence[Curve]) -> Table:
-    """Where the runs ended, lowest loss first."""
+    """Return a table of the steps and final losses of the runs, lowest loss first."""
     made = Table("run", "steps", "skipped", f"loss, mean of last {LAST} steps", "held-out", box=box.SIMPLE_HEAD)
     for curve in by_loss(curves):
         numbers = (str(len(curve.records)), str(curve.skipped), f"{curve.final:.4f}", _shown(curve.held_out))
@@ -88,17 +88,17 @@ def table(curves: Sequence[Curve]) -> Table:
 
 
 def by_loss(curves: Sequence[Curve]) -> list[Curve]:
-    """Lowest final loss first; runs without one last."""
+    """Return the runs sorted by final loss, the lowest first, runs without a loss last."""
     return sorted(curves, key=lambda curve: math.inf if math.isnan(curve.final) else curve.final)
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Writes the picture: a line a run, and beside it their final losses. Raises UserError without matplotlib."""
+    """Write the plot: a line per run, with the final losses in the legend. Raises UserError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise UserError(f"{path}: pictures need matplotlib: pip install 'megaprec[plots]'") from error
+        raise UserError(f"{path}: plots need matplotlib: pip install 'megaprec[plots]'") from error
     figure = Figure(figsize=(11, max(5.0, 1.5 + 0.24 * len(curves))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

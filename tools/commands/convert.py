@@ -1,10 +1,11 @@
-"""`megaprec convert SRC DST`: a model from one format into another, verified.
+"""`megaprec convert SRC DST`: convert a model from one format into another and verify it.
 
-SRC: a Hugging Face folder, a checkpoint or run directory of megaprec, a checkpoint of Megatron-LM, InternEvo, NxD, NeMo
-or Colossal-AI; which, is seen from its files. What DST becomes, says --to: the first three are written.
+SRC is a Hugging Face folder, a checkpoint or run folder of megaprec, or a checkpoint of Megatron-LM, InternEvo, NxD,
+NeMo or Colossal-AI; its format is recognized by its files. DST is written in the format of --to: Hugging Face, megaprec
+or Megatron-LM.
 
-Works offline, on the CPU, and holds about one tensor in memory; killed, it goes on where it was when the same command
-is given again. DST is there when it is whole.
+The conversion works offline, on the CPU, and holds about one tensor in memory. If it is interrupted, the same command
+resumes it. DST appears when it is complete.
 """
 
 import argparse
@@ -32,34 +33,48 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `convert`."""
-    parser = subparsers.add_parser("convert", help="models of other systems to ours and back", description=__doc__)
-    parser.add_argument("source", metavar="SRC", type=Path, help="a folder of any format that is read")
-    parser.add_argument("destination", metavar="DST", type=Path, help="a folder that is not there yet")
-    parser.add_argument("--to", choices=TARGETS, help="format of DST; default: hf for ours, ours for others")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they are")
+    """Add `convert` to the commands."""
+    parser = subparsers.add_parser("convert", help="convert models between formats", description=__doc__)
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder of a model, in any format")
+    parser.add_argument("destination", metavar="DST", type=Path, help="folder to write; it must not exist")
+    parser.add_argument(
+        "--to",
+        choices=TARGETS,
+        help="format of DST (default: hf for a megaprec SRC, otherwise megaprec)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights in DST (default: that of SRC)")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of a Megatron DST")
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages of a Megatron DST")
     parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel ranks of a Megatron DST")
     parser.add_argument(
-        "--layers", choices=("te", "local"), default="te", help="whose names a Megatron DST has: Transformer Engine's"
+        "--layers",
+        choices=("te", "local"),
+        default="te",
+        help="layer implementation whose tensor names a Megatron DST has: te (Transformer Engine) or local",
     )
     parser.add_argument(
-        "--grouped-experts", action="store_true", help="a Megatron DST names experts as --moe-grouped-gemm wants them"
+        "--grouped-experts", action="store_true", help="name the experts of a Megatron DST as --moe-grouped-gemm does"
     )
     parser.add_argument(
-        "--vocab", type=int, metavar="N", help="tokens without padding, if a Megatron or NeMo SRC does not say"
+        "--vocab",
+        type=int,
+        metavar="N",
+        help="vocabulary size without padding, if a Megatron or NeMo SRC does not state it",
     )
-    parser.add_argument("--weights-only", action="store_true", help="leave a Megatron SRC's optimizer state unread")
-    parser.add_argument("--verify", choices=("logits",), help="compare the models' FP32 logits too; holds both models")
+    parser.add_argument("--weights-only", action="store_true", help="do not read the optimizer state of a Megatron SRC")
     parser.add_argument(
-        "--no-verify", action="store_true", help="do not compare a small model of config.json with that of transformers"
+        "--verify",
+        choices=("logits",),
+        help="also compare the FP32 logits of both models, which are then both in memory",
+    )
+    parser.add_argument(
+        "--no-verify", action="store_true", help="skip the comparison with transformers of a small model of config.json"
     )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec convert`."""
+    """Run `megaprec convert`."""
     keep_freed_memory()
     source = open_intact(args.source, args.vocab, args.weights_only)
     to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
@@ -79,12 +94,12 @@ def write_model(
     layout: MegatronLayout | None = None,
     verify: bool = False,
 ) -> None:
-    """Writes `source` to `destination` in the format `to`, with progress on a terminal, and says what was written.
+    """Write `source` to `destination` in the format `to`, with progress on a terminal, and print what was written.
 
-    verify: every config.json in this, read or written, is proven to be understood as transformers does.
+    verify: also check that transformers computes the same logits for each config.json that is read or written.
     """
     if destination.exists():
-        raise UserError(f"{destination} is there already: give another folder, or remove it")
+        raise UserError(f"{destination} exists already: give another folder, or remove it")
     check_tokenizer(source.tokenizer, source.model.vocab)
     target = _target(source, to, dtype, layout or MegatronLayout())
     for line in _verified(source, to, destination) if verify else ():
@@ -93,8 +108,6 @@ def write_model(
         convert(source, target, destination, report)
     left = [kind for kind in source.kinds if not any(key.startswith(f"{kind}/") for key in target.dtypes)]
     left += target.left_out
-    for note in source.facts.notes:
-        print(f"note: {note}")
     print(
         f"{destination}: {len(target.dtypes)} tensors, {target.size:,} bytes, each written once and read back"
         + (f"; left out: {', '.join(left)}" if left else "")

@@ -1,4 +1,4 @@
-"""`megaprec data`: build a data set of a text, inspect what is in one, verify data, learn a tokenizer."""
+"""`megaprec data`: tokenize text into a data set, inspect one, verify data, train a tokenizer."""
 
 import argparse
 import sys
@@ -26,7 +26,7 @@ SubParsers = argparse._SubParsersAction  # argparse has no public name for it
 
 
 def add_parser(subparsers: SubParsers) -> None:
-    """Add `data` with its own commands; the chosen one is `args.run(args) -> exit code`."""
+    """Add `data` and its commands."""
     parser = subparsers.add_parser("data", help="build and inspect tokenized data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_build(commands)
@@ -39,20 +39,30 @@ def _add_verify(commands: SubParsers) -> None:
     parser = commands.add_parser(
         "verify", help="check a data set or a text from end to end", description=verification.__doc__
     )
-    parser.add_argument("path", metavar="PATH", help="a data set, without .bin, or any source of `data build`")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="that the ids are of (default: PREFIX.model)")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field, Parquet column of the text")
+    parser.add_argument("path", metavar="PATH", help="data set, without .bin, or any source of `data build`")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer of the token ids (default: PREFIX.model)",
+    )
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="field of a JSONL line or Parquet column that holds the text",
+    )
     parser.set_defaults(run=verification.verify)
 
 
 def _add_tokenizer(commands: SubParsers) -> None:
-    parser = commands.add_parser("tokenizer", help="learn a tokenizer from a text")
+    parser = commands.add_parser("tokenizer", help="train a tokenizer on a text")
     _add_source(parser)
     parser.add_argument(
         "path", metavar="FILE", type=Path, help="NAME.model: SentencePiece; NAME.json: Hugging Face tokenizer.json"
     )
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="tokens in it")
-    parser.add_argument("--overwrite", action="store_true", help="replace another tokenizer of this name")
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="vocabulary size, in tokens")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer of this name")
     parser.set_defaults(run=learn)
 
 
@@ -63,39 +73,53 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         help="'python' (the standard library), a text file, .jsonl[.gz|.zst], .parquet, "
         f"or a folder of {' '.join(SUFFIXES)}",
     )
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field, Parquet column of the text")
-    parser.add_argument("--max-chars", type=int, metavar="N", help="stop after so many characters")
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="field of a JSONL line or Parquet column that holds the text",
+    )
+    parser.add_argument("--max-chars", type=int, metavar="N", help="use only the first N characters")
 
 
 def _add_build(commands: SubParsers) -> None:
     parser = commands.add_parser("build", help="tokenize a text into PREFIX.bin and PREFIX.idx")
     _add_source(parser)
-    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="where to write, without .bin")
+    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="data set to write, without .bin")
     tokenizer = parser.add_mutually_exclusive_group(required=True)
     tokenizer.add_argument("--tokenizer", type=Path, metavar="FILE", help="SentencePiece .model or tokenizer.json")
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help="train a SentencePiece model as PREFIX.model")
     parser.add_argument(
-        "--workers", type=int, default=cores(), metavar="N", help="processes that encode (default: one a core)"
+        "--workers",
+        type=int,
+        default=cores(),
+        metavar="N",
+        help="number of processes that tokenize (default: one per core)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace another data set of this name")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing data set of this name")
     parser.set_defaults(run=build)
 
 
 def _add_inspect(commands: SubParsers) -> None:
     parser = commands.add_parser("inspect", help="print counts and decoded samples of a data set")
-    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="the data set, without .bin")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="to decode samples (default: PREFIX.model)")
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
+    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="data set, without .bin")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer that decodes the samples (default: PREFIX.model)",
+    )
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="number of documents to show (default: 3)")
     parser.set_defaults(run=inspect)
 
 
 def build(args: argparse.Namespace) -> int:
-    """Run `megaprec data build`. `UserError` on bad input, before anything is written.
+    """Run `megaprec data build`. Raises UserError on bad input, before anything is written.
 
-    One process at a time builds one prefix; others wait, and take what it made if it is what they were to make.
+    One process at a time builds a prefix; others wait, and reuse its result if they were to build the same.
     """
     if args.workers < 1:
-        raise UserError(f"--workers {args.workers}: there must be one at least")
+        raise UserError(f"--workers {args.workers}: give at least 1")
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
     if args.tokenizer:
         load_tokenizer(args.tokenizer)  # refused before there is a lock
@@ -124,7 +148,7 @@ def _say_busy(prefix: Path) -> None:
 
 
 def learn(args: argparse.Namespace) -> int:
-    """Run `megaprec data tokenizer`. `UserError` on bad input, before anything is written."""
+    """Run `megaprec data tokenizer`. Raises UserError on bad input, before anything is written."""
     path: Path = args.path
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
     texts = (text for _, text in source)
@@ -139,7 +163,7 @@ def learn(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Run `megaprec data inspect`. `UserError` if the data set is missing or corrupt."""
+    """Run `megaprec data inspect`. Raises UserError if the data set is missing or corrupt."""
     dataset = IndexedDataset(args.prefix)
     model = args.tokenizer or beside(args.prefix, ".model")
     tokenizer = load_tokenizer(model) if args.tokenizer or model.exists() else None
@@ -182,12 +206,12 @@ def _counts(dataset: IndexedDataset) -> dict[str, str]:
 
 
 def _spread(total: int, wanted: int) -> list[int]:
-    """At most `wanted` different document numbers, evenly from the first to the last."""
+    """Return at most `wanted` document numbers, evenly spaced from the first to the last."""
     return sorted({int(index) for index in np.linspace(0, total - 1, max(0, min(wanted, total)))})
 
 
 def _excerpt(dataset: IndexedDataset, index: int, tokenizer: Tokenizer | None) -> str:
-    """The beginning of a document, as a text if there is a tokenizer, else as ids."""
+    """Return the beginning of a document, as text if there is a tokenizer, otherwise as token ids."""
     document = dataset.document(index)
     ids = document[:SHOWN_TOKENS].tolist()
     more = f"first {len(ids)} of " if len(document) > len(ids) else ""

@@ -1,8 +1,8 @@
-"""`megaprec data verify PATH`: whether data is whole and fits its tokenizer, before a run finds out.
+"""`megaprec data verify PATH`: check that data is complete and fits its tokenizer, before a run uses it.
 
-A data set (the prefix of a .bin and .idx pair) is read from end to end once; so is a text or a folder.
-One line for each thing that was looked at: `ok`, `note` (it can be trained on; you may want to know) or `bad`.
-Exit code: 0 if all is ok, 1 if there are notes, 2 if something is bad.
+A data set (the prefix of a .bin and .idx pair), a text or a folder is read once from end to end. Each check prints a
+line: `ok`, `note` (it can be trained on) or `bad`. Exit code: 0 if all is ok, 1 if there are notes, 2 if something is
+bad.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Finding = tuple[int, str, str]  # level, what was looked at, what was seen
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Run `megaprec data verify`; returns the worst level. `UserError` if the path names nothing."""
+    """Run `megaprec data verify`; return the worst level. Raises UserError if the path does not exist."""
     worst = OK
     for level, what, seen in findings(args.path, args.tokenizer, args.text_field):
         print(f"{LEVELS[level]:<5} {what:<10} {seen}")
@@ -37,7 +37,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Iterator[Finding]:
-    """All that is to be said of a data set or a text."""
+    """Yield the findings on a data set or a text."""
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
     if beside(Path(path), ".idx").exists() or beside(Path(path), ".bin").exists():
@@ -100,7 +100,7 @@ def _of_ids(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Fi
     size = tokenizer.vocab_size if tokenizer else whole.high + 1
     if (token := dataset.first_outside(size)) is not None:
         what = (
-            "negative ones are no tokens"
+            "token ids cannot be negative"
             if whole.low < 0
             else f"but there are {size:,} tokens: it is another one's data"
         )
@@ -134,7 +134,7 @@ def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator
         yield (
             NOTE,
             "record",
-            f"there is no {path.name}: not made by `megaprec data build`, so nothing to hold it against",
+            f"there is no {path.name}: not made by `megaprec data build`, so its checksums cannot be compared",
         )
         return
     try:

@@ -1,6 +1,6 @@
-"""`megaprec diff A B`: how far apart two models are, tensor by tensor, whatever formats they are in.
+"""`megaprec diff A B`: the differences between two models, tensor by tensor, in any formats.
 
-Tensors are aligned by logical name and compared in float64, a block of rows at a time.
+Tensors are matched by logical name and compared in float64, a block of elements at a time.
 """
 
 import argparse
@@ -22,7 +22,10 @@ BLOCK = 1 << 22  # elements that are made float64 at once
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one tensor. largest, mean: of absolute differences; inf where one is not finite or shapes differ."""
+    """The difference of one tensor between two models.
+
+    largest, mean: of the absolute differences; inf if one is not finite or the shapes differ.
+    """
 
     key: str
     largest: float
@@ -32,17 +35,28 @@ class Difference:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `diff`."""
-    parser = subparsers.add_parser("diff", help="how far apart two models are, by tensor", description=__doc__)
-    parser.add_argument("first", metavar="A", type=Path, help="a folder of any format that is read")
-    parser.add_argument("second", metavar="B", type=Path, help="another")
-    parser.add_argument("--top", type=int, default=20, metavar="N", help="how many tensors to show (default: 20)")
-    parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if Megatron's args do not say")
+    """Add `diff` to the commands."""
+    parser = subparsers.add_parser("diff", help="compare two models tensor by tensor", description=__doc__)
+    parser.add_argument("first", metavar="A", type=Path, help="folder of the first model, in any format")
+    parser.add_argument("second", metavar="B", type=Path, help="folder of the second model, in any format")
+    parser.add_argument(
+        "--top",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of tensors to show, the largest differences first (default: 20)",
+    )
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        metavar="N",
+        help="vocabulary size without padding, if a Megatron folder does not state it",
+    )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec diff`. Exit code 0 whether they differ or not."""
+    """Run `megaprec diff`. The exit code is 0 whether the models differ or not."""
     first, second = (open_intact(path, args.vocab) for path in (args.first, args.second))
     both = [key for key in first.shapes if key in second.shapes]
     with moving(f"comparing {args.first} and {args.second}", len(both)) as report:
@@ -61,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def compare(key: str, one: Tensor, other: Tensor) -> Difference:
-    """The difference of two tensors. NaN differs from everything, itself too."""
+    """Return the difference of two tensors. NaN differs from everything, NaN included."""
     if one.shape != other.shape:
         return Difference(key, float("inf"), float("inf"), 0.0, f"{list(one.shape)} and {list(other.shape)}")
     largest = total = size = 0.0

@@ -1,9 +1,10 @@
-"""`megaprec explain-overflow RUN_DIR [--replay]`: what broke the last skipped steps, and whether to care.
+"""`megaprec explain-overflow RUN_DIR [--replay]`: show the tensors that overflowed in the last skipped steps, with
+advice.
 
-Every skipped step leaves an event in RUN_DIR/events.jsonl: where it was, the loss scale, the worst offenders by logical
-name with the micro-batch and the samples in which they began, and advice. The command shows the newest ones as a table.
-With --replay it takes the newest, or the one of --step, again on one process, from the last checkpoint before it, and
-names the first module whose output or gradient is not finite. Nothing is written.
+Every skipped step leaves an event in RUN_DIR/events.jsonl: step, loss scale, the worst offenders by logical name with
+the micro-batch and the samples in which they began, and advice. The command shows the newest events as tables. With
+--replay it repeats the newest step, or the one of --step, on one process from the last checkpoint before it, and names
+the first module whose output or gradient is not finite. Nothing is written.
 """
 
 import argparse
@@ -24,30 +25,34 @@ from megaprec.optim.step_report import LOSS
 from megaprec.precision.plan import dtype_name
 from tools.commands.replay import Replay, replay
 from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
-from tools.training.generate import harmless
+from tools.training.sampling import harmless
 
 PIPE_COLUMNS = 120
-SHOWN_IDS = 4  # of the samples of a micro-batch
-SHOWN_CHARS = 60  # of a sample's text
-SHOWN_BEFORE = 6  # tensors before the first that was not finite
+SHOWN_IDS = 4  # sample ids of a micro-batch that are shown
+SHOWN_CHARS = 60  # characters of a sample's text that are shown
+SHOWN_BEFORE = 6  # tensors shown before the first that was not finite
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `explain-overflow`."""
+    """Add `explain-overflow` to the commands."""
     parser = subparsers.add_parser(
         "explain-overflow", help="show what broke the last skipped steps of a run", description=__doc__
     )
-    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="a run directory")
-    parser.add_argument("--last", type=int, default=5, metavar="N", help="how many events to show (default: 5)")
-    parser.add_argument("--step", type=int, metavar="N", help="show this step alone")
-    parser.add_argument("--replay", action="store_true", help="take the newest one again and name the module")
+    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="run folder")
+    parser.add_argument("--last", type=int, default=5, metavar="N", help="number of newest events to show (default: 5)")
+    parser.add_argument("--step", type=int, metavar="N", help="show only this step")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="repeat the newest of these steps and name the first module that is not finite",
+    )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec explain-overflow`. UserError if RUN_DIR is no run directory or --last is below 1."""
+    """Run `megaprec explain-overflow`. Raises UserError if RUN_DIR is not a run folder or --last is below 1."""
     if not (args.folder / METRICS).is_file():
-        raise UserError(f"{args.folder} is not a run directory: it has no {METRICS}")
+        raise UserError(f"{args.folder} is not a run folder: it has no {METRICS}")
     if args.last < 1:
         raise UserError(f"--last {args.last}: give at least 1")
     events = _chosen(read_events(args.folder), args.step)[-args.last :]
@@ -66,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _console() -> Console:
-    """As wide as the terminal; wide enough to keep names in one piece where there is none."""
+    """Return a console as wide as the terminal, or wide enough for long names if there is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, PIPE_COLUMNS))
 
@@ -82,7 +87,7 @@ def _chosen(events: list[dict[str, Any]], step: int | None) -> list[dict[str, An
 
 
 def table(event: dict[str, Any]) -> Table:
-    """One skipped step: a row per offender."""
+    """Return the table of one skipped step: a row per offender."""
     samples = f"samples {event['first_sample']} to {event['first_sample'] + event['num_samples'] - 1}"
     how = "applied though not finite" if event.get("outcome") == "applied_nonfinite" else "skipped"
     title = f"step {event['step']} {how} at loss scale {float(event['loss_scale']):g}, {samples}"
@@ -116,9 +121,14 @@ def _microbatch(offender: dict[str, Any]) -> str:
 
 def _note(offender: dict[str, Any]) -> str:
     if not offender.get("traced"):
-        return "?: not looked for: the scale was searching, the step was applied, or precision.trace_overflows = false"
+        return (
+            "?: not traced: the loss scale was still falling, the step was applied, or precision.trace_overflows "
+            "= false"
+        )
     if offender["microbatch"] is None:
-        return "none: in no micro-batch when run again; only the sum over ranks was not finite, or it was chance"
+        return (
+            "none: every micro-batch was finite when repeated; only the sum over ranks was not, or the hardware erred"
+        )
     return ""
 
 
@@ -128,7 +138,7 @@ def _ids(ids: list[int] | list[str]) -> str:
 
 
 def picture(seen: Replay, event: dict[str, Any]) -> RenderableType:
-    """What a replay has shown, as a panel."""
+    """Return the panel of a replay."""
     found = seen.trace.found
     if found is None:
         return Panel(
@@ -166,7 +176,7 @@ def _grid(facts: dict[str, str]) -> Table:
 
 
 def _before(seen: Replay) -> Table:
-    """The last tensors that were still finite: often one can see it grow."""
+    """Return the table of the last finite tensors, which often shows how magnitudes grow."""
     made = Table(title="\nbefore it", title_justify="left", box=None, padding=(0, 2, 0, 0))
     made.add_column("tensor", overflow="fold")
     made.add_column("largest magnitude", justify="right")
@@ -185,7 +195,7 @@ def _samples(seen: Replay) -> Table:
 
 
 def _all_finite(seen: Replay, event: dict[str, Any]) -> Text:
-    """Why what happened does not happen again, as far as it can be told."""
+    """Return the possible reasons why the overflow does not happen again."""
     lines = ["Every micro-batch of the step was run alone, and every output, gradient and loss was finite. Likely:"]
     offenders = event["offenders"]
     if any(o.get("traced") and o["microbatch"] is None for o in offenders):

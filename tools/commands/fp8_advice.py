@@ -1,8 +1,8 @@
-"""`megaprec fp8-advice RUN.toml`: which of a run's matrix products are faster in FP8, and which are slower.
+"""`megaprec fp8-advice RUN.toml`: list which matrix products of a run are faster in FP8 and which are slower.
 
-FP8 halves the time of a large product, but every factor has to be read and rounded first, so a small one loses. Where
-there is a GPU both ways are timed, casts included; elsewhere the answer is an estimate between two published numbers.
-Weights whose sizes FP8 does not take are named with the dim.
+FP8 halves the time of a large product, but every factor must be read and rounded first, so a small product is slower.
+With a GPU both are timed, casts included; without one the speed is estimated from two published numbers. Weights with
+sizes that FP8 does not support are named.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from tools.training.fp8_summary import reaches
 # Speed of a linear layer in FP8 over bf16 on an H100, tensor-wise scales, casts fused by torch.compile.
 SOURCE = "torchao's documentation, tensor-wise scales"
 PUBLISHED = ((Shape(1024, 2048, 1024), 0.80), (Shape(4096, 8192, 16384), 1.39))
-EVEN = 0.02  # a gain or loss smaller than this is none
+EVEN = 0.02  # smaller gains and losses count as none
 
 
 @dataclass(frozen=True)
 class Product:
-    """Alike products of all layers. count: how many there are. wide: why they are not made in FP8, or empty.
+    """Equal products of all layers. count: number of them. wide: reason why they are not in FP8, or empty.
 
-    gain: how many times as fast as bf16 they are in FP8; 1 where they are not.
+    gain: speed in FP8 relative to bf16; 1 for products that are not in FP8.
     """
 
     name: str
@@ -45,29 +45,35 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of one forward pass of a micro-batch, on one rank."""
+        """FLOPs of one forward pass of a micro-batch, on one rank."""
         return self.count * self.shape.flops
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `fp8-advice`."""
-    parser = subparsers.add_parser("fp8-advice", help="which products gain from FP8", description=__doc__)
-    parser.add_argument("file", metavar="RUN.toml", type=Path)
+    """Add `fp8-advice` to the commands."""
+    parser = subparsers.add_parser(
+        "fp8-advice",
+        help="list the matrix products that gain from FP8",
+        description=__doc__,
+    )
+    parser.add_argument("file", metavar="RUN.toml", type=Path, help="run file")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="time the products there (default: cuda where there is one)"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="device to time the products on (default: cuda if there is one; otherwise an estimate)",
     )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec fp8-advice`."""
+    """Run `megaprec fp8-advice`."""
     config = load_run(args.file, args.overrides)
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA device here; leave it out for an estimate")
+        raise UserError("--device cuda: torch sees no CUDA device here; remove it for an estimate")
     device = args.device or ("cuda" if torch.cuda.is_available() else "")
     recipe = config.plan.fp8 or FP8Recipe()
-    model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
+    model = config.sized_model
     found = products(config, model, recipe)
     judged = [judge(one, config, recipe, device) for one in found]
     rest = others(config, model)
@@ -76,9 +82,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def products(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Product]:
-    """The products with each kind of weight of the layers, as one tensor rank makes them for a micro-batch.
+    """Return the products with each kind of weight, as one tensor-parallel rank computes them for a micro-batch.
 
-    Tokens of an expert are those that it has if all have as many.
+    The tokens of an expert are counted as if all experts had equally many.
     """
     tokens = config.train.micro_batch * config.train.seq_length
     counts = Counter[tuple[str, tuple[int, int], str]]()
@@ -96,14 +102,16 @@ def _tokens(name: str, tokens: int, model: ModelConfig) -> int:
 
 
 def others(config: RunConfig, model: ModelConfig) -> float:
-    """FLOPs of a rank's forward products that FP8 does not reach in any case: attention's own and the output head."""
+    """Return the FLOPs of a rank's forward products that are never in FP8: those inside attention and the output
+    head.
+    """
     tokens = config.train.micro_batch * config.train.seq_length
     attention = model.layers * model.attention_flops(config.train.seq_length)
     return tokens * (attention + model.head_flops()) / config.parallel.tensor
 
 
 def judge(product: Product, config: RunConfig, recipe: FP8Recipe, device: str) -> Product:
-    """The same with its gain: measured on `device`, or estimated if that is empty."""
+    """Return the product with its gain: measured on `device`, or estimated if that is empty."""
     if product.wide:
         return product
     if not device:
@@ -116,14 +124,16 @@ def judge(product: Product, config: RunConfig, recipe: FP8Recipe, device: str) -
 
 
 def estimate(shape: Shape) -> float:
-    """Between the published numbers by the logarithm of FLOPs; that of the nearest beyond them."""
+    """Return the gain interpolated between the published numbers by the logarithm of FLOPs, and constant beyond
+    them.
+    """
     (small, low), (large, high) = PUBLISHED
     way = log(shape.flops / small.flops) / log(large.flops / small.flops)
     return low + (high - low) * min(1.0, max(0.0, way))
 
 
 def verdict(product: Product) -> str:
-    """What FP8 comes to for these products."""
+    """Return the verdict on a product: wide, even, gains or loses."""
     if product.wide:
         return "wide"
     if abs(product.gain - 1) < EVEN:
@@ -132,7 +142,7 @@ def verdict(product: Product) -> str:
 
 
 def table(products: Sequence[Product], rest: float) -> list[str]:
-    """A line for each product, and one for what FP8 does not reach."""
+    """Return a line per product, and one for the products that are never in FP8."""
     whole = sum(one.flops for one in products) + rest
     rows = [("weight", "products", "", "share", "speed", "")]
     for one in products:
@@ -145,13 +155,13 @@ def table(products: Sequence[Product], rest: float) -> list[str]:
 
 
 def speedup(products: Sequence[Product], rest: float) -> float:
-    """Of all products together, if the wide ones are equally fast per FLOP."""
+    """Return the speedup of all products together, if products outside of FP8 take equal time per FLOP."""
     return (sum(one.flops for one in products) + rest) / (sum(one.flops / one.gain for one in products) + rest)
 
 
 def _basis(config: RunConfig, recipe: FP8Recipe, device: str) -> list[str]:
-    """Where the numbers come from."""
-    off = "" if config.plan.fp8 else " (if it were asked for: fp8.kind is none)"
+    """Return lines on the recipe and on the source of the speeds."""
+    off = "" if config.plan.fp8 else " (an assumption: fp8.kind is none)"
     lines = [
         f"recipe     {recipe.kind}, {recipe.format}{off}",
         "products   tokens x inputs x outputs of a rank and micro-batch; the share is of all FLOPs of products",
@@ -171,12 +181,15 @@ def _basis(config: RunConfig, recipe: FP8Recipe, device: str) -> list[str]:
 
 
 def _notes(products: Sequence[Product], config: RunConfig, rest: float) -> list[str]:
-    """What all of it comes to, and what to do about it."""
-    lines = [f"together   {speedup(products, rest):.2f} times as fast, as far as it is matrix products"]
+    """Return lines on the total speedup and advice."""
+    lines = [f"together   {speedup(products, rest):.2f} times as fast, counting matrix products only"]
     lines += [f"wide       {one.name}: {one.wide}" for one in products if one.wide]
     if losing := [f'"{one.name}"' for one in products if verdict(one) == "loses"]:
-        lines.append(f"advice     keep what loses wide, fp8.wide = [{', '.join(losing)}], or make micro-batches larger")
+        lines.append(
+            f"advice     keep losing products out of FP8 by fp8.wide = [{', '.join(losing)}], or make micro-batches "
+            "larger"
+        )
     tokens = config.train.micro_batch * config.train.seq_length
     if tokens % 16:
-        lines.append(f"advice     {tokens} tokens are no multiple of 16: gradients of weights are filled up with zeros")
+        lines.append(f"advice     {tokens} tokens are not a multiple of 16: weight gradients are padded with zeros")
     return lines

@@ -1,4 +1,4 @@
-"""How long a linear layer's three products take on a device, wide and in FP8 with all that FP8 needs."""
+"""The times of a linear layer's three products on a device, in 16 or 32 bits and in FP8 with its casts."""
 
 import time
 from collections.abc import Callable
@@ -19,7 +19,7 @@ ENOUGH = 0.02  # seconds that a timed run takes at least
 
 @dataclass(frozen=True)
 class Shape:
-    """x [tokens, inputs], weight [outputs, inputs]."""
+    """The sizes of a product: x [tokens, inputs], weight [outputs, inputs]."""
 
     tokens: int
     inputs: int
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Of one of the three products; each has the same."""
+        """FLOPs of one of the three products; each has the same."""
         return 2 * self.tokens * self.inputs * self.outputs
 
     def __str__(self) -> str:
@@ -36,8 +36,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds. wide: y, the input's gradient and the weight's, added to an FP32 main gradient. products: the same of
-    FP8 codes. casts: of input and gradient into codes, for both directions; weight: of the weight."""
+    """Times in seconds.
+
+    wide: all three products without FP8: y, the gradient of x, and the gradient of the weight, added to an FP32
+    gradient. products: the three products of FP8 codes. casts: casts of x and of y's gradient, for both directions.
+    weight: cast of the weight.
+    """
 
     wide: float
     products: float
@@ -45,21 +49,21 @@ class Times:
     weight: float
 
     def gain(self, microbatches: int) -> float:
-        """How many times as fast FP8 is where a weight is cast once for so many micro-batches."""
+        """Return the speedup of FP8 if a weight is cast once for so many micro-batches."""
         return self.wide / (self.products + self.casts + self.weight / microbatches)
 
 
 def both_with_amax(
     x: Tensor, recipe: FP8Recipe, role: Role, scale: Tensor | None
 ) -> tuple[tuple[Codes, Codes], Tensor | None]:
-    """All that FP8 does to a tensor before its products: under delayed scaling its amax is noted as well."""
+    """Do all that FP8 does to a tensor before its products; under delayed scaling the amax is recorded as well."""
     return quantize_both(x, recipe, role, scale), amax_of(x) if recipe.kind == "delayed" else None
 
 
 def linear_times(
     shape: Shape, recipe: FP8Recipe, dtype: torch.dtype, device: torch.device, compiled: bool = False
 ) -> Times:
-    """Times one layer. compiled: the casts are fused by torch.compile."""
+    """Time one layer. compiled: fuse the casts by torch.compile."""
     x, weight, grad = (
         torch.randn(rows, columns, dtype=dtype, device=device)
         for rows, columns in (
@@ -94,7 +98,7 @@ def linear_times(
 
 
 def seconds(work: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
-    """The fastest of some runs of `work`, each repeated until it takes long enough to be timed."""
+    """Return the fastest of several runs of `work`, each repeated until it is long enough to be timed."""
     once = _run(work, 2, device) / 2
     repeats = max(1, int(ENOUGH / max(once, 1e-7)))
     return min(_run(work, repeats, device) for _ in range(rounds)) / repeats
@@ -110,6 +114,6 @@ def _run(work: Callable[[], object], repeats: int, device: torch.device) -> floa
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all that it was given."""
+    """Wait until the device has finished all work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,4 +1,6 @@
-"""`megaprec inspect PATH`: what a folder of any format holds - model, progress, layout, dtypes, sizes, digests."""
+"""`megaprec inspect PATH`: print the contents of a model folder of any format: model, progress, layout, dtypes,
+digests.
+"""
 
 import argparse
 import hashlib
@@ -24,16 +26,21 @@ UNBROKEN: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `inspect`."""
-    parser = subparsers.add_parser("inspect", help="what a model's folder holds", description=__doc__)
-    parser.add_argument("path", metavar="PATH", type=Path, help="a folder of any format that is read")
-    parser.add_argument("--tensors", action="store_true", help="every tensor with its shape, dtype and SHA-256")
-    parser.add_argument("--vocab", type=int, metavar="N", help="tokens without padding, if Megatron's args do not say")
+    """Add `inspect` to the commands."""
+    parser = subparsers.add_parser("inspect", help="print the contents of a model folder", description=__doc__)
+    parser.add_argument("path", metavar="PATH", type=Path, help="folder of a model, in any format")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor with its shape, dtype and SHA-256")
+    parser.add_argument(
+        "--vocab",
+        type=int,
+        metavar="N",
+        help="vocabulary size without padding, if a Megatron folder does not state it",
+    )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec inspect`."""
+    """Run `megaprec inspect`."""
     source = open_intact(args.path, args.vocab)
     print(describe(source))
     if source.kind == "megaprec":
@@ -48,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def describe(source: Source) -> str:
-    """What is known without reading a tensor, in some lines."""
+    """Return a summary of the folder that needs no tensor to be read, in lines."""
     model, facts = source.model, source.facts
     lines = [
         f"folder     {source.path}",
@@ -75,14 +82,16 @@ def describe(source: Source) -> str:
 
 
 def _checked(store: Store) -> str:
-    """What is known of the files after `open_intact` has opened them."""
+    """Return a line on the checksums of the files, which `open_intact` has compared."""
     if not store.digests:
         return "files      not checked: the version that saved them recorded no digest"
     return f"files      {len(store.digests) + 1}, with the bytes that were saved (SHA-256)"
 
 
 def _digests(source: Source, report: Any) -> tuple[Table, dict[str, str]]:
-    """A row for each tensor, and a digest of each kind: equal for equal models, whatever format they are in."""
+    """Return a table with a row per tensor, and the digest of each kind of tensors, equal for equal models in any
+    format.
+    """
     table = Table("tensor", "shape", "dtype", "SHA-256")
     found = {}
     for key in source.shapes:
@@ -95,7 +104,7 @@ def _digests(source: Source, report: Any) -> tuple[Table, dict[str, str]]:
 
 
 def _digest(values: Tensor) -> str:
-    """SHA-256 of dtype, shape and values."""
+    """Return the SHA-256 of dtype, shape and values."""
     made = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}\n".encode())
     made.update(raw(values))
     return made.hexdigest()

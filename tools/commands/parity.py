@@ -1,10 +1,10 @@
-"""`megaprec parity RUN.toml`: whether the run, in any layout, trains the same model as one process.
+"""`megaprec parity RUN.toml`: check that the run trains the same model in any layout as on one process.
 
-The run is made small (--full leaves it as it is), taken for a few steps on one process and in each layout, on local
-ranks, in float64, where nothing can hide in rounding, or in the run's own precision. Activations between modules, loss,
-every gradient and weight by logical name, norm, zeros, skipped steps, loss scale and samples are compared. It leaves a
-certificate in train.folder. Exit code 0: proven; 1: a layout is wrong, or hangs, or none could be tried; 2: there is
-something to be mended first.
+The run is made small (not with --full) and takes a few steps on one process and in each layout, on local ranks, in
+float64, where no fault can hide in rounding, or in the run's own precision. Activations between modules, loss, every
+gradient and weight by logical name, gradient norm, zeros, skipped steps, loss scale and samples are compared. The
+certificate is written to train.folder. Exit code 0: all layouts are equal; 1: a layout differs or hangs, or none could
+be run; 2: wrong input.
 """
 
 import argparse
@@ -58,15 +58,15 @@ from tools.training.corpus import open_corpus
 from tools.training.launch import joined_world
 from tools.training.notes import add_strict, tell_notes
 
-RANKS = 4  # of the largest layout, where none is asked for
+RANKS = 4  # ranks of the largest default layout
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `parity`."""
+    """Add `parity` to the commands."""
     parser = subparsers.add_parser(
         "parity", help="prove that layouts train the same model as one process", description=__doc__
     )
-    parser.add_argument("file", metavar="RUN.toml", help="the run file")
+    parser.add_argument("file", metavar="RUN.toml", help="run file")
     parser.add_argument(
         "overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file; before options"
     )
@@ -77,10 +77,16 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--precision", choices=("float64", "configured", "both"), default="float64",
-        help="float64 finds every fault; configured is the run's own (default: float64)",
+        help="precision of the comparison: float64, the run's own (configured) or both (default: float64)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps that are applied (default: 3)")
-    parser.add_argument("--full", action="store_true", help="do not make the run small: its own size and data")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of steps that are applied (default: 3)",
+    )
+    parser.add_argument("--full", action="store_true", help="compare the run in its own size and with its own data")
     parser.add_argument("--json", action="store_true", help="print the certificate and nothing else")
     add_strict(parser)
     parser.add_argument(FLAG, action="store_true", help=argparse.SUPPRESS)
@@ -88,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec parity`."""
+    """Run `megaprec parity`."""
     if args.as_rank:
         return as_rank(Path(args.file))
     if joined_world():
@@ -99,8 +105,8 @@ def main(args: argparse.Namespace) -> int:
     tell_notes(config.notes, args.strict)
     if config.fp8.kind == "delayed" and config.fp8.history == "te":
         raise UserError(
-            'fp8.history = "te": scales move on with each micro-batch, of which other numbers of replicas have other '
-            'numbers, so they train other models; parity compares runs with fp8.history = "step"'
+            'fp8.history = "te": scales are updated after each micro-batch, and their number depends on the number of '
+            'replicas, so layouts train different models; parity compares runs with fp8.history = "step"'
         )
     torch.set_num_threads(1)  # as in the ranks
     with tempfile.TemporaryDirectory(prefix="megaprec_parity_") as folder, _told(args.json) as tell:
@@ -117,7 +123,7 @@ def main(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _told(quiet: bool) -> Iterator[Any]:
-    """A function that says on stderr what is being done."""
+    """Yield a function that shows on stderr what is being done."""
     console = Console(stderr=True)
     with console.status("") as status:
         if quiet or not console.is_terminal:
@@ -128,7 +134,7 @@ def _told(quiet: bool) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run on one process, and what it may differ by in layouts. name: of its precision."""
+    """The run on one process, and the differences that rounding explains. name: of the precision."""
 
     name: str
     config: RunConfig
@@ -138,7 +144,7 @@ class Reference:
 
 
 def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any) -> Certificate:
-    """The certificate. folder: an empty one for what is in between."""
+    """Run and compare all layouts and return the certificate. folder: an empty one for intermediate files."""
     sayings = asked(args.layouts, config.parallel) or every(RANKS)
     most = Most(*(largest(sayings, key) for key in ("tensor", "pipeline", "data")))
     ready = made_ready(config, most, args.full, args.steps, folder / "run")
@@ -172,7 +178,7 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any)
 
 
 def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Without what has nothing to do with numbers."""
+    """Return the changed keys without those that no number depends on."""
     hidden = {"train.folder", "train.threads", "train.device", "train.eval_every", "precision.trace_overflows"}
     hidden |= {"log.sample", "log.timeline", "data.cache", "data.held_out", "data.max_chars", "data.vocab_size"}
     shown = {key: value for key, value in changed.items() if key not in hidden}
@@ -184,9 +190,9 @@ def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, An
 def fitting(
     config: RunConfig, sayings: Sequence[dict[str, Any]], asked: bool
 ) -> tuple[list[Layout], list[tuple[Layout, str]]]:
-    """The layouts that the run fits, and the others, with why not.
+    """Return the layouts that fit the run, and the others with the reason.
 
-    Raises UserError for one that was asked for and does not fit, or if none does.
+    Raises UserError if a layout that was asked for does not fit, or if none does.
     """
     layouts = [fitted(config, said) for said in sayings]
     wrong = {layout.name: problems(config, layout.parallel) for layout in layouts}
@@ -195,20 +201,20 @@ def fitting(
     good = [layout for layout in layouts if not wrong[layout.name]]
     if not good:
         raise UserError(
-            f"no layout of up to {RANKS} ranks fits this run: give --layouts, and see why", *problems_of(wrong)
+            f"no layout of up to {RANKS} ranks fits this run: name one by --layouts to see why", *problems_of(wrong)
         )
     return good, [(layout, wrong[layout.name][0]) for layout in layouts if wrong[layout.name]]
 
 
 def problems_of(wrong: dict[str, list[str]]) -> list[str]:
-    """One line a layout."""
+    """Return one line per layout."""
     return [f"{name}: {some[0]}" for name, some in wrong.items()]
 
 
 def _carried_out(
     layouts: Sequence[Layout], references: Sequence[Reference], folder: Path, tell: Any
 ) -> Iterator[dict[str, Any]]:
-    """The entry of each layout in each precision."""
+    """Yield the entry of each layout in each precision."""
     for ranks, some in groupby(sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks):
         together, runs = list(some), dict[tuple[int, int], Run]()
         for n, layout in enumerate(together):
@@ -226,7 +232,7 @@ def _carried_out(
 
 
 def _compared(layout: Layout, reference: Reference, run: Run) -> dict[str, Any]:
-    """The entry of a run that came to its end."""
+    """Return the entry of a run that has finished."""
     record = gather(run.folder)
     again = updates(alone(run.config), corpus_of(run.config), record)
     found = compare(record, reference.record, reference.noise, run.config.optimizer.norm, again)

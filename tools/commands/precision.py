@@ -1,11 +1,11 @@
-"""`megaprec precision`: what a configuration of precision means, and what it is called elsewhere.
+"""`megaprec precision`: show the precision plan of a configuration, or translate it for another system.
 
-    megaprec precision show FILE [table.key=value ...]      the resolved plan, each field with the key that decided it
-    megaprec precision translate FILE [...] --to SYSTEM     the same plan in another system's words
+    megaprec precision show FILE [table.key=value ...]      the plan, each field with the key that decided it
+    megaprec precision translate FILE [...] --to SYSTEM     the same plan in another system's configuration
 
-FILE is a run file, a part of one, or a configuration as users of another system have it: Python, YAML, JSON or TOML.
-Nothing in it is run. A value that the file leaves open is given by `--assume args.bf16=True`; where a file describes
-several runs, `--pick NAME` says which.
+FILE is a run file, a part of one, or a configuration of another system: Python, YAML, JSON or TOML. Nothing in it is
+executed. A value that the file leaves open is set by `--assume args.bf16=True`; if a file describes several runs,
+`--pick NAME` chooses one.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from models.config import ModelConfig
 from tools.config.native_keys import native
 from tools.config.precision_advice import Scene, advice
 from tools.config.precision_modules import ROLES, Row, rows
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
 from tools.config.run_file import given_in, known_keys, load_precision, load_run
-from tools.config.settings import FP8, Precision
 from tools.console.tables import table_console
 from tools.console.toml import Given, toml
 from tools.foreign.read import read_foreign
@@ -38,7 +38,7 @@ from tools.training.notes import add_strict, tell_notes
 
 @dataclass(frozen=True)
 class Understood:
-    """A file: its plan, the run-file keys that it decides besides, and the model where it is a whole run."""
+    """A file that was read: its plan, other run-file keys that it decides, and the model if it is a whole run."""
 
     file: Path
     plan: PrecisionPlan
@@ -50,28 +50,36 @@ class Understood:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `precision` with its commands."""
-    parser = subparsers.add_parser("precision", help="explain and translate configurations of precision")
+    """Add `precision` and its commands."""
+    parser = subparsers.add_parser("precision", help="show or translate the precision of a configuration")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    show = commands.add_parser("show", help="the plan that a file comes to, with the key that decided each field")
+    show = commands.add_parser("show", help="show the precision plan of a file, with the key that decided each field")
     show.set_defaults(run=main_show)
-    to = commands.add_parser("translate", help="the same plan in another system's words")
-    to.add_argument("--to", required=True, metavar="SYSTEM", help=f"one of native, {', '.join(DIALECTS)}")
+    to = commands.add_parser(
+        "translate",
+        help="translate the precision plan of a file into another system's configuration",
+    )
+    to.add_argument("--to", required=True, metavar="SYSTEM", help=f"target system: native, {', '.join(DIALECTS)}")
     to.set_defaults(run=main_translate)
     show.add_argument("--json", action="store_true", help="print the plan as JSON instead of tables")
     for command in (show, to):
         command.add_argument("file", metavar="FILE", type=Path, help="run file or another system's configuration")
-        command.add_argument("overrides", metavar="table.key=value", nargs="*", help="changes to it")
+        command.add_argument("overrides", metavar="table.key=value", nargs="*", help="keys that differ from the file")
         command.add_argument(
             "--assume", metavar="EXPRESSION=VALUE", action="append", default=[],
-            help="a value that the file leaves open, like args.bf16=True; may be given several times",
+            help="value of an expression that the file leaves open, such as args.bf16=True; may be given several times",
         )  # fmt: skip
-        command.add_argument("--pick", metavar="NAME", default="", help="the variable or function of the file to read")
+        command.add_argument(
+            "--pick",
+            metavar="NAME",
+            default="",
+            help="variable or function of the file to read, if it describes several runs",
+        )
         add_strict(command)
 
 
 def main_show(args: argparse.Namespace) -> int:
-    """Runs `megaprec precision show`."""
+    """Run `megaprec precision show`."""
     found = understand(args.file, args.overrides, args.assume, args.pick)
     warnings = advice(Scene(found.plan, found.microbatches, found.replicas))
     if args.strict:
@@ -91,7 +99,7 @@ def main_show(args: argparse.Namespace) -> int:
 
 
 def as_json(found: Understood, warnings: Sequence[str]) -> dict[str, Any]:
-    """A plan for programs: fields and run-file keys, each with its value and the key that decided it."""
+    """Return a plan for programs: fields and run-file keys, each with its value and the key that decided it."""
     origins = found.plan.origin
     plan = {name: (getattr(found.plan, name), origins.get(name, "default")) for name in FIELDS}
     settings = {key: (entry.value, entry.origin) for key, entry in _settings_shown(found)}
@@ -104,7 +112,7 @@ def as_json(found: Understood, warnings: Sequence[str]) -> dict[str, Any]:
 
 
 def jsonable(value: Any) -> Any:
-    """A value of a plan as JSON has it: dtypes by name, loss scaling and FP8 recipe as objects."""
+    """Return a value of a plan for JSON: dtypes by name, loss scaling and FP8 recipe as objects."""
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     if is_dataclass(value):
@@ -117,7 +125,7 @@ def jsonable(value: Any) -> Any:
 
 
 def main_translate(args: argparse.Namespace) -> int:
-    """Runs `megaprec precision translate`: TOML on stdout, what cannot be said and notes as comments."""
+    """Run `megaprec precision translate`: print TOML, with notes and untranslatable settings as comments."""
     if args.to not in ("native", *DIALECTS):
         raise UserError(f'--to "{args.to}": no such system; there are native, {", ".join(DIALECTS)}')
     found = understand(args.file, args.overrides, args.assume, args.pick)
@@ -134,14 +142,14 @@ def main_translate(args: argparse.Namespace) -> int:
 
 
 def understand(path: Path, overrides: Sequence[str] = (), assume: Sequence[str] = (), pick: str = "") -> Understood:
-    """Reads a run file, a part of one or another system's configuration. Raises UserError.
+    """Read a run file, a part of one or another system's configuration. Raises UserError.
 
-    assume, pick: for another system's file, see `tools.foreign.read`.
+    assume, pick: for another system's file; see `tools.foreign.read`.
     """
     content = _toml(path)
     if any(isinstance(content.get(name), dict) for name in ("train", "precision", "fp8")):
         if assume or pick:
-            raise UserError("--assume and --pick are for other systems' files; in a run file nothing is open")
+            raise UserError("--assume and --pick are for other systems' files, not for run files")
         if "train" in content:
             return _of_run(path, overrides)
         given, problems = given_in(path, overrides)
@@ -157,7 +165,7 @@ def understand(path: Path, overrides: Sequence[str] = (), assume: Sequence[str] 
 
 
 def _toml(path: Path) -> Mapping[str, Any]:
-    """The file as TOML; empty if it is anything else."""
+    """Return the contents of a TOML file; empty if it is anything else."""
     if path.suffix.lower() in (".py", ".yaml", ".yml", ".json"):
         return {}
     try:
@@ -170,14 +178,15 @@ def _of_run(path: Path, overrides: Sequence[str]) -> Understood:
     config = load_run(path, overrides)
     settings = {key: Given(config.get(key), config.origin(key)) for key in BESIDE if key in known_keys()}
     settings |= {f"model.{key}": Given(value, config.origin(f"model.{key}")) for key, value in config.model}
-    model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
-    return Understood(path, config.plan, settings, config.notes, model, config.num_microbatches, config.parallel.data)
+    return Understood(
+        path, config.plan, settings, config.notes, config.sized_model, config.num_microbatches, config.parallel.data
+    )
 
 
 def plan_table(found: Understood, short: bool = False) -> Table:
-    """A row per field of the plan and per other key that was decided.
+    """Return a table with a row per field of the plan and per other key that was decided.
 
-    short: of the files that decided only names are given, for a terminal is narrow.
+    short: show only the names of files, for a terminal is narrow.
     """
     made = Table(title=f"precision plan of {found.file.name}" if short else "precision plan", title_justify="left")
     for column in ("field", "value", "decided by"):
@@ -195,14 +204,13 @@ def _settings_shown(found: Understood) -> Iterable[tuple[str, Given]]:
 
 
 def shortened(origin: str) -> str:
-    """An origin as a terminal has room for it: files without their folders, or by line alone, and keys without what
-    all keys of a system begin with."""
+    """Return an origin for a terminal: files without their folders, keys without the prefix of their system."""
     origin = re.sub(r"file [^,()]*, line", "line", re.sub(r"file \S*/", "file ", origin))
     return re.sub(r"\bprecision\.[a-z]+\.", "", origin)
 
 
 def module_table(all_rows: Iterable[Row]) -> Table:
-    """A row per module: dtypes and bytes of the whole model, before it is cut over ranks."""
+    """Return a table with a row per module: dtypes, and bytes of the whole model before it is sharded."""
     made = Table(title="modules, bytes of the whole model", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     made.add_column("module", overflow="fold")
     for role in ROLES:
@@ -223,7 +231,7 @@ def _cell(row: Row, role: str) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in a unit of three digits or so."""
+    """Return a number of bytes in a unit that leaves about three digits."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.3g}{name}"
@@ -231,7 +239,7 @@ def size(count: int) -> str:
 
 
 def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
-    """The plan as native tables of a run file, keys with their defaults left out."""
+    """Return the plan as native tables of a run file, without keys that have their default."""
     keys = native(plan)
     tables: dict[str, dict[str, Any]] = {"precision": _needed(Precision, "precision", keys)}
     tables |= {"fp8": fp8} if (fp8 := _needed(FP8, "fp8", keys)) else {}
@@ -241,21 +249,25 @@ def native_lines(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[str]:
             tables.setdefault(name, {})[leaf] = value
     lines = [line for name, values in tables.items() for line in [*table_lines(name, values), ""]][:-1]
     unknown = [key for key in settings if key not in known_keys()]
-    return lines + [f"# not said: {key} = {toml(settings[key])}; not supported yet" for key in unknown]
+    lines += [f"# not said: {key} = {toml(settings[key])}; not supported yet" for key in unknown]
+    asked = [key for key in PLAN_ONLY if key in keys and keys[key] != idle(key)]
+    return lines + [f"# not said: {key} = {toml(keys[key])}; {PLAN_ONLY[key]}" for key in asked]
 
 
 def _needed(kind: type[Precision] | type[FP8], table: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys without which the table would say something else: each that is not what the ones before it come to."""
+    """Return the keys that are not what the keys before them imply: without them the table would mean something
+    else.
+    """
     needed: dict[str, Any] = {}
     for name in kind.model_fields:
-        value = keys.get(f"{table}.{name}")
+        value = None if f"{table}.{name}" in PLAN_ONLY else keys.get(f"{table}.{name}")
         if value is not None and getattr(kind.model_validate(needed), name) != value:
             needed[name] = value
     return needed
 
 
 def table_lines(name: str, values: Mapping[str, Any]) -> list[str]:
-    """A TOML table, those in it as tables of their own."""
+    """Return the lines of a TOML table, tables within it as tables of their own."""
     inner = {key: value for key, value in values.items() if isinstance(value, Mapping)}
     plain = [f"{key} = {toml(value)}" for key, value in values.items() if key not in inner]
     lines = [f"[{name}]", *plain] if plain or not inner else []

@@ -1,8 +1,8 @@
-"""A skipped step taken again, on one process, to look into the micro-batch that broke it. Nothing is written.
+"""Repeating a skipped step on one process, to find the module whose result was not finite. Nothing is written.
 
-The run's own run.toml says what was trained; its newest checkpoint before the step, or the initial weights, is where
-the way begins. The steps between are taken again. Micro-batches are the same ones in every layout, and so are their
-numbers but for rounding: sums over ranks are taken in another order.
+The run's own run.toml describes the run. The replay starts from its newest checkpoint before the step, or from the
+initial weights, and repeats the steps in between. Micro-batches are the same in every layout, and so are their numbers
+but for rounding: sums over ranks are taken in another order.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ from tools.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Replay:
-    """What was seen of a step. start: where the way began, "" for the initial weights.
+    """The result of a replay. start: name of the checkpoint it started from, "" for the initial weights.
 
-    trace: of the first micro-batch that was not finite, or of the last if all were. samples: its sample ids and texts.
-    layout: of the run itself, as tensor, pipeline and data.
+    trace: of the first micro-batch that was not finite, or of the last if all were finite. samples: its sample ids and
+    texts. layout: of the run itself: tensor, pipeline, data.
     """
 
     step: int
@@ -43,20 +43,20 @@ class Replay:
 
 
 def replay(folder: Path, event: dict[str, Any]) -> Replay:
-    """Takes the steps of the run in `folder` up to the skipped one of `event` again, and that one watched.
+    """Repeat the steps of the run in `folder` up to the skipped one of `event`, and trace that one.
 
-    Raises UserError if what the run left does not suffice: its run.toml, its data.
+    Raises UserError if the run folder lacks what is needed: run.toml, data.
     """
     saved = _saved_run(folder)
     if saved.train.global_batch != event["num_samples"]:
         raise UserError(
             f"step {event['step']} had {event['num_samples']} samples, but train.global_batch is "
-            f"{saved.train.global_batch} in {folder}: the run was changed since, so its steps cannot be taken again"
+            f"{saved.train.global_batch} in {folder}: the run was changed since, so its steps cannot be repeated"
         )
     if saved.fp8.kind == "delayed" and saved.fp8.history == "te":
         raise UserError(
-            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: its steps cannot be taken '
-            "again on one process; leave --replay out"
+            f'{folder} trained with fp8.history = "te", whose scales depend on the layout: its steps cannot be '
+            "repeated on one process; remove --replay"
         )
     config = _alone(saved, folder)
     corpus, start = open_kept(config), _start(config.checkpoint_folder, event["step"])
@@ -77,16 +77,16 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
 
 
 def _saved_run(folder: Path) -> RunConfig:
-    """The run that `RunConfig.save_resolved` left: not in run.toml if that is a file of the user's own."""
+    """Return the run that `RunConfig.save_resolved` wrote: to run.resolved.toml if run.toml is the user's own file."""
     for name in ("run.toml", "run.resolved.toml"):
         path = folder / name
         if path.is_file() and path.read_bytes().startswith(SAVED.encode()):
             return load_run(path)
-    raise UserError(f"{folder} has no run.toml that megaprec wrote: without it the run cannot be taken up again")
+    raise UserError(f"{folder} has no run.toml that megaprec wrote: without it no step can be repeated")
 
 
 def _alone(config: RunConfig, folder: Path) -> RunConfig:
-    """The same run on one rank, wherever its folder lies now. The steps on the way are not looked into."""
+    """Return the run on one rank, with its folder where it is now, without tracing of overflows."""
     on_nonfinite = "ignore" if config.precision.on_nonfinite == "ignore" else "skip"
     precision = config.precision.model_copy(update={"on_nonfinite": on_nonfinite, "trace_overflows": False})
     optimizer = config.optimizer.model_copy(update={"validation": "before"})
@@ -96,22 +96,22 @@ def _alone(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _start(folder: Path, step: int) -> Path | None:
-    """The newest checkpoint from before the step."""
+    """Return the newest checkpoint before the step; None if there is none."""
     earlier = [path for path in checkpoints(folder) if int(path.name.removeprefix("step_")) < step]
     return earlier[-1] if earlier else None
 
 
 def _catch_up(trainer: Trainer, step: int, start: str) -> None:
-    """Takes the steps before `step`, and shows on stderr how far it is."""
+    """Take the steps before `step`, with progress on stderr."""
     console, done = Console(stderr=True), trainer.progress.step
-    way = f"taking steps {done + 1} to {step - 1} again" if done < step - 1 else "no step to take again"
+    way = f"repeating steps {done + 1} to {step - 1}" if done < step - 1 else "no step to repeat"
     console.print(f"from {start}: {way}", highlight=False)
     for _ in track(range(done, step - 1), way, console=console, transient=True, disable=not console.is_terminal):
         trainer.step()
 
 
 def _watched(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
-    """The first micro-batch in which something was not finite, or the last one of all; those accused come first."""
+    """Return the first micro-batch that was not finite, or the last one, and its trace; suspects are traced first."""
     share = trainer.share(trainer.corpus.train, event["first_sample"])
     found: tuple[int, Trace] | None = None
     for microbatch in _suspects(event, trainer.config):
@@ -124,7 +124,9 @@ def _watched(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
 
 
 def _suspects(event: dict[str, Any], config: RunConfig) -> Iterator[int]:
-    """Every micro-batch of the step once, as numbers within the global batch, those that the event names first."""
+    """Yield every micro-batch of the step once, as numbers within the global batch, those that the event names
+    first.
+    """
     size = config.train.micro_batch
     named = [o["samples"][0] for o in event["offenders"] if o.get("samples")]
     accused = [(position - event["first_sample"]) // size for position in named]

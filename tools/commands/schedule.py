@@ -1,8 +1,8 @@
-"""`megaprec schedule`: what a pipeline will do, before it is launched: its time, its waiting, its memory, its picture.
+"""`megaprec schedule`: predict a pipeline's step time, bubble and memory, and draw its timeline.
 
-Of a run file it prints the table of stages and times the schedule by the FLOPs of the run's own stages; the
-measured timeline that `log.timeline` leaves in the run's folder is drawn below the predicted one. Without a run
-file it times equal stages. A schedule that would hang or leave something out is drawn up to where it goes wrong.
+With a run file it prints the table of stages and times the schedule by the FLOPs of the run's stages; the timeline that
+`log.timeline` has recorded is drawn below the predicted one. Without a run file all stages cost the same. A schedule
+that would hang or leave something out is drawn up to the instruction where it goes wrong.
 """
 
 import argparse
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
-from models.estimate.flops import StageCost, stage_costs
+from models.estimate.flops import StageCost
 from models.estimate.memory import Kept, kept_bytes, message_bytes
-from models.stages import cuts
 from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Cost, Op, Schedule
@@ -32,11 +31,14 @@ FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (th
 
 @dataclass(frozen=True)
 class _Case:
-    """What is to be shown. cost: in `unit`. growth, within: of an instruction, in bytes. message: what stages send each
-    other, in bytes. measured: in seconds."""
+    """One schedule to report. cost: time of an instruction, in `unit`. growth, within: memory of an instruction, in
+    bytes.
+
+    message: size of the messages between stages, in bytes. measured: recorded spans, in seconds.
+    """
 
     name: str
-    kind: str  # "" for a schedule of the user's own
+    kind: str  # "" for a schedule from a file
     schedule: Schedule
     cost: Cost
     sizes: Sizes
@@ -49,32 +51,58 @@ class _Case:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `schedule`."""
-    parser = subparsers.add_parser("schedule", help="predict and draw a pipeline's schedule", description=__doc__)
-    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="the run whose schedule and stages are shown")
+    """Add `schedule` to the commands."""
+    parser = subparsers.add_parser("schedule", help="predict and draw a pipeline schedule", description=__doc__)
+    parser.add_argument("file", nargs="?", metavar="RUN.toml", help="run file whose schedule and stages are shown")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
-    parser.add_argument("--kind", choices=KINDS, default="1f1b", help="(default: 1f1b)")
-    parser.add_argument("--pipeline", type=int, default=4, metavar="P", help="ranks (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="(default: 8)")
-    parser.add_argument("--chunks", type=int, default=0, metavar="V", help="stages on each rank (default: as usual)")
-    parser.add_argument("--own", metavar="FILE", help="text file with a schedule of one's own, instead of a kind")
+    parser.add_argument("--kind", choices=KINDS, default="1f1b", help="pipeline schedule (default: 1f1b)")
+    parser.add_argument("--pipeline", type=int, default=4, metavar="P", help="number of pipeline ranks (default: 4)")
+    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="number of micro-batches (default: 8)")
     parser.add_argument(
-        "--costs", default="1,1,1", metavar="F,I,W", help="time of a stage's forward, input and weight gradient"
+        "--chunks",
+        type=int,
+        default=0,
+        metavar="V",
+        help="number of stages per rank (default: 0, the schedule's own)",
     )
-    parser.add_argument("--transfer", type=float, default=0.0, metavar="T", help="time between two ranks (default: 0)")
-    parser.add_argument("--measured", type=Path, metavar="FILE.json", help="a timeline to draw below the predicted one")
+    parser.add_argument("--own", metavar="FILE", help="text file with a schedule, used instead of --kind")
     parser.add_argument(
-        "-o", "--output", type=Path, action="append", default=[], metavar="FILE", help=f"writes, by suffix, {FORMS}"
+        "--costs",
+        default="1,1,1",
+        metavar="F,I,W",
+        help="times of a stage's forward pass, input gradient and weight gradient (default: 1,1,1)",
+    )
+    parser.add_argument(
+        "--transfer",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="time of a message between two ranks (default: 0)",
+    )
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE.json",
+        help="recorded timeline to draw below the predicted one",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"file to write; its suffix decides the form: {FORMS}",
     )
     add_strict(parser)
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec schedule`."""
+    """Run `megaprec schedule`."""
     for path in args.output:
         if path.suffix not in (".svg", ".png", ".json", ".txt"):
-            raise UserError(f"--output {path}: what is to be written follows from the suffix: {FORMS}")
+            raise UserError(f"--output {path}: unknown suffix; the form follows from it: {FORMS}")
     case = _of_file(args) if args.file else _of_options(args)
     try:
         check(case.schedule)
@@ -125,9 +153,9 @@ def _three(text: str) -> tuple[float, float, float]:
     try:
         forward, of_input, of_weight = (float(word) for word in text.split(","))
     except ValueError as error:
-        raise UserError(f"--costs {text}: three numbers with commas between, like 1,1.2,0.9") from error
+        raise UserError(f"--costs {text}: give three numbers separated by commas, such as 1,1.2,0.9") from error
     if min(forward, of_input, of_weight) <= 0:
-        raise UserError(f"--costs {text}: each must be more than 0")
+        raise UserError(f"--costs {text}: each number must be above 0")
     return forward, of_input, of_weight
 
 
@@ -137,10 +165,9 @@ def _with_transfers(cost: Cost, transfer: float) -> Cost:
 
 def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     made, train, parallel = config.schedule, config.train, config.parallel
-    model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
-    placed = made.rank_of_stage
-    cut = cuts(model, len(placed), train.seq_length, parallel.cuts, placed, config.recompute)
-    costs = stage_costs(model, cut, train.seq_length, train.micro_batch, config.recompute)
+    model = config.sized_model
+    costs = config.stage_costs(model, made.rank_of_stage)
+    cut = [cost.cut for cost in costs]
     kept: Sequence[Kept] = ()  # what experts keep depends on the tokens that are sent to them
     batch, layout = (train.seq_length, train.micro_batch), (parallel.tensor, parallel.sequence)
     if not model.experts:
@@ -164,7 +191,7 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
 
 
 def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None) -> Sequence[Span]:
-    """The recorded spans in `asked_for`, or else in `there` if it exists; they must be of this schedule."""
+    """Return the spans recorded in `asked_for`, or else in `there` if it exists. They must be of this schedule."""
     path = asked_for or (there if there and there.is_file() else None)
     if path is None:
         return ()
@@ -172,13 +199,13 @@ def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None)
     if [(s.rank, s.instruction) for s in spans] == [(r, i) for r, program in enumerate(made.programs) for i in program]:
         return spans
     if asked_for:
-        raise UserError(f"--measured {path}: was recorded under another schedule")
-    print(f"left out   {path}, which was recorded under another schedule")
+        raise UserError(f"--measured {path}: it was recorded with another schedule")
+    print(f"left out   {path}, which was recorded with another schedule")
     return ()
 
 
 def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept]) -> list[str]:
-    """A line for each stage: where it lies, what it has, what a micro-batch costs it."""
+    """Return the table of stages: rank, layers, parameters and FLOPs per micro-batch."""
     total = sum(cost.forward for cost in costs)
     rows = [("stage", "rank", "layers", "parameters", "FLOPs", "forward", "input", "weight", "activations")]
     for stage, cost in enumerate(costs):
@@ -194,7 +221,7 @@ def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept
 
 
 def _report(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
-    """All that is known of it, in lines."""
+    """Yield the lines of the report."""
     ranks, width = len(case.schedule.programs), shutil.get_terminal_size((120, 40)).columns
     yield _title(case)
     if case.table:
@@ -219,10 +246,13 @@ def _facts(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
     work = sum(span.end - span.start for span in panel.computed) / s.p
     held = max(in_flight(case.schedule)) / s.v
     said = f" (textbook {book.bubble.value(s):.1%} = {book.bubble.text})" if book else ""
-    yield f"bubble  {bubble(predicted):.1%}{said}: the longest that a rank waits amid its work, over that work"
+    yield f"bubble  {bubble(predicted):.1%}{said}: the longest time that a rank waits during its work, over that work"
     yield f"step    {panel.length:.4g} {case.unit}, {panel.length / work - 1:.1%} more than the mean work of a rank"
     said = f" (textbook {book.held.value(s):.3g} = {book.held.text})" if book else ""
-    yield f"memory  {held:.3g}{said}: the most micro-batches that a rank holds the activations of, for all its stages"
+    yield (
+        f"memory  {held:.3g}{said}: the largest number of micro-batches whose activations a rank holds, for all "
+        "its stages"
+    )
 
 
 def _rank_table(case: _Case, predicted: Sequence[Span]) -> list[tuple[str, ...]]:
@@ -258,7 +288,9 @@ def _write(case: _Case, predicted: Sequence[Span], path: Path) -> None:
 
 
 def _panels(case: _Case, predicted: Sequence[Span]) -> list[Panel]:
-    """Predicted, and below it what was measured, in milliseconds: the predicted work takes as long as the measured."""
+    """Return the panel of the predicted timeline and, if there is one, of the measured timeline on the same scale, in
+    ms.
+    """
     ranks = len(case.schedule.programs)
     columns = list(zip(*_rank_table(case, predicted)[1:], strict=True))
     facts = {"waits": columns[2], "holds": columns[3]} | ({"peak": columns[4]} if case.growth else {})

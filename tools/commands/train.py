@@ -1,7 +1,7 @@
-"""`megaprec train RUN.toml [table.key=value ...]`: pretrains a model and leaves a run directory.
+"""`megaprec train RUN.toml [table.key=value ...]`: pretrain a model and leave a run folder.
 
-Started by hand it checks everything that can be known beforehand, prepares the data and starts local ranks;
-started by torchrun, Slurm or itself it is one rank of the world it finds. One file, the same everywhere.
+Started by hand, the command checks all that can be checked beforehand, prepares the data and starts local ranks.
+Started by torchrun, Slurm or itself, it is one rank of the world that it joins. The run file is the same in both cases.
 """
 
 import argparse
@@ -45,12 +45,12 @@ from tools.training.trainer import Trainer
 
 
 def add_parser(subparsers: Any) -> None:
-    """Adds `train`."""
+    """Add `train` to the commands."""
     parser = subparsers.add_parser("train", help="pretrain a model", description=__doc__)
-    parser.add_argument("file", metavar="RUN.toml", help="the run file (`megaprec keys` lists its keys)")
+    parser.add_argument("file", metavar="RUN.toml", help="run file (`megaprec keys` lists its keys)")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
     parser.add_argument(
-        "--export-hf", metavar="DIR", help="also leave the trained model there as a Hugging Face folder"
+        "--export-hf", metavar="DIR", help="after training, export the model to this folder in Hugging Face format"
     )
     add_strict(parser)
     parser.add_argument(
@@ -58,18 +58,18 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         choices=ALLOW,
-        help="go on from a checkpoint though this is not what it was trained with; once for each",
+        help="resume although this differs from the checkpoint; may be given several times",
     )
     parser.add_argument(
         "--no-verify",
         action="store_true",
-        help="do not compare a small model of train.init_from and --export-hf with that of transformers",
+        help="skip the comparison with transformers of the model of train.init_from and of --export-hf",
     )
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `megaprec train`."""
+    """Run `megaprec train`."""
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     tell_notes(config.notes, args.strict)
     if joined_world():
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     if export:
         require_builtin(config.model, "--export-hf")
     if export and export.exists():
-        raise UserError(f"--export-hf {export}: it is there already; give another folder")
+        raise UserError(f"--export-hf {export}: it exists already; give another folder")
     _open_checked(config, args.allow)
     if not args.no_verify:
         _verify(config, export)
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
-    """Looks for all that can be wrong before anything is written, then opens or builds the data, and looks again."""
+    """Check everything before anything is written, then open or build the data and check that the run can resume."""
 
     def resumable(config: RunConfig) -> None:
         check_resumable(config, allowed=allowed)
@@ -101,7 +101,7 @@ def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
 
 
 def _check_folders(config: RunConfig) -> None:
-    """Raises UserError if what the run is to leave cannot be written."""
+    """Raise UserError if the folders of the run cannot be written to."""
     for key, folder in (("train.folder", config.train.folder), ("data.cache", config.data.cache)):
         if not folder:
             continue
@@ -114,14 +114,14 @@ def _check_folders(config: RunConfig) -> None:
     require_room(config.checkpoint_folder)
     for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS)):
         if os.path.lexists(path) and not path.is_file():
-            raise UserError(f"{path} is no file, but the records of steps belong there: move it away")
+            raise UserError(f"{path} is not a file, but the records of steps are written there: move it away")
     if _lock(config).exists():
         with _training(config):
             pass
 
 
 def _training(config: RunConfig) -> AbstractContextManager[None]:
-    """Keeps other processes from training in the run's folder. Raises UserError if one does."""
+    """Lock the run folder, so that no other process trains in it. Raises UserError if one does."""
 
     def refuse() -> None:
         raise UserError(
@@ -137,19 +137,18 @@ def _lock(config: RunConfig) -> Path:
 
 
 def _check_initial(config: RunConfig) -> None:
-    """Raises UserError if the weights to begin with are not whole."""
+    """Raise UserError if the checkpoint of train.init_from is incomplete or damaged."""
     if config.train.init_from:
         open_initial(Path(config.train.init_from))
 
 
 def _verify(config: RunConfig, export: Path | None) -> None:
-    """Raises UserError if transformers computes another model of what the run begins with or leaves."""
+    """Raise UserError if transformers computes other logits than megaprec for the initial or the exported model."""
     lines = []
     if config.train.init_from and not latest(config.checkpoint_folder):
         lines.append(verify_initial(Path(config.train.init_from)))
     if export:
-        model = config.model.with_vocab(config.model.vocab or config.data.vocab_size)
-        lines.append(check_config(to_hugging_face(model, "float32"), f"--export-hf {export}"))
+        lines.append(check_config(to_hugging_face(config.sized_model, "float32"), f"--export-hf {export}"))
     for line in filter(None, lines):
         print(line)
 
@@ -177,7 +176,7 @@ def _plots(folder: Path) -> list[Path]:
 
 
 def _device(config: RunConfig) -> str:
-    """cpu or cuda, the same for all ranks of a machine: there is a CUDA device for each of them or for none."""
+    """Return the device, cpu or cuda, which is the same for all ranks of a machine."""
     wanted, ranks = config.train.device, _local_ranks(config)
     there = ranks if has_own_device() else torch.cuda.device_count()
     if wanted == "cuda" and there < ranks:
@@ -188,16 +187,16 @@ def _device(config: RunConfig) -> str:
 
 
 def _check_native(config: RunConfig) -> None:
-    """Raises UserError if train.device = "auto" comes to a device that native kernels are not for."""
+    """Raise UserError if train.device = "auto" takes a CUDA device but optimizer.native needs a CPU."""
     if config.optimizer.native and _device(config) != "cpu":
         raise UserError(
-            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA devices here: leave it out, '
-            'or use train.device = "cpu"'
+            'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA devices here: remove it, '
+            'or set train.device = "cpu"'
         )
 
 
 def _local_ranks(config: RunConfig) -> int:
-    """Ranks on this machine, as far as what started them says."""
+    """Return the number of ranks on this machine, according to the launcher."""
     if joined_world():
         return int(os.environ.get("LOCAL_WORLD_SIZE") or int(os.environ.get("LOCAL_RANK", "0")) + 1)
     return config.world_size
@@ -210,9 +209,9 @@ def prepare(
     export: Path | None = None,
     verify: bool = False,
 ) -> dict[str, Any]:
-    """Looks at everything, builds what is missing, and names the paths that the run needs; "" where it needs none.
+    """Check the run, build missing data and return the paths that all ranks open, "" for those that it does without.
 
-    The run's folder is this process's alone until `held` lets go of it. allowed: as `check_resumable` has it.
+    The run folder is locked until `held` is closed. allowed: see `check_resumable`.
     """
     corpus = _open_checked(config, allowed)
     if verify:
@@ -226,7 +225,7 @@ def prepare(
     store = newest(config.checkpoint_folder)
     differ = {found.what for found in differences(store, config, corpus)} if store else set()
     for what in sorted(set(allowed) - differ):
-        print(f"note       --allow {what}: not needed, it is what the checkpoint was trained with, or there is none")
+        print(f"note       --allow {what}: not needed, for the checkpoint has the same one, or there is no checkpoint")
     return {
         "prefixes": [str(dataset.prefix) for dataset in corpus.datasets],
         "tokenizer": str(corpus.tokenizer.path) if corpus.tokenizer else "",
@@ -237,7 +236,7 @@ def prepare(
 
 
 def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path | None]:
-    """The corpus and the checkpoint that rank 0 named. Raises UserError if this machine does not have them."""
+    """Return the data and the checkpoint that rank 0 named. Raises UserError if this machine lacks a file of them."""
     tokenizer, checkpoint = (Path(named[what]) if named[what] else None for what in ("tokenizer", "checkpoint"))
     prefixes = [Path(prefix) for prefix in named["prefixes"]]
     pairs = (beside(prefix, suffix) for prefix in prefixes for suffix in (".idx", ".bin"))
@@ -247,6 +246,6 @@ def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path |
         raise UserError(*(f"{p} is not on {here}: it must be on a filesystem that all ranks share" for p in missing))
     corpus = open_made(config, prefixes, tokenizer)
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
-        looked_at(config, corpus)  # as this machine sees it; rank 0 has done so on the first
+        looked_at(config, corpus)  # checks the files of this machine; rank 0 has checked those of the first
     identity = named["identity"] and Identity.model_validate(named["identity"])
     return replace(corpus, identity=identity, notes=tuple(named["notes"])), checkpoint

@@ -1,11 +1,12 @@
-"""Laws between the tables of a run file, each a function of the tables it reads.
+"""Rules between the tables of a run file, each a function of the tables that it reads.
 
-A table that could not be read leaves out only the checks that need it, so one pass reports all that can be
-known. Every problem is a line: which key, its value, why it cannot be and the nearest values that can.
+A table that could not be read skips only the checks that need it, so one pass reports all problems. Every problem is a
+line with the key, its value, the reason and the nearest values that are allowed.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel
 from megaprec.data.blend import shares
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
+from megaprec.optim.post_validation import conflicts
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule, rule
 from megaprec.precision.patterns import matched, unmatched
@@ -22,15 +24,16 @@ from parallel.activation_checkpoint import MODULES
 from parallel.pipeline.builders import chunk_problems, equal, schedule
 from parallel.pipeline.instructions import Cost, Schedule
 from parallel.pipeline.verify import check
-from tools.config.native_keys import loss_scaling, plan_of
+from tools.config.native_keys import loss_scaling, plan_of, recipe_of
 from tools.config.precision_modules import logical_tensors
-from tools.config.settings import FP8, LR, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.config.precision_settings import FP8, Precision
+from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Train
 
 T = TypeVar("T")
 
 
 def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
-    """All broken laws among the tables that are there."""
+    """Return the problems of all rules whose tables could be read."""
     problems: list[str] = []
     for law in CHECKS:
         needed = inspect.signature(law).parameters
@@ -39,8 +42,13 @@ def cross_problems(tables: Mapping[str, BaseModel]) -> list[str]:
     return problems
 
 
+def sized(model: ModelConfig, data: Data) -> ModelConfig:
+    """Return the model with a vocabulary: data.vocab_size where model.vocab leaves the size to the tokenizer."""
+    return model if model.vocab else model.with_vocab(data.vocab_size)
+
+
 def check_all(what: T, *checks: Callable[[T], object]) -> None:
-    """Raises one UserError with the problems of all `checks` of `what`."""
+    """Raise one UserError with the problems of all `checks` of `what`."""
     problems: list[str] = []
     for one in checks:
         try:
@@ -52,13 +60,13 @@ def check_all(what: T, *checks: Callable[[T], object]) -> None:
 
 
 def make_rule(optimizer: Optimizer) -> UpdateRule:
-    """The update rule that [optimizer] asks for. Raises UserError."""
+    """Return the update rule of [optimizer]. Raises UserError."""
     own = {"betas": optimizer.betas, "eps": optimizer.eps} if optimizer.name.lower() == "adamw" else {}
     return rule(optimizer.name, own | optimizer.options)
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
-    """The schedule over the whole run, in steps or samples as lr.unit says. Raises UserError."""
+    """Return the schedule over the whole run, in steps or samples as lr.unit says. Raises UserError."""
     total = train.steps * (train.global_batch if lr.unit == "samples" else 1)
     return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, total, lr.decay)
 
@@ -78,36 +86,25 @@ def _rule(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterator[str]:
-    if optimizer.validation == "after" and fp8.kind == "delayed":
-        yield (
-            'optimizer.validation "after" finds a bad step when the next one has begun and fp8.kind "delayed" has '
-            'moved its scales on: "before" would do, or fp8.kind "current"'
-        )
-    elif optimizer.validation == "after" and fp8.kind != "none" and fp8.parameters:
-        yield (
-            'optimizer.validation "after" takes back the weights of a bad step and fp8.parameters = true makes them '
-            'again: "before" would do, or fp8.parameters = false'
-        )
-    if optimizer.validation == "after" and precision.on_nonfinite == "raise":
-        yield (
-            'optimizer.validation "after" learns of a bad step when the next one has begun, so precision.on_nonfinite '
-            'cannot be "raise": "skip" would do, or optimizer.validation "before"'
-        )
+    if optimizer.validation == "after":
+        with suppress(UserError):  # `_plan` reports a recipe that cannot be
+            yield from conflicts(precision.on_nonfinite, recipe_of(fp8))
 
 
 def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
-    """What takes a step's scales to be the same in all of its micro-batches."""
+    """Yield a problem for settings that need the same FP8 scales in all micro-batches of a step."""
     if fp8.kind == "none" or fp8.history == "step":
         return
     if parallel.recompute_fraction or parallel.recompute_layers:
         yield (
-            'fp8.history "te" moves scales on before a layer is made again: parallel.recompute = "none" or "selective" '
-            'would do, or fp8.history "step"'
+            'fp8.history "te" updates scales before a layer is recomputed: set parallel.recompute = "none" or '
+            '"selective", '
+            'or fp8.history "step"'
         )
     if fp8.shadow_every:
         yield (
-            f'fp8.shadow_every = {fp8.shadow_every} takes the first micro-batch once more, with fp8.history "te" by '
-            'other scales: 0 would do, or fp8.history "step"'
+            f'fp8.shadow_every = {fp8.shadow_every} repeats the first micro-batch, which fp8.history "te" gives '
+            'other scales: set 0, or fp8.history = "step"'
         )
 
 
@@ -122,11 +119,13 @@ def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
 
 
 def _patterns(optimizer: Optimizer, precision: Precision, model: ModelConfig, data: Data) -> Iterator[str]:
-    """Each pattern means a parameter; those of a model of the user's own are known to the ranks alone."""
+    """Yield a problem for each pattern without a parameter; parameters of a custom model are known to the ranks
+    only.
+    """
     groups = [group.pattern for group in optimizer.groups]
     if model.factory or not (groups or precision.keep_fp32):
         return
-    names = [*logical_tensors(model if model.vocab else model.with_vocab(data.vocab_size))]
+    names = [*logical_tensors(sized(model, data))]
     for key, patterns in (("optimizer.groups", groups), ("precision.keep_fp32", precision.keep_fp32)):
         yield from unmatched(key, patterns, matched(patterns, names), names)
 
@@ -141,7 +140,9 @@ def _zero(parallel: Parallel) -> Iterator[str]:
 
 
 def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
-    """Heads and feed-forward are cut in equal parts; fewer key-value heads than ranks are copied, evenly."""
+    """Yield a problem unless heads and feed-forward divide by the ranks; fewer key-value heads than ranks are
+    copied.
+    """
 
     def fits(tensor: int) -> bool:
         kv = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
@@ -163,7 +164,7 @@ def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
 
 
 def _recompute(parallel: Parallel) -> Iterator[str]:
-    """What is made again is said once, in the words of its kind."""
+    """Yield a problem if keys of one kind of recompute are given with another, or twice."""
     p, kind = parallel, f'parallel.recompute "{parallel.recompute}"'
     if p.recompute_modules and p.recompute != "selective":
         yield (
@@ -180,12 +181,12 @@ def _recompute(parallel: Parallel) -> Iterator[str]:
     if p.recompute_layers and p.recompute_fraction:
         yield (
             f"parallel.recompute_layers {p.recompute_layers} and parallel.recompute_fraction {p.recompute_fraction:g} "
-            "say the same in two ways: leave one of them out"
+            "are two ways to say the same: remove one of them"
         )
 
 
 def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
-    """The schedule that [parallel] asks for, planned for this cost. Raises UserError that names the keys."""
+    """Return the schedule of [parallel], planned for this cost. Raises UserError that names the keys."""
     p = parallel
     if not p.schedule_file:
         if problems := chunk_problems(p.schedule, p.chunks):
@@ -205,7 +206,7 @@ def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal)
 
 
 def read_schedule(path: str) -> Schedule:
-    """The schedule in a text file, which need not be one that can run. Raises UserError that names the file."""
+    """Read a schedule from a text file without checking that it can run. Raises UserError that names the file."""
     try:
         return Schedule.parse(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -216,7 +217,7 @@ def read_schedule(path: str) -> Schedule:
 
 
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
-    """Every stage has a layer, and `parallel.cuts` speaks of all stages and layers."""
+    """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and layers."""
     microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
     try:
         ranks = pipeline_schedule(parallel, microbatches).rank_of_stage
@@ -248,7 +249,7 @@ def _positions(model: ModelConfig, train: Train) -> Iterator[str]:
     if train.seq_length > model.max_positions:
         yield (
             f"train.seq_length {train.seq_length} is more than model.max_positions {model.max_positions}: "
-            "shorten the one or raise the other"
+            "lower the first or raise the second"
         )
 
 
@@ -262,7 +263,7 @@ def _vocabulary(model: ModelConfig, data: Data) -> Iterator[str]:
 
 def _blend(data: Data) -> Iterator[str]:
     if data.blend and data.source != "python":
-        yield f'data.source "{data.source}" and data.blend both say what is trained on: leave one of them out'
+        yield f'data.source "{data.source}" and data.blend both name the training data: remove one of them'
     try:
         shares([one.weight for one in data.blend] or [1])
     except UserError as error:
@@ -271,7 +272,10 @@ def _blend(data: Data) -> Iterator[str]:
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
     if train.eval_every and not data.held_out:
-        yield f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: 0.02 would do"
+        yield (
+            f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set it to 0.02, for "
+            "example"
+        )
 
 
 def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
@@ -281,15 +285,19 @@ def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
 
 def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:
     try:
+        recipe_of(fp8)
+    except UserError as error:
+        yield from error.problems
+        return
+    try:
         plan_of(precision, fp8)
     except UserError as error:
-        for problem in error.problems:
-            yield problem.replace("FP8 ", "fp8.", 1) if problem.startswith("FP8 ") else f"precision.{problem}"
+        yield from (f"precision.{problem}" for problem in error.problems)
 
 
 def _shadow(fp8: FP8) -> Iterator[str]:
     if fp8.shadow_every and fp8.kind == "none":
-        yield f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to look after; 0 would do'
+        yield f'fp8.shadow_every = {fp8.shadow_every}, but fp8.kind = "none": there is no FP8 to compare; set 0'
 
 
 def _kind_of_scale(precision: Precision) -> Iterator[str]:
@@ -315,7 +323,7 @@ def _scale(precision: Precision) -> Iterator[str]:
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The positive multiples of `unit` around `value`, in words."""
+    """Return the positive multiples of `unit` around `value`, in words."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else str(unit)
 

@@ -1,8 +1,8 @@
-"""Which key was meant by one that does not exist.
+"""Suggestions for unknown keys of a run file.
 
-People come with the words of other trainers in their fingers, and the letters of `lr` lead nowhere near `lr.peak`.
-So a word of Megatron-LM's, Hugging Face's or DeepSpeed's settings is known to mean what it means there; any other
-unknown key is answered with the known one that is spelled most like it.
+Users of other trainers try the names that they know, and the letters of `lr` are far from `lr.peak`. A name from the
+settings of Megatron-LM, Hugging Face or DeepSpeed is therefore answered with the key that has its meaning, and any
+other unknown key with the known key that is spelled most like it.
 """
 
 import difflib
@@ -73,9 +73,9 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 
 
 def unknown(given: Mapping[str, Given], known: Collection[str]) -> Iterator[str]:
-    """One line for each key that is not known, and only one for all keys of an unknown table.
+    """Yield one line for each unknown key, and a single line for all keys of an unknown table.
 
-    known: the keys that there are, as "table.name"; of two that are as near, the first is proposed.
+    known: all keys, as "table.name"; of two that are equally similar, the first is suggested.
     """
     tables, reported = dict.fromkeys(key.partition(".")[0] for key in known), set[str]()
     for key, entry in given.items():
@@ -96,8 +96,9 @@ def _of(table: str, known: Collection[str]) -> list[str]:
 
 
 def _meant(table: str, name: str, known: Collection[str]) -> str:
-    """A hint at the key that `name` means elsewhere, else at the one whose name within its table is most like it: at
-    one of `table` rather than another."""
+    """Return a hint at the key that `name` means elsewhere, otherwise at the most similar key, preferably of
+    `table`.
+    """
     word = name.partition(".")[0]
     keys = {key.partition(".")[2]: key for key in (*known, *_of(table, known))}
     means = {there: key for key, words in ELSEWHERE.items() for there in words} | keys

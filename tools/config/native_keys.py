@@ -1,7 +1,7 @@
-"""The native keys of precision, [precision] and [fp8], to a plan and back; and other systems' tables to native keys.
+"""The native keys of [precision] and [fp8] to and from a plan, and other systems' tables to native keys.
 
-A run file says its precision natively or in one dialect, `[precision.nxd]` and the like. A dialect is resolved as the
-file is read and put down as native keys, each with the dialect's key as its origin; nothing after that knows of it.
+A run file states its precision natively or in one dialect, such as `[precision.nxd]`. A dialect is resolved when the
+file is read and stored as native keys, each with the dialect's key as its origin; later code sees native keys only.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,8 @@ from megaprec.dialects.translate import DIALECTS, FIELDS
 from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import DTYPES, LossScaling, PrecisionPlan, dtype_name, plan
-from tools.config.settings import FP8, Parallel, Precision
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
+from tools.config.settings import Parallel
 from tools.console.toml import Given, toml
 
 SCALING = {
@@ -51,16 +52,20 @@ FOLLOWS = {
 
 
 def loss_scaling(precision: Precision) -> LossScaling:
-    """The loss scaling that [precision] asks for."""
+    """Return the loss scaling of [precision]."""
     chosen = {field: getattr(precision, key) for key, field in SCALING.items()}
     chosen |= {"initial": precision.loss_scale or precision.initial_scale, "maximum": precision.max_scale or None}
     return LossScaling(**chosen)
 
 
+def recipe_of(fp8: FP8) -> FP8Recipe | None:
+    """Return the recipe that [fp8] asks for; None without FP8. Raises UserError, whose problems name keys of [fp8]."""
+    return None if fp8.kind == "none" else FP8Recipe(**{name: getattr(fp8, name) for name in FP8_KEYS})
+
+
 def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
-    """The plan that the two tables describe; its origins are for `with_origins`. Raises UserError."""
+    """Return the plan of both tables, without origins (`with_origins` adds them). Raises UserError."""
     p, wide = precision, "fp64" if precision.compute == "fp64" else "fp32"
-    recipe = None if fp8.kind == "none" else FP8Recipe(**{name: getattr(fp8, name) for name in FP8_KEYS})
     held = {name: DTYPES[wide if getattr(p, name) == "fp32" else getattr(p, name)] for name in _WIDENED}
     return plan(
         p.compute,
@@ -80,12 +85,12 @@ def plan_of(precision: Precision, fp8: FP8) -> PrecisionPlan:
         cast_inputs=p.cast_inputs,
         masters_in_checkpoint=p.masters_in_checkpoint,
         tf32=p.tf32,
-        fp8=recipe,
+        fp8=recipe_of(fp8),
     )
 
 
 def with_origins(plan: PrecisionPlan, places: Mapping[str, str]) -> PrecisionPlan:
-    """`plan` with what decided each field. places: where the native keys that were given came from."""
+    """Return `plan` with the key that decided each field. places: origins of the native keys that were given."""
     origin = {}
     for name in KEYS:
         decider = name
@@ -97,12 +102,12 @@ def with_origins(plan: PrecisionPlan, places: Mapping[str, str]) -> PrecisionPla
 
 
 def _origin(key: str, place: str) -> str:
-    """What decided a native key: itself, with its place, or the dialect's key that it was put down for."""
+    """Return the key that decided a native key: itself with its origin, or the key of a dialect."""
     return f"{key} ({place})" if place == "command line" or place.startswith("file ") else place
 
 
 def native(plan: PrecisionPlan) -> dict[str, Any]:
-    """The run-file keys that say all of a plan."""
+    """Return the native keys that describe a plan completely."""
     wide = torch.float64 if plan.compute == torch.float64 else torch.float32
 
     def name(dtype: torch.dtype) -> str:
@@ -125,10 +130,25 @@ _WIDENED = ("scores", "buffers", "output")  # of which "fp32" means FP64 in a ru
 _PLAIN = ("keep_fp32", "rounding", "cast_inputs", "on_nonfinite", "masters_in_checkpoint", "tf32")
 
 
-def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:
-    """Takes the tables of a dialect out of `given` and puts in the native keys that they come to.
+def take_plan_only(given: dict[str, Given]) -> tuple[tuple[str, ...], list[str]]:
+    """Remove the keys of `PLAN_ONLY` from `given`. Returns notes on those with their default, problems of others."""
+    notes, problems = list[str](), list[str]()
+    for key, why in PLAN_ONLY.items():
+        entry = given.pop(key, None)
+        if entry is None:
+            continue
+        said = f"{key} = {toml(entry.value)} ({entry.origin})"
+        if type(entry.value) is type(idle(key)) and entry.value == idle(key):
+            notes.append(f"{said}: this key has no effect, for {why}; remove it")
+        else:
+            problems.append(f"{said}: {why}; remove this key")
+    return tuple(notes), problems
 
-    known: all keys of a run file, where what it has no key for is a problem. Returns notes on how the dialect was
+
+def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:
+    """Replace the tables of a dialect in `given` by native keys.
+
+    known: all keys of a run file; a decision without such a key is then a problem. Returns notes on how the dialect was
     understood, and problems.
     """
     found = {name: _take(given, name) for name in DIALECTS}
@@ -161,7 +181,7 @@ def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tu
 
 
 def _take(given: dict[str, Given], name: str) -> dict[str, Given] | None:
-    """Removes what was given of [precision.<name>] and returns its leaves by dotted path; None if nothing was."""
+    """Remove the keys of [precision.<name>] from `given` and return them by dotted path; None if there are none."""
     table, leaves = f"precision.{name}", dict[str, Given]()
     keys = [key for key in given if key == table or key.startswith(f"{table}.")]
     for key in keys:
@@ -180,7 +200,7 @@ def _leaves(path: str, value: Any, origin: str) -> dict[str, Given]:
 
 
 def _nested(leaves: Mapping[str, Given]) -> Any:
-    """The tree that dotted paths describe; a later path wins over an earlier one that it runs into."""
+    """Return the tree of dotted paths; a later path replaces an earlier one that is in its way."""
     tree: dict[str, Any] = {"": {}}
     for path, entry in leaves.items():
         *tables, last = ["", *path.split(".")] if path else [""]
@@ -202,7 +222,7 @@ def _native_beside(given: Mapping[str, Given], name: str) -> Iterator[str]:
 
 
 def _add_zero(given: Mapping[str, Given], name: str, leaves: dict[str, Given]) -> None:
-    """NxD's defaults hang on whether ZeRO-1 is on, which is the run's own to say."""
+    """Add parallel.zero to the keys of NxD, whose defaults depend on ZeRO-1."""
     path = "optimizer_config.zero_one_enabled"
     if name == "nxd" and path not in leaves and leaves.get("", Given({}, "")).value == {}:
         zero = given.get("parallel.zero", Given(Parallel().zero, "default"))
@@ -212,7 +232,9 @@ def _add_zero(given: Mapping[str, Given], name: str, leaves: dict[str, Given]) -
 def _settle(
     given: dict[str, Given], key: str, said: Given, explicit: bool, known: frozenset[str] | None
 ) -> Iterator[str]:
-    """Puts a dialect's decision about a run-file key into `given`; only a key of the dialect contradicts the run's."""
+    """Add a dialect's decision on a run-file key to `given`; only a key that the dialect's user has written can
+    contradict it.
+    """
     own = given.get(key)
     if known is not None and key not in known:
         yield f"{said.origin} = {toml(said.value)}: not supported yet"

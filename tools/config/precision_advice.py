@@ -1,7 +1,7 @@
-"""What is unwise about a plan: rules, each of which sees the plan and, where there is one, the run that it is for.
+"""Advice on a plan: rules that see the plan and, if there is one, its run.
 
-A rule returns a line for the user, or "" where all is well. None of them stops a run: everything that is wrong, rather
-than unwise, was refused before.
+A rule returns a line for the user, or "" if there is nothing to say. Advice never stops a run: settings that are wrong,
+not only unwise, have been refused before.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MANY = 8  # micro-batches, or ranks, whose sum in half precision loses something
 
 @dataclass(frozen=True)
 class Scene:
-    """A plan in a run of so many micro-batches and replicas; 1 of each if it is not known."""
+    """A plan in a run with so many micro-batches and replicas; 1 of each if they are not known."""
 
     plan: PrecisionPlan
     microbatches: int = 1
@@ -25,7 +25,7 @@ class Scene:
 
 
 def advice(scene: Scene) -> list[str]:
-    """A line for everything unwise."""
+    """Return a line for everything unwise."""
     return [line for rule in RULES if (line := rule(scene))]
 
 

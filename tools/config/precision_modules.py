@@ -1,4 +1,4 @@
-"""What a plan comes to for each module of a model: the dtypes of its tensors and the bytes they take."""
+"""The plan of each module of a model: the dtypes of its tensors and the bytes they take."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ ROLES = ("compute", "parameter", "gradient", "reduce", "master", "moment")
 
 @dataclass(frozen=True)
 class Row:
-    """name: of a module, or of alike ones: "layers.0-5.attention". dtypes: the name of each role's, by role.
+    """One module, or equal modules of several layers: "layers.0-5.attention". dtypes: dtype name by role.
 
-    bytes: by role, of the whole model; moments are two. Roles that take no memory of their own have none.
+    bytes: by role, of the whole model; moments count twice. Roles without memory of their own are missing.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Row:
 
 
 def logical_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a model, a tied head once. The vocabulary must be known."""
+    """Return names and shapes of all tensors of a model, a tied head once. The vocabulary must be known."""
     one = config.undrawn.model_copy(update={"layers": 1})
     with torch.device("meta"):
         stage = Stage(one, Context(plan("fp32")), cuts(one, 1, 1)[0])
@@ -44,7 +44,7 @@ def logical_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
-    """A row for each module, alike ones of all layers together, in the model's order."""
+    """Yield a row per module, equal ones of all layers together, in the order of the model."""
     tensors = defaultdict[tuple[str, tuple[str, ...]], dict[int, int]](dict)  # (module, dtypes) -> layer -> elements
     for name, shape in logical_tensors(config).items():
         module, layer = _module(name)
@@ -59,13 +59,13 @@ def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
 
 
 def _module(name: str) -> tuple[str, int]:
-    """ "layers.3.attention.query.weight" -> ("layers.*.attention", 3); other modules have layer -1."""
+    """Return ("layers.*.attention", 3) for "layers.3.attention.query.weight"; other modules have layer -1."""
     first, *rest = name.split(".")
     return (f"{first}.*.{rest[1]}", int(rest[0])) if first == "layers" else (first, -1)
 
 
 def spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
-    """Runs of consecutive layers as "0-5", with their elements together."""
+    """Return ranges of consecutive layers as "0-5", with the sum of their elements."""
     numbered = enumerate(sorted(counts))
     for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
         layers = [layer for _, layer in run]
@@ -74,7 +74,7 @@ def spans(counts: dict[int, int]) -> Iterator[tuple[str, int]]:
 
 
 def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str, str]:
-    """The dtype of each role for the parameter of this logical name."""
+    """Return the dtype of each role for the parameter of this logical name."""
     held = plan.param_dtype(name)
     kept = held == plan.sensitive and plan.compute_dtype(name) == plan.sensitive
     dtypes = {
@@ -95,7 +95,7 @@ def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str
 
 
 def _in_fp8(plan: PrecisionPlan, name: str, layer: int, layers: int) -> bool:
-    """Whether this is the weight of a linear layer of a block that the recipe reaches."""
+    """Return True if this is the weight of a linear layer whose products are in FP8."""
     assert plan.fp8 is not None
     linear = name.endswith(".weight") and not any(other in name for other in ("norm", "router"))
     return linear and layer >= 0 and not asked_for(plan.fp8, name, layers) and not plan.fp8.calibrating

@@ -1,12 +1,12 @@
-"""A run: one TOML file and `key=value` overrides, read into one frozen, checked `RunConfig`.
+"""Reading a run: one TOML file and `key=value` overrides become one frozen, checked `RunConfig`.
 
-Every value has an origin: "default", "file run.toml", "command line", "preset gpt2". Reading goes in that
-order from weakest to strongest (a preset below the file), then every table is typed, then the laws between
-tables are checked; all problems of all three are reported together, before any rank starts. `save` writes
-the whole resolved run, origins as comments, as a run file that can be run again.
+Every value has an origin: "default", "file run.toml", "command line" or "preset gpt2". Defaults are the weakest, then
+the preset, the file and the command line. Every table is typed, then the rules between tables are checked; all problems
+are reported together, before any rank starts. `save_resolved` writes the whole run, with origins as comments, as a run
+file that can be run again.
 
-An override is `table.key=value`, the value in TOML's grammar. For a key that holds text the quotes may be
-left out; elsewhere, what TOML cannot read (`parallel.schedule=gpipe`) is taken as text.
+An override is `table.key=value`, with the value in TOML's grammar. For a key that holds text the quotes may be omitted;
+for others, text that TOML cannot read (`parallel.schedule=gpipe`) is taken as a string.
 """
 
 import os
@@ -24,21 +24,21 @@ from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
-from models.estimate.flops import stage_costs
+from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
 from models.stages import cuts
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Schedule
-from tools.config.checks import cross_problems, lr_schedule, pipeline_schedule
+from tools.config.checks import cross_problems, lr_schedule, pipeline_schedule, sized
 from tools.config.key_suggestions import unknown
-from tools.config.native_keys import plan_of, resolve_dialect, with_origins
-from tools.config.settings import FP8, LR, Checkpoint, Data, Log, Optimizer, Parallel, Precision, Train
+from tools.config.native_keys import plan_of, resolve_dialect, take_plan_only, with_origins
+from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
+from tools.config.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Train
 from tools.console.toml import Given, toml
 from tools.convert.initial import initial_model
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
-PRESET_DOC = f"a model known by name, to which the keys here are changes: {', '.join(PRESETS)}"
-# keys of [model] that do not make it another model
+# Keys of [model] that may differ from those of the loaded weights.
 FREE = {"dropout", "dropout_at", "embedding_dropout", "attention_dropout", "init_std", "init", "router_aux_loss"}
 FREE |= {"router_z_loss", "embedding_grad_scale", "head_grad_scale"}
 PLAINER = {
@@ -46,12 +46,12 @@ PLAINER = {
     "string_type": "must be text in quotes",
     "tuple_type": "must be a list in brackets",
     "model_type": 'must be a table, like {kind = "linear"}',
-    "extra_forbidden": "is none of its keys",
+    "extra_forbidden": "is not a key of this table",
 }
 
 
 class RunConfig(BaseModel):
-    """Everything one run is decided by. Built by `load_run`, or from tables: `RunConfig(model=..., train=...)`.
+    """All settings of one run. Built by `load_run`, or from tables: `RunConfig(model=..., train=...)`.
 
     Raises pydantic's ValidationError (a ValueError) when the tables do not fit together.
     """
@@ -89,16 +89,25 @@ class RunConfig(BaseModel):
 
     @property
     def schedule(self) -> Schedule:
-        """What the pipeline ranks of one replica do, planned by the FLOPs of their stages."""
-        train, placed = self.train, pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
-        model = self.model if self.model.vocab else self.model.with_vocab(self.data.vocab_size)
-        cut = cuts(model, len(placed), train.seq_length, self.parallel.cuts, placed, self.recompute)
-        costs = stage_costs(model, cut, train.seq_length, train.micro_batch, self.recompute)
+        """The pipeline schedule of one replica, planned by the FLOPs of its stages."""
+        placed = pipeline_schedule(self.parallel, self.num_microbatches).rank_of_stage
+        costs = self.stage_costs(self.sized_model, placed)
         return pipeline_schedule(self.parallel, self.num_microbatches, lambda i: costs[i.stage].of(i))
+
+    def stage_costs(self, model: ModelConfig, rank_of_stage: Sequence[int]) -> list[StageCost]:
+        """Return the layers of `model` in each stage and their FLOPs per micro-batch."""
+        train = self.train
+        cut = cuts(model, len(rank_of_stage), train.seq_length, self.parallel.cuts, rank_of_stage, self.recompute)
+        return stage_costs(model, cut, train.seq_length, train.micro_batch, self.recompute)
+
+    @property
+    def sized_model(self) -> ModelConfig:
+        """The model with a vocabulary size: data.vocab_size as long as model.vocab leaves it to the tokenizer."""
+        return sized(self.model, self.data)
 
     @property
     def recompute(self) -> Recompute:
-        """Which activations are made again."""
+        """The activations that are recomputed in the backward pass."""
         p = self.parallel
         return Recompute(p.recompute_modules, p.recompute_fraction, p.recompute_layers)
 
@@ -109,39 +118,39 @@ class RunConfig(BaseModel):
 
     @property
     def checkpoint_folder(self) -> Path:
-        """Where the run's checkpoints lie."""
+        """The folder of the run's checkpoints."""
         return Path(self.train.folder) / "checkpoints"
 
     @property
     def lr_schedule(self) -> LRSchedule:
-        """The learning rate; ask it at the steps or samples taken, as lr.unit says."""
+        """The learning-rate schedule, a function of the steps or samples taken so far (lr.unit)."""
         return lr_schedule(self.lr, self.train)
 
     @property
     def plan(self) -> PrecisionPlan:
-        """What [precision] and [fp8] come to, each field with the key that decided it."""
+        """The precision plan of [precision] and [fp8]; its `origin` names the key that decided each field."""
         return with_origins(plan_of(self.precision, self.fp8), self._origins)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How another system's precision was understood, where that is not plain."""
+        """Remarks on keys without effect and on how another system's configuration was understood."""
         return self._notes
 
     def origin(self, key: str) -> str:
-        """Where the value of the dotted `key` came from: "default", "file ...", "command line" or "preset ..."."""
+        """Return the origin of the dotted `key`: "default", "file ...", "command line" or "preset ..."."""
         return self._origins.get(key, "default")
 
     def get(self, key: str) -> Any:
-        """The value of the dotted `key`."""
+        """Return the value of the dotted `key`."""
         table, name = key.split(".")
         return getattr(getattr(self, table), name)
 
     def value(self, key: str) -> str:
-        """The value of the dotted `key`, in TOML's grammar."""
+        """Return the value of the dotted `key` in TOML's grammar."""
         return toml(self.get(key))
 
     def save_resolved(self, folder: Path) -> Path:
-        """Writes the run to folder/run.toml and returns that path; a run file of the user's own is left alone."""
+        """Write the run to folder/run.toml, or to run.resolved.toml if the user's own file has that name."""
         path = folder / "run.toml"
         if path.exists() and not path.read_bytes().startswith(SAVED.encode()):
             path = folder / "run.resolved.toml"
@@ -155,12 +164,13 @@ class RunConfig(BaseModel):
         lines = [SAVED]
         for table, values in self:
             lines += ["", f"[{table}]"]
-            lines += [f"{k} = {toml(v)}  # {toml(self.origin(f'{table}.{k}'))[1:-1]}" for k, v in values]
+            keys = ((name, value, f"{table}.{name}") for name, value in values)
+            lines += [f"{k} = {toml(v)}  # {toml(self.origin(d))[1:-1]}" for k, v, d in keys if d not in PLAN_ONLY]
         return "\n".join(lines) + "\n"
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Raises UserError unless the `world_size` ranks that joined are those that the layout needs."""
+    """Raise UserError unless the number of ranks that joined is the one that the layout needs."""
     if world_size == config.world_size:
         return
     p = config.parallel
@@ -174,29 +184,18 @@ def check_world(config: RunConfig, world_size: int) -> None:
     )
 
 
-def describe() -> str:
-    """All keys of a run file with default and explanation, a line each, by table."""
-    lines: list[str] = []
-    for table, kind in _tables().items():
-        lines += ["", f"[{table}]  {(kind.__doc__ or '').splitlines()[0]}"]
-        if kind is ModelConfig:
-            lines.append(f"{'model.preset':34}{'none':16}{PRESET_DOC}")
-        lines += [f"{table + '.' + name:34}{_default(f):16}{f.description}" for name, f in kind.model_fields.items()]
-    return "\n".join(lines[1:])
-
-
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run described by the TOML file `path` and changed by `overrides`. Raises UserError with all problems."""
+    """Return the run of the TOML file `path`, changed by `overrides`. Raises UserError with all problems."""
     given, problems = given_in(path, overrides)
-    notes, wrong = resolve_dialect(given, known_keys())
+    notes, wrong = _resolved(given, known_keys())
     problems += wrong
-    problems += unknown(given, _known())
+    problems += unknown({key: entry for key, entry in given.items() if key not in PLAN_ONLY}, _known())
     unread = [*_add_preset(given), *_add_initial(given, contradicted := list[str]())]
     problems += [*unread, *contradicted]
     length = given.get("train.seq_length")
     if length is not None and isinstance(length.value, int):
         given.setdefault("model.max_positions", Given(length.value, "train.seq_length"))
-    tables, wrong = _typed(given, _tables(), told="model" if unread else "")
+    tables, wrong = _typed(given, tables_of_a_run(), told="model" if unread else "")
     problems += [*wrong, *cross_problems(tables)]
     if problems:
         raise UserError(*problems)
@@ -206,11 +205,14 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def load_precision(given: dict[str, Given]) -> tuple[PrecisionPlan, dict[str, Given], tuple[str, ...]]:
-    """The plan of keys that need not be a whole run, the other keys that they decide, and notes. Raises UserError."""
+    """Return the plan of keys that need not be a whole run, the other keys that they decide, and notes.
+
+    Raises UserError with all problems.
+    """
     before = set(given)
-    notes, problems = resolve_dialect(given, None)
+    notes, problems = _resolved(given, None)
     problems += unknown({key: entry for key, entry in given.items() if key in before}, _known())
-    numbers = {name: kind for name, kind in _tables().items() if name in ("precision", "fp8")}
+    numbers = {name: kind for name, kind in tables_of_a_run().items() if name in ("precision", "fp8")}
     tables, wrong = _typed(given, numbers)
     problems += [*wrong, *cross_problems(tables)]
     if problems:
@@ -221,23 +223,32 @@ def load_precision(given: dict[str, Given]) -> tuple[PrecisionPlan, dict[str, Gi
 
 
 def given_in(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[dict[str, Given], list[str]]:
-    """What the file and the overrides say, by dotted key, and what is wrong with the grammar of the latter."""
+    """Return the values of the file and of the overrides by dotted key, and the problems of the overrides' grammar."""
     given, problems = _overridden(overrides)
     return (_from_file(Path(path)) | given if path is not None else given), problems
+
+
+def _resolved(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:
+    """Replace in `given` the keys of other systems by native ones. Returns notes and problems."""
+    notes, problems = take_plan_only(given)
+    more, wrong = resolve_dialect(given, known)
+    return (*notes, *more), problems + wrong
 
 
 def _typed(
     given: Mapping[str, Given], kinds: Mapping[str, type[BaseModel]], told: str = ""
 ) -> tuple[dict[str, BaseModel], list[str]]:
-    """The tables that can be read, and the problems of those that cannot. told: whose missing keys were explained."""
+    """Return the tables that can be read, and the problems of the others.
+
+    told: the table whose missing keys are not reported, for another line has said why they are missing.
+    """
     tables, problems = dict[str, BaseModel](), list[str]()
     for table, kind in kinds.items():
         values = {name: given[f"{table}.{name}"].value for name in kind.model_fields if f"{table}.{name}" in given}
         try:
             tables[table] = kind.model_validate(values)
         except ValidationError as error:
-            lines = _explained(table, kind, error, given)
-            problems += [line for line in lines if table != told or " is missing: " not in line]
+            problems += _explained(table, kind, error, given, missing_too=table != told)
     return tables, problems
 
 
@@ -245,23 +256,25 @@ def _origins(given: Mapping[str, Given]) -> dict[str, str]:
     return {key: entry.origin for key, entry in given.items()}
 
 
-def _tables() -> dict[str, type[BaseModel]]:
+def tables_of_a_run() -> dict[str, type[BaseModel]]:
+    """Return the class of each table of a run file, by name."""
     kinds = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
 
 
 def _fields() -> dict[str, FieldInfo]:
-    """Every dotted key but model.preset."""
-    return {f"{t}.{name}": field for t, kind in _tables().items() for name, field in kind.model_fields.items()}
+    """Return the field of every dotted key but model.preset."""
+    fields = ((f"{t}.{name}", f) for t, kind in tables_of_a_run().items() for name, f in kind.model_fields.items())
+    return {key: field for key, field in fields if key not in PLAN_ONLY}
 
 
 def _known() -> tuple[str, ...]:
-    """Every key that a run file may have."""
+    """Return every key that a run file may have."""
     return (*_fields(), "model.preset", *(f"precision.{name}" for name in DIALECTS))
 
 
 def known_keys() -> frozenset[str]:
-    """Every key of a resolved run, dotted."""
+    """Return every dotted key of a resolved run."""
     return frozenset(_fields())
 
 
@@ -308,7 +321,7 @@ def _override_value(key: str, text: str) -> Any:
 
 
 def _add_preset(given: dict[str, Given]) -> list[str]:
-    """Puts the preset's fields under the given ones."""
+    """Add the fields of the preset that are not given. Returns a problem if there is no such preset."""
     chosen = given.pop("model.preset", None)
     if chosen is None:
         return []
@@ -321,9 +334,9 @@ def _add_preset(given: dict[str, Given]) -> list[str]:
 
 
 def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[str]:
-    """Puts in what the folder of train.init_from says of model and tokenizer, or yields why it says nothing.
+    """Add the model and the tokenizer of the folder train.init_from, or yield the problems of reading it.
 
-    contradicted: gets a line for each key that says something else.
+    contradicted: receives a line for each given key that has another value there.
     """
     asked = given.get("train.init_from")
     if asked is None or not isinstance(asked.value, str) or not asked.value:
@@ -334,41 +347,47 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
         yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
         return
     free = FREE | ({"max_positions"} if said.positions == "rope" else set())
-    follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()  # a dropout that is given
+    follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()  # follow a given dropout
     for name, value in said.model_dump(exclude=follows).items():
         chosen = given.setdefault(f"model.{name}", Given(value, origin))
         left_open = name in ("vocab", "head_dim") and chosen.value == 0
         if not _same(getattr(said, name), chosen.value) and name not in free and not left_open:
-            there = f"it is {toml(value)} in {origin}; leave it out, or leave train.init_from out"
+            there = f"it is {toml(value)} in {origin}; remove this key or train.init_from"
             yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
     if tokenizer:
         given.setdefault("data.tokenizer", Given(str(tokenizer), origin))
 
 
 def _same(said: Any, chosen: Any) -> bool:
-    """Whether a value as it was given is the one that is meant; keys that a table leaves out have their default."""
+    """Return True if the given value equals the folder's; keys that a given table leaves out have their default."""
     if not isinstance(said, BaseModel) or not isinstance(chosen, Mapping):
         return said == chosen
     return {**type(said)().model_dump(), **chosen} == said.model_dump()
 
 
-def _explained(table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, Given]) -> Iterator[str]:
-    """Pydantic's findings in one table, each as a line that names key, value, origin and what would do."""
+def _explained(
+    table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, Given], missing_too: bool
+) -> Iterator[str]:
+    """Yield pydantic's findings in one table as lines that name key, value, origin and the values that are allowed.
+
+    missing_too: report missing keys as well.
+    """
     for found in error.errors(include_url=False):
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, UserError):
             yield from (f"{table}.{problem}" for problem in cause.problems)
         elif found["type"] == "missing" and len(found["loc"]) == 1:
-            name = str(found["loc"][0])
-            instead = " (or choose a model.preset)" if table == "model" else ""
-            yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
-        elif found["type"] != "default_factory_not_called":  # a consequence of another line
+            if missing_too:
+                name = str(found["loc"][0])
+                instead = " (or choose a model.preset)" if table == "model" else ""
+                yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
+        elif found["type"] != "default_factory_not_called":  # it follows from another problem
             key = f"{table}.{found['loc'][0]}"
             yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {_must(found)}"
 
 
 def _must(found: ErrorDetails) -> str:
-    """What would do in place of the value that pydantic found wrong."""
+    """Return the requirement that a value found wrong by pydantic violates, as "must be ..."."""
     if found["type"] == "missing":
         return "too few values"
     message = PLAINER.get(found["type"], found["msg"].replace("Input should be", "must be"))
@@ -378,9 +397,3 @@ def _must(found: ErrorDetails) -> str:
         expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
         message += did_you_mean(str(found["input"]), expected)
     return where + message
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    return "derived" if field.default_factory is not None else toml(field.default)

@@ -1,4 +1,4 @@
-"""Progress, in one line that is drawn again and again; where there is no terminal, in plain lines."""
+"""Progress on a terminal, as a line that is redrawn; otherwise as plain lines."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ PLAIN_SECONDS = 10  # between two plain lines
 
 @contextmanager
 def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
-    """Shows, on stderr, how far a text is made into tokens; yields what `megaprec.data.build` reports to."""
+    """Show, on stderr, the progress of tokenizing a text; yields the callback of `megaprec.data.build`."""
     console = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
     columns = (words, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -24,7 +24,7 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"reading {source.name}", total=source.total_chars())
         before = said = time.monotonic()
-        first: tuple[int, int, int] | None = None  # an interrupted build goes on from what was done
+        first: tuple[int, int, int] | None = None  # an interrupted build resumes
 
         def on_progress(documents: int, chars: int, tokens: int) -> None:
             nonlocal first, said, before
@@ -44,10 +44,10 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
 
 
 class Steps:
-    """A bar over the steps of a run, drawn on stdout; what is said besides stands above it and stays."""
+    """A bar over the steps of a run on stdout; other output is printed above it and stays."""
 
     def __init__(self, done: int, total: int) -> None:
-        room = BarColumn(bar_width=None, table_column=Column(ratio=1))  # takes what the words leave
+        room = BarColumn(bar_width=None, table_column=Column(ratio=1))  # takes the width that the words leave
         columns = (TextColumn("step {task.completed}/{task.total}"), room, TextColumn("{task.fields[said]}"))
         self._bar = Progress(*columns, console=Console(), expand=True)
         self._task = self._bar.add_task("", total=total, completed=done, said="")
@@ -65,7 +65,7 @@ class Steps:
 
 @contextmanager
 def moving(what: str, size: int) -> Iterator[Callable[[int, str], None]]:
-    """Shows, on stderr, how much of `size` bytes is moved; yields a function of the bytes just moved and a word."""
+    """Show, on stderr, how much of `size` bytes is moved; yields a callback for the bytes just moved and a word."""
     console = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
     columns = (words, BarColumn(), DownloadColumn(), TimeRemainingColumn())

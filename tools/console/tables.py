@@ -1,4 +1,4 @@
-"""Tables on a terminal are as wide as it; in a pipe or a file as wide as what is in them."""
+"""Tables as wide as the terminal, or as wide as their contents in a pipe or a file."""
 
 from rich.console import Console
 
@@ -6,6 +6,6 @@ UNBOUNDED = 1000  # columns
 
 
 def table_console() -> Console:
-    """Stdout for tables and lines."""
+    """Return a console on stdout for tables and lines."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, UNBOUNDED))

@@ -1,4 +1,4 @@
-"""Values of a run file: what was given and where, and how a value is written."""
+"""Values of a run file: a value with its origin, and a value in TOML's grammar."""
 
 import json
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from pydantic import BaseModel
 
 @dataclass(frozen=True)
 class Given:
-    """A value and where it came from."""
+    """A value and its origin."""
 
     value: Any
     origin: str
 
 
 def toml(value: Any) -> str:
-    """A value in TOML's grammar; what TOML has no form for, as Python shows it."""
+    """Return a value in TOML's grammar, or as Python shows it if TOML has no form for it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

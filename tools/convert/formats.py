@@ -1,6 +1,6 @@
-"""Which format a folder has, and opening it.
+"""Recognizing the format of a folder, and opening it.
 
-Every reader looks for its own files. A folder that two of them know is refused, for it is not known which is meant.
+Every reader looks for its own files. A folder that two readers recognize is refused, for it is ambiguous.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,9 @@ from tools.convert.systems.nxd import find_nxd, open_nxd
 
 @dataclass(frozen=True)
 class Format:
-    """A format that is read. find: the checkpoint's folder, if a folder shows the format. marks: files that show it."""
+    """A format that can be read. find: returns the checkpoint's folder if a folder has the format. marks: files
+    that show it.
+    """
 
     name: str
     find: Callable[[Path], Path | None]
@@ -46,7 +48,7 @@ TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
 
 def open_intact(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
-    """As `open_source`, but raises UserError, too, if a file of a checkpoint of ours is not what was saved."""
+    """Like `open_source`; also raises UserError if a file of a megaprec checkpoint is damaged."""
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
         require_intact(store, store.digests)
@@ -54,8 +56,11 @@ def open_intact(path: Path, vocab: int | None = None, weights_only: bool = False
 
 
 def open_source(path: Path, vocab: int | None = None, weights_only: bool = False) -> Source:
-    """Opens a folder of any format. vocab: tokens without padding, if a Megatron or NeMo checkpoint does not say.
-    weights_only: of a Megatron checkpoint the optimizer's state is not looked at; UserError for another."""
+    """Open a folder of any format.
+
+    vocab: vocabulary size without padding, if a Megatron or NeMo checkpoint does not state it. weights_only: ignore the
+    optimizer state of a Megatron checkpoint; UserError for other formats.
+    """
     kind, found = format_of(path)
     if kind == "megatron":
         return open_megatron(found, vocab, weights_only)
@@ -67,7 +72,7 @@ def open_source(path: Path, vocab: int | None = None, weights_only: bool = False
 
 
 def format_of(path: Path) -> tuple[str, Path]:
-    """The format that the files of a folder show, and the folder of the checkpoint. UserError for none and for two."""
+    """Return the format of a folder and the folder of the checkpoint. Raises UserError for none and for several."""
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model")
     known = {kind: found for kind, one in FORMATS.items() if (found := one.find(path))}

@@ -1,7 +1,7 @@
-"""Weights of a model's folder, of any format that is read, as the first weights of a run, in any layout.
+"""Loading the weights of a model folder of any format as the first weights of a run, in any layout.
 
-Every rank reads what it holds: rows of a tensor that is stored as ours is, the whole tensor where it has to be
-rearranged or put together first.
+Every rank reads what it holds: rows of a tensor that is stored in megaprec's form, the whole tensor if it must be
+rearranged or assembled first.
 """
 
 from math import prod
@@ -25,7 +25,7 @@ from tools.convert.native import native_model
 
 
 def initial_model(folder: Path) -> tuple[ModelConfig, Path | None, str]:
-    """The model of train.init_from, its tokenizer's file if it has one, and what says so. Raises UserError."""
+    """Return the model of train.init_from, its tokenizer file if there is one, and their origin. Raises UserError."""
     kind, found = format_of(folder)
     if kind == "megaprec":
         return *native_model(found), f"{found / INDEX}"
@@ -36,21 +36,21 @@ def initial_model(folder: Path) -> tuple[ModelConfig, Path | None, str]:
 
 
 def open_initial(folder: Path) -> Source:
-    """Opens the folder of train.init_from and looks at all of it but the values. Raises UserError."""
+    """Open the folder of train.init_from and check everything except the values. Raises UserError."""
     source = open_weights(folder)
     check_tokenizer(source.tokenizer, source.model.vocab)
     return source
 
 
 def open_weights(folder: Path) -> Source:
-    """Opens a folder without looking at an optimizer's state. Raises UserError."""
+    """Open a folder without its optimizer state. Raises UserError."""
     return open_source(folder, weights_only=format_of(folder)[0] == "megatron")
 
 
 def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
-    """Puts the weights of train.init_from into the optimizer and the layers; moments stay as they are, at zero.
+    """Copy the weights of train.init_from into the optimizer and the layers; moments stay zero.
 
-    Collective over the world. UserError, before anything is changed, if a file of a checkpoint is not what was saved.
+    Collective over the world. Raises UserError, before anything is changed, if a file of the checkpoint is damaged.
     """
     if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)
@@ -59,13 +59,13 @@ def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
 
 
 class Slices:
-    """Reads parts of a source's logical tensors."""
+    """Reader of parts of a source's logical tensors."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
-        """Elements [first, last) of the flattened slice `part`."""
+        """Return elements [first, last) of the flattened slice `part`."""
         key = f"{kind}/{part.name}"
         if self.source.shapes.get(key) != part.shape:
             raise UserError(f"{self.source.path} holds no {part.name} of {list(part.shape)}, which the model has")

@@ -1,4 +1,4 @@
-"""A checkpoint of ours as source and target of conversions."""
+"""Megaprec's own checkpoints as source and target of conversions."""
 
 import json
 from dataclasses import asdict
@@ -30,7 +30,7 @@ MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safeten
 
 
 def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
-    """The model of a checkpoint and the file of its tokenizer, if there is one."""
+    """Return the model of a checkpoint and its tokenizer file, if there is one."""
     store = Store(path)
     tokenizer = read_tokenizer(store) if "tokenizer" in store.index else None
     require_intact(store, [tokenizer.name] if tokenizer else [])
@@ -38,7 +38,7 @@ def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
 
 
 def open_native(path: Path) -> Source:
-    """Opens a checkpoint. UserError if it is damaged or does not hold the model it describes."""
+    """Open a checkpoint. Raises UserError if it is damaged or does not hold the model that it describes."""
     store = Store(path)
     model = read_model(store)
     require_builtin(model, "conversion")
@@ -79,7 +79,7 @@ def _check(path: Path, model: ModelConfig, store: Store) -> None:
 
 
 def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> list[Tensor]:
-    """A logical tensor, put together from the chunks that ranks wrote."""
+    """Return a logical tensor, assembled from the chunks that ranks wrote."""
     entry = store.index["tensors"][key]
     kind, name = key.split("/", 1)
     whole: Tensor | None = None
@@ -112,7 +112,7 @@ def _rows(store: Store, key: str, files: dict[str, dict[str, Stored]], top: int,
 
 
 def native_target(source: Source, dtype: torch.dtype | None) -> Target:
-    """A checkpoint with all that `source` has: weights in `dtype` or the dtype they have, moments as they are."""
+    """Return a target with all tensors of `source`: weights in `dtype` or their own dtype, moments unchanged."""
     names = list(logical_shapes(source.model))
     dtypes = {
         f"{kind}/{name}": (dtype if kind == "weight" else None) or source.dtype(f"{kind}/{name}")

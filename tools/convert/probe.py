@@ -1,9 +1,9 @@
-"""The proof that a config.json was understood: transformers' own model of it computes what ours does.
+"""The check that a config.json was understood: the model of transformers and megaprec's compute the same logits.
 
-Real weights would prove it too (`verify`), but take as long as the model is large. Here a config.json is made small
-first: few layers, heads and features, windows and lengths shrunk alike, layers of each kind kept. Both models get the
-same random weights through a folder that transformers writes, and the same tokens, more of them than any window or
-length. In float64 two models that compute the same differ by rounding alone; one key read otherwise is far above it.
+Real weights would show it too (`verify`), but take long for a large model. Here a config.json is made small first:
+fewer layers, heads and features, windows and lengths reduced alike, layers of each kind kept. Both models get the same
+random weights, through a folder that transformers writes, and the same tokens, more than any window or length. In
+float64 two models that compute the same differ by rounding alone; the effect of a single misread key is far larger.
 """
 
 import importlib
@@ -35,7 +35,8 @@ Json = Mapping[str, Any]
 
 
 def check_config(config: Json, name: str) -> str:
-    """One line on how far apart the two models are. UserError if they are not the same; `name` is what says them.
+    """Return a line on the difference of both models. Raises UserError if they are not the same; `name` names the
+    config.
 
     Without transformers the line says that nothing was compared.
     """
@@ -52,15 +53,16 @@ def check_config(config: Json, name: str) -> str:
 
 
 def verify_initial(folder: Path) -> str:
-    """One line on whether transformers computes the same of the folder's config.json; empty for checkpoints of ours.
-    UserError if it does not."""
+    """Return a line on the check of the folder's config.json; empty for megaprec checkpoints. Raises UserError if
+    models differ.
+    """
     if checkpoint_at(folder):
         return ""
     return check_config(read_json(folder / CONFIG), f"train.init_from: {folder / CONFIG}")
 
 
 def reduced(config: Json) -> dict[str, Any]:
-    """config.json of a small model of the same kind: what is no size is as it was."""
+    """Return the config.json of a small model of the same kind, with only sizes changed."""
     model = from_hugging_face(config)
     names = ALIASES["gpt2"] if config["model_type"] == "gpt2" else {}
     small = {key: value for key, value in config.items() if key not in names}
@@ -70,7 +72,7 @@ def reduced(config: Json) -> dict[str, Any]:
 
 
 def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
-    """Those of features, layers, heads and experts. A key that config.json lacks stays away where it has a meaning."""
+    """Return small numbers of features, layers, heads and experts. Missing keys stay missing if that has a meaning."""
     grouped = config.get("num_key_value_heads") is not None
     kv_heads = min(model.kv_heads, 2)
     heads = kv_heads * min(model.heads // model.kv_heads, 2)
@@ -94,13 +96,13 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
 
 
 def turns(model: ModelConfig, head_dim: int) -> bool:
-    """Whether rotary positions suit heads of this width."""
+    """Return True if rotary positions work with heads of this width."""
     turning = int(head_dim * model.rotary_fraction)
     return model.positions != "rope" or (turning > 2 and turning % 2 == 0)
 
 
 def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
-    """Those that tokens are counted by, all shrunk alike, and which layers have the window."""
+    """Return lengths in tokens, all reduced alike, and the layers with a window."""
     longest, layers = min(model.max_positions, LENGTH), min(model.layers, LAYERS)
 
     def shrunk(length: int, least: int) -> int:
@@ -124,7 +126,7 @@ def _lengths(config: Json, model: ModelConfig) -> dict[str, Any]:
 
 
 def _spread(kinds: list[Any], layers: int) -> list[Any]:
-    """What so many layers are, spread as `kinds` are over all; the last ones are of the kinds that would be missing."""
+    """Return the kinds of so many layers, spread as `kinds` are, with the kinds that would be missing at the end."""
     chosen = [kinds[n * len(kinds) // layers] for n in range(layers)]
     missing = [kind for kind in dict.fromkeys(kinds) if kind not in chosen]
     return chosen[: layers - len(missing)] + missing
@@ -132,7 +134,9 @@ def _spread(kinds: list[Any], layers: int) -> list[Any]:
 
 @cache
 def difference(config: str) -> float:
-    """The largest difference of float64 logits, relative to the largest logit. ImportError without transformers."""
+    """Return the largest difference of float64 logits, relative to the largest logit. ImportError without
+    transformers.
+    """
     given = json.loads(config)
     model = from_hugging_face(given)
     length = model.max_positions if model.positions == "learned" else model.max_positions * 3 // 2
@@ -152,7 +156,7 @@ def difference(config: str) -> float:
 
 @torch.no_grad()
 def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
-    """float64 logits [b, s, vocab] of transformers' model with random weights, which it saves in `folder`."""
+    """Return float64 logits [b, s, vocab] of transformers' model with random weights, which it saves in `folder`."""
     with warnings.catch_warnings(), _float32_is_float64():
         warnings.simplefilter("ignore")
         transformers = importlib.import_module("transformers")
@@ -192,7 +196,7 @@ def _made(transformers: Any, config: Json) -> Any:
 
 
 def _draw(model: Any) -> None:
-    """Weights with which every tensor matters; embeddings are small, so that what is added to variances does too."""
+    """Draw weights such that every tensor matters; embeddings are small, so that the epsilon of norms matters too."""
     dice = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=dice, dtype=torch.float64)
@@ -202,7 +206,9 @@ def _draw(model: Any) -> None:
 
 @contextmanager
 def _float32_is_float64() -> Iterator[None]:
-    """Models of transformers compute norms, angles and softmax in what they find as torch.float32."""
+    """Within the context torch.float32 is float64, for transformers computes norms, angles and softmax in
+    torch.float32.
+    """
     before = torch.float32, torch.float, torch.Tensor.float, torch.get_default_dtype()
     torch.float32 = torch.float = torch.float64  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.float = torch.Tensor.double  # pyright: ignore[reportAttributeAccessIssue]

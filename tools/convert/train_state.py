@@ -1,4 +1,6 @@
-"""What `megaprec train` keeps in a checkpoint besides tensors: how far the run was, its model and its tokenizer."""
+"""The parts of a checkpoint besides tensors: progress of the run, state of the overflow monitor, model and
+tokenizer.
+"""
 
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -17,9 +19,9 @@ from tools.convert.hf.config import make_model
 
 @dataclass(frozen=True)
 class TrainState:
-    """How far a run has come. A skipped step consumes its samples, but the learning rate waits for it.
+    """The progress of a run. A skipped step consumes its samples, but does not advance the learning rate.
 
-    Samples and tokens are counted, for a resumed run may have another batch or sequence length.
+    Samples and tokens are counted, for a resumed run may have another batch size or sequence length.
     """
 
     step: int = 0
@@ -34,7 +36,7 @@ class TrainState:
 
 
 def newest(folder: Path) -> Store | None:
-    """The newest checkpoint in `folder`, opened; None if there is none. Raises UserError for a damaged one."""
+    """Open the newest checkpoint in `folder`; None if there is none. Raises UserError for a damaged one."""
     path = latest(folder)
     if path is None:
         return None
@@ -47,30 +49,30 @@ def newest(folder: Path) -> Store | None:
 
 
 def kept(store: Store, key: str) -> Any:
-    """What is kept as `key`. Raises UserError for a checkpoint that was saved by another program."""
+    """Return the value stored as `key`. Raises UserError for a checkpoint of another program."""
     if key not in store.index:
         raise UserError(f'{store.path} was not saved by this `megaprec train`: its checkpoint.json has no "{key}"')
     return store.index[key]
 
 
 def read_progress(store: Store) -> TrainState:
-    """How far the run was. Raises UserError if that is not said, or is none."""
+    """Return the progress of the run. Raises UserError if it is missing or damaged."""
     return TrainState(**_table(store, "progress", asdict(TrainState())))
 
 
 def read_watch(store: Store) -> dict[str, Any]:
-    """A state of OverflowMonitor. Raises UserError if it is none."""
+    """Return the state of the OverflowMonitor. Raises UserError if it is damaged."""
     return _table(store, "watch", OverflowMonitor(LossScaling()).state_dict(), {"bad_losses"})
 
 
 def read_model(store: Store) -> ModelConfig:
-    """The model. Raises UserError if it is none; keys that the checkpoint lacks have their defaults."""
+    """Return the model. Raises UserError if it is damaged; keys that the checkpoint lacks have their defaults."""
     _require_known(store, "model", kept(store, "model"), ModelConfig.model_fields)
     return make_model(kept(store, "model"), f"{store.path}/{INDEX}")
 
 
 def read_tokenizer(store: Store) -> Path | None:
-    """The file of the tokenizer, if there is one. Raises UserError if it is named and not there."""
+    """Return the file of the tokenizer, if there is one. Raises UserError if it is named but missing."""
     name = kept(store, "tokenizer")
     if not isinstance(name, str):
         raise _damaged(store, "tokenizer")
@@ -78,7 +80,7 @@ def read_tokenizer(store: Store) -> Path | None:
 
 
 def _table(store: Store, key: str, like: dict[str, Any], may_lack: Collection[str] = ()) -> dict[str, Any]:
-    """What is kept as `key`, if it has the keys of `like`, and values of the same kinds."""
+    """Return the table stored as `key`, if it has the keys of `like` with values of the same types."""
     saved = kept(store, key)
     _require_known(store, key, saved, like)
     fits = all(type(value) is type(like[name]) and _counts(value) for name, value in saved.items())

@@ -1,8 +1,8 @@
-"""The proof that a conversion is right: two folders, the same tokens, the same logits.
+"""The check of a conversion: both folders compute the same logits for the same tokens.
 
-A rearrangement in the wrong order leaves shapes, norms and even much of the behaviour as they were, so nothing less
-than logits in FP32 within a tight bound tells. A Hugging Face folder is run by transformers, that is by code that knows
-nothing of ours; a checkpoint of ours, or of another system, by our model.
+A rearrangement in the wrong order keeps shapes, norms and much of the behaviour, so only FP32 logits within a tight
+bound prove a conversion. A Hugging Face folder is run by transformers, code that is independent of megaprec; any other
+checkpoint by megaprec's model.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Forward = Callable[[Tensor], Tensor]  # int64 ids [b, s] -> logits [b, s, vocab]
 
 
 def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
-    """One line on how far apart the logits of two folders are. UserError if they are not the same model."""
+    """Return a line on the difference of the logits of two folders. Raises UserError if the models differ."""
     source = open_intact(first, vocab)
     generator = torch.Generator().manual_seed(0)
     length = min(TOKENS, source.model.max_positions)
@@ -49,7 +49,7 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
 
 @torch.no_grad()
 def logits(path: Path, ids: Tensor, dtype: torch.dtype, vocab: int | None = None) -> Tensor:
-    """FP32 [b, s, vocab], computed in `dtype`."""
+    """Return FP32 logits [b, s, vocab], computed in `dtype`."""
     kind, found = format_of(path)
     theirs = kind in ("hf", "colossalai")  # one format
     forward = _theirs(found, dtype) if theirs else _ours(open_intact(path, vocab), dtype)
@@ -74,7 +74,7 @@ def _ours(source: Source, dtype: torch.dtype) -> Forward:
 
 
 def load_stage(source: Source, compute: str = "fp32") -> Stage:
-    """The whole model on this process, its weights those of `source`."""
+    """Return the whole model on this process, with the weights of `source`."""
     config, chosen = source.model, plan(compute)
     stage = Stage(config, Context(chosen), cuts(config, 1, config.max_positions)[0])
     with torch.no_grad():

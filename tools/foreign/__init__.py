@@ -1,1 +1,1 @@
-"""Configurations of precision as users of other systems have them, read without running anything."""
+"""Precision settings in the configuration files of other systems, read without running them."""

@@ -1,9 +1,9 @@
-"""The account of a file: every name that bears on precision is read, refused, or named in a note.
+"""The account of a file: every name that concerns precision is read, refused, or named in a note.
 
-What the systems' classes, dicts and variables say is gathered as `Saying`s, one for each place that says it. For each
-table of a system one saying may count: the one that is handed on to something, if only one is, or the only one that
-there is. Sayings that differ are refused with their lines, and so is a value that cannot be known. What no saying took
-is named in a note.
+The settings of the systems' classes, dicts and variables are collected as `Saying`s, one per place in the file. For
+each table of a system one saying may count: the one that is passed to a call, if only one is, or the only one that
+there is. Sayings that differ are refused with their lines, and so is a value that cannot be known. Names that no saying
+covers are named in a note.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,11 +19,11 @@ from tools.foreign.values import Condition, Entry
 
 @dataclass(eq=False)
 class Saying:
-    """A place that says something about a table.
+    """A place in the file that sets keys of a table.
 
-    name: of the object that says it. conditions: unknown ones that it stands under. handed_on: the object is an
-    argument of something. adds: it says single keys, which go with what another place says of the same table.
-    known: key -> (value, entry), filled in when it is settled.
+    name: of the object with the settings. conditions: unknown conditions that it depends on. handed_on: the object is
+    passed to a call. adds: it sets single keys, which complete those of another place. known: key -> (value, entry),
+    filled in by `settle`.
     """
 
     spot: Spot
@@ -36,14 +36,14 @@ class Saying:
     known: dict[str, tuple[Any, Entry]] = field(default_factory=dict)
 
     def content(self) -> dict[str, Any]:
-        """Keys and values, to compare with another saying."""
+        """Return keys and values, for comparison with another saying."""
         return {key: value for key, (value, _) in self.known.items()}
 
 
 class Account:
-    """What a file says, and what is left to be named.
+    """The settings of a file, and the names that are not yet accounted for.
 
-    where: the file, for messages. echoes: what is said where something else overwrites it.
+    where: the file, for messages. echoes: settings that something else overwrites.
     """
 
     def __init__(self, where: str, mentions: Iterable[Mention]) -> None:
@@ -55,29 +55,29 @@ class Account:
         self.notes: list[str] = []
 
     def take(self, *nodes: int) -> None:
-        """Strikes mentions that were read or named."""
+        """Strike mentions that were read or named."""
         for node in nodes:
             self.left.pop(node, None)
 
     def refuse(self, line: int, text: str) -> None:
-        """Notes a problem."""
+        """Add a problem."""
         self.problems.append(f"{self.place(line)}: {text}")
 
     def note(self, line: int, text: str) -> None:
-        """Notes something that the user should know."""
+        """Add a note for the user."""
         self.notes.append(f"{self.place(line)}: {text}")
 
     def place(self, line: int) -> str:
-        """The file, with the line where there is one."""
+        """Return the file, with the line if there is one."""
         return f"{self.where}, line {line}" if line else self.where
 
     def add(self, saying: Saying) -> None:
-        """Adds a saying and strikes the mentions of its keys."""
+        """Add a saying and strike the mentions of its keys."""
         self.take(*(entry.node for entry in saying.fields.values()))
         self.sayings.append(saying)
 
     def settle(self) -> dict[Spot, dict[str, tuple[Any, Entry]]]:
-        """The fields that count for each table: key -> (value, entry)."""
+        """Return the fields that count for each table: key -> (value, entry)."""
         fields: dict[Spot, dict[str, tuple[Any, Entry]]] = {}
         for spot in dict.fromkeys(saying.spot for saying in self.sayings):
             sayings = [saying for saying in self.sayings if saying.spot == spot]
@@ -109,7 +109,7 @@ class Account:
         return different[0].known
 
     def _read(self, saying: Saying, refused: bool) -> None:
-        """Fills in what is known of a saying."""
+        """Fill in the known values of a saying."""
         for key, entry in saying.fields.items():
             try:
                 saying.known[key] = (plain(entry.value), entry)
@@ -132,7 +132,7 @@ class Account:
             self.refuse(entry.line, f"{key} of {saying.name}: {why}")
 
     def close_unreached(self, unreached: Iterable[tuple[int, int, str]]) -> None:
-        """Names mentions in code that never runs."""
+        """Name the mentions in code that never runs."""
         for first, last, why in unreached:
             dead = [mention for mention in self.left.values() if first <= mention.line <= last]
             self.take(*(mention.node for mention in dead))
@@ -140,14 +140,14 @@ class Account:
                 self.note(first, f"not reached, because {why}: {', '.join(m.text for m in dead[:3])}")
 
     def close(self) -> None:
-        """Names the mentions that nothing took."""
+        """Name the mentions that are not accounted for."""
         for mention in sorted(self.left.values(), key=lambda mention: mention.line):
             self.note(mention.line, f"{mention.text}: not read, for it belongs to no configuration known here")
         self.left.clear()
 
 
 def _different(sayings: list[Saying]) -> list[Saying]:
-    """The first of each group of sayings that say the same."""
+    """Return the first of each group of equal sayings."""
     groups: list[Saying] = []
     for saying in sayings:
         if not any(_alike(saying, other) for other in groups):
@@ -160,7 +160,7 @@ def _alike(a: Saying, b: Saying) -> bool:
 
 
 def _shown(fields: Mapping[str, Entry]) -> Iterator[tuple[str, Any]]:
-    """Fields in a form that can be compared, unknown ones by their text."""
+    """Return fields in a form that can be compared, unknown ones by their text."""
     for key, entry in fields.items():
         try:
             yield key, plain(entry.value)

@@ -1,7 +1,7 @@
-"""The values of calls: of everyday methods of dicts and lists, of what makes or copies settings, of all else.
+"""The values of calls: methods of dicts and lists, functions that make or copy settings, and all others.
 
 A call of something external becomes a `Thing` with its arguments. `run.Config(f, ...)`, `run.Partial(f, ...)` and
-`functools.partial(f, ...)` are calls of f with these arguments, for that is what they come to.
+`functools.partial(f, ...)` count as calls of f with these arguments.
 """
 
 import ast
@@ -24,7 +24,7 @@ UNREAD_OPERAND = "is not in the file"
 
 
 class Calls(Expressions):
-    """Expressions with calls."""
+    """Values of expressions with calls."""
 
     def _call(self, node: ast.Call) -> Any:
         base = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
@@ -57,7 +57,7 @@ class Calls(Expressions):
         return tuple(positional), arguments
 
     def _called(self, callee: Any, base: Any, node: ast.Call, positional: tuple[Entry, ...], arguments: Table) -> Any:
-        """The value of a call. base: the object of which `callee` is an attribute; None if it is none."""
+        """Return the value of a call. base: the object whose attribute `callee` is; None if there is none."""
         if isinstance(callee, Function | Class):
             return self.called_inside(callee, positional, arguments, node.lineno)
         if isinstance(callee, Partial):
@@ -75,7 +75,7 @@ class Calls(Expressions):
     def _outside(
         self, callee: Any, node: ast.Call, positional: tuple[Entry, ...], arguments: Table, is_now: bool = True
     ) -> Thing:
-        """The result of a call that the file does not define. A call of a result of `run.Partial` adds arguments."""
+        """Return the result of a call of an external function. A call of a result of `run.Partial` adds arguments."""
         if isinstance(callee, Thing) and callee.function and isinstance(node.func, ast.Name | ast.Call):
             merged = Table(dict(callee.arguments.entries), node.lineno, list(callee.arguments.open))
             self.merge_into(merged, arguments)
@@ -95,7 +95,7 @@ class Calls(Expressions):
     def _builtin(
         self, function: External, node: ast.Call, positional: tuple[Entry, ...], arguments: Table
     ) -> Entry | None:
-        """The result of a function of Python's own or of a well-known helper, as an entry; None for any other."""
+        """Return the result of a builtin function or a well-known helper as an entry; None for any other function."""
         first = positional[0].value if positional else None
         if function.name in TABLES:
             return Entry(self._new_table(node, positional, arguments))
@@ -128,7 +128,9 @@ class Calls(Expressions):
         return table
 
     def _partial(self, node: ast.Call, positional: tuple[Entry, ...], arguments: Table, is_now: bool) -> Entry | None:
-        """A function with arguments; one from outside counts as called with them, now or when the result is called."""
+        """Return a function with arguments; an external one counts as called with them, now or when the result is
+        called.
+        """
         function, rest = positional[0].value, positional[1:]
         if isinstance(function, Function | Class):
             if isinstance(function, Class) or is_now:
@@ -140,7 +142,7 @@ class Calls(Expressions):
         return Entry(self._outside(function, node, rest, arguments, is_now))
 
     def _copy(self, value: Any, node: ast.Call, changes: Table) -> Entry | None:
-        """A copy of a dict or thing, with the changes that dataclasses.replace makes."""
+        """Return a copy of a dict or thing, with the changes of dataclasses.replace."""
         if isinstance(callee := self.value(node.func), External) and callee.last == "deepcopy":
             return Entry(self._deep(value, {}))
         if isinstance(value, Table):
@@ -157,7 +159,7 @@ class Calls(Expressions):
         return Entry(copied)
 
     def _deep(self, value: Any, made: dict[int, Any]) -> Any:
-        """A copy with copies of all that it holds. made: those that there are already, by id of the original."""
+        """Return a deep copy. made: copies that exist already, by id of the original."""
         if id(value) in made or not isinstance(value, Table | Row | Thing):
             return made.get(id(value), value)
         if isinstance(value, Row):
@@ -186,7 +188,7 @@ class Calls(Expressions):
     def _method(
         self, base: Any, name: str, node: ast.Call, positional: tuple[Entry, ...], arguments: Table
     ) -> Entry | None:
-        """The result of a method of a dict, list, text or of os.environ, as an entry; None for any other."""
+        """Return the result of a method of a dict, list, text or os.environ as an entry; None for any other method."""
         if isinstance(base, External) and base.name in ENVIRONMENT:
             return self._environment_method(name, node, positional, arguments)
         if isinstance(base, Table):
@@ -224,7 +226,7 @@ class Calls(Expressions):
         return known if name == "get" else None
 
     def set_environment(self, name: Any, entry: Entry) -> None:
-        """Notes that the file sets an environment variable."""
+        """Record that the file sets an environment variable."""
         self.write(self.outside.entries, f"env {name}", entry)
 
     def _table_method(
@@ -263,7 +265,7 @@ class Calls(Expressions):
         return Entry(None)
 
     def assign_attribute(self, base: Any, name: str, entry: Entry) -> None:
-        """base.name = value, or base["name"] = value."""
+        """Assign base.name = value, or base["name"] = value."""
         if isinstance(base, Thing):
             self.write(base.attributes, name, entry)
         elif isinstance(base, Table):

@@ -1,4 +1,4 @@
-"""JSON, TOML and YAML as tables of values, with the line of each key where the format tells it."""
+"""JSON, TOML and YAML as tables of values, with the line of each key if the format provides it."""
 
 import json
 import tomllib
@@ -20,11 +20,11 @@ MOST_VALUES = 50_000
 
 
 class TooLarge(Exception):
-    """A file that describes more values than any configuration has."""
+    """A file with more values than any configuration has."""
 
 
 class Data:
-    """A tree of settings. things: the objects in it that are described by `_target_`."""
+    """A tree of settings. things: the objects in it that `_target_` describes."""
 
     def __init__(self, maker: "_Tables", content: Any) -> None:
         made = maker.of(content)
@@ -33,9 +33,9 @@ class Data:
 
 
 class _Tables:
-    """Makes tables of plain data; each key gets a node number of its own, by which it is accounted for.
+    """Builder of tables from plain data; each key gets a node number, by which it is accounted for.
 
-    A table with `_target_`, Hydra's name of a class or function, is the thing that a call of it makes.
+    A table with `_target_`, Hydra's name of a class or function, is the thing that a call of it returns.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class _Tables:
         self.things: list[Thing] = []
 
     def made(self, table: Table) -> Any:
-        """The table, or the thing that it describes."""
+        """Return the table, or the thing that it describes."""
         name = table.get("_target_")
         if not isinstance(name, str):
             return table
@@ -68,7 +68,7 @@ class _Tables:
 
 
 class _YamlTables(_Tables):
-    """The same from YAML's nodes, which know their lines."""
+    """Builder of tables from YAML nodes, which know their lines."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _YamlTables(_Tables):
         return _plain_scalar(self.constructor.construct_object(value), line)
 
     def _merged(self, value: Any) -> Mapping[Any, Entry]:
-        """The entries of a table, or of several, of which the first wins."""
+        """Return the entries of a table, or of several, of which the first wins."""
         tables = [part for part in (value.items if isinstance(value, Row) else (value,)) if isinstance(part, Table)]
         return {name: entry for part in reversed(tables) for name, entry in part.entries.items()}
 
@@ -107,7 +107,7 @@ class _YamlTables(_Tables):
 
 
 def from_json(text: str) -> Data | None:
-    """The object that JSON text is; None if it is none."""
+    """Return the object of a JSON text; None if the text is not an object."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -116,7 +116,7 @@ def from_json(text: str) -> Data | None:
 
 
 def from_toml(text: str) -> Data | None:
-    """The table that TOML text is; None if it is none."""
+    """Return the table of a TOML text; None if the text is not TOML."""
     try:
         return Data(_Tables(), tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -124,9 +124,10 @@ def from_toml(text: str) -> Data | None:
 
 
 def from_yaml(path: Path, text: str) -> Data | None:
-    """The mapping that YAML text is; None if it is none. Raises UserError if it is no YAML, or PyYAML is missing.
+    """Return the mapping of a YAML text; None if the text is not a mapping. Raises UserError for bad YAML or without
+    PyYAML.
 
-    Only plain values are made. Aliases are counted, so that a small file cannot stand for a huge one.
+    Only plain values are built. Aliases are counted, so that a small file cannot expand to a huge one.
     """
     if yaml is None:
         raise UserError(f"{path}: reading YAML needs PyYAML: pip install 'megaprec[yaml]'")
@@ -146,7 +147,7 @@ def from_yaml(path: Path, text: str) -> Data | None:
 
 
 def _plain_scalar(value: Any, line: int) -> Any:
-    """A scalar; an interpolation of OmegaConf's, and what must be filled in, is not known."""
+    """Return a scalar; an interpolation of OmegaConf or a placeholder is unknown."""
     if isinstance(value, str) and ("${" in value or value == "???"):
         why = "must be filled in" if value == "???" else "is an interpolation, which is not followed"
         return Thing(value, line, why)
@@ -154,7 +155,7 @@ def _plain_scalar(value: Any, line: int) -> Any:
 
 
 def mentions_in_data(table: Table, path: str = "") -> Iterator[Mention]:
-    """Every mention of precision among the keys of a tree."""
+    """Return every mention of precision among the keys of a tree."""
     for key, entry in table.entries.items():
         name = f"{path}.{key}" if path else str(key)
         if bears_on_precision(str(key)) and entry.value is not None:

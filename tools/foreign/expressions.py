@@ -1,9 +1,9 @@
-"""The values of expressions, found without running them.
+"""The values of expressions, computed without running them.
 
-Literals, arithmetic on numbers, names, conditions, dicts, f-strings and the everyday methods of dicts and lists are
-worked out. Calls of functions of the file are left to `called_inside`; calls of anything else become things.
-Everything that cannot be known is a `Thing` with the reason, never a default. An assumption ("--assume") gives a
-value to an expression that would be unknown otherwise.
+Literals, arithmetic, names, conditions, dicts, f-strings and common methods of dicts and lists are evaluated. Calls of
+functions of the file are left to `called_inside`; calls of other functions become things. A value that cannot be known
+is a `Thing` with the reason, never a default. An assumption ("--assume") gives a value to an expression that would
+otherwise be unknown.
 """
 
 import ast
@@ -44,17 +44,16 @@ _ABSENT = object()
 
 
 class TooMuch(Exception):
-    """The file asks for more work than any configuration does."""
+    """A file that needs more work than any configuration does."""
 
 
 class Expressions(ABC):
     """Values of expressions in `scope`.
 
-    assumptions: expression as text -> the expression to take instead. assumed: those that were needed.
-    things: the results of external calls, in order. outside: what was assigned to attributes of external names and to
-    environment variables. seen: id of a syntax node that gives a key or makes a call -> its value.
-    assigned: ids of values that were given a name. replaced: entries that were overwritten.
-    unreached: (first line, last line, reason) of code that never runs.
+    assumptions: text of an expression -> the expression to use instead. assumed: assumptions that were used. things:
+    results of external calls, in order. outside: values assigned to attributes of external names and to environment
+    variables. seen: id of a syntax node with a key or a call -> its value. assigned: ids of values that were given a
+    name. replaced: entries that were overwritten. unreached: (first line, last line, reason) of code that never runs.
     """
 
     def __init__(self, assumptions: Mapping[str, ast.expr]) -> None:
@@ -74,10 +73,10 @@ class Expressions(ABC):
     def called_inside(
         self, function: Function | Class, positional: tuple[Entry, ...], arguments: Table, line: int
     ) -> Any:
-        """The value of a call of a function or class of the file."""
+        """Return the value of a call of a function or class of the file."""
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression. Raises TooMuch."""
+        """Return the value of an expression. Raises TooMuch."""
         self._steps += not isinstance(node, ast.Constant)
         if self._steps > STEPS:
             raise TooMuch
@@ -86,7 +85,7 @@ class Expressions(ABC):
         return self.assumed_or(node, found)
 
     def assumed_or(self, node: ast.expr, found: Any) -> Any:
-        """`found`, or what was assumed where it is unknown."""
+        """Return `found`, or the assumption if it is unknown."""
         if not self.assumptions or not isinstance(found, Thing | External):
             return found
         text = ast.unparse(node)
@@ -96,13 +95,13 @@ class Expressions(ABC):
         return self.value(self.assumptions[text])
 
     def unknown(self, node: ast.expr, why: str, alternatives: tuple[Any, ...] = ()) -> Thing:
-        """A thing for an expression whose value cannot be known."""
+        """Return a thing for an expression whose value cannot be known."""
         return Thing(shortened(node), node.lineno, why, alternatives=alternatives)
 
     # what is written can be undone, for a branch under an unknown condition is followed and taken back
 
     def write(self, place: MutableMapping[Hashable, Any], key: Hashable, value: Any) -> None:
-        """Assigns place[key] so that a branch can be taken back."""
+        """Assign place[key] such that a branch can be undone."""
         if isinstance(before := place.get(key), Entry) and before.node:
             self.replaced.append(before)
         if self._logs:
@@ -110,15 +109,15 @@ class Expressions(ABC):
         place[key] = value
 
     def erase(self, place: MutableMapping[Hashable, Any], key: Hashable) -> None:
-        """Removes place[key], if it is there, so that a branch can be taken back."""
+        """Remove place[key], if present, such that a branch can be undone."""
         if key in place:
             self.write(place, key, None)
             del place[key]
 
     def attempt(self, follow: Callable[[], str], condition: Condition | None) -> tuple[str, dict[Any, Any]]:
-        """Follows a branch and takes it back. Returns the word by which it left the block, and what it wrote.
+        """Follow a branch and undo it. Returns the word by which it left the block, and the assignments of the branch.
 
-        condition: that it stands under; None for a loop, which is taken to run.
+        condition: the condition of the branch; None for a loop, which is assumed to run.
         """
         self._logs.append({})
         before = list(self.conditions)
@@ -133,12 +132,12 @@ class Expressions(ABC):
 
     @staticmethod
     def is_new(written: tuple[MutableMapping[Hashable, Any], Hashable, Any]) -> bool:
-        """Whether a branch that was taken back wrote what had not been there before."""
+        """Return True if the undone branch wrote something that did not exist before."""
         place, key, _ = written
         return key not in place
 
     def merge(self, one: Mapping[Any, Any], other: Mapping[Any, Any], condition: Condition) -> None:
-        """Writes what two branches agree on, and things that hang on the condition where they differ."""
+        """Write the values on which two branches agree, and things that depend on the condition where they differ."""
         for where, (place, key, _) in {**one, **other}.items():
             now = place.get(key, _ABSENT)
             a, b = one.get(where, (0, 0, now))[2], other.get(where, (0, 0, now))[2]
@@ -160,7 +159,7 @@ class Expressions(ABC):
         return self.attribute(self.value(node.value), node.attr, node)
 
     def attribute(self, base: Any, name: str, node: ast.expr) -> Any:
-        """The value of base.name."""
+        """Return the value of base.name."""
         if isinstance(base, External):
             full = f"{base.name}.{name}"
             entry = self.outside.entries.get(full)
@@ -207,7 +206,7 @@ class Expressions(ABC):
         return table
 
     def merge_into(self, table: Table, other: Any) -> None:
-        """table.update(other); what is no dict that is known stays open."""
+        """Apply table.update(other); a value that is not a known dict leaves the table open."""
         if isinstance(other, Table):
             for key, entry in other.entries.items():
                 self.write(table.entries, key, entry)
@@ -225,7 +224,9 @@ class Expressions(ABC):
     _list = _tuple = _row
 
     def _set(self, node: ast.Set) -> Any:
-        """A set; one undefined name in braces is what documentation writes for arguments of the reader's own."""
+        """Return a set; one undefined name in braces is a placeholder of documentation for an argument of the
+        reader.
+        """
         row = self._row(node)
         lone = row.items[0] if len(row.items) == 1 else None
         if isinstance(lone, External) and not lone.imported and lone.name.isupper():
@@ -295,7 +296,7 @@ class Expressions(ABC):
         return made[0] if same(*made) else _either(made[0], made[1], truth, shortened(node))
 
     def condition(self, test: ast.expr) -> bool | Condition:
-        """The truth of a condition, or itself where that is not known."""
+        """Return the truth of a condition, or the condition itself if it is unknown."""
         truth = truth_of(self.value(test))
         return Condition(shortened(test), test.lineno) if truth is None else truth
 
@@ -320,7 +321,7 @@ class Expressions(ABC):
 
 
 def calculated(kind: ast.operator, left: Any, right: Any) -> Any:
-    """The result of arithmetic on numbers, or of adding texts; None if that is not what it is or it is too large."""
+    """Return the result of arithmetic on numbers, or of adding texts; None for anything else or if it is too large."""
     calculate = ARITHMETIC.get(type(kind))
     if isinstance(kind, ast.Add) and isinstance(left, str) and isinstance(right, str):
         return left + right if len(left) + len(right) <= LONGEST else None
@@ -334,12 +335,12 @@ def calculated(kind: ast.operator, left: Any, right: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a number of a size that settings have."""
+    """Return True for a number of a size that settings have."""
     return type(value) in (int, float) and abs(value) <= LARGEST
 
 
 def truth_of(value: Any) -> bool | None:
-    """Whether a value is true; None if that is not known."""
+    """Return the truth of a value; None if it is unknown."""
     if isinstance(value, PLAIN):
         return bool(value)
     if isinstance(value, Table):
@@ -351,12 +352,12 @@ def truth_of(value: Any) -> bool | None:
 
 
 def _may_lack(value: Any) -> bool:
-    """Whether a value is only there in one of two branches."""
+    """Return True if a value exists only in one of two branches."""
     return isinstance(value, Thing) and value.why.startswith("depends on") and len(value.alternatives) < 2
 
 
 def reason_of(*values: Any) -> str:
-    """The reason that something made of these is unknown."""
+    """Return the reason why a value made of these is unknown."""
     unknown = next((v for v in values if isinstance(v, Thing)), None)
     if unknown is not None and unknown.why:
         return f"hangs on `{unknown.text}`, which {unknown.why}"
@@ -365,7 +366,7 @@ def reason_of(*values: Any) -> str:
 
 
 def shortened(node: ast.AST, longest: int = 60) -> str:
-    """An expression as text, cut where it is long."""
+    """Return an expression as text, truncated if it is long."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
@@ -378,13 +379,13 @@ def _restore(place: MutableMapping[Hashable, Any], key: Hashable, before: Any) -
 
 
 def _either_items(a: tuple[Any, ...], b: tuple[Any, ...], condition: Condition) -> tuple[Any, ...]:
-    """What two versions of a list begin with, and the rest as one thing."""
+    """Return the common beginning of two versions of a list, and the rest as one thing."""
     shared = next((i for i, pair in enumerate(zip(a, b, strict=False)) if not same(*pair)), min(len(a), len(b)))
     return (*a[:shared], _either(a[shared:] or _ABSENT, b[shared:] or _ABSENT, condition, "items"))
 
 
 def _either(a: Any, b: Any, condition: Condition, name: str) -> Any:
-    """A thing that is `a` or `b`, kept as an entry if they are entries."""
+    """Return a thing that is `a` or `b`, as an entry if they are entries."""
     if isinstance(a, tuple) and isinstance(b, tuple):  # of lists that grew in one branch
         return _either_items(a, b, condition)
     entry = next((v for v in (a, b) if isinstance(v, Entry)), None)

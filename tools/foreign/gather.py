@@ -1,4 +1,4 @@
-"""Gathers what a Python file says of precision from the objects and names that following it found."""
+"""Collecting the precision settings of a Python file from the objects and names found by following it."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from tools.foreign.values import Class, Entry, External, Function, Partial, Row,
 
 
 class Gatherer:
-    """One pass over what was found in a file. picked: ids of the objects to which --pick limits it; None: all."""
+    """One pass over the objects of a file. picked: ids of the objects that --pick limits it to; None: all."""
 
     def __init__(self, found: Statements, account: Account, picked: frozenset[int] | None) -> None:
         self.found, self.account, self.picked = found, account, picked
@@ -35,7 +35,7 @@ class Gatherer:
         self.nones: list[tuple[Spot, int, str]] = []
 
     def gather(self) -> None:
-        """Adds every saying of the file to the account."""
+        """Add every saying of the file to the account."""
         for thing in self.found.things:
             if thing.function is not None:
                 self._thing(thing, thing.function)
@@ -74,7 +74,7 @@ class Gatherer:
             self._made(thing, function, maker)
 
     def _recipe(self, thing: Thing) -> None:
-        """A recipe counts where it is handed on; its own names are read there."""
+        """Read a recipe where it is passed to a call."""
         self.account.take(thing.node, *(entry.node for entry in fields_of(thing, ()).values()))
 
     def _made(self, thing: Thing, function: External, maker: Maker) -> None:
@@ -100,7 +100,7 @@ class Gatherer:
             self.account.add(Saying(spot, own, thing.line, name, thing.conditions, handed_on, adds))
 
     def _training_arguments(self, thing: Thing) -> None:
-        """Arguments of transformers' Trainer under FSDP, which make a policy of one dtype."""
+        """Read arguments of transformers' Trainer under FSDP, which set one dtype."""
         fields = fields_of(thing, ())
         if "fsdp" not in fields or not self._is_meant(thing):
             return
@@ -116,14 +116,14 @@ class Gatherer:
         self.account.add(Saying(("smp", ""), {"max_grad_norm": clip}, thing.line, "TrainingArguments(...)", adds=True))
 
     def _leave_out(self, thing: Thing, function: External, maker: Maker) -> None:
-        """Names a call that does not count, and strikes its arguments."""
+        """Name a call that does not count, and strike its arguments."""
         self.account.take(*(entry.node for entry in fields_of(thing, maker.order).values()))
         if maker.spot is not None:
             why = "replaced before it is used" if id(thing) not in self.alive else "not what --pick names"
             self.account.note(thing.line, f"{function.last}(...): {why}: left out")
 
     def _own(self, fields: dict[str, Entry], maker: Maker, thing: Thing) -> dict[str, Entry]:
-        """The arguments that are keys of the table, by key."""
+        """Return the arguments that are keys of the table, by key."""
         own: dict[str, Entry] = {}
         for name, entry in fields.items():
             if name in maker.remarks:
@@ -136,7 +136,7 @@ class Gatherer:
         return own
 
     def _table_argument(self, spot: Spot, entry: Entry, name: str, holder: Thing) -> None:
-        """An argument that is a table: a dict, an object that says it itself, a recipe's name, or nothing."""
+        """Read an argument that is a table: a dict, an object with settings, the name of a recipe, or None."""
         value, line = entry.value, entry.line or holder.line
         self.account.take(entry.node)
         values = value.items if isinstance(value, Row) else (value,)
@@ -169,7 +169,7 @@ class Gatherer:
         return thing.function is not None and maker_of(thing.function)[0] is not None
 
     def _extra_of_trainer(self, thing: Thing, fields: dict[str, Entry]) -> dict[str, Entry]:
-        """Fields of the precision plugin that a trainer was given, as NeMo's own documentation does."""
+        """Read fields of the precision plugin that are given to a trainer, as in NeMo's documentation."""
         known = set(nemo.MegatronMixedPrecision.model_fields) - {"precision", "recipe", "v1"}
         extra = {name: entry for name, entry in fields.items() if name in known}
         for name, entry in fields.items():
@@ -183,7 +183,7 @@ class Gatherer:
     # variables
 
     def _environment(self) -> None:
-        """Variables of the environment that the file sets for Neuron devices."""
+        """Read environment variables that the file sets for Neuron devices."""
         fields: dict[str, Entry] = {}
         for key, entry in self.found.outside.entries.items():
             name = str(key).removeprefix("env ")
@@ -201,7 +201,7 @@ class Gatherer:
         return any(isinstance(v, External) and v.imported and v.name.startswith(packages) for v in names)
 
     def _as_table(self, scope: Scope) -> Table:
-        """The names of a scope as a table; those of the module with their places."""
+        """Return the names of a scope as a table; those of the module with their places."""
         table = Table()
         for name, value in scope.names.items():
             node, line = self.found.top_names.get(str(name), (0, 0)) if scope is self.found.scopes[0] else (0, 0)
@@ -209,14 +209,14 @@ class Gatherer:
         return table
 
     def _refuse_unused(self) -> None:
-        """Refuses what is made and then left aside where it belongs: FSDP(model, mixed_precision=None)."""
+        """Refuse settings that are made and then not passed on: FSDP(model, mixed_precision=None)."""
         for spot, line, text in self.nones:
             made = next((s for s in self.account.sayings if s.spot == spot and not s.handed_on and not s.adds), None)
             if made is not None:
                 self.account.refuse(line, f"{text}, though {made.name} is made in line {made.line}: which is meant?")
 
     def _clipping(self) -> None:
-        """Clipping by a script that wraps its model in FSDP: `model.clip_grad_norm_(1.0)` and torch's function."""
+        """Read clipping in a script with FSDP: `model.clip_grad_norm_(1.0)` and torch's function."""
         if not any(saying.spot in (SMP_POLICY, SMP_POLICY2) for saying in self.account.sayings):
             return
         for thing in self.found.things:
@@ -230,11 +230,11 @@ class Gatherer:
     # uses
 
     def _is_meant(self, value: Any) -> bool:
-        """Whether an object is used, and among those that were picked."""
+        """Return True if an object is used, and among those that were picked."""
         return id(value) in self.alive and (self.picked is None or id(value) in self.picked)
 
     def _strike_holders(self) -> None:
-        """Strikes names whose values are objects that were read or are followed, and those of values replaced later."""
+        """Strike names whose values are objects that were read or are followed, or were replaced later."""
         for entry in self.found.replaced:
             self.account.take(entry.node, *(inner.node for inner in _entries_within(entry.value)))
         for node in list(self.account.left):
@@ -244,7 +244,7 @@ class Gatherer:
 
 
 def _holds(value: Any, objects: set[int]) -> bool:
-    """Whether a value directly holds one of the objects, or is something that is followed where it is used."""
+    """Return True if a value directly holds one of the objects, or is followed where it is used."""
     if isinstance(value, Row):
         return any(id(item) in objects for item in value.items)
     if isinstance(value, Thing) and value.function and value.function.last in VALUES:
@@ -260,7 +260,7 @@ def _entries_within(value: Any) -> list[Entry]:
 
 
 def _uses(found: Statements) -> tuple[set[int], set[int]]:
-    """Ids of the objects that are handed on to a call, and of those that are not replaced before they are used."""
+    """Return ids of the objects that are passed to a call, and of those that are not replaced before they are used."""
     handed_on: set[int] = set()
     for thing in found.things:
         entries = [*thing.positional, *thing.arguments.entries.values(), *thing.attributes.values()]
@@ -277,7 +277,7 @@ def _uses(found: Statements) -> tuple[set[int], set[int]]:
 
 
 def _inside(value: Any, seen: set[int] | None = None) -> set[int]:
-    """Ids of a value and of all that it holds, added to `seen`."""
+    """Add the ids of a value and of everything in it to `seen`, and return it."""
     seen = set() if seen is None else seen
     waiting = [value]
     while waiting:
@@ -296,5 +296,5 @@ def _inside(value: Any, seen: set[int] | None = None) -> set[int]:
 
 
 def reachable(value: Any) -> frozenset[int]:
-    """Ids of an object and of all that it holds, for --pick."""
+    """Return ids of an object and of everything in it, for --pick."""
     return frozenset(_inside(value))

@@ -1,8 +1,8 @@
-"""Names in a file that bear on precision, each of which must be accounted for: read, refused or named in a note.
+"""Names in a file that concern precision, each of which must be read, refused or named in a note.
 
-A name counts if a word of it is one of precision's (fp8, dtype, amax, ...), if one of the five systems has it as a
-key, or if it is nearly one of these, as a misspelt key is. Names of assignments, keywords, dict keys and called
-functions are looked at, wherever they stand.
+A name counts if one of its words is about precision (fp8, dtype, amax, ...), if one of the five systems has it as a
+key, or if it is similar to one of these, as a misspelt key is. Names of assignments, keywords, dict keys and called
+functions are examined everywhere.
 """
 
 import ast
@@ -68,7 +68,7 @@ PRECISE = _words("dtype residual_in_fp32 use_fp32_norm output_tf32 output_to_fp3
 
 @dataclass(frozen=True)
 class Mention:
-    """A name that bears on precision. node: id of its syntax node. text: what stands there, for messages."""
+    """A name that concerns precision. node: id of its syntax node. text: source text, for messages."""
 
     node: int
     name: str
@@ -94,7 +94,7 @@ _TRIGRAMS = {name: {name[i : i + 3] for i in range(len(name) - 2)} for name in V
 
 @lru_cache(maxsize=4096)
 def bears_on_precision(name: str) -> bool:
-    """Whether a name is one of precision's, or nearly."""
+    """Return True if a name is about precision, or similar to one that is."""
     lower = name.lower()
     if len(name) > LONGEST_NAME or lower in GENERIC:
         return False
@@ -107,14 +107,14 @@ def bears_on_precision(name: str) -> bool:
 
 
 def _near(name: str) -> list[str]:
-    """Names of the vocabulary that this one may be a misspelling of."""
+    """Return names of the vocabulary that this name may be a misspelling of."""
     parts = {name[i : i + 3] for i in range(len(name) - 2)}
     likely = [known for known, trigrams in _TRIGRAMS.items() if 2 * len(parts & trigrams) >= len(trigrams)]
     return get_close_matches(name, likely, n=1, cutoff=0.86)
 
 
 def mentions_in(tree: ast.Module) -> Iterator[Mention]:
-    """Every mention of precision in a module, in no order."""
+    """Return every mention of precision in a module, in no order."""
     loaded = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -155,7 +155,7 @@ def _in_dict(node: ast.Dict) -> Iterator[Mention]:
 
 
 def _in_target(target: ast.expr, value: ast.expr, loaded: set[str]) -> Iterator[Mention]:
-    """A name that is used later is accounted for where it is used."""
+    """Yield the mention in the target of an assignment; a name that is used later is accounted for there."""
     if isinstance(target, ast.Name):
         name = "" if target.id in loaded else target.id
     elif isinstance(target, ast.Attribute):

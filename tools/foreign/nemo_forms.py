@@ -1,7 +1,7 @@
-"""NeMo's precision where it is said in other forms: by Megatron-Bridge, and by what a recipe holds unless told.
+"""Other forms of NeMo's precision: Megatron-Bridge, and the default plugins of recipes.
 
-A recipe of NeMo's (`llm.llama3_8b.pretrain_recipe()`) has a precision plugin of its own at `trainer.plugins`, and one
-of Megatron-Bridge at `mixed_precision`; single fields of it may be assigned afterwards. Which plugin that is stands in
+A recipe of NeMo (`llm.llama3_8b.pretrain_recipe()`) has a precision plugin at `trainer.plugins`, one of Megatron-Bridge
+at `mixed_precision`; single fields of it may be assigned afterwards. The default plugins are defined in
 nemo/collections/llm/recipes and megatron/bridge/recipes.
 """
 
@@ -33,7 +33,7 @@ UNSURE = ("hyena",)
 
 
 def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Fields of Megatron-Bridge's MixedPrecisionConfig as those of NeMo's plugin."""
+    """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin."""
     own = {key: entry for key, entry in fields.items() if key not in (*FLAGS, "library")}
     line = next((entry.line for entry in fields.values() if entry.line), 0)
     flags = {key: fields[key] for key in FLAGS if key in fields and fields[key].value is not False}
@@ -54,7 +54,7 @@ def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def held_plugins(things: Iterable[Thing], is_meant: Callable[[Any], bool]) -> Iterator[Saying]:
-    """A saying for each recipe whose plugin was not replaced: its own plugin with the fields that were assigned."""
+    """Yield a saying for each recipe whose plugin was not replaced: its default plugin with the assigned fields."""
     for thing in things:
         function = thing.function
         if function is None or not is_meant(thing):
@@ -66,7 +66,9 @@ def held_plugins(things: Iterable[Thing], is_meant: Callable[[Any], bool]) -> It
 
 
 def echo_of(thing: Thing, function: External) -> Saying | None:
-    """What an object says of precision that the precision plugin overwrites (update_config_with_dtype_overrides)."""
+    """Return the precision settings of an object that the precision plugin overwrites
+    (update_config_with_dtype_overrides).
+    """
     if function.last not in OVERWRITTEN and not function.last.endswith("ModelProvider"):
         return None
     said = {str(key): entry for key, entry in {**thing.arguments.entries, **thing.attributes}.items()}
@@ -75,7 +77,7 @@ def echo_of(thing: Thing, function: External) -> Saying | None:
 
 
 def note_overwritten(account: Account, plugin: Mapping[str, tuple[Any, Entry]]) -> None:
-    """Notes what objects say that differs from the precision plugin, which overwrites it."""
+    """Note settings of objects that differ from the precision plugin, which overwrites them."""
     if not plugin:
         return
     named = {key: value for key, (value, _) in plugin.items()}
@@ -99,7 +101,7 @@ def _echoed(value: Any) -> Any:
 
 
 def _meant(key: str, fields: Mapping[str, Any]) -> Any:
-    """The value of a field as the plugin has it."""
+    """Return the value of a field as the plugin has it."""
     half = nemo.HALVES.get(str(fields.get("precision", "32")))
     if key in FLAGS:
         return half == nemo.HALVES[FLAGS[key]]
@@ -125,7 +127,7 @@ def _of_recipe(recipe: Thing, function: External) -> Iterator[Saying]:
 
 
 def _default_plugin(recipe: Thing, model: str) -> dict[str, Entry]:
-    """The plugin that a recipe makes unless its `precision` says otherwise."""
+    """Return the plugin that a recipe makes unless its `precision` names another."""
     if model.startswith(UNSURE):
         why = "the precision of this recipe follows from its arguments: assign recipe.trainer.plugins"
         return {"recipe": Entry(Thing(recipe.text, recipe.line, why), recipe.line)}
@@ -159,7 +161,7 @@ def _of_bridge(config: Thing) -> Iterator[Saying]:
 
 
 def _replaced(plugin: Entry, name: str) -> dict[str, Entry]:
-    """The fields that say a plugin that was assigned: none where the call that makes it says itself."""
+    """Return the fields of an assigned plugin; none if the call that makes it is read itself."""
     value = plugin.value
     values = value.items if isinstance(value, Row) else (value,)
     if isinstance(value, str):
@@ -170,7 +172,7 @@ def _replaced(plugin: Entry, name: str) -> dict[str, Entry]:
 
 
 def _entry(value: Any, name: str) -> Entry | None:
-    """The entry of an attribute that was assigned or looked at, or of an argument; None if neither."""
+    """Return the entry of an assigned or accessed attribute, or of an argument; None if there is neither."""
     if not isinstance(value, Thing):
         return None
     return value.attributes.get(name) or value.arguments.entries.get(name)
@@ -182,7 +184,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _assigned(value: Any) -> dict[str, Entry]:
-    """The attributes of an object that were assigned."""
+    """Return the attributes of an object that were assigned."""
     if not isinstance(value, Thing):
         return {}
     return {str(key): entry for key, entry in value.attributes.items() if entry.node}

@@ -26,7 +26,7 @@ class Unreadable(Exception):
 
 
 def plain(value: Any) -> Any:
-    """The value as plain data. Raises Unreadable."""
+    """Return the value as plain data. Raises Unreadable."""
     if isinstance(value, External):
         return _of_external(value)
     if isinstance(value, Table):
@@ -44,7 +44,7 @@ def plain(value: Any) -> Any:
 
 
 def _of_external(value: External) -> str:
-    """A dtype, a member of an enumeration or the like, by its name; the world's process group is "world"."""
+    """Return a dtype, a member of an enumeration or the like by its name; the world's process group is "world"."""
     if value.name.endswith(WORLD_GROUPS):
         return "world"
     if not value.imported and "." not in value.name:
@@ -67,18 +67,18 @@ def _of_thing(value: Thing) -> Any:
 
 
 def assumed(text: str) -> str:
-    """The advice to give an expression a value, quoted as a shell needs it."""
+    """Return the advice to assume a value for an expression, quoted for a shell."""
     quote = '"' if "'" in text else "'"
     return f"; --assume {quote}{text}=...{quote} gives it"
 
 
 def is_dtype(function: External) -> bool:
-    """Whether this is torch's name of a dtype."""
+    """Return True if this is torch's name of a dtype."""
     return function.name.removeprefix("torch.") in TORCH_DTYPES
 
 
 def _recipe(value: Thing, name: str) -> dict[str, Any]:
-    """A recipe of Transformer Engine as the table of its fields."""
+    """Return a recipe of Transformer Engine as the table of its fields."""
     fields: dict[Any, Entry] = dict(zip(VALUES[name], value.positional, strict=False))
     fields |= value.arguments.entries | value.attributes
     for opened in value.arguments.open:
@@ -102,7 +102,7 @@ def _of_entries(entries: Mapping[Any, Entry]) -> dict[str, Any]:
 
 
 def fields_of(value: Thing, order: tuple[str, ...]) -> dict[str, Entry]:
-    """The arguments of a call by name, with what was assigned to attributes of its result over them."""
+    """Return the arguments of a call by name, overwritten by assignments to attributes of its result."""
     fields = dict(zip(order, value.positional, strict=False))
     extra = value.positional[len(order) :]
     fields |= {f"argument {len(order) + i + 1}": entry for i, entry in enumerate(extra)}
@@ -114,7 +114,7 @@ def fields_of(value: Thing, order: tuple[str, ...]) -> dict[str, Entry]:
 
 
 def _is_only_read(entry: Entry) -> bool:
-    """Whether an attribute was only looked at, so that nothing is known of it."""
+    """Return True if an attribute was only accessed, so that its value is unknown."""
     value = entry.value
     return isinstance(value, Function) or (
         isinstance(value, Thing) and value.why == "is not in the file" and not entry.node

@@ -1,7 +1,7 @@
-"""Reads a file of another system: what it says of precision, as tables of a run file, with the line of every value.
+"""Reading the precision settings of another system's file, as tables of a run file with the line of every value.
 
-Nothing in the file is run. Python is followed as text, JSON, TOML and YAML are plain data. Everything in it that bears
-on precision is read, refused with its line, or named in a note.
+Nothing in the file is run. Python is followed as text; JSON, TOML and YAML are plain data. Every name in it that
+concerns precision is read, refused with its line, or named in a note.
 """
 
 import ast
@@ -29,17 +29,19 @@ KNOWN = "mixed_precision_config, MixedPrecision(...), fp16 = dict(mode=...), mod
 
 @dataclass(frozen=True)
 class Foreign:
-    """given: keys of a run file, in the tables of one or more dialects. notes: what was not read, and why."""
+    """The result of reading a file. given: keys of a run file, in the tables of one or more dialects. notes:
+    settings that were not read, and why.
+    """
 
     given: Mapping[str, Given]
     notes: tuple[str, ...]
 
 
 def read_foreign(path: Path, assume: Sequence[str] = (), pick: str = "") -> Foreign:
-    """What the file says of precision.
+    """Read the precision settings of a file.
 
-    assume: values of expressions that cannot be known from the file, "args.bf16=True". pick: the variable that is
-    meant, where a file describes several runs. Raises UserError if it cannot be read or known, or says nothing.
+    assume: values of expressions that the file leaves open, "args.bf16=True". pick: the variable to read, if the file
+    describes several runs. Raises UserError if the file cannot be read or understood, or has no such settings.
     """
     text = _text(path)
     assumptions = dict(_assumption(item) for item in assume)
@@ -79,7 +81,7 @@ def _text(path: Path) -> str:
 
 
 def _data(path: Path, text: str) -> Data | None:
-    """The file as data; None if it is Python. A name that tells the format is believed."""
+    """Return the file as data; None if it is Python. A suffix that names a format is trusted."""
     kind = path.suffix.lower()
     if kind in (".yaml", ".yml"):
         return _needed(path, from_yaml(path, text), "a YAML mapping")
@@ -137,7 +139,7 @@ def _picked(path: Path, found: Statements, name: str) -> frozenset[int] | None:
 
 
 def _refuse_star_imports(tree: ast.Module, account: Account) -> None:
-    """A star import may bring any name; where the file does not say the dtype itself, it is the likely place."""
+    """Refuse star imports, which may define any name, unless the file itself sets the dtype."""
     known = any("dtype" in saying.fields or saying.spot[0] != "internevo" for saying in account.sayings)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
@@ -149,7 +151,7 @@ def _refuse_star_imports(tree: ast.Module, account: Account) -> None:
 
 
 def _parsed(path: Path, text: str) -> ast.Module:
-    """The module; lines of nothing but dots, which documentation writes for what it leaves out, are passed over."""
+    """Return the parsed module; lines of dots, as in documentation, are skipped."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -171,7 +173,7 @@ def _why_not_python(path: Path, text: str, error: Exception) -> str:
 
 
 def _assumption(item: str) -> tuple[str, ast.expr]:
-    """ "args.bf16=True" -> the expression as Python writes it, and its value."""
+    """Return expression and value of "args.bf16=True", the expression as Python writes it."""
     name, equals, value = item.partition("=")
     try:
         if not equals:
@@ -182,7 +184,7 @@ def _assumption(item: str) -> tuple[str, ast.expr]:
 
 
 def _given(path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], account: Account) -> dict[str, Given]:
-    """The tables as dotted keys, each with file and line."""
+    """Return the tables as dotted keys, each with file and line."""
     given: dict[str, Given] = {}
     for (system, table), values in fields.items():
         prefix = f"precision.{system}.{table}".rstrip(".")
@@ -194,7 +196,7 @@ def _given(path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], a
 
 
 def _zero_of_nxd(given: Mapping[str, Given], account: Account) -> dict[str, Given]:
-    """ZeRO-1, on which all of NxD's mixed precision hangs, where the file does not say whether it is on."""
+    """Return the setting of ZeRO-1, which all of NxD's mixed precision depends on, if the file does not state it."""
     own = [key for key in given if key.startswith("precision.nxd")]
     key = "precision.nxd.optimizer_config"
     typed = given.get("precision.nxd.precision_type")

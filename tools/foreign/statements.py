@@ -1,8 +1,8 @@
-"""Statements of a configuration file, followed as far as they can be without running it.
+"""Following the statements of a configuration file as far as possible without running it.
 
-Assignments, functions, classes and conditions are followed. Where a condition is not known both branches are, and
-what they disagree on is unknown afterwards. A loop over a list that is known is unrolled; of any other the body is
-followed once. A function that the file does not call is followed with arguments that are not known.
+Assignments, functions, classes and conditions are followed. If a condition is unknown, both branches are followed, and
+values on which they disagree are unknown afterwards. A loop over a known list is unrolled; the body of any other loop
+is followed once. A function that the file does not call is followed with unknown arguments.
 """
 
 import ast
@@ -19,9 +19,9 @@ LONGEST_LOOP = 64
 
 
 class Statements(Calls):
-    """Follows the statements of a module.
+    """Follower of the statements of a module.
 
-    scopes: every scope that was, by the time that it was left. top_names: node and line of the module's assignments.
+    scopes: every scope, as it was when it was left. top_names: node and line of the module's assignments.
     """
 
     def __init__(self, tree: ast.Module, assumptions: Mapping[str, ast.expr]) -> None:
@@ -37,7 +37,7 @@ class Statements(Calls):
                 self._follow_uncalled(function)
 
     def block(self, body: Sequence[ast.stmt]) -> str:
-        """Follows statements; the word by which they left the block: return, raise, break, continue, or none."""
+        """Follow statements; return the word by which they left the block: return, raise, break, continue, or none."""
         for i, statement in enumerate(body):
             if isinstance(statement, ast.If) and not isinstance(truth := self._truth(statement.test), bool):
                 left = self._either_way(statement, truth, body[i + 1 :])
@@ -136,10 +136,11 @@ class Statements(Calls):
         return self.block(node.body if truth else node.orelse)
 
     def _either_way(self, node: ast.If, condition: Condition, rest: Sequence[ast.stmt]) -> str | None:
-        """Follows both branches of a condition that is not known; None if what comes after is still to be followed.
+        """Follow both branches of an unknown condition; return None if the statements after it are still to be
+        followed.
 
-        Where one of them leaves, what comes after belongs to the other alone. An error ends the program: what comes
-        after it is certain.
+        If one branch leaves the block, the statements after it belong to the other branch alone. An error ends the
+        program: the statements after it are certain.
         """
         left, written = self.attempt(lambda: self.block(node.body), condition)
         left_too, written_too = self.attempt(lambda: self.block(node.orelse), condition)
@@ -188,7 +189,7 @@ class Statements(Calls):
         self.block(node.orelse)
 
     def _loop(self, body: Sequence[ast.stmt], condition: Condition) -> None:
-        """Follows the body of a loop once, as what training does in each step; what it changes is unknown then."""
+        """Follow the body of a loop once, as for each training step; values that it changes are unknown afterwards."""
         _, written = self.attempt(lambda: self.block(body), None)
         self.merge(written, {where: new for where, new in written.items() if self.is_new(new)}, condition)
 
@@ -266,7 +267,7 @@ class Statements(Calls):
     def called_inside(
         self, function: Function | Class, positional: tuple[Entry, ...], arguments: Table, line: int
     ) -> Any:
-        """The value of a call of a function or class of the file."""
+        """Return the value of a call of a function or class of the file."""
         if isinstance(function, Class):
             return self._instance(function, positional, arguments, line)
         function.called = True
@@ -279,12 +280,12 @@ class Statements(Calls):
         return self._run(function, scope)
 
     def _is_decorated(self, function: Function) -> bool:
-        """Whether a function of the file decorates this one."""
+        """Return True if a function of the file decorates this one."""
         decorators: Iterable[ast.expr] = getattr(function.node, "decorator_list", ())
         return any(isinstance(self.value(d), Function) for d in decorators if isinstance(d, ast.Name))
 
     def _instance(self, kind: Class, positional: tuple[Entry, ...], arguments: Table, line: int) -> Thing:
-        """An instance: members of the class, fields given by keyword as a dataclass has it, then its `__init__`."""
+        """Return an instance: members of the class, fields given by keyword as for a dataclass, then its `__init__`."""
         made = Thing(f"{kind.name}(...)", line, function=External(kind.name), positional=positional)
         made.arguments, made.conditions = arguments, tuple(self.conditions)
         made.attributes = _members(kind, made, line)
@@ -302,7 +303,7 @@ class Statements(Calls):
         return made
 
     def _bind(self, function: Function, scope: Scope, positional: tuple[Entry, ...], arguments: Table) -> None:
-        """Puts arguments into the scope of a call, defaults where none is given, and things where that is unknown."""
+        """Bind arguments in the scope of a call, with defaults for missing ones, and things for unknown ones."""
         spec = function.node.args
         names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
         given: dict[str, Any] = dict(zip(names, [function.owner] if function.owner else [], strict=False))
@@ -325,7 +326,7 @@ class Statements(Calls):
             scope.names[spec.vararg.arg] = Row({"items": extra})
 
     def _follow_uncalled(self, function: Function) -> None:
-        """Follows a function whose arguments nobody gives; a default is not taken for what will be given."""
+        """Follow a function that is never called; its defaults do not count as its arguments."""
         scope, spec = Scope(function.name, function.scope), function.node.args
         for argument in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs):
             default = _defaults(spec).get(argument.arg)
@@ -343,14 +344,14 @@ class Statements(Calls):
         self._run(function, scope)
 
     def _given_for(self, name: str, unknown: Thing) -> Any:
-        """The value that was assumed for an argument, if one was."""
+        """Return the value that was assumed for an argument, if one was."""
         if name not in self.assumptions:
             return unknown
         self.assumed.add(name)
         return self.value(self.assumptions[name])
 
     def _run(self, function: Function, scope: Scope) -> Any:
-        """Follows the body of a function in its scope; its value."""
+        """Follow the body of a function in its scope; return its value."""
         self.scopes.append(scope)
         before, self.scope = self.scope, scope
         self._running.append(function.node)
@@ -372,7 +373,7 @@ class Statements(Calls):
 
 
 def _members(kind: Class, owner: Thing, line: int) -> dict[Any, Entry]:
-    """The names of a class as attributes of `owner`; its functions as methods of it."""
+    """Add the names of a class to `owner` as attributes, and its functions as methods."""
     members: dict[Any, Entry] = {}
     for name, value in kind.scope.names.items():
         is_method = isinstance(value, Function) and not _is_static(value)
@@ -391,7 +392,7 @@ def _words(spec: ast.arguments) -> list[str]:
 
 
 def _defaults(spec: ast.arguments) -> dict[str, ast.expr]:
-    """Default expressions by argument."""
+    """Return default expressions by argument."""
     names = [a.arg for a in (*spec.posonlyargs, *spec.args)]
     found = dict(zip(names[len(names) - len(spec.defaults) :], spec.defaults, strict=True))
     words = zip(_words(spec), spec.kw_defaults, strict=True)

@@ -1,6 +1,6 @@
-"""The classes, functions, dicts and variables of the five systems that say something of precision.
+"""The classes, functions, dicts and variables of the five systems that set precision.
 
-Positional orders are those of the systems' own sources: torch/distributed/fsdp, transformer_engine/common/recipe and
+Positional orders are those of the systems' sources: torch/distributed/fsdp, transformer_engine/common/recipe and
 pytorch/quantization.py, neuronx_distributed/trainer/trainer.py, colossalai/booster, internlm/core/naive_amp.py,
 nemo/lightning/pytorch/plugins/mixed_precision.py and megatron/bridge/training/mixed_precision.py.
 """
@@ -20,11 +20,11 @@ Spot = tuple[str, str]
 class Maker:
     """A class or function of a system.
 
-    spot: the table that its arguments are keys of; None if it only holds tables. order: parameters by position.
-    packages: where it is imported from. keys: argument -> key, where the names differ. unrelated: arguments that say
-    nothing of precision. remarks: arguments that are understood but not used, and why. adds: keys that the call stands
-    for. tables: arguments that are tables of their own. strict: any other argument is handed on as a key. single: its
-    keys go with what another call says of the same table.
+    spot: the table whose keys its arguments are; None if it only holds tables. order: parameters by position. packages:
+    modules that it is imported from. keys: argument -> key, where the names differ. unrelated: arguments that do not
+    concern precision. remarks: arguments that are understood but not used, and why. adds: keys that the call implies.
+    tables: arguments that are tables themselves. strict: any other argument is passed on as a key. single: its keys
+    complete those of another call for the same table.
     """
 
     spot: Spot | None
@@ -275,7 +275,9 @@ WORLD_GROUPS = ("world_process_group", "group.WORLD", "GroupMember.WORLD")
 
 
 def maker_of(function: External) -> tuple[Maker | None, str]:
-    """The maker that a function is, and else the package that something of this name is taken from instead."""
+    """Return the maker that a function is, and the package that a function of this name is imported from if it is
+    another.
+    """
     found = MAKERS.get(function.last, ())
     if not function.imported:
         return (found[0] if found else None), ""

@@ -1,4 +1,4 @@
-"""The systems' dicts, wherever they stand among named values: in a Python file, or in JSON, TOML or YAML."""
+"""The systems' dicts among the named values of a Python, JSON, TOML or YAML file."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ MASTERS = frozenset({"use_master_weights", "use_fp32_grad_acc", "use_master_weig
 class Tables:
     """Adds the dicts that systems know by name to an account.
 
-    is_meant: whether an object counts. read: ids of the objects that were read.
+    is_meant: tells if an object counts. read: ids of the objects that were read.
     """
 
     def __init__(self, account: Account, is_meant: Callable[[Any], bool]) -> None:
@@ -23,7 +23,7 @@ class Tables:
         self.read: set[int] = set()
 
     def search(self, table: Table, depth: int = 0) -> None:
-        """Says each known dict in `table`, and in dicts within it."""
+        """Add each known dict in `table`, and in dicts within it."""
         if depth > DEEPEST or id(table) in self.read:
             return
         for key, entry in table.entries.items():
@@ -40,13 +40,13 @@ class Tables:
             self.say(NXD, table, "the dict", handed_on=False)
 
     def _loose(self, system: str, table: Table) -> None:
-        """Says the single settings of a system that stand beside its dicts."""
+        """Add the single settings of a system that stand beside its dicts."""
         for name, key in LOOSE.get(system, {}).items():
             if (entry := table.entries.get(name)) is not None:
                 self.account.add(Saying((system, ""), {key: entry}, entry.line, name, adds=True))
 
     def say(self, spot: Spot, value: Table, name: str, handed_on: bool) -> None:
-        """Adds a dict as what is said about `spot`."""
+        """Add a dict as a saying on `spot`."""
         if not self.is_meant(value) or id(value) in self.read:
             return
         fields = {str(key): _followed(spot, entry) for key, entry in value.entries.items()}
@@ -56,7 +56,7 @@ class Tables:
         self.account.add(Saying(spot, fields, value.line, name, handed_on=handed_on))
 
     def _strike_within(self, value: Table) -> None:
-        """Strikes the names within a dict, which are read with it."""
+        """Strike the names within a dict, which are read with it."""
         self.read.add(id(value))
         for entry in value.entries.values():
             self.account.take(entry.node)
@@ -65,13 +65,13 @@ class Tables:
 
 
 def _followed(spot: Spot, entry: Entry) -> Entry:
-    """NxD's documentation writes a default as what it follows; None says the same."""
+    """Return the entry without its value if it only states the default, as NxD's documentation does."""
     is_default = isinstance(entry.value, Thing) and entry.value.text == "optimizer_config['zero_one_enabled']"
     return replace(entry, value=None) if spot == NXD and is_default else entry
 
 
 def spot_of(name: str, value: Table, beside: Table) -> Spot | None:
-    """The table that a dict of this name is; None if it is none."""
+    """Return the table that a dict of this name is; None if it is none."""
     keys = {str(key) for key in value.entries}
     if name not in TABLES or (name == "model" and LEGACY & keys):
         return None

@@ -1,10 +1,10 @@
 """Values that the names of a configuration file can have, as far as they are known without running it.
 
-Numbers, text, True, False and None are themselves. A dict is a `Table` and a list a `Row`. What comes from outside of
-the file is an `External`, by its dotted name with import aliases resolved: torch.bfloat16. A `Thing` is any object
-that the file does not spell out: what a call of something external returns, a function's argument, a value that hangs
-on an unknown condition. A thing remembers the call that made it and what was assigned to its attributes later, for
-that is how recipes are changed: `recipe.trainer.plugins.fp8 = "hybrid"`.
+Numbers, text, True, False and None are themselves. A dict is a `Table` and a list a `Row`. A name from outside of the
+file is an `External`, with import aliases resolved: torch.bfloat16. A `Thing` is any object that the file does not
+spell out: the result of an external call, a function's argument, a value that depends on an unknown condition. A thing
+remembers the call that made it and later assignments to its attributes, for recipes are changed that way:
+`recipe.trainer.plugins.fp8 = "hybrid"`.
 """
 
 import ast
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class External:
-    """Something outside of the file. imported: the file imports it; otherwise the name is not defined there."""
+    """A name from outside of the file. imported: the file imports it; otherwise it is not defined there."""
 
     name: str
     imported: bool = False
@@ -28,9 +28,9 @@ class External:
 
 @dataclass(frozen=True)
 class Entry:
-    """A value under a key, and where it was given.
+    """A value under a key, and the place where it was given.
 
-    node: id of the syntax node of the key, by which it can be accounted for; 0: none.
+    node: id of the syntax node of the key, by which it is accounted for; 0: none.
     """
 
     value: Any
@@ -40,14 +40,14 @@ class Entry:
 
 @dataclass(eq=False)
 class Table:
-    """A dict. open: things that were merged into it, whose keys are not known."""
+    """A dict. open: things that were merged into it, whose keys are unknown."""
 
     entries: dict[Hashable, Entry] = field(default_factory=dict)
     line: int = 0
     open: list[Any] = field(default_factory=list)
 
     def get(self, key: str) -> Any:
-        """The value under `key`; None if there is none."""
+        """Return the value under `key`; None if there is none."""
         entry = self.entries.get(key)
         return None if entry is None else entry.value
 
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Condition:
-    """An unknown condition that a statement stands under."""
+    """An unknown condition of a statement."""
 
     text: str
     line: int
@@ -76,9 +76,9 @@ class Condition:
 class Thing:
     """An object that the file does not spell out.
 
-    text: as written. why: the reason that it is not known; empty for the result of an external call.
-    function, positional, arguments: of the call that made it. attributes: assigned later, or read from it.
-    conditions: unknown ones under which it is made. alternatives: the values that it may be, where these are known.
+    text: source text. why: reason why it is unknown; empty for the result of an external call. function, positional,
+    arguments: of the call that made it. attributes: assigned later, or accessed. conditions: unknown conditions under
+    which it is made. alternatives: possible values, if they are known.
     """
 
     text: str
@@ -107,7 +107,7 @@ class Scope:
     declared: dict[str, "Scope"] = field(default_factory=dict)
 
     def find(self, name: str) -> "Scope | None":
-        """The innermost scope that defines `name`; class scopes are seen only from themselves."""
+        """Return the innermost scope that defines `name`; a class scope is visible only from itself."""
         scope: Scope | None = self.declared.get(name, self)
         while scope is not None:
             if name in scope.names and (scope is self or not scope.is_class):
@@ -118,8 +118,9 @@ class Scope:
 
 @dataclass(eq=False)
 class Function:
-    """A function of the file, or a lambda. owner: the instance that it is a method of. defaults: as they were known
-    where it is defined."""
+    """A function of the file, or a lambda. owner: the instance whose method it is. defaults: their values at its
+    definition.
+    """
 
     name: str
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -131,7 +132,7 @@ class Function:
 
 @dataclass(eq=False)
 class Class:
-    """A class of the file. prototype: an instance whose arguments are not known, which methods not called get."""
+    """A class of the file. prototype: an instance with unknown arguments, for methods that are never called."""
 
     name: str
     scope: Scope
@@ -148,7 +149,7 @@ class Partial:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are certainly the same."""
+    """Return True if two values are certainly the same."""
     if isinstance(a, Entry) and isinstance(b, Entry):
         return same(a.value, b.value)
     if isinstance(a, Row) and isinstance(b, Row):

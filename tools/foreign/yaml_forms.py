@@ -1,7 +1,7 @@
-"""Trees of settings whose systems spread precision over several tables: YAML of NeMo 1, NxDT, Automodel, Accelerate.
+"""YAML trees that spread precision over several tables: NeMo 1, NxDT, Automodel, Accelerate.
 
-Each form is known by keys that only it has. Its keys are moved to those of the system's dialect; what they decide is
-the dialect's to say. Sources: NeMo's examples/nlp/language_modeling/conf and nlp/models/language_modeling,
+Each form is recognized by keys that only it has. Its keys are mapped to those of the system's dialect, which interprets
+them. Sources: NeMo's examples/nlp/language_modeling/conf and nlp/models/language_modeling,
 neuronx-distributed-training's examples/conf and lightning_modules/model/base.py, Automodel's
 components/distributed/config.py, Accelerate's utils/dataclasses.py.
 """
@@ -32,7 +32,7 @@ OFF += ("model.fp8_multi_head_attention",)
 
 
 def read_forms(tree: Table, account: Account) -> bool:
-    """Says what the tree says in one of the forms; whether it is in one."""
+    """Read a tree in one of the forms; return True if it is in one."""
     _strike_off(tree, account)
     for form in (_nxdt, _nemo1, _automodel, _accelerate):
         sayings = list(form(tree, account))
@@ -44,7 +44,7 @@ def read_forms(tree: Table, account: Account) -> bool:
 
 
 def find(tree: Table, path: str) -> Entry | None:
-    """The entry under a dotted path."""
+    """Return the entry under a dotted path."""
     *tables, last = path.split(".")
     place: Any = tree
     for name in tables:
@@ -56,7 +56,7 @@ def find(tree: Table, path: str) -> Entry | None:
 
 
 def _moved(tree: Table, moves: Moves) -> dict[str, Entry]:
-    """The entries that are there, by their new keys."""
+    """Return the existing entries by their new keys."""
     found = {key: find(tree, path) for path, key in moves.items()}
     return {key: entry for key, entry in found.items() if entry is not None}
 
@@ -176,7 +176,7 @@ def _accelerate_fp8(tree: Table, account: Account, line: int) -> Iterator[Saying
 
 
 def read_flat(tree: Table, account: Account) -> None:
-    """A tree whose top is the fields of NeMo's plugin, or names a recipe."""
+    """Read a tree whose top level is the fields of NeMo's plugin, or names a recipe."""
     if isinstance(name := tree.get("plugins"), str):
         account.add(Saying(NEMO, {"recipe": tree.entries["plugins"]}, tree.entries["plugins"].line, name))
     elif {"recipe", "precision"} & set(tree.entries) and not isinstance(tree.get("precision"), Table):

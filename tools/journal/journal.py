@@ -1,4 +1,4 @@
-"""What a run leaves to be read: metrics.jsonl, TensorBoard events, a progress line. Rank 0 alone keeps it."""
+"""The records of a run: metrics.jsonl, events.jsonl, TensorBoard events and log lines. Rank 0 alone writes them."""
 
 import math
 import sys
@@ -13,20 +13,21 @@ from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
 from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines
 
-PACE = 20  # the newest steps, by whose mean time the rest is estimated
+PACE = 20  # number of newest steps whose mean time the ETA is estimated from
 
 
 class Scalars(Protocol):
-    """TensorBoard's writer, as far as it is used here."""
+    """The part of TensorBoard's writer that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
     def close(self) -> None: ...
 
 
 class Journal(AbstractContextManager["Journal"]):
-    """Writes a record per step. After a resume from `start`, records of later steps go: those steps happen again.
+    """Writer of a record per step. After a resume from `start`, records of later steps are removed: they are taken
+    again.
 
-    A start at 0 in the folder of a run that left no checkpoint keeps that run's records as metrics.jsonl.old.
+    With start = 0 in the folder of a run that left no checkpoint, that run's records are kept as metrics.jsonl.old.
     """
 
     def __init__(self, folder: Path, start: int, total: int, every: int, progress: bool, tensorboard: bool) -> None:
@@ -49,7 +50,7 @@ class Journal(AbstractContextManager["Journal"]):
             self._scalars.close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """record: the fields of metrics.jsonl."""
+        """Write the record of a step. record: the fields of metrics.jsonl."""
         _write_line(self._metrics, record)
         if self._scalars:
             _add_scalars(self._scalars, record)
@@ -57,11 +58,11 @@ class Journal(AbstractContextManager["Journal"]):
         self._show(record, (self._total - record["step"]) * sum(self._pace) / len(self._pace))
 
     def write_event(self, event: dict[str, Any]) -> None:
-        """event: what happened in the step event["step"], to be kept in events.jsonl."""
+        """Write an event of the step event["step"] to events.jsonl."""
         _write_line(self._events, event)
 
     def _show(self, record: dict[str, Any], eta: float) -> None:
-        """One line a step; on a terminal always the same one, where only what is out of the ordinary stays."""
+        """Print one line per step; on a terminal ordinary steps share one line that is redrawn."""
         step, events = record["step"], _events(record)
         said = f"{_numbers(record)}  ETA {_clock(eta)}"
         if self._bar:
@@ -73,7 +74,7 @@ class Journal(AbstractContextManager["Journal"]):
 
 
 def _put_aside(*paths: Path) -> None:
-    """Renames what has records to the first free one of *.old, *.old2, ... and says so."""
+    """Rename existing files of records to the first free name of *.old, *.old2, ... and say so."""
     for path in paths:
         if path.is_file() and path.stat().st_size:
             names = (f"{path.name}.old{number if number > 1 else ''}" for number in count(1))
@@ -83,7 +84,7 @@ def _put_aside(*paths: Path) -> None:
 
 
 def _reopen(path: Path, start: int) -> TextIO:
-    """Opens a file of records to add to it, those of steps after `start` being removed: they happen again."""
+    """Open a file of records for appending, without the records of steps after `start`, which are taken again."""
     lines = read_lines(path)
     kept = [line.content for line in lines if line.record is None or line.record["step"] <= start]
     write_whole(path, b"".join(content + b"\n" for content in kept))
@@ -108,7 +109,7 @@ def _numbers(record: dict[str, Any]) -> str:
 
 
 def _events(record: dict[str, Any]) -> list[str]:
-    """What is not said of every step."""
+    """Return the parts of the log line that are not printed for every step."""
     events = [f"held-out loss {record['eval_loss']:.4f}"] if "eval_loss" in record else []
     if "shadow_loss_gap" in record:
         cosine = f"cosine {record['shadow_cosine']:.3f}"
@@ -122,7 +123,7 @@ def _events(record: dict[str, Any]) -> list[str]:
 
 
 def _scale(scale: float) -> str:
-    """Short, and a power of two as one: 2^32."""
+    """Return a short form of the loss scale, a power of two as 2^32."""
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 and scale > 8 else f"{scale:g}"
 
@@ -139,7 +140,7 @@ def _add_scalars(scalars: Scalars, record: dict[str, Any]) -> None:
 
 
 def _tensorboard(folder: Path, start: int) -> Scalars | None:
-    """A writer if TensorBoard is installed; events after `start` of an earlier, longer run are hidden by it."""
+    """Return a writer if TensorBoard is installed. It hides events after `start` of an earlier, longer run."""
     try:
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional, and slow to import
     except ImportError:

@@ -1,8 +1,8 @@
-"""metrics.jsonl and events.jsonl as they are read: a JSON record a line.
+"""Reading metrics.jsonl and events.jsonl: a JSON record per line.
 
-A kill can cut the last line short: that step is taken again, and the line goes. Any other line that is no record comes
-from a damaged disk or an editor. It ends nothing and is not thrown away: it stays where it is, is named in a note, and
-the rest is used.
+A killed run can leave a truncated last line: its step is taken again, and the line is dropped. Any other line that is
+not a record comes from a damaged disk or an editor. It stays where it is and is named in a note, and the other lines
+are used.
 """
 
 import json
@@ -14,18 +14,20 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
-NUMBERS = ("loss", "grad_norm", "loss_scale", "eval_loss")  # of a step, where they are given
-NEEDED = {  # by kind of event, "" for a step's own record: keys that are read
+NUMBERS = ("loss", "grad_norm", "loss_scale", "eval_loss")  # fields of a step that may be "inf" or "nan"
+NEEDED = {  # kind of event, "" for the record of a step -> required keys
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
     "overflow": {"loss_scale", "first_sample", "num_samples", "advice", "offenders"},
     "fp8_shadow": {"loss_gap", "alarms", "cosines", "saturated", "underflowed"},
 }
-SHOWN = 5  # stretches of lines, or of steps, that a note names
+SHOWN = 5  # ranges of lines or steps that a note names at most
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a file of records, counted from 1. record: None if it is none; "inf" and "nan" are numbers in it."""
+    """One line of a file of records, counted from 1. record: None if the line is not a record; "inf" and "nan" are
+    numbers.
+    """
 
     number: int
     content: bytes
@@ -33,27 +35,27 @@ class Line:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """All lines but empty ones, and but a last one that was cut short; none if there is no file."""
+    """Return all lines but empty ones and a truncated last one; none if there is no file."""
     if not path.is_file():
         return []
-    contents = path.read_bytes().split(b"\n")  # the last is empty unless it was cut short
+    contents = path.read_bytes().split(b"\n")  # the last is empty unless it was truncated
     *lines, last = [Line(number, content, _record(content)) for number, content in enumerate(contents, 1)]
     return [line for line in lines if line.content.strip()] + ([last] if last.record else [])
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's steps. "inf", "-inf" and "nan" are numbers again."""
+    """Return the records of a run's steps. "inf", "-inf" and "nan" are numbers again."""
     return [line.record for line in read_lines(folder / METRICS) if line.record is not None]
 
 
 def read_events(folder: Path, kind: str = "overflow") -> list[dict[str, Any]]:
-    """The events of one kind of a run, oldest first."""
+    """Return the events of one kind of a run, oldest first."""
     records = (line.record for line in read_lines(folder / EVENTS))
     return [record for record in records if record is not None and record.get("event") == kind]
 
 
 def odd_lines(path: Path) -> str:
-    """A note that names the lines that are no records; empty if there is none."""
+    """Return a note that names the lines that are not records; empty if there are none."""
     odd = [line.number for line in read_lines(path) if line.record is None]
     if not odd:
         return ""
@@ -61,14 +63,14 @@ def odd_lines(path: Path) -> str:
 
 
 def lost_steps(path: Path, last: int) -> str:
-    """A note that names the steps from 1 to `last` of which there is no record; empty if there is none."""
+    """Return a note that names the steps from 1 to `last` without a record; empty if there are none."""
     there = {line.record["step"] for line in read_lines(path) if line.record is not None}
     lost = [step for step in range(1, last + 1) if step not in there]
     return f"{path} has no record of {_stretches('step', lost)}" if lost else ""
 
 
 def _record(content: bytes) -> dict[str, Any] | None:
-    """What the line says, if that is a record."""
+    """Return the record of a line; None if the line is not a record."""
     try:
         said = json.loads(content)
     except (ValueError, RecursionError):  # not UTF-8 is a ValueError too
@@ -88,7 +90,7 @@ def _is_record(record: dict[str, Any]) -> bool:
 
 
 def _stretches(what: str, numbers: Sequence[int]) -> str:
-    """Ascending numbers in words: lines 3, 7 to 9 and 12."""
+    """Return ascending numbers in words: lines 3, 7 to 9 and 12."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     said = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     if len(said) > SHOWN:

@@ -1,1 +1,1 @@
-"""Whether a layout trains the same model as one process: `megaprec parity`."""
+"""`megaprec parity`: the check that a layout trains the same model as one process."""

@@ -1,9 +1,9 @@
-"""The updates of a layout made again, on one process, from the layout's own gradients.
+"""Repeating the updates of a layout on one process, from the layout's own gradients.
 
-AdamW makes an update of full size of any gradient, also of one that is nothing but rounding: a bias of keys, which
-softmax does not see, moves by chance, and in each layout by another chance. So weights and moments are not compared
-with those of another run, but with what one process makes of the very gradients that the layout's update was made of.
-Then nothing is left to chance, and each element can be compared.
+AdamW turns any gradient into an update of full size, also one that is only rounding error: a bias of keys, which
+softmax cancels, moves at random, and differently in each layout. Weights and moments are therefore not compared with
+those of another run, but with the result of one process for the gradients of the layout itself. No chance is left then,
+and each element can be compared.
 """
 
 import torch
@@ -22,10 +22,10 @@ from tools.training.trainer import Trainer, optimizer_options
 
 
 def updates(config: RunConfig, corpus: Corpus, ours: Record) -> dict[str, Tensors]:
-    """By kind ("after/STEP/weight"), the state after each step of which `ours` has it.
+    """Return the state after each step that `ours` has recorded, by kind ("after/STEP/weight").
 
-    config: the run on one process; ours: what any layout of it recorded. The gradient of a skipped step, which is not
-    recorded, is taken to be infinite. Empty if a gradient lacks a tensor, or elements, of the model.
+    config: the run on one process. ours: the record of any layout. The gradient of a skipped step is not recorded and
+    is assumed to be infinite. Empty if a gradient lacks a tensor or elements of the model.
     """
     trainer = _Again(config, corpus, None)
     if not _whole(trainer.engine.optimizer, ours):
@@ -39,7 +39,7 @@ def updates(config: RunConfig, corpus: Corpus, ours: Record) -> dict[str, Tensor
 
 
 class _Told(ParallelAMPOptimizer):
-    """Clips by a norm that it is told: another order of summing would make another one, and move every element."""
+    """Optimizer that clips by a given norm: a norm summed in another order would move every element."""
 
     norm = 0.0
 
@@ -48,13 +48,13 @@ class _Told(ParallelAMPOptimizer):
 
 
 class _Again(Trainer):
-    """Takes steps whose gradients are there already."""
+    """Optimizer that takes steps with given gradients."""
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
         return _Told(parts, plan, mesh, **optimizer_options(self.config))
 
     def apply(self, grads: Tensors | None, norm: float) -> None:
-        """One step of these gradients by name, whose norm was said to be `norm`; skips it if there are none."""
+        """Take one step with these gradients by name, of the given `norm`; skip it if there are none."""
         optimizer = self.engine.optimizer
         assert isinstance(optimizer, _Told)
         optimizer.norm = norm
@@ -68,7 +68,7 @@ class _Again(Trainer):
 
 
 def _whole(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:
-    """Whether each gradient, and each state, has all elements of the model."""
+    """Return True if each gradient and each state has all elements of the model."""
     shapes = {piece.part.name: piece.part.shape for buffer in optimizer.all_buffers() for piece in buffer.pieces}
     kinds = [some for kind, some in ours.tensors.items() if kind.startswith(("gradient/", "after/"))]
     return all(

@@ -1,13 +1,13 @@
-"""What flows between the modules of a model, and its gradient on the way back, noted token by token.
+"""Recording the activations between modules, and their gradients, token by token.
 
-Where two runs begin to differ says what is wrong: if all that a module was given agrees and what it made does not, the
-fault is in it. So each module with parameters has two borders, "NAME>in" and "NAME>out", named by what its parameters'
-logical names share ("layers.3.mlp"), which is the same in every layout and for models of the user's own.
+The place where two runs begin to differ shows the fault: if the input of a module agrees and its output does not, the
+fault is in the module. Each module with parameters has two borders, "NAME>in" and "NAME>out", named by the common part
+of its parameters' logical names ("layers.3.mlp"), which is the same in every layout and for custom models.
 
-Noted are tensors of the residual stream's kind, [s, b, hidden] or [s / tp, b, hidden]. A token is noted as one number:
-the product of its features with a vector of random numbers that all layouts share. Two different activations have
-different numbers, and the relative error of many numbers is that of the activations. Of large batches some positions
-are noted. What a recomputation makes again is not noted: it is outside of a stage's forward.
+Recorded are tensors shaped like the residual stream, [s, b, hidden] or [s / tp, b, hidden]. Each token is recorded as
+one number: the product of its features with a random vector that all layouts share. Different activations have
+different numbers, and the relative error of many numbers is that of the activations. Of large batches only some
+positions are recorded. Recomputed activations are not recorded: they are outside of a stage's forward pass.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,14 +23,14 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.comm.random import key, normal
 
-TOKENS = 4096  # of a step that are noted at each border, at most
+TOKENS = 4096  # tokens of a step that are recorded at each border, at most
 FORWARD, BACKWARD = "activation", "activation gradient"
 TOKENS_IN = "tokens>in"  # the border at which the first stage is given ids [s, b]
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a run: tokens of a sample, samples of a step, features, steps."""
+    """Sizes of a run: tokens of a sample, samples of a step, features, steps."""
 
     length: int
     batch: int
@@ -40,9 +40,9 @@ class Size:
 
 @dataclass
 class Notes:
-    """What one rank saw at one border, float64. values: [steps, samples, positions], NaN where nothing was seen.
+    """The values that one rank saw at one border, float64 [steps, samples, positions], NaN where it saw nothing.
 
-    rank: whose. samples: numbers within the global batch; positions: within the sample; of what it saw at all.
+    rank: the rank. samples: numbers within the global batch; positions: within the sample; of all that it saw.
     """
 
     rank: int
@@ -53,19 +53,20 @@ class Notes:
 
 @dataclass(frozen=True)
 class _Call:
-    """A forward pass of a stage that is under way."""
+    """A forward pass of a stage in progress."""
 
     step: int
     samples: list[int]
     times: dict[str, int] = field(default_factory=dict)  # each border was passed
-    seen: dict[int, tuple[Tensor, str]] = field(default_factory=dict)  # by id; held, so that no other gets the id
+    seen: dict[int, tuple[Tensor, str]] = field(
+        default_factory=dict
+    )  # by id; kept alive, so that no other tensor gets the id
 
 
 class Borders:
-    """Watches stages while they train. Engines call a stage as stage(x, place, packing).
+    """Recorder of stages while they train. Engines call a stage as stage(x, place, packing).
 
-    passed: borders in the order in which each was first passed, and for one at which a tensor comes by that was seen
-    already, the border where it was; else "".
+    passed: borders in the order of their first pass, each with the border where the same tensor was seen before, or "".
     """
 
     def __init__(self, stages: Sequence[nn.Module], size: Size, tp: Axis, rank: int) -> None:
@@ -134,7 +135,7 @@ class Borders:
         self._seen[where][1][call.step, call.samples] = some.t().cpu()
 
     def notes(self) -> Iterator[tuple[tuple[str, str], Notes]]:
-        """What was seen at each border that is not another one's."""
+        """Return the values of each border that has a tensor of its own."""
         samples = sorted(self._samples)
         for where, (first, values) in self._seen.items():
             positions = [first + n * self.stride for n in range(values.shape[2])]
@@ -142,7 +143,7 @@ class Borders:
 
 
 def named(stage: nn.Module) -> Mapping[nn.Module, str]:
-    """The modules of a stage that have a name of their own, by what their parameters' logical names share."""
+    """Yield the named modules of a stage, by the common part of their parameters' logical names."""
     names: dict[nn.Module, str] = {}
     for module in stage.modules():
         name = shared_name(module)
@@ -153,7 +154,7 @@ def named(stage: nn.Module) -> Mapping[nn.Module, str]:
 
 
 def shared_name(module: nn.Module) -> str:
-    """The dotted path of what all of a module's parameters belong to; "" if there is none."""
+    """Return the dotted path that all parameters of a module share; "" if there is none."""
     parts = [part.name for p in module.parameters() if has_layout(p) for part in layout_of(p).parts]
     levels = zip(*(name.split(".")[:-1] for name in parts), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))

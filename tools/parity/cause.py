@@ -1,8 +1,8 @@
-"""What has probably gone wrong, told from where the first difference arises, which tensors differ and by which ratio.
+"""The probable cause of a difference: from its place, from the tensors that differ and from their ratios.
 
 A fault in the parallel parts of training nearly always multiplies: a tensor is counted twice, a sum over ranks is
-missing, a mean is taken of what was a mean already. So the ratio of norms and the set of tensors say a lot. Where the
-first difference arises is seen (`first.py`); why is a guess, and is said as such.
+missing, a mean is divided twice. The ratio of norms and the set of tensors are therefore telling. The place of the
+first difference is observed (`first.py`); its cause is a guess, and is presented as one.
 """
 
 import math
@@ -15,16 +15,16 @@ from tools.parity.compare import Difference
 from tools.parity.first import HEAD, Origin, Phase, origin
 from tools.parity.gather import Record
 
-NEAR = 0.02  # how near a ratio must be to a factor to be called by its name
+NEAR = 0.02  # relative distance within which a ratio is named as a factor
 
 
 @dataclass(frozen=True)
 class Case:
-    """What the rules look at, of the first step in which anything differs: later ones only follow from it.
+    """The differences of the first step in which anything differs; later differences only follow from them.
 
-    failed: all that differs. differing: the gradients among it, by name, with their ratio, as a backward pass goes.
-    whole: tensors of which every tp rank holds all. tied: the tensor that is embedding and head, "" if none is.
-    microbatches: of a replica. fixed: whether the run draws nothing at random by step.
+    failed: all that differs. differing: gradients among it, by name, with their ratio, in the order of a backward pass.
+    whole: tensors that every tp rank holds whole. tied: the tensor that is embedding and head, "" if there is none.
+    microbatches: of a replica. fixed: True if no step draws random numbers.
     """
 
     origin: Origin
@@ -41,7 +41,7 @@ class Case:
         return {d.quantity for d in self.failed}
 
     def ratio(self) -> float | None:
-        """The one ratio of all gradients that differ, if nearly all do."""
+        """The common ratio of all gradients that differ, if nearly all have one."""
         ratios = list(self.differing.values())
         if len(ratios) < 0.9 * self.gradients or not ratios:
             return None
@@ -58,7 +58,7 @@ class Case:
 def case(
     found: Sequence[Difference], ours: Record, theirs: Record, tied: str, parallel: Parallel, m: int, fixed: bool
 ) -> Case:
-    """Of all that was compared of a layout that failed, in order. m: micro-batches of a replica."""
+    """Return the case of a layout that differs. found: all differences, in order. m: micro-batches of a replica."""
     first = origin(found, theirs)
     early = [d for d in found if d.fails and d.step == first.step]
     return Case(
@@ -75,12 +75,12 @@ def case(
 
 
 def near(ratio: float, factor: float) -> bool:
-    """Whether a measured ratio can be called this factor."""
+    """Return True if a measured ratio equals this factor within NEAR."""
     return abs(ratio - factor) <= NEAR * factor
 
 
 def said(ratio: float, factors: Mapping[str, float]) -> str:
-    """A ratio, with the name of what it looks like."""
+    """Return a ratio with the name of the factor that it resembles."""
     if not math.isfinite(ratio):
         return ""
     names = [(f"1/{n}", 1 / f) for n, f in factors.items()] + [(n, f) for n, f in factors.items()]
@@ -107,7 +107,7 @@ def _initial(c: Case) -> str | None:
 
 
 def _left_out(c: Case) -> str | None:
-    """A layer whose weights are there and have no gradient."""
+    """Return a cause if a layer has weights but no gradient."""
     silent = [name for name, ratio in c.differing.items() if ratio == 0]
     layers = {m[0] if (m := re.match(r"layers\.\d+\.", n)) else n for n in silent}
     if len(layers) == 1:
@@ -118,7 +118,7 @@ def _left_out(c: Case) -> str | None:
 
 
 def _stale(c: Case) -> str | None:
-    """The first step's activations agree, and a later one's do not, though the updates between them were right."""
+    """Return a cause if the first step's activations agree and a later step's do not, though the updates are right."""
     if c.origin.step > 1 and (c.fixed or c.origin.place == "embedding"):
         return (
             f"step {c.origin.step} is the first whose activations differ, and all updates before it are right: the "
@@ -145,7 +145,7 @@ def _forward(c: Case) -> str | None:
 
 
 def _tokens(c: Case) -> str | None:
-    """The loss itself is larger by about the number of replicas."""
+    """Return a cause if the loss is larger by about the number of replicas."""
     ratio, dp = c.origin.difference.ratio, c.parallel.data
     if dp > 1 and abs(ratio - dp) < 0.2 * dp:
         return (
@@ -162,7 +162,7 @@ def _loss(c: Case) -> str | None:
 
 
 def _scaled(c: Case) -> str | None:
-    """All gradients are off by one factor, from the loss on or by a sum over ranks."""
+    """Return a cause if all gradients are off by one factor, from the loss on or by a sum over ranks."""
     ratio = c.ratio()
     if ratio is None:
         return None
@@ -214,7 +214,7 @@ def _tied(c: Case) -> str | None:
 
 
 def _shares(c: Case) -> str | None:
-    """Only tensors that all tp ranks hold whole, or copies of them, differ."""
+    """Return a cause if only tensors that all tp ranks hold whole, or copies of them, differ."""
     if c.parallel.tensor == 1 or not c.differing or not set(c.differing) <= c.whole:
         return None
     share = "cut along the sequence" if c.parallel.sequence else "used with its own part"
@@ -226,13 +226,13 @@ def _shares(c: Case) -> str | None:
 
 
 def _layer(c: Case) -> str | None:
-    """All that differ lie in one layer."""
+    """Return a cause if all differences are in one layer."""
     layers = {m[0] if (m := re.match(r"layers\.\d+\.", n)) else n for n in c.differing}
     return f"all gradients that differ are of {layers.pop()}*: look there" if len(layers) == 1 else None
 
 
 def _unsummed(c: Case) -> str | None:
-    """Nearly all differ, by different factors, though every activation's gradient is right."""
+    """Return a cause if nearly all gradients differ, by different factors, though activations' gradients agree."""
     if c.parallel.data > 1 and len(c.differing) >= 0.9 * c.gradients > 0:
         return (
             "every activation's gradient agrees and nearly no weight's does: the sum of gradients over dp is missing, "
@@ -259,7 +259,7 @@ def _gradients(c: Case) -> str | None:
 
 
 def _norm(c: Case) -> str | None:
-    """Gradients are right, and the norm of them, or the count of zeros, is not."""
+    """Return a cause if gradients agree, but their norm or their count of zeros does not."""
     if c.origin.difference.ratio < 1:
         return "gradients agree, their norm is too small: a stage, a replica's slice or a tp rank is left out of it"
     if c.origin.difference.ratio > 1:
@@ -306,5 +306,5 @@ RULES: dict[Phase, tuple[Rule, ...]] = {
 
 
 def likely(c: Case) -> str:
-    """The first rule of the phase that has something to say."""
+    """Return the cause of the first rule of the phase that applies."""
     return next(text for rule in RULES[c.origin.phase] if (text := rule(c)))

@@ -1,4 +1,4 @@
-"""What is left of a comparison: one plain value, from which the table, the JSON file and the page are drawn."""
+"""The certificate of a comparison: one plain value, from which the table, the JSON file and the page are made."""
 
 import hashlib
 import json
@@ -28,15 +28,15 @@ from tools.parity.ranks import Failure
 from tools.parity.record import Plan
 
 FORMAT = "megaprec parity 2"
-SHOWN = 24  # of all that differs in a layout, the first
+SHOWN = 24  # number of differences of a layout that are listed
 PROVEN, WRONG, NOT_TRIED = "proven", "wrong", "not tried"
-NEEDED = ("loss", "gradient", "weights")  # a layout of which one of these was not tried is not proven
+NEEDED = ("loss", "gradient", "weights")  # quantities without which a layout is not proven
 Certificate = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A layout and one process. run: in this layout. found: by `compare`."""
+    """A layout compared with one process. run: in this layout. found: the result of `compare`."""
 
     layout: Layout
     precision: str
@@ -47,7 +47,7 @@ class Compared:
 
 
 def entry(c: Compared) -> dict[str, Any]:
-    """What a layout came to."""
+    """Return the entry of a layout."""
     failed = [d for d in c.found if d.fails]
     quantities = {quantity: _quantity(c, quantity) for quantity in OF if quantity not in ("copies", "ranks agree")}
     quantities |= {quantity: _quantity(c, quantity) for quantity in dict.fromkeys(d.quantity for d in failed)}
@@ -81,7 +81,9 @@ def _verdict(failed: Sequence[Difference], quantities: Mapping[str, Mapping[str,
 
 
 def _quantity(c: Compared, quantity: str) -> dict[str, Any]:
-    """All of one quantity: how many were compared and are wrong, and the worst of them; or why none was."""
+    """Return the results of one quantity: numbers of compared and differing values and the worst one, or why none
+    was compared.
+    """
     some = [d for d in c.found if d.quantity == quantity]
     if not some:
         return {"verdict": NOT_TRIED, "why": _untold(c, quantity)}
@@ -94,7 +96,7 @@ def _quantity(c: Compared, quantity: str) -> dict[str, Any]:
 
 
 def _untold(c: Compared, quantity: str) -> str:
-    """Why a quantity was not compared at all."""
+    """Return the reason why a quantity was not compared."""
     if quantity in (FORWARD, BACKWARD):
         return "no module with parameters is passed by a tensor [s, b, hidden]"
     if quantity == "zero count":
@@ -107,7 +109,7 @@ def _untold(c: Compared, quantity: str) -> str:
 
 
 def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
-    """The entry of a layout whose ranks did not finish: they hang or fail, or someone stopped them."""
+    """Return the entry of a layout whose ranks did not finish: they hung, failed or were stopped."""
     if failure.stopped:
         return not_tried(layout, precision, failure.why)
     hangs = bool(failure.where)
@@ -122,12 +124,12 @@ def not_run(layout: Layout, precision: str, failure: Failure) -> dict[str, Any]:
 
 
 def not_tried(layout: Layout, precision: str, why: str) -> dict[str, Any]:
-    """The entry of a layout that was not run."""
+    """Return the entry of a layout that was not run."""
     return {**_about(layout, precision), "verdict": NOT_TRIED, "why": why, "quantities": {}}
 
 
 def _way(found: Sequence[Difference], step: int) -> Iterator[dict[str, Any]]:
-    """Through one step: each border, the loss, and what comes after in a word a quantity; whether it agrees."""
+    """Return the stations of one step, each border, the loss and the later quantities, and whether each agrees."""
     some = [d for d in found if d.step == step]
     for d in some:
         if d.quantity in (FORWARD, "loss", BACKWARD):
@@ -145,7 +147,7 @@ def _of(d: Difference) -> str:
 
 
 def _told(d: Difference, factors: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """A difference in JSON. Infinite errors are of things that must be equal and are not."""
+    """Return a difference for JSON. Infinite errors are of values that must be equal and are not."""
     told: dict[str, Any] = {"quantity": d.quantity, "name": d.name, "step": d.step}
     told |= {"error": _finite(d.error), "bound": d.bound, "ratio": _finite(d.ratio)}
     if factors is not None:
@@ -168,9 +170,10 @@ def certificate(
     truth: Record,
     shaken: Record,
 ) -> Certificate:
-    """All but the layouts. config: the user's run. compared: on one process, as it was run; changes: between them.
+    """Return the certificate without its layouts.
 
-    truth: one process in float64. shaken: the same from weights moved by rounding.
+    config: the user's run. compared: the run on one process. changes: the keys that differ between them. truth: one
+    process in float64. shaken: the same from weights moved by rounding.
     """
     return {
         "format": FORMAT,
@@ -201,7 +204,7 @@ def certificate(
 
 
 def _left_aside(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """(what, why) of the run that no comparison speaks of."""
+    """Yield (what, why) of everything in the run that the comparison does not cover."""
     if plan.planted < 0:
         yield "a skipped step", f'precision.on_nonfinite = "{config.precision.on_nonfinite}": none is skipped'
     if compared.optimizer.clip == 0:
@@ -215,7 +218,7 @@ def _left_aside(config: RunConfig, compared: RunConfig, plan: Plan) -> Iterator[
 
 
 def _clipped(config: RunConfig, truth: Record) -> int:
-    """How many applied steps were."""
+    """Return the number of applied steps that were clipped."""
     return sum(0 < config.optimizer.clip < truth.steps[n]["grad_norm"] for n in truth.applied)
 
 
@@ -227,7 +230,7 @@ def _version(name: str) -> str:
 
 
 def _digest(config: RunConfig) -> str:
-    """Of every key of the run; where its files lie is no part of it."""
+    """Return the SHA-256 of every key of the run, except the paths of its files."""
     tables = config.model_dump(mode="json")
     for table, key in (("train", "folder"), ("data", "source"), ("data", "cache")):
         del tables[table][key]
@@ -235,7 +238,7 @@ def _digest(config: RunConfig) -> str:
 
 
 def write(folder: Path, texts: dict[str, str]) -> list[Path]:
-    """Writes files, by name; each is whole or as before. Raises UserError if it cannot."""
+    """Write files by name, each completely or not at all. Raises UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

@@ -1,15 +1,15 @@
-"""Two records of one run compared, quantity by quantity, in the order in which a step makes them.
+"""Comparison of two records of one run, quantity by quantity, in the order in which a step produces them.
 
-Activations between modules, the loss, activations' gradients on the way back, gradients of weights, their norm, and
-what the update makes of them: the first of these that differs tells what is wrong, for the later ones follow from it.
+The quantities are activations between modules, the loss, gradients of activations, gradients of weights, their norm,
+and the updated weights and moments. The first difference shows the fault, for later ones follow from it.
 
-Errors of tensors are relative to the norm of the tensor that is compared with, or to a thousandth of what a tensor of
-its size has on average if that is more. `noise.py` says how large they may be. That a norm counts each element of its
-own gradients once is seen to 1e-4 in the run's own precision, for squares may be summed in FP32.
+Errors of tensors are relative to the norm of the tensor in the reference, or to a thousandth of the average norm of a
+tensor of its size if that is more. `noise.py` defines how large they may be. That a norm counts each element of the
+gradients once is checked to 1e-4 in the run's own precision, for squares may be summed in FP32.
 
-Weights and averages are compared with what one process makes of the layout's own gradients (`again.py`). Some things
-must be equal to the last bit in any precision: sample ids, initial weights, which steps were skipped, the loss scaler,
-and all copies of one element.
+Weights and moments are compared with the result of one process for the layout's own gradients (`again.py`). Some values
+must be equal to the last bit in any precision: sample ids, initial weights, skipped steps, the loss scale, and all
+copies of one element.
 """
 
 import math
@@ -28,10 +28,10 @@ EXACT, COUNTED = 0.0, 1e-4
 
 @dataclass(frozen=True)
 class Difference:
-    """One number or tensor of one step (from 1; 0: before the first) in two runs.
+    """The comparison of one number or tensor of one step (from 1; 0: before the first) in two runs.
 
-    error: relative. ratio: of the norms, or of the numbers, ours over theirs; nan where there is none.
-    ranks: that it was seen on, if not on all. untold: why it proves nothing, however near it is.
+    error: relative. ratio: ours over theirs, of the norms or the numbers; NaN where there is none. ranks: that it was
+    seen on, if not on all. untold: reason why the comparison proves nothing, however small the error is.
     """
 
     quantity: str
@@ -52,9 +52,9 @@ class Difference:
 def compare(
     ours: Record, theirs: Record, noise: Noise, norm: float = 2.0, again: Mapping[str, Tensors] | None = None
 ) -> list[Difference]:
-    """All that can be compared of a layout and one process, in the order in which it happened.
+    """Return all comparisons of a layout with one process, in the order of a step.
 
-    norm: which one the runs' gradient norm is. again: the updates made again of `ours` (`again.updates`).
+    norm: order of the runs' gradient norm. again: the updates repeated from the gradients of `ours` (`again.updates`).
     """
     found = [*_names(ours, theirs), *_initial(ours, theirs), *_copies(ours, "before/")]
     for step in range(min(len(ours.steps), len(theirs.steps))):
@@ -72,7 +72,7 @@ def _exact(quantity: str, name: str, step: int, ours: object, theirs: object) ->
 
 
 def _names(ours: Record, theirs: Record) -> Iterator[Difference]:
-    """Every logical tensor is there, whole and of the same shape, and there is no other."""
+    """Compare the sets of logical tensors: each is present, complete and of the same shape, and there are no others."""
     mine, yours = (record.tensors["before/weight"] for record in (ours, theirs))
     for name in dict.fromkeys([*yours, *mine]):
         shapes = [tuple(some[name].shape) if name in some else "missing" for some in (mine, yours)]
@@ -90,7 +90,7 @@ def _initial(ours: Record, theirs: Record) -> Iterator[Difference]:
 
 
 def _copies(ours: Record, begins: str) -> Iterator[Difference]:
-    """Tensors of these kinds of which ranks hold different copies."""
+    """Compare the copies that ranks hold of tensors of these kinds."""
     for kind, name in ours.apart:
         if kind.startswith(begins):
             when, step, *_ = kind.split("/")
@@ -108,7 +108,7 @@ class _Step:
     step: int
 
     def number(self, quantity: str, key: str) -> Difference:
-        """A number that both report."""
+        """Compare a number that both runs report."""
         one, other = (record.steps[self.step][key] for record in (self.ours, self.theirs))
         shaken, truth = (r.steps[self.step][key] if r else None for r in (self.noise.shaken, self.noise.truth))
         far = apart(one, other if truth is None else truth)
@@ -116,7 +116,7 @@ class _Step:
         return self.judged(Difference(quantity, "", self.step + 1, far, bound, one / other if other else math.nan))
 
     def tensors(self, quantity: str, kind: str, names: Sequence[str]) -> Iterator[Difference]:
-        """Tensors of a kind, in the order of `names`; those that one side lacks are left to `_names`."""
+        """Compare the tensors of a kind, in the order of `names`; `_names` reports those that one side lacks."""
         some = (self.ours, self.theirs, self.noise.shaken, self.noise.truth)
         ours, theirs, shaken, truth = (r.tensors.get(kind) if r else None for r in some)
         if ours is None or theirs is None:
@@ -131,7 +131,7 @@ class _Step:
             yield self.judged(Difference(quantity, name, self.step + 1, far, bounds[name], _ratio(one, other), note))
 
     def borders(self, kind: str) -> Iterator[Difference]:
-        """What every rank saw at each border that both have, in the order in which the one process passed them."""
+        """Compare the values of every rank at each common border, in the order in which the one process passed them."""
         some = (self.theirs, self.noise.shaken, self.noise.truth)
         theirs, shaken, truth = (_seen(r, kind, self.step) if r else None for r in some)
         assert theirs is not None
@@ -151,17 +151,17 @@ class _Step:
             yield self.judged(Difference(kind, border, self.step + 1, top, bounds[border], ratio, ranks=bad))
 
     def judged(self, d: Difference) -> Difference:
-        """`d`, marked if its bound is too wide to tell anything."""
+        """Return `d`, marked if its bound is too wide to prove anything."""
         return replace(d, untold=self.noise.untold(d.bound))
 
 
 def _seen(record: Record, kind: str, step: int) -> Tensors:
-    """By border, what one process saw: [samples, positions]."""
+    """Return the values that one process saw by border: [samples, positions]."""
     return {border: some[0].values[step] for (k, border), some in record.borders.items() if k == kind}
 
 
 def _part(some: Notes, other: Notes, whole: Tensor) -> Tensor:
-    """Of what one process saw, what this rank saw; NaN if it saw a sample that is not there."""
+    """Return the part of one process's values that this rank saw; NaN for a sample that is not there."""
     if not set(some.samples) <= set(other.samples):
         return whole.new_full((len(some.samples), len(some.positions)), torch.nan)
     return whole[some.samples][:, [other.positions.index(p) for p in some.positions]]
@@ -185,7 +185,7 @@ def _of_step(s: _Step, norm: float) -> Iterator[Difference]:
 
 
 def _updated(ours: Record, again: Mapping[str, Tensors], noise: Noise, step: int) -> Iterator[Difference]:
-    """Weights and averages against those that one process makes of the same gradients."""
+    """Compare weights and moments with those that one process computes from the same gradients."""
     for kind in (k for k in again if k.startswith(f"after/{step}/")):
         what = kind.split("/")[-1]
         quantity = "weights" if what == "weight" else "moments"
@@ -203,7 +203,7 @@ def _ratio(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _where(ours: Tensor, theirs: Tensor) -> str:
-    """The element that differs most."""
+    """Return the element that differs most."""
     apart = (ours - theirs).abs().nan_to_num(torch.inf)
     if not apart.numel() or not apart.max():
         return ""
@@ -212,8 +212,9 @@ def _where(ours: Tensor, theirs: Tensor) -> str:
 
 
 def _counted(s: _Step, norm: float) -> Iterator[Difference]:
-    """The layout's own norm and zero count speak of each element of its own gradients once; and in float64 as many
-    elements are zero for a reason as in one process."""
+    """Check that norm and zero count of the layout cover each element of its own gradients once, and in float64
+    that as many elements as in one process are zero other than by rounding.
+    """
     kind, report, step = f"gradient/{s.step}", s.ours.steps[s.step], s.step + 1
     mine, yours = s.ours.tensors[kind], s.theirs.tensors[kind]
     whole = torch.cat([t.flatten() for t in mine.values()])
@@ -227,7 +228,7 @@ def _counted(s: _Step, norm: float) -> Iterator[Difference]:
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
-    """The one that is largest for its bound; what must be equal says less, and comes after."""
+    """Return the difference that is largest relative to its bound; values that must be equal come last."""
     told = [d for d in differences if not d.untold] or differences
     measured = [d for d in told if d.bound and math.isfinite(d.error)]
     return max(measured or told, key=lambda d: d.error / (d.bound or 1.0))

@@ -1,9 +1,9 @@
-"""Where the first difference between two runs arises.
+"""The place of the first difference between two runs.
 
 A step goes forward through the modules to the loss, back through them to the gradients of weights, and on to their norm
-and the update. What differs first has its cause where it arises: a module that was given the right activation and made
-a wrong one; a module that was given the right gradient of what it made and handed on a wrong one; or, if all of these
-agree, what is done with gradients outside of the model.
+and the update. The first difference is caused where it arises: in a module whose input agrees and whose output does
+not; in a module whose output's gradient agrees and whose input's does not; or, if all of these agree, in the handling
+of gradients outside of the model.
 """
 
 import re
@@ -47,13 +47,16 @@ OF: dict[str, Phase] = {
     "moments": "update",
     "copies": "copies",
 }
-HEAD = "head and loss"  # what follows the last module, up to the loss
+HEAD = "head and loss"  # everything after the last module, up to the loss
 
 
 @dataclass(frozen=True)
 class Origin:
-    """phase: part of a step. place: the module, or the tensors by pattern ("layers.*.mlp.down.bias"), "all" if nearly
-    all of them. step: from 1, 0 before the first. difference: the first one."""
+    """The place of the first difference. phase: part of a step.
+
+    place: the module, or the tensors by pattern ("layers.*.mlp.down.bias"), "all" if they are nearly all. step: from 1,
+    0 before the first. difference: the first one.
+    """
 
     phase: Phase
     place: str
@@ -62,7 +65,7 @@ class Origin:
 
 
 def origin(found: Sequence[Difference], theirs: Record) -> Origin:
-    """Of what `compare` found, something of which fails."""
+    """Return the origin of the first failing difference that `compare` found."""
     first = next(d for d in found if d.fails)
     same = [d for d in found if d.step == first.step and d.quantity == first.quantity]
     phase = OF[first.quantity]
@@ -78,12 +81,14 @@ def origin(found: Sequence[Difference], theirs: Record) -> Origin:
 
 
 def module(border: str) -> str:
-    """The module that a border is of."""
+    """Return the module of a border."""
     return border.rpartition(">")[0]
 
 
 def _forward(first: Difference, seen: Sequence[Difference], theirs: Record) -> str:
-    """What a module made is wrong: the module. What it was given is: between the one before and it."""
+    """Return the module whose output is wrong; if its input is wrong too, the place between it and the module
+    before.
+    """
     if ">in" not in first.name:
         return module(first.name)
     before = [d.name for d in seen[: seen.index(first)]]
@@ -93,7 +98,7 @@ def _forward(first: Difference, seen: Sequence[Difference], theirs: Record) -> s
 
 
 def _backward(first: Difference, seen: Sequence[Difference], theirs: Record) -> str:
-    """The module whose output's gradient is right and whose input's is not."""
+    """Return the module whose output's gradient is right and whose input's is not."""
     agree = {d.name for d in seen if not d.fails}
     root = theirs.same.get(first.name, first.name)
     group = [d.name for d in seen if theirs.same.get(d.name, d.name) == root]
@@ -108,7 +113,9 @@ def _backward(first: Difference, seen: Sequence[Difference], theirs: Record) -> 
 
 
 def pattern(names: Sequence[str], of: int) -> str:
-    """Names in few words: "all" if nearly all `of` them, else without layers' numbers if these are several."""
+    """Return names as a short pattern: "all" if they are nearly all `of` them, otherwise without the numbers of
+    several layers.
+    """
     if of > 1 and len(names) >= 0.9 * of:
         return "all"
     kinds: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The ranks' files of one layout put together again: whole logical tensors, and where ranks disagree."""
+"""Assembling the ranks' files of one layout: whole logical tensors, and the places where ranks disagree."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +18,12 @@ Borders = dict[tuple[str, str], list[Notes]]  # of each rank, by kind and border
 
 @dataclass(frozen=True)
 class Record:
-    """steps: a report a step. samples: the ids of each step's batch, replica after replica.
+    """The record of one layout. steps: a report per step. samples: ids of each step's batch, replica after replica.
 
     names: logical tensors in the model's order. tensors: by kind, then by name; an element that no rank holds is NaN.
-    apart: (kind, name) of tensors of which two ranks hold the same element with different bits.
-    cut: tensors of which tp ranks hold different slices. torn: (step from 1, what) that ranks say differently.
-    borders: what each rank saw at each border, by (kind, border). same: borders at which the same tensor was seen.
+    apart: (kind, name) of tensors of which two ranks hold the same element with different bits. cut: tensors of which
+    tp ranks hold different slices. torn: (step from 1, what) on which ranks disagree. borders: values of each rank at
+    each border, by (kind, border). same: borders at which the same tensor was seen.
     """
 
     steps: list[dict[str, Any]]
@@ -43,7 +43,7 @@ class Record:
 
 
 def gather(folder: Path) -> Record:
-    """What `record` left in `folder`."""
+    """Read the files that `record` has written to `folder`."""
     files = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
     ranks = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     values = [load_file(path.with_suffix(".safetensors")) for path in files]
@@ -62,7 +62,7 @@ def gather(folder: Path) -> Record:
 
 
 def _borders(ranks: Sequence[dict[str, Any]], values: Sequence[Tensors]) -> Borders:
-    """What each rank saw, in the order in which it was passed; the same for all borders of one tensor."""
+    """Return the values of each rank in the order in which borders were passed, shared by all borders of one tensor."""
     found: Borders = {}
     for rank, (said, tensors) in enumerate(zip(ranks, values, strict=True)):
         flat, steps, first = tensors["borders"], len(said["steps"]), 0
@@ -81,7 +81,9 @@ def _borders(ranks: Sequence[dict[str, Any]], values: Sequence[Tensors]) -> Bord
 def _ordered(
     noted: Mapping[tuple[str, str], Notes], passed: Mapping[str, str]
 ) -> Iterator[tuple[tuple[str, str], Notes]]:
-    """Forward as borders were passed; backward as gradients came, each at all borders of its tensor."""
+    """Return values forward in the order of borders, and backward in the order of gradients, at all borders of
+    their tensor.
+    """
     for border, other in passed.items():
         if (FORWARD, other or border) in noted:
             yield (FORWARD, border), noted[FORWARD, other or border]
@@ -112,13 +114,13 @@ def _assembled(ranks: Iterable[tuple[dict[str, Any], Tensors]]) -> tuple[dict[st
 
 
 def _batches(ranks: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """The ids of each step, as the replicas asked for them."""
+    """Return the ids of each step in the order of the replicas."""
     replicas = {rank["place"][1]: rank["samples"] for rank in ranks}
     return [[i for _, step in sorted(replicas.items()) for i in step[n]] for n in range(len(ranks[0]["samples"]))]
 
 
 def _torn(ranks: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Steps and samples of which ranks say different things, though all must say the same."""
+    """Return steps and samples on which ranks disagree, though all must agree."""
     found = []
     for number, steps in enumerate(zip(*(rank["steps"] for rank in ranks), strict=True), 1):
         keys = [key for key in steps[0] if any(str(step[key]) != str(steps[0][key]) for step in steps)]

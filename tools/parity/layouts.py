@@ -1,7 +1,7 @@
-"""Which layouts a run is compared in: those asked for, as "tp=2,pp=2,schedule=zb-v", or all that fit.
+"""The layouts that a run is compared in: those that were asked for, as "tp=2,pp=2,schedule=zb-v", or all that fit.
 
-A layout is a run like the one given, but for its [parallel] table. What that table says stays as it is wherever it
-can; what cannot be (a schedule file for another number of ranks, cuts into another number of stages) is left out.
+A layout is the given run with another [parallel] table. Keys of that table stay as they are if they can; keys that
+cannot (a schedule file for another number of ranks, cuts into another number of stages) are left out.
 """
 
 import tomllib
@@ -23,7 +23,9 @@ ALONE = Parallel()
 
 @dataclass(frozen=True)
 class Layout:
-    """name: as a user would write it. parallel: the whole table. left_out: keys of the run's own that do not fit."""
+    """One layout. name: as a user would write it. parallel: the whole table. left_out: keys of the run that do not
+    fit.
+    """
 
     name: str
     parallel: Parallel
@@ -36,7 +38,7 @@ class Layout:
 
 
 def asked(texts: Sequence[str], own: Parallel) -> list[dict[str, Any]]:
-    """What each text says, by key of [parallel]. Raises UserError with all that is wrong."""
+    """Return the keys of [parallel] that each text names. Raises UserError with all problems."""
     found, problems = [], list[str]()
     for text in texts:
         said: dict[str, Any] = {}
@@ -72,7 +74,7 @@ def _unreadable(text: str, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def every(most: int) -> list[dict[str, Any]]:
-    """All layouts of 2, 4, 8, ... ranks, up to `most`, the smallest first."""
+    """Return all layouts of 2, 4, 8, ... ranks up to `most`, the smallest first."""
     powers = [1 << n for n in range(most.bit_length())]
     sizes = [s for s in product(powers, repeat=3) if 1 < s[0] * s[1] * s[2] <= most]
     sizes.sort(key=lambda s: (s[0] * s[1] * s[2], s))
@@ -80,17 +82,17 @@ def every(most: int) -> list[dict[str, Any]]:
 
 
 def largest(said: Sequence[Mapping[str, Any]], key: str) -> int:
-    """Of one axis, over all of these layouts."""
+    """Return the largest size of one axis over these layouts."""
     return max((int(one.get(key, 1)) for one in said), default=1)
 
 
 def fitted(config: RunConfig, said: Mapping[str, Any]) -> Layout:
-    """The layout of the run that is meant: axes that were not named are 1, all other keys are the run's own."""
+    """Return the layout for the named axes: other axes are 1, all other keys are the run's own."""
     axes = {"tensor": 1, "pipeline": 1, "data": 1}
     own = config.parallel.model_dump()
     wanted = {**own, **axes, **said}
     left_out = [key for key in ("cuts", "schedule_file", "zero_size") if own[key] and key not in said]
-    for number in range(len(left_out) + 1):  # as little as possible
+    for number in range(len(left_out) + 1):  # as few keys as possible
         without = left_out[:number]
         parallel = Parallel.model_validate({**wanted, **{key: getattr(ALONE, key) for key in without}})
         if not problems(config, parallel):
@@ -99,7 +101,7 @@ def fitted(config: RunConfig, said: Mapping[str, Any]) -> Layout:
 
 
 def problems(config: RunConfig, parallel: Parallel) -> list[str]:
-    """Why the run cannot be laid out so; empty if it can."""
+    """Return the reasons why the run cannot have this layout; empty if it can."""
     return cross_problems({**dict(config), "parallel": parallel})
 
 

@@ -1,14 +1,14 @@
-"""How far two runs without a fault may be apart.
+"""The bounds within which two runs without a fault may differ.
 
 In float64 rounding is measured: one process trains a second time from weights that were each moved by one unit in the
-last place. What that changes is what rounding is worth there: next to nothing where numbers are what they seem, and
-all there is where a gradient is nothing but rounding, such as that of a bias of keys, which softmax does not see. A
-layout, which takes sums in another order, may be `FLOAT64` away, or `ROUNDED` times what the move has changed if that
-is more. Where this would be more than `TELLS` nothing is told of the quantity: it was not tried.
+last place. The change shows the effect of rounding: almost nothing for most numbers, and everything for a gradient that
+is only rounding error, such as that of a bias of keys, which softmax cancels. A layout, which sums in another order,
+may differ by `FLOAT64`, or by `ROUNDED` times that change if it is more. If this bound exceeds `TELLS`, the quantity
+proves nothing and counts as not tried.
 
-In the run's own precision one process is so far from one process in float64, and a layout may be `SLACK` times as far
-from it, or as many units in the last place of the dtype if that is more, or as `SLACK` tokens make that go to another
-expert. Where the bound does not exclude a factor of the square root of two, nothing is told either.
+In the run's own precision one process differs from one process in float64 by some error. A layout may differ by `SLACK`
+times that error, or by as many units in the last place of the dtype if that is more, or as if `SLACK` tokens went to
+another expert. If the bound does not exclude a factor of the square root of two, the quantity proves nothing either.
 """
 
 import math
@@ -20,20 +20,19 @@ from torch import Tensor
 from tools.parity.gather import Record, Tensors
 
 FLOAT64, SLACK, ROUNDED, TELLS = 1e-12, 4.0, 100.0, 1e-6
-COARSE = 0.41  # of another precision: a factor of the square root of two could not be told
-EXPERTS = ".experts."  # in names of tensors that one expert has: which tokens it gets is chance, for each of them alike
-FLOOR = 1e-3  # of the average: what a tensor's norm counts for at least
+COARSE = 0.41  # in another precision: a factor of the square root of two would pass
+EXPERTS = ".experts."  # in names of tensors of one expert: rounding decides which tokens it gets
+FLOOR = 1e-3  # fraction of the average norm that a tensor's norm counts as at least
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding may cost.
+    """The effect of rounding on a run.
 
-    shaken: of a run in float64, the same from weights moved by rounding. truth: of a run in another precision, the one
-        in float64 on one process.
-    epsilon: of the dtype of products. tokens: that an expert gets in a step, if there are experts: rounding sends a
-        token that is undecided between two to the other one, and with it goes its part of all gradients there.
-    kept: epsilon of what the optimizer keeps: "weights", and "moments".
+    shaken: of a run in float64, the same run from weights moved by rounding. truth: of a run in another precision, the
+    run in float64 on one process. epsilon: of the dtype of products. tokens: tokens of an expert in a step, if there
+    are experts: rounding sends a token that is undecided between two experts to the other one, and its part of all
+    gradients with it. kept: epsilon of the optimizer's "weights" and "moments".
     """
 
     shaken: Record | None = None
@@ -44,11 +43,11 @@ class Noise:
 
     @property
     def of_routing(self) -> float:
-        """The bound that `SLACK` such tokens make."""
+        """Return the bound for `SLACK` tokens that go to another expert."""
         return math.sqrt(SLACK / self.tokens)
 
     def of_number(self, theirs: float, shaken: float | None, truth: float | None) -> float:
-        """The bound of a number."""
+        """Return the bound of a number."""
         if truth is not None:
             return SLACK * max(apart(theirs, truth), self.epsilon)
         return max(FLOAT64, ROUNDED * apart(shaken, theirs)) if shaken is not None else FLOAT64
@@ -56,7 +55,7 @@ class Noise:
     def of_tensors(
         self, theirs: Tensors, shaken: Tensors | None, truth: Tensors | None, scale: Mapping[str, float]
     ) -> dict[str, float]:
-        """The bound of each tensor, relative to `scale`."""
+        """Return the bound of each tensor, relative to `scale`."""
         if truth is None:
             moved = shaken or {}
             far = {name: error(moved[name], t, scale[name]) for name, t in theirs.items() if name in moved}
@@ -67,40 +66,40 @@ class Noise:
         return {n: max(common, SLACK * (routed if EXPERTS in n else own.get(n, 0.0))) for n in theirs}
 
     def untold(self, bound: float) -> str:
-        """Why a quantity with this bound tells nothing; empty if it does."""
+        """Return the reason why a quantity with this bound proves nothing; empty if it does prove something."""
         if bound <= (TELLS if self.truth is None else COARSE):
             return ""
         return f"rounding alone may change it by {bound:.0e}"
 
 
 def apart(one: float, other: float) -> float:
-    """The relative error of `one`."""
+    """Return the relative error of `one`."""
     return 0.0 if one == other else abs(one - other) / max(abs(other), 1e-300)
 
 
 def error(ours: Tensor, theirs: Tensor, scale: float) -> float:
-    """Norm of the difference over `scale`; infinite if something is not a number."""
+    """Return the norm of the difference over `scale`; infinite if a value is NaN."""
     far = (ours - theirs).norm().item() / scale
     return math.inf if math.isnan(far) else far
 
 
 def scales(tensors: Tensors) -> dict[str, float]:
-    """What an error in each tensor is relative to: its norm, or a thousandth of what a tensor of its size has."""
+    """Return the scale of errors of each tensor: its norm, or a thousandth of the average norm of its size."""
     average = average_element(tensors)
     return {n: max(t.norm().item(), FLOOR * average * math.sqrt(t.numel())) or 1.0 for n, t in tensors.items()}
 
 
 def average_element(tensors: Tensors) -> float:
-    """Root of the mean square over all elements."""
+    """Return the root mean square of all elements."""
     elements = sum(t.numel() for t in tensors.values())
     return math.sqrt(sum(t.square().sum().item() for t in tensors.values()) / max(1, elements))
 
 
 def rounding(theirs: Tensor, shaken: Tensor) -> Tensor:
-    """bool: the elements of a gradient in float64 that may be nothing but rounding.
+    """Return a bool tensor of the elements of a float64 gradient that may be only rounding error.
 
-    An element is, if it is not far above what rounding changes in its tensor. One that is zero both times is zero for a
-    reason, as for a token that never occurs, unless its whole tensor is rounding.
+    These are elements that are not far above the changes that rounding causes in their tensor. An element that is zero
+    in both runs is a true zero, as of a token that never occurs, unless its whole tensor is rounding error.
     """
     limit = ROUNDED * (shaken - theirs).square().mean().sqrt()
     small = theirs.abs() <= limit
@@ -110,7 +109,7 @@ def rounding(theirs: Tensor, shaken: Tensor) -> Tensor:
 
 
 def rounded(theirs: Record, shaken: Record) -> dict[str, int]:
-    """By tensor, how many elements' gradients may be nothing but rounding in some step."""
+    """Return, by tensor, the number of elements whose gradient may be only rounding error in some step."""
     masks: dict[str, Tensor] = {}
     for kind, grads in theirs.tensors.items():
         if kind.startswith("gradient/"):
@@ -124,7 +123,7 @@ def _masks(theirs: Tensors, shaken: Tensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def zeros(some: Tensors, theirs: Tensors, shaken: Tensors | None) -> int:
-    """Elements of `some` that are zero, but for those that may be rounding in `theirs`."""
+    """Return the number of zeros in `some` without those that may be rounding error in `theirs`."""
     if shaken is None:
         return sum(int((t == 0).sum()) for t in some.values())
     masks = dict(_masks(theirs, shaken))

@@ -1,4 +1,4 @@
-"""A certificate to look at: tables for a terminal, and one HTML page that needs nothing else."""
+"""A certificate for people: tables for a terminal, and one HTML page without other files."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ ol.way li.first { outline: 2px solid #cf222e; font-weight: 600 }
 
 
 def show(made: Certificate, console: Console) -> None:
-    """The layouts in a table, and below it what is wrong with those that differ."""
+    """Print the layouts as a table, and the details of those that differ."""
     if made["changes"]:
         console.print(_changes(made))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -59,7 +59,7 @@ def show(made: Certificate, console: Console) -> None:
 
 
 def _aside(made: Certificate) -> Iterator[tuple[str, str]]:
-    """(what, why) that no layout tried, of the run or of one quantity."""
+    """Yield (what, why) that no layout has tried, of the run or of one quantity."""
     yield from ((what, why) for what, why in made["not_tried"])
     tried = [one for one in made["layouts"] if one["quantities"]]
     for precision in dict.fromkeys(one["precision"] for one in tried):
@@ -70,7 +70,7 @@ def _aside(made: Certificate) -> Iterator[tuple[str, str]]:
 
 
 def conclusion(made: Certificate) -> str:
-    """What was proven, in a sentence."""
+    """Return the result in a sentence."""
     layouts = made["layouts"]
     count = Counter(one["verdict"] for one in layouts)
     good, tried = count[PROVEN], count[PROVEN] + count[WRONG]
@@ -93,7 +93,7 @@ def _short(text: str) -> str:
 
 
 def _cells(one: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is bad) of each column between precision and verdict."""
+    """Yield (text, is it bad) of each column between precision and verdict."""
     quantities = one["quantities"]
     for quantity in NUMBERS:
         found = quantities.get(quantity)
@@ -126,7 +126,7 @@ def _trouble(one: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def told(d: Mapping[str, Any]) -> str:
-    """A difference in words."""
+    """Return a difference in words."""
     what = " ".join(filter(None, (d["quantity"], d["name"])))
     when = f"step {d['step']}" if d["step"] else "before the first step"
     ratio = f", ratio {d['ratio_looks_like']}" if d.get("ratio_looks_like") else ""
@@ -137,7 +137,7 @@ def told(d: Mapping[str, Any]) -> str:
 
 
 def page(made: Certificate) -> str:
-    """The certificate as HTML."""
+    """Return the certificate as HTML."""
     versions = ", ".join(f"{name} {value}" for name, value in made["versions"].items())
     configuration = made["configuration"]
     parts = [
@@ -183,7 +183,7 @@ def _trouble_html(one: Mapping[str, Any]) -> str:
 
 
 def _way(one: Mapping[str, Any]) -> str:
-    """The step in which the first difference arises, as a row of what it passes, the first one that differs marked."""
+    """Return the step of the first difference as a row of its stations, with the first that differs marked."""
     way, shown = one.get("way", []), []
     first = next((n for n, stop in enumerate(way) if stop["verdict"] == WRONG), -1)
     for n, stop in enumerate(way):

@@ -1,10 +1,10 @@
-"""Where each rank is, and whether all of them wait for ever.
+"""Watching where each rank is, to detect that all ranks wait for ever.
 
-A rank that waits in a collective which others never enter would wait until gloo loses patience, in half an hour, and
-then say no more than that. So a thread of each rank looks twice a second where its main thread is: in which
-instruction of the schedule, module and collective, and leaves this in a file. Who started the ranks watches the files:
-if for a while no rank has moved and none has used its processor, all wait, and where each does is the finding. A slow
-or crowded machine is no reason: there ranks do use the processor.
+A rank that waits in a collective which other ranks never enter would wait until gloo's timeout, half an hour, and then
+report only that. So a thread of each rank records twice a second the position of its main thread: instruction of the
+schedule, module and collective, in a file. The process that started the ranks watches these files: if no rank has moved
+and none has used its processor for a while, all wait, and their positions are the finding. A slow or crowded machine
+does not cause this: ranks do use the processor there.
 """
 
 import json
@@ -26,16 +26,16 @@ from megaprec.comm.layout import has_layout, layout_of
 from parallel.pipeline.executor import Executor
 from tools.parity.borders import shared_name
 
-PATIENCE = 20.0  # seconds in which no rank moves or computes
+PATIENCE = 20.0  # seconds without any rank moving or computing after which all are stuck
 EVERY = 0.5
-IDLE = 0.02  # of one processor: who uses less does not compute
+IDLE = 0.02  # share of one processor below which a rank does not compute
 OURS = Path(__file__).resolve().parent.parent.parent
 WAITING = ("megaprec/comm/gloo.py", "megaprec/comm/axis.py", "parallel/pipeline/p2p.py", "torch/distributed/")
 
 
 @contextmanager
 def noting(path: Path) -> Iterator[None]:
-    """Within it, `path` says where the main thread is."""
+    """Within the context, keep the position of the main thread in the file `path`."""
     over = Event()
     watcher = Thread(target=_note, args=(path, over), daemon=True)
     watcher.start()
@@ -59,10 +59,10 @@ def _note(path: Path, over: Event) -> None:
 
 
 def whereabouts(frame: FrameType) -> dict[str, Any]:
-    """What a thread does whose innermost frame this is.
+    """Return the position of a thread with this innermost frame.
 
-    instruction: of the schedule. module: by what its parameters' logical names share. collective: axis and kind.
-    waits: whether it is in a transfer between ranks. at: the innermost lines of code outside of torch and Python.
+    instruction: of the schedule. module: by the common part of its parameters' logical names. collective: axis and
+    kind. waits: whether it is in a transfer between ranks. at: the innermost lines of code outside of torch and Python.
     """
     found: dict[str, Any] = {"at": [], "waits": False}
     inner: FrameType | None = frame
@@ -92,7 +92,7 @@ def _module(own: object, ctx: Any) -> str:
 
 
 def _file(path: str) -> str:
-    """A path as one reads it: ours within the repository, libraries' from their name on."""
+    """Return a short path: relative to the repository, or from the name of the library on."""
     if path.startswith(f"{OURS}{os.sep}") and ".venv" not in path:
         return path[len(str(OURS)) + 1 :]
     _, found, library = path.rpartition(f"site-packages{os.sep}")
@@ -102,9 +102,9 @@ def _file(path: str) -> str:
 
 
 class Watch:
-    """Watches ranks that note where they are in folder/RANK.at; ends them if all of them wait.
+    """Watcher of ranks that record their position in folder/RANK.at; it ends them if all of them wait.
 
-    stuck: what each rank says of itself then, by rank; empty until then.
+    stuck: the last position of each rank in that case; empty until then.
     """
 
     def __init__(self, folder: Path, ranks: int, patience: float = PATIENCE) -> None:
@@ -150,7 +150,7 @@ class Watch:
 
 
 def _processor(said: Mapping[int, Mapping[str, Any]]) -> float:
-    """Seconds of processor that the ranks have used in all; 0 where the system does not say."""
+    """Return the processor seconds of all ranks together; 0 if the system does not report them."""
     ticks = 0
     for one in said.values():
         with suppress(OSError):
@@ -160,7 +160,7 @@ def _processor(said: Mapping[int, Mapping[str, Any]]) -> float:
 
 
 def told(rank: int, one: Mapping[str, Any]) -> str:
-    """Where a rank is, in a line."""
+    """Return the position of a rank in a line."""
     where = [f"instruction {one['instruction']}"] if "instruction" in one else []
     where += [one["module"]] if "module" in one else []
     how = f"waits in {one.get('collective', 'a transfer')}" if one["waits"] else "is"
@@ -169,7 +169,7 @@ def told(rank: int, one: Mapping[str, Any]) -> str:
 
 
 def odd(stuck: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
-    """Ranks that wait for something else than most do, or for nothing; empty if none stands out."""
+    """Return the ranks that wait for something else than most do, or for nothing; empty if none stands out."""
     kinds = {rank: (one.get("collective"), one.get("instruction"), one["waits"]) for rank, one in stuck.items()}
     common = max(kinds.values(), key=lambda kind: sum(other == kind for other in kinds.values()))
     return [rank for rank, kind in kinds.items() if kind != common]

@@ -1,7 +1,6 @@
-"""Layouts carried out: one launch of local ranks for all layouts of as many ranks, one after the other.
+"""Running layouts: one launch of local ranks for all layouts with the same number of ranks, one after the other.
 
-The parent leaves a folder for each run, with its run file and what is to be done; a rank reads them, and puts its
-files beside them.
+The parent writes a folder for each run, with its run file and its plan; the ranks read them and add their files.
 """
 
 import json
@@ -22,9 +21,9 @@ from tools.parity.record import Plan, record
 from tools.training.corpus import Corpus, open_made
 from tools.training.launch import launch_local
 
-TODO = "todo"  # file with the names of the runs that ranks are to carry out
-STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # what asks a program to end
-FLAG = "--as-rank"  # of `megaprec parity`: this process is a rank, and the argument a folder of runs
+TODO = "todo"  # file with the names of the pending runs
+STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # signals that ask a program to end
+FLAG = "--as-rank"  # option of `megaprec parity`: this process is a rank, and its argument a folder of runs
 
 
 @dataclass(frozen=True)
@@ -36,24 +35,24 @@ class Run:
     folder: Path
 
     def write(self) -> None:
-        """Leaves what a rank is to know."""
+        """Write the files that the ranks read."""
         self.config.save_resolved(self.folder)
         (self.folder / "plan").write_text(json.dumps(asdict(self.plan)), encoding="utf-8")
 
     @staticmethod
     def read(folder: Path) -> "Run":
-        """What was left in `folder`."""
+        """Read the files that `write` wrote to `folder`."""
         return Run(load_run(folder / "run.toml"), Plan(**json.loads((folder / "plan").read_text())), folder)
 
 
 def corpus_of(config: RunConfig) -> Corpus:
-    """The data of a run whose sources are data sets that are there, and whose vocabulary is known."""
+    """Open the data of a run whose sources are existing data sets and whose vocabulary is known."""
     sources = [part.source for part in config.data.blend] or [config.data.source]
     return open_made(config, [Path(source) for source in sources], None)
 
 
 def run_alone(run: Run) -> Record:
-    """A run on this process."""
+    """Carry out a run on this process."""
     run.folder.mkdir(parents=True)
     with world():
         record(run.config, corpus_of(run.config), make_mesh(), run.plan, run.folder)
@@ -62,7 +61,9 @@ def run_alone(run: Run) -> Record:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run did not come to its end. where: each rank's place, if all waited. stopped: someone told it to end."""
+    """The reason why a run did not finish. where: position of each rank, if all waited. stopped: the user stopped
+    it.
+    """
 
     why: str
     where: tuple[str, ...] = ()
@@ -70,9 +71,10 @@ class Failure:
 
 
 def run_together(runs: Sequence[Run], folder: Path, patience: float = PATIENCE) -> list[Failure | None]:
-    """Runs of equally many ranks, each in a folder within `folder`, on local ranks; why each failed, None if not.
+    """Carry out runs of equally many ranks, each in a folder within `folder`; return why each failed, None if it did
+    not.
 
-    After one that fails the others are launched anew. patience: seconds after which ranks that all wait are ended.
+    After a failed run the others are launched anew. patience: seconds after which ranks that all wait are ended.
     """
     for run in runs:
         run.folder.mkdir(parents=True)
@@ -89,7 +91,7 @@ def run_together(runs: Sequence[Run], folder: Path, patience: float = PATIENCE) 
 
 
 def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
-    """One launch, and what is to be said of the first run that it does not bring to its end."""
+    """Launch the ranks once; return the failure of the first run that did not finish."""
     (folder / TODO).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
     ranks = runs[0].config.world_size
     with Watch(folder, ranks, patience) as watch:
@@ -109,7 +111,7 @@ def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
 
 
 def as_rank(folder: Path) -> int:
-    """This rank's part in `run_together`."""
+    """Act as a rank of `run_together`."""
     torch.set_num_threads(1)
     with noting(folder / f"{os.environ['RANK']}.at"), world():
         carry_out(folder)
@@ -117,7 +119,7 @@ def as_rank(folder: Path) -> int:
 
 
 def carry_out(folder: Path) -> None:
-    """Takes part in each run within `folder` that is to do, in a world that has been joined."""
+    """Take part in each pending run within `folder`, in a world that has been joined."""
     for name in (folder / TODO).read_text(encoding="utf-8").splitlines():
         run = Run.read(folder / name)
         p = run.config.parallel
@@ -131,12 +133,12 @@ def carry_out(folder: Path) -> None:
 
 
 def done(run: Run) -> bool:
-    """Whether every rank has left its files."""
+    """Return True if every rank has written its files."""
     return all((run.folder / f"{rank}.json").is_file() for rank in range(run.config.world_size))
 
 
 def with_vocabulary(config: RunConfig, corpus: Corpus) -> RunConfig:
-    """The run on the data set that is open, its vocabulary known."""
+    """Return the run on the open data set, with its vocabulary size."""
     prefixes = [str(dataset.prefix) for dataset in corpus.datasets]
     parts = zip(config.data.blend, prefixes, strict=True) if config.data.blend else ()
     blend = tuple(part.model_copy(update={"source": prefix}) for part, prefix in parts)

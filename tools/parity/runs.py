@@ -1,4 +1,4 @@
-"""The runs that are compared: the user's, made ready for a few steps on one process, in float64 and as it is."""
+"""The runs that are compared: the user's run for a few steps on one process, in float64 and in its own precision."""
 
 from math import inf
 from pathlib import Path
@@ -7,8 +7,9 @@ import torch
 
 from megaprec.data.indexed import IndexedWriter
 from megaprec.precision.plan import dtype_name
+from tools.config.precision_settings import FP8, Precision
 from tools.config.run_file import RunConfig
-from tools.config.settings import FP8, Data, Precision
+from tools.config.settings import Data
 from tools.console.toml import toml
 from tools.parity.gather import Record
 from tools.parity.layouts import ALONE
@@ -28,7 +29,7 @@ EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "tf32": 2.0**-10, "fp16": 2.0**-1
 
 
 def made_ready(config: RunConfig, most: Most, full: bool, steps: int, folder: Path) -> RunConfig:
-    """The run as it is compared, small unless `full`, with its own layout. folder: where its files may lie."""
+    """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for its files."""
     ready = config if full else shrunk(config, most)
     train = {"steps": max(steps, config.train.steps) if full else steps, "eval_every": 0, "threads": 1, "device": "cpu"}
     precision: dict[str, object] = {"trace_overflows": False, "masters_in_checkpoint": True}
@@ -45,9 +46,9 @@ def made_ready(config: RunConfig, most: Most, full: bool, steps: int, folder: Pa
 
 
 def with_random_tokens(config: RunConfig, steps: int, folder: Path) -> RunConfig:
-    """The run on random tokens, in documents that end within samples; a quarter of the vocabulary never occurs.
+    """Return the run on random tokens, which are written to `folder`.
 
-    Writes them into `folder`.
+    Documents end within samples, and a quarter of the vocabulary never occurs.
     """
     vocab, train = config.model.vocab, config.train
     count = (steps + 1) * train.global_batch * train.seq_length + 1
@@ -62,19 +63,19 @@ def with_random_tokens(config: RunConfig, steps: int, folder: Path) -> RunConfig
 
 
 def in_float64(config: RunConfig) -> RunConfig:
-    """The run with every number in float64; the loss is scaled as before."""
+    """Return the run with every dtype float64 and its loss scaling unchanged."""
     kept = {key: value for key, value in config.precision if key not in NUMBERS}
     precision = Precision(**{**kept, "compute": "fp64"})
     return config.model_copy(update={"precision": precision, "fp8": FP8()})
 
 
 def alone(config: RunConfig) -> RunConfig:
-    """The run on one process."""
+    """Return the run on one process."""
     return config.model_copy(update={"parallel": ALONE})
 
 
 def epsilon(config: RunConfig) -> float:
-    """One unit in the last place of the coarsest numbers that products, or sums of gradients, are made of."""
+    """Return one unit in the last place of the coarsest dtype of products and sums of gradients."""
     plan = config.plan
     made = plan.compute, plan.attention, plan.scores, plan.gradients, plan.reduce, plan.pipeline
     used = [dtype_name(d) for d in made]
@@ -82,19 +83,19 @@ def epsilon(config: RunConfig) -> float:
 
 
 def kept(config: RunConfig) -> dict[str, float]:
-    """One unit in the last place of what the optimizer keeps: of its weights, and of its averages."""
+    """Return one unit in the last place of the optimizer's weights, and of its moments."""
     plan = config.plan
     return {"weights": EPSILON[dtype_name(plan.masters)], "moments": EPSILON[dtype_name(plan.moments)]}
 
 
 def tokens_per_expert(config: RunConfig) -> float:
-    """In one step, on average; infinite if there are no experts."""
+    """Return the average tokens of an expert in one step; infinite without experts."""
     model = config.model
     return config.tokens_per_step * model.experts_per_token / model.experts if model.experts else inf
 
 
 def clipped(config: RunConfig, probe: Record) -> RunConfig:
-    """The run with a clip that is sure to bite, if it clips at all. probe: one step of it."""
+    """Return the run with a clip norm that is exceeded, if it clips at all. probe: one step of it."""
     clip, norm = config.optimizer.clip, probe.steps[0]["grad_norm"]
     if not 0 < norm <= clip:
         return config
@@ -104,9 +105,9 @@ def clipped(config: RunConfig, probe: Record) -> RunConfig:
 
 
 def planned(config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
-    """`steps` steps that are applied, and after the first of them one with an infinity in the largest tensor.
+    """Return the plan: `steps` applied steps, and after the first of them one with an infinity in the largest tensor.
 
-    None is planted where non-finite steps are applied all the same.
+    No infinity is planted if non-finite steps are applied.
     """
     if config.precision.on_nonfinite == "ignore":
         return Plan(steps, small=not full)
@@ -116,5 +117,5 @@ def planned(config: RunConfig, probe: Record, steps: int, full: bool) -> Plan:
 
 
 def shown(value: object) -> str:
-    """A value of a key, as a run file has it."""
+    """Return the value of a key as a run file writes it."""
     return toml(value)

@@ -1,12 +1,12 @@
-"""A run made small without changing what kind of run it is.
+"""Making a run small without changing its structure.
 
-What a layout can get wrong hangs on structure, not on size: how heads, vocabulary and batch divide by the ranks, how
+The faults of a layout depend on structure, not on size: whether heads, vocabulary and batch divide by the ranks, how
 many heads share a key, whether there are experts, windows, dropout, several chunks a rank. So each size becomes the
 smallest one that the numbers of ranks divide, or do not divide, as they did the original.
 
-The learning rate is constant, for in the first steps of a warm-up weights hardly move; text is replaced by random
-tokens of the small vocabulary, some of which never occur; and some targets are left out of the loss, so that the
-replicas' shares differ in tokens.
+The learning rate is constant, for weights hardly move in the first steps of a warmup. Text is replaced by random tokens
+of the small vocabulary, some of which never occur. Some targets are left out of the loss, so that the replicas' shares
+differ in tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from typing import Any
 from models.config import ModelConfig
 from parallel.pipeline.builders import default_chunks
 from tools.config.run_file import RunConfig
-from tools.config.settings import Table
+from tools.config.table import Table
 
 LENGTH, HEAD_DIM, VOCAB, MICROBATCHES = 16, 8, 61, 4
 SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow
@@ -32,7 +32,7 @@ class Most:
 
 
 def shrunk(config: RunConfig, most: Most) -> RunConfig:
-    """The small run, on one process. The vocabulary is known."""
+    """Return the small run, on one process. The vocabulary must be known."""
     model = _model(config, most)
     tables: dict[str, Table | ModelConfig] = {
         "model": model,
@@ -49,7 +49,7 @@ def shrunk(config: RunConfig, most: Most) -> RunConfig:
 
 
 def changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """What differs between two runs, by dotted key."""
+    """Return the differences between two runs, by dotted key."""
     one, other = dict(_keys(before)), dict(_keys(after))
     return {key: (one[key], value) for key, value in other.items() if one[key] != value}
 
@@ -61,7 +61,9 @@ def _keys(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def like(value: int, least: int, most: int) -> int:
-    """The smallest number from `least` on that 2 to `most` divide exactly where they divide `value`; not above it."""
+    """Return the smallest number from `least` on that 2 to `most` divide exactly where they divide `value`; at
+    most `value`.
+    """
     divisors = range(2, most + 1)
     fits = (n for n in range(max(1, least), value) if all((n % d == 0) == (value % d == 0) for d in divisors))
     return next(fits, value)
@@ -100,7 +102,7 @@ def _alike(model: ModelConfig, heads: int, most: int) -> bool:
 
 
 def _turns(model: ModelConfig, head_dim: int) -> bool:
-    """Whether rotary positions suit heads of this width."""
+    """Return True if rotary positions work with heads of this width."""
     turning = int(head_dim * model.rotary_fraction)
     return model.positions != "rope" or (turning > 2 and turning % 2 == 0)
 
@@ -110,12 +112,12 @@ def _chunks(config: RunConfig) -> int:
 
 
 def _window(window: int, before: int, after: int) -> int:
-    """As large a share of the sequence as it was."""
+    """Return the window as the same share of the sequence."""
     return min(window, max(2, window * after // before)) if window else 0
 
 
 def window_layers(model: ModelConfig, layers: int) -> tuple[int, ...]:
-    """Those of so many layers that have the window, spread as they are over the model's; some have it, some not."""
+    """Return the layers with the window, spread as in the model; some have it and some do not."""
     if not model.window_layers or len(model.window_layers) == model.layers:
         return ()
     kept = tuple(n for n in range(layers) if n * model.layers // layers in model.window_layers)
@@ -127,7 +129,7 @@ def _length(config: RunConfig, most: Most) -> int:
 
 
 def _train(config: RunConfig, most: Most) -> Mapping[str, int]:
-    """Batches of few micro-batches, of few samples; a schedule file keeps the number that it is made for."""
+    """Return [train] with few micro-batches of few samples; a schedule file keeps its number of micro-batches."""
     train = config.train
     micro_batch = min(train.micro_batch, 2)
     microbatches = train.global_batch // train.micro_batch

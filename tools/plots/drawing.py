@@ -1,6 +1,6 @@
-"""A drawing made of rectangles, lines and text, written as SVG or PNG: one picture, two formats.
+"""Drawings made of rectangles, lines and text, written as SVG or PNG.
 
-Lengths are in pixels, y grows downwards. SVG needs nothing; PNG needs matplotlib.
+Lengths are in pixels, y grows downwards. SVG needs no library, PNG needs matplotlib.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ DPI = 100
 
 @dataclass(frozen=True)
 class Rect:
-    """Filled; corners rounded by `round`. tip: shown when an SVG viewer points at it."""
+    """A filled rectangle; `round` is the radius of its corners. tip: tooltip in an SVG viewer."""
 
     x: float
     y: float
@@ -31,7 +31,7 @@ class Rect:
 
 @dataclass(frozen=True)
 class Line:
-    """From (x1, y1) to (x2, y2)."""
+    """A line from (x1, y1) to (x2, y2)."""
 
     x1: float
     y1: float
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Text:
-    """In one line, standing on y."""
+    """A line of text with its baseline at y."""
 
     x: float
     y: float
@@ -66,7 +66,7 @@ class Drawing:
     shapes: list[Shape] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Writes path as its suffix says, .svg or .png. Raises UserError without matplotlib for PNG."""
+        """Write an .svg or .png file, by the suffix of `path`. Raises UserError for PNG without matplotlib."""
         if path.suffix == ".png":
             _save_png(self, path)
         else:
@@ -74,7 +74,7 @@ class Drawing:
 
 
 def to_svg(drawing: Drawing) -> str:
-    """The text of an SVG file."""
+    """Return the text of an SVG file."""
     size = f'width="{drawing.width:g}" height="{drawing.height:g}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {drawing.width:g} {drawing.height:g}"'
     lines = [f'{head} font-family="{FONT}">', f'<rect {size} fill="#ffffff"/>', *map(_svg, drawing.shapes), "</svg>"]

@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace: JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open, and that reads back."""
+"""Timelines as Chrome traces: JSON files for Perfetto (ui.perfetto.dev) and chrome://tracing, written and read."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from megaprec.errors import UserError
 from parallel.pipeline.instructions import Instruction, Message, Op
 from parallel.pipeline.simulate import Span
 
-TIMELINE = "timeline.json"  # in a run's folder: what `log.timeline` recorded
+TIMELINE = "timeline.json"  # file in the run folder that `log.timeline` writes
 CATEGORIES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
@@ -22,7 +22,7 @@ MICROSECONDS = 1e6
 
 
 def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
-    """Writes `spans`, in seconds, as one process named `title` with a thread for each pipeline rank."""
+    """Write `spans`, in seconds, as one process named `title` with a thread per pipeline rank."""
     ranks = sorted({span.rank for span in spans})
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}]
     for rank in ranks:
@@ -33,7 +33,7 @@ def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a file that `write_trace` wrote, in seconds. Raises UserError for anything else."""
+    """Return the spans, in seconds, of a file that `write_trace` wrote. Raises UserError for any other file."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         return [_span(event) for event in events if event["ph"] == "X"]

@@ -1,4 +1,4 @@
-"""A picture of a run: loss, gradient norm and loss scale over steps, skipped steps marked."""
+"""The plot of a run: loss, gradient norm and loss scale over steps, with skipped steps marked."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ BLUE, ORANGE, RED = "#1f5fa8", "#e07b00", "#d62728"
 
 
 def plot_run(folder: Path) -> Path | None:
-    """Draws folder/training.png from folder/metrics.jsonl; None if matplotlib is not installed."""
+    """Plot folder/metrics.jsonl to folder/training.png and return its path; None without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -65,6 +65,6 @@ def _draw_scale(axes: Any, records: list[dict[str, Any]]) -> None:
 
 
 def finite_points(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values; a value that is not finite leaves a gap in the line."""
+    """Return steps and values; a value that is not finite leaves a gap in the line."""
     values = [record[key] if math.isfinite(record[key]) else math.nan for record in records]
     return [record["step"] for record in records], values

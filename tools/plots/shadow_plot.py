@@ -1,4 +1,4 @@
-"""The records, the alarm and the picture of a run's FP8 shadow (`models.fp8_shadow`)."""
+"""The records, the alarm and the plot of a run's comparisons of FP8 with precision.compute (`models.fp8_shadow`)."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.fp8_shadow import Shadow
-from tools.config.settings import FP8
+from tools.config.precision_settings import FP8
 from tools.journal.records import read_events
 from tools.plots.run_plots import BLUE, ORANGE, RED
 
@@ -18,13 +18,13 @@ ROLES = {"input": BLUE, "weight": GREEN, "gradient": ORANGE}
 
 
 def shadow_fields(shadow: Shadow, fp8: FP8) -> dict[str, Any]:
-    """What metrics.jsonl keeps, beside the step's own numbers."""
+    """Return the fields that a comparison adds to the record of its step in metrics.jsonl."""
     fields: dict[str, Any] = {"shadow_loss_gap": shadow.gap, "shadow_cosine": shadow.worst[1]}
     return fields | ({"shadow_alarm": "; ".join(said)} if (said := alarms(shadow, fp8)) else {})
 
 
 def shadow_event(shadow: Shadow, step: int, fp8: FP8) -> dict[str, Any]:
-    """What events.jsonl keeps."""
+    """Return the record of a comparison for events.jsonl."""
     name, cosine = shadow.worst
     return {
         "event": SHADOW,
@@ -42,7 +42,9 @@ def shadow_event(shadow: Shadow, step: int, fp8: FP8) -> dict[str, Any]:
 
 
 def alarms(shadow: Shadow, fp8: FP8) -> list[str]:
-    """What lies outside of the band; nothing where the step without FP8 is not finite, which tells nothing of FP8."""
+    """Return a line for each value outside of its band; none if the pass without FP8 is not finite, for it says
+    nothing of FP8.
+    """
     said = []
     if abs(shadow.gap) > fp8.shadow_loss_gap:
         said.append(f"loss gap {shadow.gap:+.2%} is beyond fp8.shadow_loss_gap = {fp8.shadow_loss_gap:g}")
@@ -55,7 +57,9 @@ def alarms(shadow: Shadow, fp8: FP8) -> list[str]:
 
 
 def plot_shadow(folder: Path) -> Path | None:
-    """Draws folder/fp8-shadow.png from the events in it; None if there are none, or no matplotlib."""
+    """Plot the comparisons in `folder` to fp8-shadow.png and return its path; None without comparisons or
+    matplotlib.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -96,7 +100,7 @@ def _draw_gap(axes: Any, events: list[dict[str, Any]]) -> None:
 
 
 def _draw_cosines(axes: Any, events: list[dict[str, Any]]) -> None:
-    """A line a layer: of its weights the one with the lowest cosine."""
+    """Plot a line per layer: the lowest cosine of its weights."""
     layers = defaultdict[int, list[float]](list)
     for event in events:
         for layer, cosine in _worst_of_layers(event).items():
@@ -119,7 +123,7 @@ def _worst_of_layers(event: dict[str, Any]) -> dict[int, float]:
 
 
 def _draw_lost(axes: Any, events: list[dict[str, Any]]) -> None:
-    """By role the worst product's ratios."""
+    """Plot, by role, the saturated and underflowed ratios of the worst product."""
     for kind, style in (("saturated", "-"), ("underflowed", ":")):
         for role, color in ROLES.items():
             worst = [100 * _largest(event[kind], f".{role}") for event in events]

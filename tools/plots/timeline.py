@@ -1,8 +1,8 @@
-"""Pictures of a pipeline at work: a row for each rank, a block for each computation, simulated or measured alike.
+"""Timelines of a pipeline: a row per rank and a block per computation, simulated or measured.
 
-Grey is waiting. Under each row stands how many activations the rank holds, from their forward to their weight
-gradient. In text a block is its name, as long as it lasts, in small letters for later stages of the same rank, and a
-dot is waiting; where names do not fit, letters alone stand for them.
+Grey is waiting. Below each row stands the number of activations that the rank holds, from their forward pass to their
+weight gradient. In text a block is its name, repeated for its duration, in small letters for later stages of the same
+rank, and a dot is waiting; where names do not fit, single letters replace them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from parallel.pipeline.simulate import Mark, Span
 from tools.plots.drawing import Drawing, Line, Rect, Shape, Text
 
 LEFT, TRACK, COLUMN, MARGIN = 76.0, 1000.0, 74.0, 24.0
-ROW, STRIP, PITCH = 26.0, 9.0, 44.0  # heights of the blocks and of what is held, and from one row to the next
+ROW, STRIP, PITCH = 26.0, 9.0, 44.0  # heights of blocks and of held activations, and distance of rows
 INK, FAINT, WAITING, HELD, RED = "#24292f", "#6e7781", "#eef0f3", "#b6c2d1", "#d1242f"
 LOOKS = {
     Op.FORWARD: ("forward", "#3f7fca"),
@@ -28,7 +28,7 @@ LOOKS = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline. facts: a column of text for each rank, by its heading. marks: where a rank goes wrong."""
+    """One timeline. facts: a column of text per rank, by heading. marks: places where a rank goes wrong."""
 
     title: str
     spans: Sequence[Span]
@@ -39,26 +39,26 @@ class Panel:
 
     @property
     def start(self) -> float:
-        """When the first computation begins."""
+        """The start of the first computation."""
         return min((s.start for s in self.computed), default=0.0)
 
     @property
     def length(self) -> float:
-        """From the first computation to the last of any rank."""
+        """The time from the first computation to the end of the last one of any rank."""
         return max((s.end for s in self.computed), default=1.0) - self.start
 
     @property
     def computed(self) -> list[Span]:
-        """All but transfers."""
+        """All spans but transfers."""
         return [span for span in self.spans if Message.of(span.instruction) is None]
 
     def of(self, rank: int) -> list[Span]:
-        """The computations of one rank, in order."""
+        """Return the computations of one rank, in order."""
         return sorted((span for span in self.computed if span.rank == rank), key=lambda s: s.start)
 
 
 def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
-    """The panels below each other, in one scale of time, under a title and lines of text."""
+    """Return a drawing of the panels below each other, on one time scale, under a title and lines of text."""
     columns = max(len(panel.facts) for panel in panels)
     drawing = Drawing(LEFT + TRACK + columns * COLUMN + MARGIN, 0)
     drawing.shapes.append(Text(MARGIN, 38, title, 20, INK, bold=True))
@@ -110,7 +110,7 @@ def _axis(panel: Panel, top: float, bottom: float, scale: float) -> Iterator[Sha
 
 
 def _round_step(length: float) -> float:
-    """The nearest 1, 2 or 5 times a power of ten that is no smaller."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below `length`."""
     power = 10.0 ** floor(log10(length))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= length * (1 - 1e-9))
 
@@ -145,7 +145,7 @@ def _block(span: Span, chunk: int, x: float, y: float, scale: float) -> Iterator
 
 
 def _held(panel: Panel, own: Sequence[Span], bottom: float, scale: float) -> Iterator[Shape]:
-    """How many activations are held, as columns on a common scale."""
+    """Yield the shapes of the activations held over time, as columns on a common scale."""
     steps, most = _activations(own), max(n for rank in range(panel.ranks) for _, n in _activations(panel.of(rank)))
     for (start, count), (end, _) in pairwise(steps):
         height = STRIP * count / max(most, 1)
@@ -155,7 +155,7 @@ def _held(panel: Panel, own: Sequence[Span], bottom: float, scale: float) -> Ite
 
 
 def _activations(own: Sequence[Span]) -> list[tuple[float, int]]:
-    """(time, activations held from then on)."""
+    """Return (time, activations held from then on) pairs."""
     changes = [(s.start, +1) for s in own if s.instruction.op is Op.FORWARD]
     changes += [(s.end, -1) for s in own if s.instruction.op in WEIGHT_GRADIENTS]
     held, steps = 0, [(0.0, 0)]
@@ -171,7 +171,7 @@ def _lighter(color: str, share: float) -> str:
 
 
 def as_text(panel: Panel, width: int) -> str:
-    """The panel in lines of at most `width` characters: as many for a computation as it lasts."""
+    """Return the panel as lines of at most `width` characters; the length of a block is its duration."""
     longest = panel.length or 1.0
     shortest = min((s.end - s.start for s in panel.computed if s.instruction.op in COMPUTATIONS), default=longest)
     room = width - 9

@@ -1,7 +1,7 @@
-"""Memory that the C library keeps for the next request, instead of handing it back to the system.
+"""Setting glibc's allocator to keep freed memory for the next allocation instead of returning it to the system.
 
-A training step asks for the same large pieces of memory again and again. glibc returns them when they are freed, and
-then the system has to find, clear and map each page anew: a tenth of a step's time on a CPU.
+A training step allocates the same large blocks again and again. By default glibc returns them when they are freed, and
+the system has to find, clear and map each page anew: a tenth of a step's time on a CPU.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _KEPT, _LARGEST = 1 << 30, 1 << 25  # bytes: free at the end of the heap; of one
 
 
 def keep_freed_memory() -> None:
-    """For this process, where glibc is its allocator and the environment says nothing about it."""
+    """Set this process's glibc to keep freed memory, unless the environment configures the allocator."""
     spoken_for = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if sys.platform != "linux" or spoken_for:
         return

@@ -1,4 +1,4 @@
-"""What `megaprec train` says before the first step and after the last."""
+"""The lines that `megaprec train` prints before the first step and after the last."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,21 +6,19 @@ from pathlib import Path
 from megaprec.data.blend import Blend
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
-from models.estimate.flops import stage_costs
-from models.stages import cuts
 from parallel.pipeline.simulate import bubble, simulate
 from tools.config.run_file import RunConfig
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
-from tools.training.generate import find_checkpoint, generate, harmless, load_model
 from tools.training.resume import resume_lines
+from tools.training.sampling import find_checkpoint, generate, harmless, load_model
 
 SAMPLE_TOKENS = 60
 NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"
 
 
 def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
-    """Model, data, layout, batch arithmetic and stages, in a few lines."""
+    """Print model, data, layout, batch sizes, precision and stages."""
     p, t, model = config.parallel, config.train, corpus.model
     replicas = _count(p.data, "replica")
     tokens, documents = (
@@ -60,7 +58,7 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
 
 
 def _samples(config: RunConfig, corpus: Corpus) -> str:
-    """How many there are; of a blend a line for each data set, with its share and its own epochs."""
+    """Return the number of samples; of a blend a line per data set with its share and its epochs."""
     if not isinstance(corpus.train, Blend):
         return f"{len(corpus.train):,} samples an epoch"
     samples = config.train.steps * config.train.global_batch
@@ -75,7 +73,7 @@ def _samples(config: RunConfig, corpus: Corpus) -> str:
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
-    """What weights, gradients and optimizer state take, by formula and on this rank."""
+    """Print the memory of weights, gradients and optimizer state, by formula and on this rank."""
     formula = _formula(optimizer, in_fp8=False)
     if any(buffer.in_codes for buffer in optimizer.all_buffers()):
         formula = f"{_formula(optimizer, in_fp8=True)} bytes a parameter kept in FP8, {formula}"
@@ -88,7 +86,7 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
 
 
 def print_marked(optimizer: ParallelAMPOptimizer) -> None:
-    """Which parameters a model of the user's own has marked to stay FP32, if any."""
+    """Print the parameters that a custom model has marked to stay in FP32, if there are any."""
     if names := optimizer.marked:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         print(f"marked     {shown}: held and computed in FP32 (set_fp32_attr_to_module)")
@@ -101,11 +99,9 @@ def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool) -> str:
 
 
 def _stages(config: RunConfig, corpus: Corpus) -> str:
-    """Layers of each stage, its share of the cost, and how long a rank will wait."""
-    schedule, train = config.schedule, config.train
-    placed = schedule.rank_of_stage
-    cut = cuts(corpus.model, len(placed), train.seq_length, config.parallel.cuts, placed, config.recompute)
-    costs = stage_costs(corpus.model, cut, train.seq_length, train.micro_batch, config.recompute)
+    """Return the layers and the share of the FLOPs of each stage, and the predicted bubble."""
+    schedule = config.schedule
+    costs = config.stage_costs(corpus.model, schedule.rank_of_stage)
     total = sum(cost.forward for cost in costs)
     said = ", ".join(f"{_count(len(c.cut.layers), 'layer')} ({c.forward / total:.0%})" for c in costs)
     return f"{said}; predicted bubble {bubble(simulate(schedule, lambda i: costs[i.stage].of(i))):.1%}"
@@ -116,7 +112,7 @@ def _count(number: int, what: str, plural: str = "s") -> str:
 
 
 def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
-    """A generated sample, and where everything is."""
+    """Print a generated sample and the paths of checkpoint, metrics and plots."""
     folder = Path(config.train.folder)
     if config.log.sample:
         model, tokenizer = load_model(find_checkpoint(folder))

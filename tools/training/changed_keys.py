@@ -1,7 +1,7 @@
-"""What a run that goes on has other keys for than the run of its checkpoint had, and what that does to it.
+"""Keys of a resumed run that differ from those of the checkpoint's run, and their effect.
 
-Every such key is named. Most of them may change; the run then differs from one that was never changed, which the mark
-says, but for those that no number depends on.
+Every such key is named. Most may change; the run is then no longer bit for bit the one without the change, which MARK
+says, except for keys that no number depends on.
 """
 
 import tomllib
@@ -15,14 +15,15 @@ from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
 from tools.config.checks import lr_schedule
+from tools.config.precision_settings import PLAN_ONLY
 from tools.config.run_file import FREE, RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
 from tools.convert.train_state import TrainState, kept
 
 MARK = " (not bit for bit)"
-JUMP = 1.5  # the ratio of two learning rates from which a step to the next one is a jump
-# Keys on which no number depends. What [data] comes to is told by its tokens, and a rate by the schedule.
+JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
+# Keys that no number depends on. The data is compared by its tokens, the learning rate by its schedule.
 FREELY = (
     "log.*", "checkpoint.*", "train.folder", "train.eval_*", "train.init_from", "train.steps", "data.source",
     "data.blend", "data.text_field", "data.tokenizer", "data.vocab_size", "data.max_chars", "data.workers",
@@ -32,13 +33,15 @@ FREELY = (
 
 
 def keys_of(config: RunConfig) -> dict[str, str]:
-    """What a checkpoint keeps as "run": every key in TOML's grammar, but for tables that it keeps by themselves."""
+    """Return the keys that a checkpoint stores as "run", in TOML's grammar: all but tables that it stores
+    separately.
+    """
     tables = (table for table in config if table[0] not in ("model", "parallel", "precision"))
     return {f"{table}.{key}": toml(value) for table, values in tables for key, value in values}
 
 
 def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[str]:
-    """A line for each key that is another one than in the checkpoint. Keys that it does not know are left out."""
+    """Return a line for each key that differs from the checkpoint. Keys that it does not know are omitted."""
     was, now = _keys(store), _all_keys(config)
     before, after = _schedule(was), config.lr_schedule
     rates = before is not None and not _same_rates(before, after, _taken(config, progress))
@@ -52,7 +55,7 @@ def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[
 
 
 def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
-    """A note if changed keys make the learning rate jump, with the ways out."""
+    """Yield a note if changed keys make the learning rate jump, with the ways out."""
     was = _keys(store)
     before, after, taken = _schedule(was), config.lr_schedule, _taken(config, progress)
     if before is None or not progress.applied or before == after:
@@ -63,9 +66,9 @@ def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[s
         return
     yield (
         f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in step {progress.step + 1}"
-        f"{_stretched(was, config)}. Ways out: lr.schedule=constant lr.peak={last:.3g} lr.warmup=0 goes on with the "
-        f"rate that it had; train.init_from={store.path} with another train.folder and lr.warmup begins a new run with "
-        'these weights; a run that is to be prolonged begins with lr.schedule = "constant" or "wsd"'
+        f"{_stretched(was, config)}. Ways out: lr.schedule=constant lr.peak={last:.3g} lr.warmup=0 keeps the "
+        f"old rate; train.init_from={store.path} with another train.folder and lr.warmup starts a new run with "
+        'these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" from the start'
     )
 
 
@@ -79,11 +82,11 @@ def _stretched(was: dict[str, str], config: RunConfig) -> str:
 def _all_keys(config: RunConfig) -> dict[str, str]:
     tables = {name: dict(getattr(config, name)) for name in ("parallel", "precision")}
     tables["model"] = {key: value for key, value in config.model.model_dump().items() if key in FREE}
-    return keys_of(config) | _flat(tables)
+    return {key: value for key, value in (keys_of(config) | _flat(tables)).items() if key not in PLAN_ONLY}
 
 
 def _keys(store: Store) -> dict[str, str]:
-    """What the checkpoint keeps of the run that saved it. Raises UserError if it is not as it was written."""
+    """Return the keys that the checkpoint stores of its run. Raises UserError if they are damaged."""
     run = store.index.get("run", {})
     tables = {"parallel": store.index.get("layout", {}), "precision": store.index.get("precision", {})}
     tables["model"] = {key: value for key, value in kept(store, "model").items() if key in FREE}
@@ -99,7 +102,7 @@ def _flat(tables: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def _schedule(keys: dict[str, str]) -> LRSchedule | None:
-    """The learning rate that these keys ask for; None if they are not known."""
+    """Return the learning-rate schedule of these keys; None if they are not all known."""
     tables: dict[str, dict[str, Any]] = {"lr": {}, "train": {}}
     try:
         for key, value in keys.items():
@@ -116,6 +119,8 @@ def _taken(config: RunConfig, progress: TrainState) -> int:
 
 
 def _same_rates(before: LRSchedule, after: LRSchedule, taken: int) -> bool:
-    """Whether both say the same of what is left, as far as a thousand places tell."""
+    """Return True if both schedules have the same rates for the rest of the run, compared at up to a thousand
+    points.
+    """
     end = max(before.total, after.total)
     return all(before.at(n) == after.at(n) for n in range(taken, end, max(1, (end - taken) // 1000)))

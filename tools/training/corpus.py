@@ -1,7 +1,7 @@
-"""The data of a run: what [data] names, tokenized if it has to be, split into samples to train on and to hold out.
+"""The data of a run: text or token files of [data], tokenized if necessary, split into training and held-out samples.
 
-A run has one text or data set (data.source) or a blend of several (data.blend). All share one tokenizer: a given one,
-the one that was left beside the data sets, or one that is learned from all texts of the run.
+A run has one text or data set (data.source) or a blend of several (data.blend). All share one tokenizer: the given one,
+the one that lies beside the data sets, or one that is trained on all texts of the run.
 """
 
 import sys
@@ -37,9 +37,10 @@ from tools.training.data_identity import DataSet, Identity, read_identity
 
 @dataclass(frozen=True)
 class Corpus:
-    """model: the run's, with its vocabulary known. held_out, tokenizer: None if the run has none.
+    """The opened data of a run. model: the run's, with its vocabulary size. held_out, tokenizer: None if the run has
+    none.
 
-    identity: what the data is, None where nobody looked. notes: what is worth knowing of it.
+    identity: identifies the data in checkpoints; None if it was not checked. notes: lines for the user.
     """
 
     datasets: tuple[IndexedDataset, ...]
@@ -53,31 +54,32 @@ class Corpus:
 
 @dataclass(frozen=True)
 class _Part:
-    """One text or data set of a run. key, name: the run file's key that names it, and what it says."""
+    """One text or data set of a run. key: the run-file key that names it. name: the value of that key."""
 
     key: str
     name: str
     weight: float
-    prefix: Path  # of its data set, which may have to be made
+    prefix: Path  # of its data set, which may have to be built
 
     @property
     def ready(self) -> bool:
-        """Whether it is the prefix of a data set, not a text."""
+        """Return True if the part is a tokenized data set, False if it is text."""
         return self.prefix == Path(self.name)
 
 
 def check_sources(config: RunConfig) -> None:
-    """Raises UserError for what [data] names and is not there, cannot be read or does not suit. Builds nothing."""
+    """Raise UserError for parts of [data] that do not exist, cannot be read or do not fit together. Builds nothing."""
     check_all(config, _find_data, _find_tokenizer)
 
 
 def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
-    """Builds what is not built yet, opens it, and looks at all of it that this machine has not seen. One process at a
-    time.
+    """Build missing data sets, open all, and check the files that this machine has not yet checked.
 
-    allowed: what may be another one than a checkpoint was trained on, of `identity.ALLOW`.
-    Raises UserError for a missing or empty text, a data set that is not what was built, a text too short for a sample,
-    and a token that the vocabulary does not hold.
+    One process at a time does so. allowed: differences from the checkpoint's data that are accepted, of
+    `data_identity.ALLOW`.
+
+    Raises UserError for a missing or empty text, a damaged data set, a text too short for one sample, and a token id
+    outside of the vocabulary.
     """
     parts, given = _parts(config), _given(config)
     texts = [part for part in parts if not part.ready]
@@ -86,7 +88,7 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
 
 
 def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
-    """The corpus with its identity. Raises UserError for what must not be trained on."""
+    """Return the corpus with its identity, after checking its files. Raises UserError for damaged data."""
     sets, notes = list[DataSet](), list[str]()
     tokenizer = corpus.tokenizer.path if corpus.tokenizer else None
     for part, dataset in zip(_parts(config), corpus.datasets, strict=True):
@@ -108,7 +110,9 @@ def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
 
 
 def _other_tokenizer(prefix: Path, record: dict[str, Any] | None, tokenizer: Path | None) -> Iterator[str]:
-    """A note if the data set was built with another tokenizer. Raises UserError if that lies beside it."""
+    """Yield a note if the data set was built with another tokenizer. Raises UserError if that tokenizer lies
+    beside it.
+    """
     if record is None or tokenizer is None or record.get("tokenizer_sha256") == file_digest(tokenizer):
         return
     if tokenizer == beside(prefix, ".model"):
@@ -117,7 +121,7 @@ def _other_tokenizer(prefix: Path, record: dict[str, Any] | None, tokenizer: Pat
 
 
 def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | None) -> Corpus:
-    """The corpus of data sets and a tokenizer file that are there. Any number of processes may open it."""
+    """Open existing data sets and an existing tokenizer file. Any number of processes may do so at once."""
     tokenizer = load_tokenizer(model_file) if model_file else None
     model = config.model.with_vocab(_vocab(config, tokenizer))
     train, data, parts = config.train, config.data, _parts(config)
@@ -138,9 +142,9 @@ def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | No
 
 
 def open_kept(config: RunConfig) -> Corpus:
-    """The corpus that a run was trained on, from the files that it left. Builds nothing.
+    """Open the data that a run was trained on, from the files in its folder. Builds nothing.
 
-    Raises UserError if they are gone.
+    Raises UserError if they no longer exist.
     """
     parts, given = _parts(config), _given(config)
     left = _learned(config)
@@ -154,7 +158,7 @@ def open_kept(config: RunConfig) -> Corpus:
 
 @contextmanager
 def _about(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]:
-    """Puts before the problems that are raised inside what they are about: a part of the data, and keys."""
+    """Prefix the problems raised inside the context with the part of the data and the keys that they concern."""
     try:
         yield
     except UserError as error:
@@ -196,16 +200,16 @@ def _find_tokenizer(config: RunConfig) -> None:
         key = ready[0].key
         if config.log.sample:
             raise UserError(
-                f"log.sample needs a tokenizer, but {key} came without one: give data.tokenizer or no log.sample"
+                f"log.sample needs a tokenizer, but {key} has none: set data.tokenizer or remove log.sample"
             )
         if len(ready) < len(parts):
-            raise UserError(f"{key} came without a tokenizer, which the blend's texts need too: give data.tokenizer")
+            raise UserError(f"{key} has no tokenizer, which the texts of the blend need: set data.tokenizer")
 
 
 def _given(config: RunConfig) -> Path | None:
-    """The tokenizer file to use: data.tokenizer, else the one that `megaprec data build` left beside its data sets.
+    """Return the tokenizer file: data.tokenizer, or the one that `megaprec data build` left beside its data sets.
 
-    Raises UserError if those of a blend are not the same.
+    Raises UserError if the data sets of a blend have different tokenizers.
     """
     if config.data.tokenizer:
         return Path(config.data.tokenizer)
@@ -213,8 +217,8 @@ def _given(config: RunConfig) -> Path | None:
     there = [file for file in left if file.is_file()]
     if any(file.read_bytes() != there[0].read_bytes() for file in there[1:]):
         raise UserError(
-            f"data.blend: {', '.join(map(str, there))} are not all the same tokenizer, so their ids mean different "
-            "things: build the data sets with one --tokenizer"
+            f"data.blend: {', '.join(map(str, there))} are different tokenizers, so equal token ids mean "
+            "different tokens: build the data sets with one --tokenizer"
         )
     return there[0] if there else None
 
@@ -223,25 +227,26 @@ def _source(config: RunConfig, part: _Part) -> Source:
     data = config.data
     with _about(config, part):
         if part.name.endswith((".bin", ".idx")):
-            raise UserError(f'of a .bin and .idx pair give the common prefix, "{part.name[:-4]}"')
+            raise UserError(f'give the common prefix of the .bin and .idx pair, "{part.name[:-4]}"')
         return open_source(part.name, text_field=data.text_field, max_chars=data.max_chars or None)
 
 
 def _cache(config: RunConfig) -> Path:
-    """The folder of the data sets that are made of texts."""
+    """Return the folder of the data sets that are built of texts."""
     return Path(config.data.cache) if config.data.cache else Path(config.train.folder) / "data"
 
 
 def _learned(config: RunConfig) -> Path:
-    """The tokenizer that is learned from the texts."""
+    """Return the path of the tokenizer that is trained on the texts."""
     return beside(_cache(config) / ("blend" if config.data.blend else "text"), ".model")
 
 
 @dataclass(frozen=True)
 class _Encoding:
-    """Which tokenizer texts are encoded by. kept: the file of it in the run's newest checkpoint, if it has to be that.
+    """The tokenizer of texts. kept: its copy in the run's newest checkpoint, if it must stay the same.
 
-    file: where it lies, or will. vocab_size: how many tokens are learned if it is not there; None if none are.
+    file: its path, whether it exists or not. vocab_size: vocabulary size to train if it does not exist; None if it is
+    given.
     """
 
     file: Path
@@ -249,20 +254,20 @@ class _Encoding:
     kept: Path | None = None
 
     def reusable(self, part: _Part, source: Source) -> BuildResult | None:
-        """The data set of a text, if it is there and is the one that would be made."""
+        """Return the existing data set of a text if it is the one that would be built, otherwise None."""
         return reusable(part.prefix, source, self.file, self.vocab_size)
 
     @property
     def there(self) -> bool:
-        """Whether the file is there, and what it has to be."""
+        """Return True if the file exists and is the required tokenizer."""
         return self.file.is_file() and (self.kept is None or self.file.read_bytes() == self.kept.read_bytes())
 
 
 def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None, allowed: Collection[str]) -> Path:
-    """Makes data sets of texts, one process at a time; returns the tokenizer file they were made with.
+    """Build the data sets of texts, one process at a time; return the tokenizer file.
 
-    A data set in the run's own folder may be replaced, as long as the run goes on with what it was trained on or is
-    allowed another; one in data.cache may not.
+    A data set in the run's own folder may be replaced as long as the run resumes with the data of its checkpoint, or
+    may use other data; one in data.cache may not.
     """
     sources, store = {part: _source(config, part) for part in texts}, newest(config.checkpoint_folder)
     encoding = _encoding(config, given, store if "tokenizer" not in allowed else None)
@@ -279,7 +284,9 @@ def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None, allowe
 
 
 def _encoding(config: RunConfig, given: Path | None, store: Store | None) -> _Encoding:
-    """store: the checkpoint that the run goes on from, whose tokenizer has to stay. Raises UserError if it cannot."""
+    """Return the tokenizer of texts. store: the checkpoint to resume from, whose tokenizer must stay. Raises
+    UserError.
+    """
     kept = read_tokenizer(store) if store and not given else None
     if store is None or given or kept is None:
         return _Encoding(given or _learned(config), None if given else config.data.vocab_size)
@@ -327,7 +334,7 @@ def _build_alone(
 
 
 def _other_texts(texts: dict[_Part, Source], store: Store | None, allowed: Collection[str]) -> Iterator[str]:
-    """Problems, if texts that have to be tokenized are not those that the checkpoint was trained on."""
+    """Yield a problem if the texts are not those that the checkpoint was trained on."""
     if store is None or "data" in allowed:
         return
     kept = read_identity(store)
@@ -350,24 +357,28 @@ def _tokens_there(part: _Part) -> str:
 
 
 def _in_the_way(config: RunConfig, texts: dict[_Part, Source], encoding: _Encoding) -> Iterator[str]:
-    """Problems, if data.cache holds what others may be trained on."""
+    """Yield problems if data.cache holds data sets of other texts or tokenizers, which other runs may use."""
     if not config.data.cache:
         return
     files = [beside(part.prefix, ".idx") for part in texts]
     files += [encoding.file] if encoding.kept and not encoding.there else []
     for file in (file for file in files if file.exists()):
-        yield f"[data] names another text or tokenizer than {file} is of; others may need it: give another data.cache"
+        yield (
+            f"{file} was built of another text or tokenizer than [data] names, and other runs may use it: set "
+            "another data.cache"
+        )
 
 
 def _vocab(config: RunConfig, tokenizer: Tokenizer | None) -> int:
     asked = config.model.vocab
     if tokenizer is None and asked == 0:
         raise UserError(
-            "model.vocab = 0 asks the tokenizer, but data.source came without one: give model.vocab or data.tokenizer"
+            "model.vocab = 0 takes the vocabulary size of the tokenizer, but data.source has none: set model.vocab "
+            "or data.tokenizer"
         )
     if tokenizer is not None and 0 < asked < tokenizer.vocab_size:
         raise UserError(
-            f"model.vocab = {asked} does not hold the {tokenizer.vocab_size} tokens of {tokenizer.path}: "
+            f"model.vocab = {asked} is smaller than the {tokenizer.vocab_size} tokens of {tokenizer.path}: "
             f"use 0 or at least {tokenizer.vocab_size}"
         )
     return asked or (tokenizer.vocab_size if tokenizer else 0)

@@ -1,8 +1,9 @@
-"""Which data a run is trained on, as its checkpoints keep it, and how another run's differs from it.
+"""The identity of the data that a run is trained on, as its checkpoints store it, and its differences from another
+run's.
 
-Samples are counted, so a run that goes on takes up its data where it was. With other tokens, in another order or with
-another share held out, that place means something else: text would be trained on twice or never, or be judged by what
-it was trained on. Such a run is refused unless it is meant.
+A resumed run continues at a sample number. With other tokens, another order or another held-out part, that number means
+another sample: text would be trained on twice or never, or the model would be evaluated on text that it has seen. Such
+a run is refused unless --allow accepts the difference.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from megaprec.errors import UserError
 from tools.config.settings import Data, Train
 from tools.console.toml import toml
 
-ALLOW = ("data", "tokenizer", "seed", "shuffle")  # what a run that goes on may have other ones of only if it is said
+ALLOW = ("data", "tokenizer", "seed", "shuffle")  # differences that a resumed run may have only with --allow
 
 
 class _Kept(BaseModel):
@@ -24,9 +25,9 @@ class _Kept(BaseModel):
 
 
 class DataSet(_Kept):
-    """One text or data set. source: its name in the run file. text: what it was tokenized from, None if unknown.
+    """One text or data set. source: its name in the run file. text: the text that was tokenized, None if unknown.
 
-    The rest as in `megaprec.data.intact.Contents`.
+    The other fields are those of `megaprec.data.intact.Contents`.
     """
 
     source: str
@@ -40,7 +41,9 @@ class DataSet(_Kept):
 
 
 class Identity(_Kept):
-    """All that decides which samples come in which order. tokenizer: SHA-256 of its file, empty if there is none."""
+    """All settings that decide which samples come in which order. tokenizer: SHA-256 of its file, empty if there
+    is none.
+    """
 
     sets: list[DataSet]
     tokenizer: str
@@ -51,14 +54,14 @@ class Identity(_Kept):
 
 @dataclass(frozen=True)
 class Difference:
-    """what: one of ALLOW. line: what it was and what it is."""
+    """One difference. what: one of ALLOW. line: the old and the new value."""
 
     what: str
     line: str
 
 
 def read_identity(store: Store) -> Identity | None:
-    """The data that a checkpoint was trained on; None if an earlier version saved it. Raises UserError."""
+    """Return the data that a checkpoint was trained on; None if an earlier version saved it. Raises UserError."""
     if "data" not in store.index:
         return None
     try:
@@ -72,7 +75,7 @@ def read_identity(store: Store) -> Identity | None:
 
 
 def other_settings(kept: Identity, data: Data, train: Train) -> Iterator[Difference]:
-    """What differs, as far as keys tell."""
+    """Yield the differences between the keys of the run and the stored identity."""
     if kept.held_out != data.held_out:
         line = f"data.held_out: {toml(kept.held_out)} -> {toml(data.held_out)}: other text is kept for evaluation"
         yield Difference("data", line)
@@ -92,7 +95,7 @@ def other_settings(kept: Identity, data: Data, train: Train) -> Iterator[Differe
 
 
 def other_sets(kept: Identity, now: Identity) -> Iterator[Difference]:
-    """What differs in the data sets themselves."""
+    """Yield the differences between the data sets of the run and the stored ones."""
     if len(kept.sets) != len(now.sets):
         return
     for n, (was, one) in enumerate(zip(kept.sets, now.sets, strict=True)):
@@ -102,7 +105,9 @@ def other_sets(kept: Identity, now: Identity) -> Iterator[Difference]:
 
 
 def _same(was: DataSet, one: DataSet) -> bool:
-    """A digest of some blocks says nothing of one of all."""
+    """Return True unless the digests differ; digests of different sets of blocks cannot be compared and count as
+    equal.
+    """
     sizes = (was.tokens, was.documents, was.idx_sha256) == (one.tokens, one.documents, one.idx_sha256)
     return sizes and (was.bin_sha256 == one.bin_sha256 or was.sampled != one.sampled)
 

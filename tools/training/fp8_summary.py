@@ -1,4 +1,6 @@
-"""What a run says of its FP8 before it starts: what it cannot do, which products it reaches, and how they are made."""
+"""The FP8 lines that a run prints before it starts, and the checks of FP8 settings that need the model or the
+device.
+"""
 
 import re
 from collections import defaultdict
@@ -23,7 +25,7 @@ from parallel.context import Context
 from tools.config.precision_modules import spans
 from tools.config.run_file import RunConfig
 
-INSTEAD = {  # by dialect: how it says what is false
+INSTEAD = {  # dialect -> field of the recipe -> key of the dialect
     "nemo": {
         "parameters": "fp8_param_gather",
         "dot_product_attention": "fp8_dot_product_attention",
@@ -37,7 +39,7 @@ INSTEAD = {  # by dialect: how it says what is false
 
 
 def check_fp8(config: RunConfig) -> None:
-    """Raises UserError if the run asks for FP8 where there is none."""
+    """Raise UserError if FP8 settings cannot be carried out: not computed, no such weights, or no backend."""
     recipe = config.plan.fp8
     if recipe is None:
         return
@@ -50,8 +52,7 @@ def check_fp8(config: RunConfig) -> None:
     if recipe.backend == "transformer_engine":
         problems += _backend(config.train.device)
     if recipe.wide:
-        model = config.model if config.model.vocab else config.model.with_vocab(config.data.vocab_size)
-        problems += _unused(recipe.wide, _stage(config, model, recipe))
+        problems += _unused(recipe.wide, _stage(config, config.sized_model, recipe))
     if problems:
         raise UserError(*problems)
 
@@ -60,11 +61,11 @@ def _backend(device: str) -> Iterator[str]:
     try:
         transformer_engine.require()
     except UserError as error:
-        yield from (problem.replace("FP8 ", "fp8.", 1) for problem in error.problems)
+        yield from error.problems
         return
     if device == "cpu" or not torch.cuda.is_available():
         there = f'train.device is "{device}"' if device == "cpu" else "torch sees none"
-        yield f'fp8.backend = "transformer_engine": it computes on CUDA devices, and {there}; use "torch"'
+        yield f'fp8.backend = "transformer_engine": it needs a CUDA device, and {there}; use "torch"'
 
 
 def _unused(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
@@ -72,11 +73,13 @@ def _unused(patterns: Sequence[str], stage: Stage) -> Iterator[str]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             likely = next(name for name in names if "layers." in name)
-            yield f'fp8.wide has "{pattern}", but no weight is called so: names are like {likely}'
+            yield f'fp8.wide has "{pattern}", but no weight has such a name; names are like {likely}'
 
 
 def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[str]:
-    """What is in FP8, how a device makes it, and a line for each reason why other products are wide."""
+    """Yield lines on the recipe, on the kernels of a device, and on the weights whose products are not in FP8, by
+    reason.
+    """
     recipe = config.plan.fp8
     if recipe is None:
         return
@@ -93,12 +96,12 @@ def fp8_lines(config: RunConfig, model: ModelConfig, device: str) -> Iterator[st
 
 
 def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Eligibility]:
-    """What becomes of the products with each weight of the layers, as the tensor ranks of the run hold it."""
+    """Return the eligibility of each weight of the layers, as the tensor-parallel ranks of the run hold it."""
     return _stage(config, model, recipe).context.fp8.reached
 
 
 def _stage(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
-    """The whole model as a tensor rank of the run holds it, without memory."""
+    """Return the whole model as one tensor-parallel rank of the run holds it, on the meta device."""
     plan, tp = replace(config.plan, fp8=recipe), Axis("tp", 0, config.parallel.tensor)
     context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp))
     with torch.device("meta"):
@@ -119,7 +122,7 @@ def _recipe(recipe: FP8Recipe) -> str:
 
 
 def _ways(plan: PrecisionPlan, device: str) -> str:
-    """How the products are made, those together that are made alike."""
+    """Return how the products are computed, grouped by kernel."""
     assert plan.fp8 is not None
     alike = defaultdict[str, list[str]](list)
     for name, way in ways(plan.fp8, torch.device(device), plan.compute, plan.gradients).items():
@@ -130,7 +133,7 @@ def _ways(plan: PrecisionPlan, device: str) -> str:
 
 
 def _names(reached: list[Eligibility]) -> Iterator[str]:
-    """Their names, alike ones of all layers and experts together: "layers.0-3.mlp.down.weight"."""
+    """Yield the names of the weights, those of all layers and experts together: "layers.0-3.mlp.down.weight"."""
     alike = defaultdict[str, dict[int, int]](dict)
     for one in reached:
         name = re.sub(r"\.experts\.\d+\.", ".experts.*.", one.name)

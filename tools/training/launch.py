@@ -1,12 +1,12 @@
-"""Local ranks, started and watched by torch's own elastic launcher; or a world that is already there.
+"""Starting local ranks with torch's elastic launcher, or joining ranks that something else has started.
 
-`launch_local` runs this program once per rank, over a rendezvous on a free port of this machine, and waits.
-The first rank that fails ends the run: the others are stopped, its exit code is ours, and its reason, left
-behind by `note_failure`, is the last thing printed. A signal to the launcher is handed on to the ranks, which
-may take their time to end; a second one kills them.
+`launch_local` runs this program once per rank, over a rendezvous on a free port of this machine, and waits. The first
+rank that fails ends the run: the others are stopped, its exit code is returned, and its reason, stored by
+`note_failure`, is printed last. A signal to the launcher is passed on to the ranks, which may take their time to end; a
+second signal kills them.
 
-Where something else started the ranks (torchrun, Kubernetes, srun), `joined_world` says so and nothing is
-launched. Slurm speaks of ranks in its own variables; `slurm_environment` says them in torch's.
+If something else has started the ranks (torchrun, Kubernetes, srun), `joined_world` returns True and nothing is
+launched. Slurm describes ranks in its own variables; `slurm_environment` translates them into torch's.
 """
 
 import logging
@@ -32,11 +32,11 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from megaprec.errors import UserError
 from tools.training.signals import listening
 
-OURS = "megaprec_"  # begins the run id of ranks that we started
+OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
 WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
-# Ctrl-C ends a rank without a traceback, for the launcher speaks of it. On Linux a rank ends when its launcher is
-# killed (prctl's option 1 is PR_SET_PDEATHSIG); elsewhere it would go on alone.
+# Ctrl-C ends a rank without a traceback, for the launcher reports it. On Linux a rank ends when its launcher is
+# killed (prctl's option 1 is PR_SET_PDEATHSIG); elsewhere it would keep running.
 PROGRAM = """
 import ctypes, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -50,17 +50,16 @@ sys.exit(main())
 
 
 def launch_local(argv: Sequence[str], ranks: int, threads: int = 0) -> int:
-    """Runs `megaprec <argv>` on `ranks` local ranks and returns the exit code, see `start_ranks`."""
+    """Run `megaprec <argv>` on `ranks` local ranks and return the exit code; see `start_ranks`."""
     root = str(Path(__file__).resolve().parents[2])
     return start_ranks([sys.executable, "-P", "-c", PROGRAM, root, *argv], ranks, threads)
 
 
 def start_ranks(command: Sequence[str], ranks: int, threads: int = 0) -> int:
-    """Runs `command` once per rank with torchrun's variables set, and waits for all.
+    """Run `command` once per rank with torchrun's variables set, and wait for all.
 
-    `threads` is the number of CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, else an equal
-    share of the cores. Returns 0, or the exit code of the first rank that failed (128 + signal when a signal
-    ended it or this launcher).
+    threads: CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, otherwise an equal share of the cores. Returns
+    0, or the exit code of the first rank that failed (128 + signal if a signal ended it or the launcher).
     """
     with tempfile.TemporaryDirectory(prefix="megaprec_") as folder, _launching(threads or share_of_cores(ranks)):
         local = _Ranks(command, ranks, folder)
@@ -73,7 +72,9 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0) -> int:
 
 
 def _exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | None) -> int:
-    """Says why the ranks ended, unless they did so themselves. told: the signal that was handed on to them."""
+    """Print why the ranks ended, unless they have, and return the exit code. told: the signal that was passed on
+    to them.
+    """
     rank, failure = first_failure(failures)
     if told and failure.exitcode == 128 + told:
         return failure.exitcode
@@ -89,7 +90,7 @@ def _stopped(number: signal.Signals) -> int:
 
 
 class _Ranks:
-    """`ranks` processes of `command` under torch's agent, which keeps in `folder` why they fail."""
+    """`ranks` processes of `command` under torch's agent, which stores the reasons of failures in `folder`."""
 
     def __init__(self, command: Sequence[str], ranks: int, folder: str) -> None:
         program, *arguments = (part.replace("$", "$$") for part in command)  # the agent would substitute $name
@@ -100,7 +101,7 @@ class _Ranks:
                 run_id=OURS + uuid.uuid4().hex,
                 min_nodes=1,
                 max_nodes=1,
-                local_addr="127.0.0.1",  # a machine's own name need not resolve
+                local_addr="127.0.0.1",  # the host name need not resolve
             )
         )
         spec = WorkerSpec(
@@ -113,17 +114,17 @@ class _Ranks:
             local_addr="127.0.0.1",
         )
         self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
-        self.told: signal.Signals | None = None  # the signal that was handed on
+        self.told: signal.Signals | None = None  # the signal that was passed on
 
     def run(self) -> Mapping[int, ProcessFailure]:
-        """Returns, when all have ended, the failed ranks. Raises SignalException for a signal before they began."""
+        """Wait for all ranks and return those that failed. Raises SignalException for a signal before they started."""
         try:
             return cast(RunResult, self.agent.run()).failures
         finally:
             self.meeting.shutdown()
 
     def hand_on(self, number: signal.Signals) -> None:
-        """Tells each rank what this process was told."""
+        """Send each rank the signal that this process received."""
         pids = self._pids()
         if not pids:
             raise SignalException(f"got {number.name}", number)
@@ -133,7 +134,7 @@ class _Ranks:
                 os.kill(pid, number)
 
     def kill(self, number: signal.Signals) -> None:
-        """Ends each rank and what it has started; the agent then finds them failed."""
+        """Kill each rank and its child processes; the agent then finds them failed."""
         for pid in self._pids():
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -143,7 +144,7 @@ class _Ranks:
 
 
 def share_of_cores(ranks: int) -> int:
-    """CPU threads per local rank: OMP_NUM_THREADS if it is set, else cores / ranks, at least 1."""
+    """Return the CPU threads per local rank: OMP_NUM_THREADS if it is set, otherwise cores / ranks, at least 1."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal():
         return int(asked)
@@ -152,20 +153,20 @@ def share_of_cores(ranks: int) -> int:
 
 
 def note_failure(error: BaseException) -> None:
-    """Leaves the reason of this rank's failure for the launcher to print; call it while handling `error`."""
+    """Store the reason of this rank's failure for the launcher to print; call it while handling `error`."""
     get_error_handler().record_exception(error)
 
 
 def must_tell() -> bool:
-    """Whether this process has to print its own failure: not where a launcher will, once, after everything else."""
+    """Return True if this process prints its own failure, False if a launcher prints it after all ranks have ended."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     return run is None or (not run.startswith(OURS) and os.environ["RANK"] == "0")
 
 
 def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is a rank that something else started. Raises UserError if that is only half said.
+    """Return True if something else started this process as a rank. Raises UserError if the variables are incomplete.
 
-    A world that is half described must not fall back to local ranks: every node would train alone.
+    An incompletely described world must not fall back to local ranks: every node would train alone.
     """
     described = {**environ, **slurm_environment(environ)}
     missing = [name for name in WORLD if not described.get(name)]
@@ -178,9 +179,10 @@ def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Torch's variables for a task of a Slurm step of several tasks, else none; for os.environ.update().
+    """Return torch's variables for a task of a Slurm step of several tasks, otherwise none; for os.environ.update().
 
-    MASTER_ADDR and MASTER_PORT are kept if set, else the step's first node and a port made of the job id.
+    MASTER_ADDR and MASTER_PORT are kept if set; otherwise they are the step's first node and a port computed from the
+    job id.
     """
     if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
@@ -198,7 +200,9 @@ def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tasks_of_node(environ: Mapping[str, str]) -> str:
-    """Tasks of the Slurm step on this node, "" if Slurm does not say. "2(x3),1" are four nodes."""
+    """Return the number of tasks of the Slurm step on this node, "" if Slurm does not state it. "2(x3),1" are four
+    nodes.
+    """
     nodes: list[str] = []
     for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         nodes += [tasks] * int(times or 1)
@@ -207,7 +211,9 @@ def _tasks_of_node(environ: Mapping[str, str]) -> str:
 
 
 def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether Slurm shows this task a CUDA device of its own and no other (--gpus-per-task), not one for all tasks."""
+    """Return True if Slurm shows this task one CUDA device of its own (--gpus-per-task), not all devices of the
+    node.
+    """
     if torch.cuda.device_count() != 1 or "SLURM_PROCID" not in environ:
         return False
     tasks, devices = environ.get("LOCAL_WORLD_SIZE"), environ.get("SLURM_GPUS_ON_NODE")
@@ -215,9 +221,9 @@ def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank whose failure began it all: not one that the launcher stopped, and the earliest to leave word.
+    """Return the rank that failed first: the earliest to store its reason, and not one that the launcher stopped.
 
-    torch tells failures apart by whole seconds; a rank that lost its peer fails within milliseconds of it.
+    torch records the times of failures in whole seconds; a rank that loses its peer fails within milliseconds.
     """
 
     def order(rank: int) -> tuple[bool, float]:
@@ -230,7 +236,9 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def _said(rank: int, failure: ProcessFailure) -> str:
-    """One line for a crash; all lines of a user's mistake (exit code 2) and of a run that stopped itself (3)."""
+    """Return one line for a crash, and all lines for wrong input (exit code 2) and for a run that stopped itself
+    (3).
+    """
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {failure.signal_name()}"
     note: Any = failure.message  # torch says str, but it is what record_exception wrote: {"message": ...}
@@ -245,10 +253,10 @@ def _shell_code(exitcode: int) -> int:
 
 @contextmanager
 def _launching(threads: int) -> Iterator[None]:
-    """Ranks inherit the thread count; the agent's log is hushed and, after it, all is as before."""
+    """Set the thread count that ranks inherit and silence the agent's log; restore both afterwards."""
     environment, handler = dict(os.environ), signal.getsignal(signal.SIGQUIT)
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the agent ends the ranks at once; the others are ours
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # this launcher handles the others
     logging.disable(logging.ERROR)
     try:
         yield

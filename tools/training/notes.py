@@ -1,4 +1,4 @@
-"""Notes: what was understood in a way that the user should know of. `--strict` refuses them."""
+"""Notes: remarks on how a configuration was understood that the user should know. `--strict` refuses them."""
 
 import sys
 from collections.abc import Iterable
@@ -9,14 +9,12 @@ from tools.training.launch import must_tell
 
 
 def add_strict(parser: Any) -> None:
-    """Adds `--strict` to a command."""
-    parser.add_argument(
-        "--strict", action="store_true", help="refuse a configuration that leaves something to be noted"
-    )
+    """Add `--strict` to a command."""
+    parser.add_argument("--strict", action="store_true", help="refuse a configuration that produces notes")
 
 
 def tell_notes(notes: Iterable[str], strict: bool) -> None:
-    """Prints notes on stderr, by one rank. Raises UserError instead if `strict`."""
+    """Print the notes on stderr, on one rank. Raises UserError instead if `strict`."""
     lines = [f"note: {note}" for note in notes]
     if strict and lines:
         raise UserError(*(f"{line} (--strict)" for line in lines))

@@ -1,4 +1,6 @@
-"""Whether a run may go on from the checkpoints in its folder, and what it says of itself if it does."""
+"""Resuming a run: checks that it can resume from the newest checkpoint in its folder, and the lines that it prints
+then.
+"""
 
 import json
 from collections.abc import Collection, Iterator
@@ -14,13 +16,14 @@ from tools.training.changed_keys import MARK, changed_keys, lr_jump
 from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW, Difference, other_sets, other_settings, read_identity
 
-KEPT = {"the data": "data", "the keys": "run"}  # what earlier versions did not keep
+KEPT = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 
 
 def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Collection[str] = ()) -> None:
-    """Raises UserError if the run folder's newest checkpoint is none that the run can go on from.
+    """Raise UserError if the run cannot resume from the newest checkpoint in its folder.
 
-    Without `corpus`, as far as it can be known before there is one. allowed: what may be another one, of ALLOW.
+    corpus: None before the data is open; then only keys are compared. allowed: differences that are accepted, of
+    `ALLOW`.
     """
     store = newest(config.checkpoint_folder)
     if store is None:
@@ -28,7 +31,7 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Co
     if not config.checkpoint.resume:
         raise UserError(
             f"checkpoint.resume = false, but {store.path} is there from an earlier run: "
-            "give another train.folder, or remove this one"
+            "set another train.folder, or remove that checkpoint"
         )
     read_progress(store)
     read_watch(store)
@@ -36,19 +39,20 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Co
     refused = [found for found in differences(store, config, corpus) if found.what not in allowed]
     lines = [*problems, *(found.line for found in refused)]
     if problems:
-        raise UserError(*lines, f"this run cannot go on from {store.path}: give another train.folder")
+        raise UserError(*lines, f"this run cannot resume from {store.path}: set another train.folder")
     if refused:
         flags = " ".join(f"--allow {what}" for what in ALLOW if what in {found.what for found in refused})
         raise UserError(
             *lines,
-            f"this run cannot go on from {store.path} so: take it back, give {flags} to go on all the same, or give "
+            f"this run cannot resume from {store.path} with these changes: undo them, accept them with {flags}, or set "
             "another train.folder",
         )
 
 
 def differences(store: Store, config: RunConfig, corpus: Corpus | None = None) -> list[Difference]:
-    """In what the run's data is other than what the checkpoint was trained on; nothing of what an earlier version did
-    not keep."""
+    """Return the differences between the data of the run and of the checkpoint, as far as the checkpoint records
+    its data.
+    """
     identity = read_identity(store)
     found = [*other_settings(identity, config.data, config.train)] if identity else []
     if corpus:
@@ -58,7 +62,7 @@ def differences(store: Store, config: RunConfig, corpus: Corpus | None = None) -
 
 
 def resume_lines(config: RunConfig, corpus: Corpus, checkpoint: Path) -> Iterator[str]:
-    """What is to be said of a run that goes on: every key that is another one now, and what is not as it seems."""
+    """Yield the lines that a resumed run prints: changed keys, warnings and notes."""
     store = Store(checkpoint)
     progress = read_progress(store)
     if progress.step >= config.train.steps:
@@ -77,16 +81,18 @@ def resume_lines(config: RunConfig, corpus: Corpus, checkpoint: Path) -> Iterato
 
 
 def same_key(line: str, other: str) -> bool:
-    """Whether two lines speak of one key."""
+    """Return True if both lines are about one key."""
     return line.partition(":")[0] == other.partition(":")[0]
 
 
 def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
-    """Keys that the checkpoint does not know yet have their default in it."""
+    """Yield a problem for each key of [model] that differs from the checkpoint. Keys that are new since have their
+    default in it.
+    """
     saved, asked = (json.loads(m.model_dump_json()) for m in (read_model(store), model))
     free = set(FREE)
     if model.positions == "rope":
-        free.add("max_positions")  # nothing in the model has that size
+        free.add("max_positions")  # no weight of the model has that size
     if model.vocab == 0:
         free.add("vocab")  # not known yet
     for key in asked:
@@ -95,7 +101,7 @@ def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
 
 
 def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
-    """A checkpoint made of a Hugging Face folder has weights alone."""
+    """Yield a problem if the checkpoint has no optimizer state, as one that was converted from Hugging Face."""
     if lacking := [name for name in make_rule(config.optimizer).names if not store.shapes(name)]:
         yield (
             f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer goes on with: a run begins with "
@@ -104,7 +110,7 @@ def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
 
 
 def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[Difference]:
-    """Ids mean something else under another tokenizer, though the vocabulary may have the same size."""
+    """Return a difference if the tokenizer is another one: equal token ids then mean different tokens."""
     was, tokenizer = read_tokenizer(store), corpus.tokenizer
     if was and (tokenizer is None or was.read_bytes() != tokenizer.path.read_bytes()):
         is_not = f"{tokenizer.path} is not" if tokenizer else "there is none, which is not"

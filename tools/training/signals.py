@@ -1,9 +1,9 @@
-"""How a run is told to end: by a signal, after which it finishes its step, saves its state and exits with 128 + signal.
+"""Stopping a run by a signal: it finishes its step, saves its state and exits with 128 + signal.
 
-SIGTERM comes from whoever stops programs, SIGINT from Ctrl-C, SIGHUP from a closed terminal, SIGUSR1 from Slurm shortly
-before time is up, if asked to. A second signal ends the run at once. But many say one request twice: `timeout` and
-systemd signal a launcher and its ranks, and the launcher hands on what it got; so what follows within a second is an
-echo of the first.
+SIGTERM comes from process managers, SIGINT from Ctrl-C, SIGHUP from a closed terminal, SIGUSR1 from Slurm shortly
+before the time limit, if requested. A second signal ends the run at once. One request may arrive several times:
+`timeout` and systemd signal the launcher and its ranks, and the launcher passes its signal on. A signal within a second
+of the first is therefore ignored.
 """
 
 import os
@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-ECHO = 1.0  # seconds after a signal in which another one is the same request
+ECHO = 1.0  # seconds after a signal within which another one is the same request
 
 OnSignal = Callable[[signal.Signals], None]
 
 
 class Stopped(Exception):
-    """A run has ended because a signal said so, its state saved. code: what the command exits with, 128 + signal."""
+    """The run ended because of a signal, with its state saved. code: exit code of the command, 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -28,16 +28,17 @@ class Stopped(Exception):
 
 
 def end(number: signal.Signals) -> None:
-    """Ends this process by the signal, as if nobody had listened to it."""
+    """End this process by the signal, with the default handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 @contextmanager
 def listening(first: OnSignal, again: OnSignal = end) -> Iterator[None]:
-    """Within it the first of SIGNALS calls `first`, and later ones but its echo `again`; after it all is as before.
+    """Within the context the first of SIGNALS calls `first` and later ones call `again`, except repetitions of the
+    first.
 
-    A SIGHUP that is ignored, as nohup has it, stays so. For the main thread, which makes both calls.
+    The old handlers are restored afterwards. An ignored SIGHUP (nohup) stays ignored. Must be used in the main thread.
     """
     told: float | None = None
 

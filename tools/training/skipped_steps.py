@@ -1,4 +1,4 @@
-"""What a run does about skipped steps: the event that each leaves in events.jsonl, and the end of a hopeless run."""
+"""Skipped steps: the event that each writes to events.jsonl, and the exception that ends a diverged run."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,14 +11,14 @@ Ids = Callable[[int, int], list[int] | list[str]]
 
 
 class TrainingDiverged(Exception):
-    """Training stopped itself: steps overflow and will go on doing so, or may not. The command exits with code 3."""
+    """Training stopped itself because steps keep overflowing or must not overflow. The command exits with code 3."""
 
 
 def overflow_event(report: StepReport, step: int, samples: range, watch: OverflowMonitor, ids: Ids) -> dict[str, Any]:
-    """What events.jsonl keeps of a skipped step.
+    """Return the record of a skipped step for events.jsonl.
 
-    samples: the positions that the global batch took up in the run's order.
-    ids(position, count): the numbers in the data set of the samples at these positions, in a blend with its name.
+    samples: positions of the global batch in the run's order. ids(position, count): numbers of the samples at these
+    positions in the data set; in a blend with the name of the data set.
     """
     return {
         "event": "overflow",
@@ -35,7 +35,9 @@ def overflow_event(report: StepReport, step: int, samples: range, watch: Overflo
 
 
 def _fields(offender: Offender, start: int, ids: Ids) -> dict[str, Any]:
-    """The offender's fields; its samples as positions in the run's order, and as numbers in the data set."""
+    """Return the fields of an offender, with its samples as positions in the run's order and as numbers in the
+    data set.
+    """
     fields = asdict(offender)
     if offender.samples is not None:
         first, end = (start + sample for sample in offender.samples)

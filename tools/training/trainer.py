@@ -1,4 +1,4 @@
-"""The training loop: batches in, steps, records, evaluations and checkpoints out. Every rank runs it alike."""
+"""The training loop: steps, records, evaluations and checkpoints. Every rank runs the same loop."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ from tools.training.skipped_steps import TrainingDiverged, overflow_event
 
 
 def optimizer_options(config: RunConfig) -> dict[str, Any]:
-    """What the run asks of its optimizer, as arguments of ParallelAMPOptimizer. Raises UserError."""
+    """Return the run's settings as keyword arguments of ParallelAMPOptimizer. Raises UserError."""
     o, parallel = config.optimizer, config.parallel
     return {
         "average": False,  # the engine divides by the tokens of the global batch
@@ -67,7 +67,7 @@ def optimizer_options(config: RunConfig) -> dict[str, Any]:
 
 
 class Trainer:
-    """One rank's part of a run, which goes on from `checkpoint`, the same on every rank, or starts anew.
+    """One rank of a run, which resumes from `checkpoint` (the same on every rank) or starts at step 1.
 
     mesh: None for one process without torch.distributed.
     """
@@ -93,18 +93,18 @@ class Trainer:
             make_stage=stage_maker(config.model.factory),
         )
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
-        self.progress = TrainState()  # of the steps whose outcome is known; one more may have been taken
+        self.progress = TrainState()  # after the last step whose outcome is known; one more step may have been taken
         self._raised: NonFiniteStep | None = None
-        self._told = 0  # the signal that told this rank to stop
-        self._stops = False  # whether all ranks know that one was told to
-        self.watch = OverflowMonitor(self.engine.optimizer.plan.scaling, config.precision.patience)
+        self._signal = 0  # the signal that asked this rank to stop
+        self._stops = False  # all ranks know that one of them was asked to stop
+        self.monitor = OverflowMonitor(self.engine.optimizer.plan.scaling, config.precision.patience)
         if checkpoint:
             self._resume(checkpoint)
         elif train.init_from:
             start_from(Path(train.init_from), self.engine.optimizer)
         self._taken = self.progress.step
-        self._shadows: dict[int, Shadow] = {}  # by step, of those whose outcome is not known
-        self._seconds: deque[float] = deque()  # of the steps taken whose outcome is not known
+        self._shadows: dict[int, Shadow] = {}  # by step number, of steps whose outcome is not yet known
+        self._seconds: deque[float] = deque()  # durations of steps whose outcome is not yet known
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
         kind = PostValidationOptimizer if self.config.optimizer.validation == "after" else ParallelAMPOptimizer
@@ -117,18 +117,18 @@ class Trainer:
             print(f"warning    {warning.message}")
         store = Store(checkpoint)
         self.progress = read_progress(store)
-        self.watch.load_state_dict(read_watch(store))
+        self.monitor.load_state_dict(read_watch(store))
 
     def run(self) -> None:
-        """All steps that are left, or as many as there are until a signal; a checkpoint at the end.
+        """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
 
-        Raises Stopped after a signal, TrainingDiverged if further steps are of no use; the state is saved.
+        Raises Stopped after a signal and TrainingDiverged if further steps are of no use; the state is saved.
         """
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
             print_memory(self.engine.optimizer)
             print_marked(self.engine.optimizer)
-            if self.progress.step < self.config.train.steps:  # else run.toml would be untrue of those taken
+            if self.progress.step < self.config.train.steps:  # else run.toml would differ from the steps taken
                 self.config.save_resolved(Path(self.config.train.folder))
         with listening(self._ask_to_stop):
             with tf32(self.config.plan.tf32), self._journal() as journal:
@@ -139,64 +139,67 @@ class Trainer:
 
     def _take_steps(self, journal: Journal | None) -> None:
         while self.progress.step < self.config.train.steps and not self._stops:
-            hopeless = ""
-            for record, events in self._records():
-                if journal is not None:
-                    journal.write(record)
-                    for event in events:
-                        journal.write_event(event)
-                hopeless = hopeless or self._no_hope()
+            diverged = ""
+            for report, progress, seconds in self._timed_step():
+                self._write(journal, report, progress, seconds)
+                diverged = diverged or self._divergence()
             done = self.progress.step
-            if done == self._taken and (hopeless or self._stops or self._saves_after(done)):
+            if done == self._taken and (diverged or self._stops or self._saves_after(done)):
                 self._save()
-            if hopeless:
-                raise TrainingDiverged(f"stopped after step {done}, state saved: {hopeless}")
+            if diverged:
+                raise TrainingDiverged(f"stopped after step {done}, state saved: {diverged}")
 
     def _ask_to_stop(self, number: int) -> None:
-        """Every rank will know of it with the outcome of the next step that is agreed on."""
-        self._told = number
+        """Stop after the next step; its consensus tells all ranks."""
+        self._signal = number
         self.engine.optimizer.stop = True
 
     def _leave(self) -> None:
-        """Raises Stopped on all ranks, once the first has said so: who leaves early takes the others with him."""
+        """Raise Stopped. All ranks leave together, for a rank that exits early would abort the others."""
         world, device = self.engine.optimizer.world, self.engine.device
-        stopped = Stopped(int(world.max_(torch.tensor(float(self._told), device=device)).item()))
+        stopped = Stopped(int(world.max_(torch.tensor(float(self._signal), device=device)).item()))
         if self.rank == 0:
             print(f"{stopped} after step {self.progress.step}, state saved: the same command goes on", file=sys.stderr)
         world.barrier()
         raise stopped
 
-    def _no_hope(self) -> str:
-        """Why further steps are of no use; empty if they are."""
+    def _divergence(self) -> str:
+        """Return the reason why further steps are of no use; empty if training may go on."""
         if self._raised is not None:
             return f'precision.on_nonfinite = "raise", and {self._raised}'
-        return self.watch.advice() if self.watch.hopeless else ""
+        return self.monitor.advice() if self.monitor.hopeless else ""
 
     def _journal(self) -> Journal | nullcontext[None]:
-        """Rank 0 keeps it; the others have none."""
+        """Return the journal, which rank 0 alone writes."""
         train, log = self.config.train, self.config.log
         if self.rank:
             return nullcontext()
         return Journal(Path(train.folder), self.progress.step, train.steps, log.every, log.progress, log.tensorboard)
 
-    def _records(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """Takes one step, and the evaluation that is due after it.
-
-        Returns, of each step whose outcome is now known, what metrics.jsonl and events.jsonl keep of it.
-        """
+    def _timed_step(self) -> list[tuple[StepReport, TrainState, float]]:
+        """Take the next step. Returns the steps whose outcome is now known, with the progress and seconds of each."""
         start = time.perf_counter()
         known = self.step()
         self._seconds.append(time.perf_counter() - start)
-        for report, progress in known:
-            shadow = self._shadows.pop(progress.step, None)
-            record = self._record(report, progress, self._seconds.popleft())
-            events = [event] if (event := self._overflow(report, progress)) else []
-            if shadow is not None:
-                record |= shadow_fields(shadow, self.config.fp8)
-                events.append(shadow_event(shadow, progress.step, self.config.fp8))
-            yield record, events
+        return [(report, progress, self._seconds.popleft()) for report, progress in known]
 
-    def _record(self, report: StepReport, progress: TrainState, seconds: float) -> dict[str, Any]:
+    def _write(self, journal: Journal | None, report: StepReport, progress: TrainState, seconds: float) -> None:
+        """Run the evaluation that is due after a step, feed the overflow monitor and write the step's record."""
+        record, shadow = self._fields(report, progress, seconds), self._shadows.pop(progress.step, None)
+        if self._evaluates_after(progress.step) and self.corpus.held_out is not None:
+            record["eval_loss"] = self.evaluate(self.corpus.held_out)
+        self.monitor.note(report)
+        events = [] if report.outcome == "applied" else [self._overflow_event(report, progress)]
+        if shadow is not None:
+            record |= shadow_fields(shadow, self.config.fp8)
+            events.append(shadow_event(shadow, progress.step, self.config.fp8))
+        if journal is not None:
+            journal.write(record)
+            for event in events:
+                journal.write_event(event)
+
+    def _fields(self, report: StepReport, progress: TrainState, seconds: float) -> dict[str, Any]:
+        """Return the fields of metrics.jsonl for one step, without evaluation and FP8 comparison."""
         fields = {
             "step": progress.step,
             **report_fields(report),
@@ -207,8 +210,6 @@ class Trainer:
         }
         if report.offenders:
             fields["overflow_in"] = report.offenders[0].name
-        if self._evaluates_after(progress.step) and self.corpus.held_out is not None:
-            fields["eval_loss"] = self.evaluate(self.corpus.held_out)
         return fields
 
     def _evaluates_after(self, step: int) -> bool:
@@ -223,36 +224,36 @@ class Trainer:
         every = self.config.checkpoint.every
         return step == self.config.train.steps or (bool(every) and step % every == 0)
 
-    def _overflow(self, report: StepReport, progress: TrainState) -> dict[str, Any] | None:
-        self.watch.note(report)
-        if report.outcome == "applied":
-            return None
-        batch = self.config.train.global_batch
-        samples = range(progress.samples - batch, progress.samples)
-        return overflow_event(report, progress.step, samples, self.watch, self._ids)
+    def _overflow_event(self, report: StepReport, progress: TrainState) -> dict[str, Any]:
+        samples = range(progress.samples - self.config.train.global_batch, progress.samples)
+        return overflow_event(report, progress.step, samples, self.monitor, self._sample_ids)
 
-    def _ids(self, position: int, count: int) -> list[int] | list[str]:
+    def _sample_ids(self, position: int, count: int) -> list[int] | list[str]:
         return self.corpus.train.labels(self.corpus.train.batch(position, count).ids)
 
     def step(self) -> list[tuple[StepReport, TrainState]]:
-        """Takes the next step. Returns the steps whose outcome is now known, each with what was then done in all.
+        """Take the next step. Returns the steps whose outcome is now known, each with the progress after it.
 
-        That is this step, unless it was taken on a guess, and before it the last one, if that was. A step that is to
-        raise is remembered.
+        With optimizer.validation = "before" that is this step. With "after" it may be the step before, both or none.
+        A NonFiniteStep is kept, to be raised once the state is saved.
         """
         position = self.progress.samples + (self._taken - self.progress.step) * self.config.train.global_batch
         recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
         share = self.share(self.corpus.train, position)
         if self._shadowed(self._taken + 1):
             self._shadows[self._taken + 1] = self.engine.shadow(share, self._taken)
-        with self._accusing(self.corpus.train):
-            before = self.engine.accumulate(share, self._taken, recording)
-            known = [(before, self._count(before))] if before else []
+        known = list[tuple[StepReport, TrainState]]()
+        with self._locating(self.corpus.train):
+            if before := self.engine.accumulate(share, self._taken, recording):
+                self._advance(before)
+                known.append((before, self.progress))
             self._taken += 1
             if recording:
                 self._write_timeline(recording)
-            report = self._update()
-        return [*known, (report, self._count(report))] if report else known
+            if report := self._update():
+                self._advance(report)
+                known.append((report, self.progress))
+        return known
 
     def _update(self) -> StepReport | None:
         try:
@@ -264,9 +265,11 @@ class Trainer:
         return report
 
     @contextmanager
-    def _accusing(self, samples: Samples | Blend, position: int | None = None) -> Iterator[None]:
-        """Says of an id outside of the vocabulary where it is. position: of the global batch; default: of the first one
-        whose outcome is not known."""
+    def _locating(self, samples: Samples | Blend, position: int | None = None) -> Iterator[None]:
+        """Raise UserError with the file and place of a token id outside of the vocabulary.
+
+        position: the first sample of the global batch; default: of the first step whose outcome is not known.
+        """
         try:
             yield
         except OutsideVocabulary as error:
@@ -275,18 +278,18 @@ class Trainer:
             raise UserError(describe_bad_id(*place, length, error.vocab) or str(error)) from error
 
     def _needs_outcome(self, step: int) -> bool:
-        """Whether something is done after `step` that must not be done on a guess."""
+        """Return True if the outcome of `step` must be known before the next step begins."""
         return self._evaluates_after(step) or self._saves_after(step) or self._shadowed(step + 1)
 
     def _lr(self) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         progress = self.progress
         return self.config.lr_schedule.at(
             progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
         )
 
-    def _count(self, report: StepReport) -> TrainState:
-        """How far the run has come with this step, which may also say that it is to stop."""
+    def _advance(self, report: StepReport) -> None:
+        """Add a step whose outcome is known to `progress`; note whether a rank was asked to stop."""
         self._stops |= report.stop
         progress, batch, applied = self.progress, self.config.train.global_batch, int(report.changed)
         self.progress = TrainState(
@@ -296,7 +299,6 @@ class Trainer:
             progress.applied_samples + applied * batch,
             progress.tokens + self.config.tokens_per_step,
         )
-        return self.progress
 
     def _write_timeline(self, recording: Recording) -> None:
         spans = recording.gather(self.engine.schedule, self.engine.device)
@@ -304,20 +306,20 @@ class Trainer:
             write_trace(Path(self.config.train.folder) / TIMELINE, spans, f"step {self._taken}")
 
     def evaluate(self, samples: Samples | Blend) -> float:
-        """Mean loss over the first train.eval_batches global batches of `samples`, fewer if there are fewer.
+        """Return the mean loss over the first train.eval_batches global batches of `samples`, or as many as there are.
 
-        If `samples` do not fill one batch, it begins again with them: some then count more than others.
+        If `samples` do not fill one batch, they are repeated: some then count more than others.
         """
         batch = self.config.train.global_batch
         count = max(1, min(self.config.train.eval_batches, len(samples) // batch))
         total = 0.0
         for n in range(count):
-            with self._accusing(samples, n * batch):
+            with self._locating(samples, n * batch):
                 total += self.engine.evaluate(self.share(samples, n * batch))
         return total / count
 
     def share(self, samples: Samples | Blend, position: int) -> Share:
-        """This dp rank's consecutive part of the global batch that begins at `position`."""
+        """Return this data-parallel rank's consecutive part of the global batch that begins at `position`."""
         own = self.config.train.global_batch // self.dp.size
         batch = samples.batch(position + self.dp.rank * own, own)
         packing = Packing(batch.documents, batch.positions)
@@ -328,7 +330,7 @@ class Trainer:
         extra = {
             "model": json.loads(self.corpus.model.model_dump_json()),
             "progress": asdict(self.progress),
-            "watch": self.watch.state_dict(),
+            "watch": self.monitor.state_dict(),
             "layout": self.config.parallel.model_dump(),
             "precision": self.config.precision.model_dump(),
             "tokenizer": tokenizer.path.name if tokenizer else "",
@@ -338,6 +340,8 @@ class Trainer:
         if self.corpus.identity:
             extra["data"] = self.corpus.identity.model_dump()
         beside = [tokenizer.path, tokenizer.path.with_name("tokenizer_config.json")] if tokenizer else []
-        files = [file for file in beside if file.is_file()]  # the second says which token ends a document
+        files = [
+            file for file in beside if file.is_file()
+        ]  # tokenizer_config.json names the token that ends a document
         folder, keep = self.config.checkpoint_folder, self.config.checkpoint.keep
         save(folder, self.progress.step, self.engine.optimizer, extra, keep, files, self.engine.fp8)

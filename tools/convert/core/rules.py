@@ -1,6 +1,6 @@
-"""The rows of the name tables: a tensor of another system and the logical tensors of ours that it is made of.
+"""The rows of the name tables: a tensor of another system, and the logical tensors of megaprec that it consists of.
 
-The logical tensors of a model stand here as names and shapes, so that nothing has to be built to convert one.
+The logical tensors of a model are listed as names and shapes, so that nothing has to be built for a conversion.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ Cut = Literal["whole", "rows", "columns", "halves", "thirds", "vocabulary"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One row. In names `.N.` stands for the number of a layer and `.E.` for that of an expert.
+    """One row of a name table. In names `.N.` stands for the number of a layer and `.E.` for that of an expert.
 
-    cut: how the system cuts the tensor over tensor-parallel ranks: not at all, its rows, its columns, the rows of
-    each of its two halves or three thirds, or its rows after padding them. Hugging Face does not cut.
+    cut: how the system shards the tensor over tensor-parallel ranks: not at all, by rows, by columns, by rows of each
+    of its two halves or three thirds, or by rows after padding. Hugging Face does not shard.
     """
 
     foreign: str
@@ -41,7 +41,9 @@ class Match:
 
 
 def matches(rules: Sequence[Rule], model: ModelConfig) -> list[Match]:
-    """The foreign tensors of `model`, each logical tensor in one of them. In the order of the rules, layer by layer."""
+    """Return the foreign tensors of `model`, layer by layer in the order of the rules; each logical tensor is in
+    one of them.
+    """
     shapes, sizes = logical_shapes(model), heads(model)
     found: list[Match] = []
     for rule in _in_order(rules, model):
@@ -54,7 +56,7 @@ def matches(rules: Sequence[Rule], model: ModelConfig) -> list[Match]:
 
 
 def _in_order(rules: Sequence[Rule], model: ModelConfig) -> Iterator[Rule]:
-    """All rules with numbers put in; those of the layers stand where the first of them stands."""
+    """Return all rules with numbers inserted; those of layers stand where the first of them stands."""
     in_layers = [rule for rule in rules if ".N." in rule.foreign]
     for rule in rules:
         if rule not in in_layers:
@@ -74,12 +76,12 @@ def _numbered(rule: Rule, layer: int, experts: int) -> Iterator[Rule]:
 
 
 def heads(model: ModelConfig) -> Heads:
-    """Sizes of the attention heads of `model`."""
+    """Return the sizes of the attention heads of `model`."""
     return Heads(model.heads, model.kv_heads, model.head_dim, model.rotary_dims)
 
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every logical tensor of `model`."""
+    """Return name -> shape of every logical tensor of `model`."""
     h = model.hidden
     shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (model.vocab, h)}
     if model.positions == "learned":

@@ -1,7 +1,7 @@
-"""A model in any format, read by logical names; what every format's reader makes.
+"""A model in any format, read by logical names: the result of every format's reader.
 
-Keys are those of our checkpoints: weight/NAME, exp_avg/NAME and exp_avg_sq/NAME. A tensor of another system may hold
-several logical ones: they are its `Origin`. It is read once, its parts are kept until each is asked for.
+Keys are those of megaprec checkpoints: weight/NAME, exp_avg/NAME and exp_avg_sq/NAME. A tensor of another system may
+contain several logical ones and is their `Origin`. It is read once, and its parts are kept until each has been read.
 """
 
 from collections import Counter
@@ -32,12 +32,11 @@ class Origin:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a model's folder tells besides tensors. Empty where it does not tell.
+    """The information of a model folder besides tensors; fields are empty if the folder lacks it.
 
-    steps: optimizer steps that were applied. rule: numbers of the optimizer's rule.
-    progress, watch, precision, layout: as our checkpoints keep them. unread: what is there and cannot be read.
-    special: bos_token_id and the like, as config.json has them; generation: what generation_config.json says.
-    notes: what a user should know of how the folder was understood, a sentence each.
+    steps: optimizer steps that were applied. rule: numbers of the optimizer's rule. progress, watch, precision, layout:
+    as in megaprec checkpoints. unread: contents that cannot be read. special: bos_token_id and the like, as in
+    config.json; generation: contents of generation_config.json. notes: remarks for the user, a sentence each.
     """
 
     steps: int = 0
@@ -72,7 +71,7 @@ class Source:
         self._held: tuple[str, dict[str, Tensor]] = "", {}
 
     def keys(self, kind: str) -> Iterator[str]:
-        """All keys of a kind, in the order of the files' tensors."""
+        """Return all keys of a kind, in the order of the files' tensors."""
         return (key for key in self.shapes if key.startswith(f"{kind}/"))
 
     @property
@@ -81,16 +80,18 @@ class Source:
         return tuple(dict.fromkeys(key.split("/", 1)[0] for key in self.shapes))
 
     def dtype(self, key: str) -> torch.dtype:
-        """The dtype that a logical tensor is stored in."""
+        """Return the dtype that a logical tensor is stored in."""
         return self._origin[key].dtype
 
     def rows(self, key: str, top: int, bottom: int) -> Tensor:
-        """Rows [top, bottom) of a logical tensor."""
+        """Return rows [top, bottom) of a logical tensor."""
         some = self._origin[key].rows
         return some(top, bottom) if some else self.read(key)[top:bottom]
 
     def pieces(self, key: str) -> Iterator[Tensor]:
-        """A logical tensor's rows, some at a time in their order; all at once if they cannot be read apart."""
+        """Yield the rows of a logical tensor in order, some at a time; all at once if they cannot be read
+        separately.
+        """
         origin, shape = self._origin[key], self.shapes[key]
         if origin.rows is None or not shape:
             yield self.read(key)
@@ -101,7 +102,7 @@ class Source:
             yield origin.rows(top, min(top + step, shape[0]))
 
     def read(self, key: str) -> Tensor:
-        """A logical tensor. The other parts of its foreign tensor stay in memory, for they are asked for next."""
+        """Return a logical tensor. The other parts of its foreign tensor stay in memory, for they are read next."""
         origin = self._origin[key]
         if self._held[0] != origin.name or key not in self._held[1]:
             self._held = "", {}  # lets go of the old one first

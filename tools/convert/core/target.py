@@ -1,9 +1,9 @@
-"""Writing a model in any format: room is made for all tensors first, then they are filled in one by one.
+"""Writing a model in any format: files are allocated first, then tensors are filled in one by one.
 
-A target is written into a hidden folder beside its final name. A journal there has a line for every tensor that is
-written, with a checksum of its values; a conversion that was killed goes on after the last line, and since everything
-has a place of its own, leaves the same bytes. Then all is read back through the reader of the target's format, each
-tensor's checksum is compared, and only then the folder gets its name.
+A target is written to a hidden folder beside its final name. A journal in it has a line for every tensor that is
+written, with a checksum of its values; an interrupted conversion resumes after the last line, and since every tensor
+has a place of its own, it leaves the same bytes. Then everything is read back through the reader of the target's
+format, each tensor's checksum is compared, and only then the folder gets its name.
 """
 
 import errno
@@ -35,7 +35,7 @@ Report = Callable[[int, str], None]  # (bytes written or compared since the last
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a tensor goes. take: the part, of the joined tensor, in the file's dtype."""
+    """The place of a part of a tensor. take: returns the part of the joined tensor, in the file's dtype."""
 
     file: str
     start: int
@@ -46,7 +46,7 @@ class Place:
 class Write:
     """One tensor of the target's format: the keys of the logical tensors that it is joined of, and its places.
 
-    straight: it is one logical tensor at one place, row after row; then it is never in memory as a whole.
+    straight: it is one logical tensor at one place, row by row; it is then never in memory as a whole.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Write:
 
 @dataclass(frozen=True)
 class Target:
-    """What a format's writer makes of a source.
+    """The writer of a format for one source.
 
-    describe: JSON value that tells this conversion from others; a half-done one goes on only if it is the same.
-    dtypes: key -> dtype in which it will be read back.
-    reserve: makes the files in a folder (unless the flag says that they are made) and returns what to write.
-    finish: writes what is not tensors. reopen: reads the folder. left_out: what of the model it cannot say.
+    describe: JSON value that identifies this conversion; an interrupted one is resumed only if it is equal. dtypes: key
+    -> dtype in which it will be read back. reserve: creates the files in a folder (unless the flag says that they
+    exist) and returns the writes. finish: writes everything but tensors. reopen: reads the folder. left_out: parts of
+    the model that the format lacks.
     """
 
     describe: dict[str, Any]
@@ -76,7 +76,7 @@ class Target:
 
 
 def convert(source: Source, target: Target, destination: Path, report: Report) -> None:
-    """Writes `source` to `destination`, which must not be there, whole or not at all. Raises UserError."""
+    """Write `source` to `destination`, which must not exist, completely or not at all. Raises UserError."""
     partial = destination.with_name(f".{destination.name}.partial")
     with _disk_told(destination):
         journal = Journal(partial / JOURNAL, _identity(source, target))
@@ -96,7 +96,7 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
 
 
 def _publish(partial: Path, destination: Path) -> None:
-    """Gives the folder its name, with all that is in it on the disk."""
+    """Flush the folder to disk and give it its name."""
     for path in partial.rglob("*"):
         sync(path)
     partial.rename(destination)
@@ -104,7 +104,7 @@ def _publish(partial: Path, destination: Path) -> None:
 
 
 class Journal:
-    """What was written so far: a line that tells the conversion from others, then a line for each tensor."""
+    """The journal of a conversion: a line that identifies it, then a line per tensor that was written."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path, self.identity = path, identity
@@ -117,7 +117,7 @@ class Journal:
             self.digests = {line["name"]: line["digests"] for line in lines[1:]}
 
     def _whole_lines(self) -> list[dict[str, Any]]:
-        """The last line may have been cut short by a kill; it goes."""
+        """Return the complete lines, without a last one that was truncated by a kill."""
         if not self.path.is_file():
             return []
         content = self.path.read_bytes()
@@ -126,18 +126,18 @@ class Journal:
         return [json.loads(line) for line in whole.splitlines()]
 
     def begin(self) -> None:
-        """Says that the files are made, if it was not said before."""
+        """Record that the files exist, unless that is recorded already."""
         if not self.begun:
             self.path.write_text(json.dumps(self.identity) + "\n")
 
     def add(self, name: str, digests: dict[str, str]) -> None:
-        """Says that a tensor of the target is written."""
+        """Record that a tensor of the target is written."""
         self.digests[name] = digests
         with open(self.path, "a") as file:
             file.write(json.dumps({"name": name, "digests": digests}) + "\n")
 
     def by_key(self) -> dict[str, str]:
-        """Digest of every logical tensor."""
+        """Return the digest of every logical tensor."""
         return {key: value for digests in self.digests.values() for key, value in digests.items()}
 
 
@@ -154,7 +154,7 @@ def _disk_told(destination: Path) -> Iterator[None]:
 
 
 def _identity(source: Source, target: Target) -> dict[str, Any]:
-    """Says what is converted into what: changed files of the source make it another conversion."""
+    """Return a line that identifies the conversion, including the files of the source."""
     files = sorted(f for f in source.path.rglob("*") if f.is_file())
     stamps = [(str(f.relative_to(source.path)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     seen = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
@@ -162,7 +162,7 @@ def _identity(source: Source, target: Target) -> dict[str, Any]:
 
 
 def _make_room(partial: Path, size: int) -> None:
-    """An empty folder on a disk that has room."""
+    """Return an empty folder on a disk with enough room."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     free = shutil.disk_usage(partial).free
@@ -172,13 +172,13 @@ def _make_room(partial: Path, size: int) -> None:
 
 
 def _ordered(writes: list[Write], source: Source) -> list[Write]:
-    """In the order of the source, so that each of its tensors is read once."""
+    """Return the writes in the order of the source, so that each of its tensors is read once."""
     place = {key: number for number, key in enumerate(source.shapes)}
     return sorted(writes, key=lambda write: min(place.get(key, -1) for key in write.keys))
 
 
 def _check_complete(writes: Sequence[Write], target: Target, source: Source) -> None:
-    """Raises UserError unless each logical tensor of the source is written exactly once."""
+    """Raise UserError unless each logical tensor of the source is written exactly once."""
     wanted = [key for write in writes for key in write.keys]
     twice = [key for key, count in Counter(wanted).items() if count > 1]
     assert not twice, f"the table of the target has {twice} twice"
@@ -209,7 +209,7 @@ def _write(write: Write, source: Source, target: Target, partial: Path) -> dict[
 
 
 def _copy(write: Write, source: Source, dtype: torch.dtype, partial: Path) -> str:
-    """Writes a tensor piece by piece; returns its checksum."""
+    """Write a tensor piece by piece; return its checksum."""
     (key,), (place,) = write.keys, write.places
 
     def written() -> Iterator[Tensor]:
@@ -224,7 +224,7 @@ def _copy(write: Write, source: Source, dtype: torch.dtype, partial: Path) -> st
 
 
 def _compare(written: Source, digests: dict[str, str], report: Report) -> None:
-    """Raises UserError unless the target reads back as what was written into it."""
+    """Raise UserError unless the target reads back as it was written."""
     if written.shapes.keys() != digests.keys():
         raise UserError(f"{written.path} has other tensors than were written: {written.shapes.keys() ^ digests.keys()}")
     for key, expected in digests.items():
@@ -235,8 +235,10 @@ def _compare(written: Source, digests: dict[str, str], report: Report) -> None:
 
 
 def checksum(dtype: torch.dtype, shape: Sequence[int], pieces: Iterable[Tensor]) -> str:
-    """CRC-32 of dtype, shape and values: what a disk or a reader gets wrong is not a forgery, and SHA-256 takes three
-    times as long."""
+    """Return the CRC-32 of dtype, shape and values.
+
+    It detects errors of disks and readers; SHA-256 would also detect forgeries, but takes three times as long.
+    """
     made = zlib.crc32(f"{dtype} {tuple(shape)}\n".encode())
     for piece in pieces:
         made = zlib.crc32(raw(piece), made)

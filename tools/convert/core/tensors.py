@@ -1,8 +1,8 @@
-"""Where tensors lie in files, and reading and writing them one at a time.
+"""The places of tensors in files, and reading and writing them one at a time.
 
-Files are read with plain reads, not mapped, so that a program's memory is what it holds and not what it has seen.
-A safetensors file is 8 bytes with the length of a JSON header, the header, and the values one after another; since
-the header can be written before any value is known, a file of any size is filled in place, tensor by tensor.
+Files are read, not mapped, so that a program's memory is what it holds and not what it has touched. A safetensors file
+is 8 bytes with the length of a JSON header, the header, and the values one after another; since the header can be
+written before any value is known, a file of any size is filled in place, tensor by tensor.
 """
 
 import json
@@ -40,7 +40,7 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. start: byte where its storage's first element of it lies. strides: in elements."""
+    """A tensor in a file. start: byte of its first element. strides: in elements."""
 
     file: Path
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Stored:
         return prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """The tensor. UserError if the file ends before it."""
+        """Return the tensor. Raises UserError if the file ends before it."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.strides is None:
@@ -63,7 +63,7 @@ class Stored:
         return self._elements(span).as_strided(self.shape, self.strides)
 
     def rows(self, top: int, bottom: int) -> Tensor:
-        """Rows [top, bottom), without reading the others."""
+        """Return rows [top, bottom), without reading the others."""
         if self.strides is not None:
             return self.read()[top:bottom]
         row = prod(self.shape[1:])
@@ -84,7 +84,7 @@ class Stored:
 
 
 def safetensors_in(file: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file. UserError if it is damaged (the safetensors library looks)."""
+    """Return the tensors of a safetensors file. Raises UserError if the safetensors library finds it damaged."""
     try:
         with safe_open(file, "pt"):
             pass
@@ -105,7 +105,7 @@ def safetensors_in(file: Path) -> dict[str, Stored]:
 def reserve_safetensors(
     file: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], write: bool
 ) -> dict[str, int]:
-    """Makes a safetensors file with room for `tensors` (unless it is there); returns the byte where each begins."""
+    """Create a safetensors file with room for `tensors` (unless it exists); return the first byte of each."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end, offsets = 0, {}
     for name, (dtype, shape) in tensors.items():
@@ -121,13 +121,13 @@ def reserve_safetensors(
 
 
 def allocate(descriptor: int, size: int) -> None:
-    """Takes the room for a file of `size` bytes now, so that a full disk shows before the work and not after it."""
+    """Allocate `size` bytes for a file, so that a full disk is found before the work."""
     if size:
         os.posix_fallocate(descriptor, 0, size)
 
 
 def fill(file: Path, start: int, values: Tensor) -> None:
-    """Writes `values` at byte `start` of a file that has room for them."""
+    """Write `values` at byte `start` of an allocated file."""
     content = raw(values)
     with open(file, "r+b", buffering=0) as opened:
         opened.seek(start)

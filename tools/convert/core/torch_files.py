@@ -1,4 +1,6 @@
-"""Files of torch.save from elsewhere. They are pickles, so only a process apart looks into them (`untrusted.py`)."""
+"""Reading files of torch.save of unknown origin. They are pickles, so only a separate process opens them
+(`untrusted.py`).
+"""
 
 import json
 import subprocess
@@ -26,10 +28,11 @@ class Reference:
 
 
 def contents(files: Sequence[Path]) -> list[Any]:
-    """What torch files hold: dicts (objects of settings too), lists and plain values, a `Stored` for each tensor.
+    """Return the contents of torch files: dicts (also for settings objects), lists and plain values, a `Stored` per
+    tensor.
 
-    A `Reference` stands for a tensor that is elsewhere. Anything else is None. UserError if one is damaged or refers to
-    anything but harmless kinds of objects.
+    A `Reference` stands for a tensor in another file. Anything else is None. Raises UserError if a file is damaged or
+    refers to anything but harmless kinds of objects.
     """
     batches = [files[first : first + AT_ONCE] for first in range(0, len(files), AT_ONCE)]
     answers = [answer for batch in batches for answer in _ask(batch)]
@@ -37,9 +40,9 @@ def contents(files: Sequence[Path]) -> list[Any]:
 
 
 def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Tensors of a distributed checkpoint: name -> shape and chunks, each an offset and a `Stored`.
+    """Return the tensors of a distributed checkpoint: name -> shape and chunks, each an offset and a `Stored`.
 
-    Besides, what its distributed optimizer says that is no tensor: name -> content, as `contents` has it.
+    Also returns the contents of its distributed optimizer besides tensors: name -> content, as in `contents`.
     """
     (found,) = _ask([folder])
     for entry in found["tensors"].values():
@@ -49,7 +52,7 @@ def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[
 
 
 def tensors_in(file: Path) -> dict[str, Stored]:
-    """The tensors of a file that holds a plain state dict, such as pytorch_model.bin."""
+    """Return the tensors of a file that holds a plain state dict, such as pytorch_model.bin."""
     (found,) = contents([file])
     if not isinstance(found, dict) or not all(isinstance(value, Stored) for value in found.values()):
         raise UserError(f"{file} does not hold a dict of tensors")
@@ -70,7 +73,7 @@ def _ask(paths: Sequence[Path]) -> list[Any]:
 
 
 def _built(file: Path, answer: Any, base: int = 0) -> Any:
-    """base: byte where what was asked about begins in the file."""
+    """Return the value of an answer. base: byte where the inner file begins in the file."""
     kind, content = answer
     if kind == "tensor":
         dtype, shape, strides, start = content
@@ -90,7 +93,7 @@ def _stored(file: Path, entry: dict[str, Any]) -> Stored:
 
 
 def _strides(shape: list[int], strides: list[int]) -> tuple[int, ...] | None:
-    """None if the values lie one after another, as they nearly always do."""
+    """Return the strides, or None if the values are contiguous, as they nearly always are."""
     expected, row = [], 1
     for n in reversed(shape):
         expected.insert(0, row)

@@ -1,8 +1,8 @@
-"""How one tensor of another system is made of tensors of ours, and back: rearrangements that lose nothing, as data.
+"""Rearrangements between one tensor of another system and tensors of megaprec, without loss, as data.
 
-Shapes: n query heads, g key/value heads (groups), d head_dim, h hidden. Ours are separate, [features out, features in]:
-query [n d, h], key and value [g d, h]. Others pack the three into one tensor, in one of two orders that have the same
-shape and are therefore easily taken for each other:
+Shapes: n query heads, g key/value heads (groups), d head_dim, h hidden. Megaprec keeps tensors separate, [features out,
+features in]: query [n d, h], key and value [g d, h]. Other systems pack the three into one tensor, in one of two orders
+that have the same shape and are therefore easily confused:
 
     packed    all of query, all of key, all of value                     (GPT-2)
     grouped   for each group its queries, its key head, its value head   (Megatron; GPT-NeoX, where a group is a head)
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Heads:
-    """What a rearrangement has to know. rotary: how many features of a head the positions turn."""
+    """The sizes that a rearrangement needs. rotary: number of features of a head with rotary positions."""
 
     query: int
     kv: int
@@ -27,7 +27,9 @@ class Heads:
 
 @dataclass(frozen=True)
 class Transform:
-    """join: our tensors -> theirs. split: theirs -> ours. Works on meta tensors too, which is how shapes are known."""
+    """A rearrangement. join: megaprec's tensors -> the other system's. split: the inverse. Both work on meta
+    tensors, for shapes.
+    """
 
     join: Callable[[Sequence[Tensor], Heads], Tensor]
     split: Callable[[Tensor, Heads], Sequence[Tensor]]
@@ -52,14 +54,14 @@ def _ungrouped(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
 
 
 def _interleave(x: Tensor, heads: Heads) -> Tensor:
-    """Rotary partners (i, i + r/2) of each head become neighbours (2i, 2i + 1)."""
+    """Move the rotary partners (i, i + r/2) of each head next to each other (2i, 2i + 1)."""
     x = x.unflatten(0, (-1, heads.dim))
     turned = x[:, : heads.rotary].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     return torch.cat((turned, x[:, heads.rotary :]), 1).flatten(0, 1)
 
 
 def _halve(x: Tensor, heads: Heads) -> Tensor:
-    """The way back from `_interleave`."""
+    """Invert `_interleave`."""
     x = x.unflatten(0, (-1, heads.dim))
     turned = x[:, : heads.rotary].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
     return torch.cat((turned, x[:, heads.rotary :]), 1).flatten(0, 1)

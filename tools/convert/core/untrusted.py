@@ -1,12 +1,12 @@
-"""A program of its own: lists what is in a torch file of unknown origin, without trusting it.
+"""A separate program that lists the contents of a torch file of unknown origin without trusting it.
 
     python -P untrusted.py PATH ...        each a file of torch.save, or the folder of a distributed checkpoint
 
-Such files are pickles. This process unpickles them, and it alone, under limits of memory, time and open files and
-unable to write any; through torch's own unpickler of weights, which makes tensors and plain containers and calls
-nothing else. Names of harmless kinds (settings, enumerations, random states) stand for empty objects of a class from
-here; a file with any other name is refused. No value of a tensor is read: the answer, JSON on stdout, says where in
-the file it lies, and whoever asked reads it from there.
+Such files are pickles. Only this process unpickles them, with limits of memory, time and open files and unable to write
+any, through torch's own unpickler of weights, which makes tensors and plain containers and calls nothing else. Names of
+harmless kinds (settings, enumerations, random states) become empty objects of a class defined here; a file with any
+other name is refused. No value of a tensor is read: the answer, JSON on stdout, states its place in the file, and the
+caller reads it from there.
 """
 
 import argparse
@@ -33,7 +33,7 @@ OWN_METADATA = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetad
 
 
 class Inert:
-    """Stands for an object that nothing is wanted of."""
+    """An empty object in place of one that is not needed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
@@ -49,11 +49,11 @@ class Inert:
 
 
 class Reference(Inert):
-    """Stands for the number of a tensor that is in another file."""
+    """The number of a tensor that is in another file."""
 
 
 def limit() -> None:
-    """From here on this process can neither take much memory or time, nor write files, nor start processes."""
+    """Limit this process: little memory and time, no files to write, no child processes."""
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
@@ -63,7 +63,7 @@ def limit() -> None:
 
 
 def described(value: Any) -> Any:
-    """A JSON value: [kind, content]."""
+    """Return a JSON value: [kind, content]."""
     if isinstance(value, torch.Tensor):
         storage: Any = value.untyped_storage()
         start = storage._checkpoint_offset + value.storage_offset() * value.dtype.itemsize
@@ -84,12 +84,14 @@ def described(value: Any) -> Any:
 
 
 def _key(key: Any) -> str | int:
-    """Of a dict's entry; a tuple, such as one of dtypes, as text."""
+    """Return the key of a dict's entry as text, also if it is a tuple, such as one of dtypes."""
     return key if isinstance(key, str | int) else ", ".join(map(str, key))
 
 
 def unpickled(file: Path | io.BytesIO) -> Any:
-    """Contents of a torch file, its tensors without values. Raises if it is none, or refers to what is not harmless."""
+    """Return the contents of a torch file, tensors without values. Raises if it is damaged or refers to anything
+    harmful.
+    """
     if isinstance(file, Path):
         _require_zip(file)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # reads the names, makes nothing
@@ -106,7 +108,7 @@ def unpickled(file: Path | io.BytesIO) -> Any:
 
 
 def _require_zip(file: Path) -> None:
-    """Raises if a file is none that torch.save has made since torch 1.6, and says what it is instead."""
+    """Raise if a file is not one of torch.save since torch 1.6, and say what it is instead."""
     with open(file, "rb") as opened:
         begins = opened.read(32)
     if begins.startswith(b"\x80"):
@@ -118,7 +120,9 @@ def _require_zip(file: Path) -> None:
 
 
 class Metadata(pickle.Unpickler):
-    """Of a distributed checkpoint's .metadata: classes of torch's that only hold values are stood for by `Record`."""
+    """Unpickler of a distributed checkpoint's .metadata, with `Record` in place of torch's classes that only hold
+    values.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if (module in METADATA and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ") or (module, name) == OWN_METADATA:
@@ -158,7 +162,7 @@ class Record:
 
 
 def plain(value: Any) -> Any:
-    """A Record as a dict of its fields, all the way down."""
+    """Return a Record as a dict of its fields, recursively."""
     if isinstance(value, Record):
         return {k: plain(v) for k, v in vars(value).items()}
     if isinstance(value, list | tuple):
@@ -167,9 +171,10 @@ def plain(value: Any) -> Any:
 
 
 def distributed(folder: Path) -> Any:
-    """The tensors of a distributed checkpoint: name -> shape and chunks, each with its dtype and its place in a file.
+    """Return the tensors of a distributed checkpoint: name -> shape and chunks, each with its dtype and its place in a
+    file.
 
-    Besides, what its distributed optimizer says that is no tensor: name -> content, and its place.
+    Also returns the contents of its distributed optimizer besides tensors: name -> content, and its place.
     """
     with open(folder / ".metadata", "rb") as file:
         metadata = Metadata(file).load()
@@ -191,7 +196,7 @@ def distributed(folder: Path) -> Any:
 
 
 def _inside(folder: Path, info: Any) -> dict[str, Any]:
-    """A file of torch.save inside of a file: what it holds, and where in the outer one it begins."""
+    """Return the contents of a file of torch.save inside of a file, and the byte where it begins in the outer one."""
     file = folder / info.relative_path
     if file.parent != folder or not file.is_file():
         raise ValueError(f".metadata names {info.relative_path}, which is not in the folder")
@@ -218,7 +223,7 @@ def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict
 
 
 def main(paths: Sequence[str]) -> None:
-    """Prints what is in each path, or in which the first fault is."""
+    """Print the contents of each path, or the first path with a fault."""
     limit()
     answers = []
     for path in map(Path, paths):

@@ -1,7 +1,7 @@
-"""The model that a Hugging Face config.json describes.
+"""The model of a Hugging Face config.json.
 
-Every key of the file is read here, known not to matter, or refused by name (`config_keys`). What one side says and the
-other cannot is an error, never dropped.
+Every key of the file is read here, known not to matter, or refused by name (`keys`). A setting that one side has and
+the other cannot express is an error, never dropped.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ Json = Mapping[str, Any]
 
 
 def make_model(fields: Json, origin: str) -> ModelConfig:
-    """The model with these fields. UserError that names `origin` if they do not make one."""
+    """Return the model with these fields. Raises UserError that names `origin` if they do not make one."""
     try:
         return ModelConfig(**fields)
     except ValidationError as error:
@@ -35,7 +35,7 @@ def make_model(fields: Json, origin: str) -> ModelConfig:
 
 
 def from_hugging_face(config: Json) -> ModelConfig:
-    """The model that a config.json describes. UserError for an architecture, a key or a value that is not known."""
+    """Return the model of a config.json. Raises UserError for an unknown architecture, key or value."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
         raise UserError(f"model_type {kind!r} is not known: there are {', '.join(_READERS)}")
@@ -54,7 +54,7 @@ def from_hugging_face(config: Json) -> ModelConfig:
 
 
 def special_ids(config: Json) -> dict[str, Any]:
-    """Ids of the tokens that begin and end a text, and that fill up, as a config.json or its family says."""
+    """Return the ids of the tokens that begin and end a text, and of padding, from config.json or its family."""
     keys = Keys(config, config["model_type"])
     return {key: keys[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
@@ -80,7 +80,7 @@ def _gpt2(c: Keys) -> dict[str, Any]:
 
 
 def _common(c: Keys) -> dict[str, Any]:
-    """What all families with rotary positions say alike, but for the positions."""
+    """Return the fields that all families with rotary positions share, except for positions."""
     return {
         "family": c.kind.removesuffix("_moe"),
         "layers": c["num_hidden_layers"],
@@ -114,7 +114,7 @@ def _neox(c: Keys) -> dict[str, Any]:
 
 
 def _rms(c: Keys) -> dict[str, Any]:
-    """What the families after Llama say alike."""
+    """Return the fields that the families after Llama share."""
     require(c["hidden_act"], "hidden_act", SILU)
     require(c["partial_rotary_factor"], "partial_rotary_factor", (1, 1.0, None))
     kv_heads, head_dim = c["num_key_value_heads"], c["head_dim"]
@@ -151,7 +151,9 @@ def _qwen3(c: Keys) -> dict[str, Any]:
 
 
 def _qwen3_moe(c: Keys) -> dict[str, Any]:
-    """The width of a feed-forward without experts is asked for and left aside: there is none."""
+    """Return the fields of Qwen 3 MoE; the width of a feed-forward without experts is read and ignored, for there
+    is none.
+    """
     window, bias = _window(c) if c["use_sliding_window"] else 0, c["attention_bias"]
     _require_layers_alike(c, window, c["num_hidden_layers"])
     if c["sliding_window"] is not None and window:
@@ -178,7 +180,7 @@ def _experts(c: Keys, number: Any) -> dict[str, Any]:
 
 
 def _window(c: Keys) -> Any:
-    """sliding_window as ours: none is 0 here, and null there."""
+    """Return sliding_window; null there is 0 here."""
     window = c["sliding_window"]
     if window == 0:
         raise UserError("config.json has sliding_window = 0, with which no token attends to anything: null is none")
@@ -189,7 +191,7 @@ def _window(c: Keys) -> Any:
 
 
 def _windows(c: Keys) -> dict[str, Any]:
-    """Qwen's window, which some of its layers may have: those that layer_types says, else those from one on."""
+    """Return Qwen's window and its layers: those of layer_types, otherwise those from a certain one on."""
     window, layers = _window(c) if c["use_sliding_window"] else 0, c["num_hidden_layers"]
     c.asked.add("sliding_window")
     first, types = c["max_window_layers"], c["layer_types"]
@@ -201,14 +203,14 @@ def _windows(c: Keys) -> dict[str, Any]:
 
 
 def _types(types: Any, layers: int) -> list[bool]:
-    """Which layers have the window."""
+    """Return the layers that have the window."""
     if not isinstance(types, list) or len(types) != layers:
         raise UserError(f"config.json has layer_types of {len(types)} layers, but num_hidden_layers = {layers}")
     return [LAYER_TYPES[require(one, "layer_types", tuple(LAYER_TYPES))] for one in types]
 
 
 def _require_layers_alike(c: Keys, window: Any, layers: int) -> None:
-    """For families whose layers are all alike to transformers, whatever layer_types says."""
+    """Check families whose layers transformers treats alike, whatever layer_types says."""
     types = c["layer_types"]
     if types is not None and set(_types(types, layers)) - {window > 0}:
         alike = "sliding_attention" if window else "full_attention"
@@ -216,7 +218,7 @@ def _require_layers_alike(c: Keys, window: Any, layers: int) -> None:
 
 
 def _require_own_heads(c: Keys, width: int) -> None:
-    """For families that do not read head_dim."""
+    """Check families that do not read head_dim."""
     c.asked.add("head_dim")
     require(c.given.get("head_dim"), "head_dim", (width, None))
 

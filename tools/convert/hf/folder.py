@@ -1,4 +1,6 @@
-"""A Hugging Face folder: config.json, weights in safetensors (or an older pytorch_model.bin), tokenizer files."""
+"""Reading and writing Hugging Face folders: config.json, safetensors (or an older pytorch_model.bin), tokenizer
+files.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -37,12 +39,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 def find_hf(path: Path) -> Path | None:
-    """`path`, if it is a folder of Hugging Face's."""
+    """Return `path` if it is a Hugging Face folder."""
     return path if (path / CONFIG).is_file() else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. UserError if the file is not there or holds something else."""
+    """Return a JSON object. Raises UserError if the file is missing or holds something else."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -63,7 +65,7 @@ def write_generation(path: Path, said: Mapping[str, Any]) -> None:
 
 
 def hf_model(path: Path) -> ModelConfig:
-    """The model that a folder's config.json describes."""
+    """Return the model of a folder's config.json."""
     try:
         return from_hugging_face(read_json(path / CONFIG))
     except UserError as error:
@@ -71,14 +73,14 @@ def hf_model(path: Path) -> ModelConfig:
 
 
 def hf_tokenizer(path: Path) -> list[Path]:
-    """The files of a folder that make up its tokenizer."""
+    """Return the tokenizer files of a folder."""
     return [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
 
 
 def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
-    """Opens a folder, which another system may have written.
+    """Open a folder, which another system may have written.
 
-    UserError for missing, surplus and misshapen tensors, damaged files and unknown models.
+    Raises UserError for missing, surplus and misshapen tensors, damaged files and unknown models.
     """
     model, config = hf_model(path), read_json(path / CONFIG)
     kind = config["model_type"]
@@ -97,7 +99,7 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
 
 
 def origin_of(match: Match, read: Any, dtype: torch.dtype, model: ModelConfig, kind: str = "weight") -> Origin:
-    """The origin whose foreign tensor `read` returns."""
+    """Return the origin whose foreign tensor `read` returns."""
     sizes = heads(model)
     keys = tuple(f"{kind}/{name}" for name in match.logical)
     parts = match.how.split(torch.empty(match.shape, device="meta"), sizes)
@@ -106,12 +108,12 @@ def origin_of(match: Match, read: Any, dtype: torch.dtype, model: ModelConfig, k
 
 
 def has_weights(path: Path) -> bool:
-    """Whether the folder holds weights as Hugging Face's do."""
+    """Return True if the folder holds weights in Hugging Face's format."""
     return any((path / name).is_file() for index, single, _ in WEIGHTS for name in (index, single))
 
 
 def _stored(path: Path) -> dict[str, Stored]:
-    """All tensors of the folder, by their names there."""
+    """Return all tensors of the folder by their names in it."""
     for index, single, reader in WEIGHTS:
         if (path / index).is_file():
             return _sharded(path, index, reader)
@@ -138,7 +140,7 @@ def _sharded(path: Path, index: str, reader: Any) -> dict[str, Stored]:
 
 
 def _named_like_the_table(stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
-    """Without buffers; names with the prefix that a folder saved without the head leaves out."""
+    """Return the tensors without buffers, with the prefix that a folder saved without the head omits."""
     kept = {name: s for name, s in stored.items() if not name.endswith(BUFFERS)}
     if any(name.startswith(prefix) for name in kept):
         return kept
@@ -146,7 +148,7 @@ def _named_like_the_table(stored: Mapping[str, Stored], prefix: str) -> dict[str
 
 
 def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Sequence[Match]) -> None:
-    """A tied head that was saved all the same must be the embedding; it is then left aside."""
+    """Check that a tied head that was saved nevertheless equals the embedding; it is then dropped."""
     embedding = next(match.foreign for match in found if match.logical == ("embedding.weight",))
     for head in ("lm_head.weight", "embed_out.weight"):
         if model.tied and head in stored and embedding in stored:
@@ -156,7 +158,7 @@ def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Se
 
 
 def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any]) -> None:
-    """Raises UserError unless `stored` are the tensors of `found`, all of them and no other, with the same shapes."""
+    """Raise UserError unless `stored` are exactly the tensors of `found`, with the same shapes."""
     expected = {match.foreign: match.shape for match in found}
     problems = [
         f"{path} lacks the tensor {name} {list(shape)}" for name, shape in expected.items() if name not in stored
@@ -174,7 +176,7 @@ def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any])
 
 
 def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Target:
-    """A folder of `source`'s weights in `dtype`, or in the dtypes that they have."""
+    """Return a target with the weights of `source` in `dtype`, or in their own dtypes."""
     model, sizes = source.model, heads(source.model)
     found = matches(HUGGING_FACE[model_type(model)], model)
     kept = {match: dtype or source.dtype(f"weight/{match.logical[0]}") for match in found}
@@ -216,7 +218,7 @@ def _join(match: Match, sizes: Any, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _shards(kept: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, list[Match]]:
-    """File name -> what is in it. No file is larger than `shard_bytes`, but for a tensor that is."""
+    """Return file name -> tensors. No file is larger than `shard_bytes`, unless a single tensor is."""
     groups: list[list[Match]] = [[]]
     room = shard_bytes
     for match, dtype in kept.items():
@@ -232,9 +234,9 @@ def _shards(kept: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, li
 
 
 def tokenizer_ids(source: Source) -> dict[str, int | None]:
-    """Ids of the tokens that begin and end a document, as far as the tokenizer has them.
+    """Return the ids of the tokens that begin and end a document, as far as the tokenizer has them.
 
-    A model that was trained here without the first has seen the second before each document.
+    A model trained by megaprec without a begin token has seen the end token before each document.
     """
     file = main_file(source.tokenizer)
     if file is None:

@@ -1,9 +1,9 @@
-"""Every key of a Hugging Face config.json: its default, or why nothing hangs on it.
+"""All keys of a Hugging Face config.json: their defaults, or why they do not matter.
 
 A key is one of four things: read; known not to change what a model computes (`FREE`, each with the reason); known to
-change it, and taken with a few values only (`ONLY`); or unknown. An unknown key is refused unless it is null, for
-nobody can tell what it asks for. Defaults are those of each family's own class in transformers (5.x), which is what a
-missing key means to everybody else.
+change it, and accepted with few values only (`ONLY`); or unknown. An unknown key is refused unless it is null, for its
+meaning is not known. Defaults are those of each family's class in transformers (5.x), which define the meaning of a
+missing key.
 """
 
 from collections.abc import Iterator, Mapping
@@ -267,7 +267,7 @@ WHY: dict[str, str] = {
 
 
 class Keys:
-    """The keys of a config.json, a missing one with its family's default. Remembers which were asked for."""
+    """The keys of a config.json, missing ones with the default of the family. Records which were read."""
 
     def __init__(self, given: Json, kind: str) -> None:
         self.kind, self.asked = kind, set[str]()
@@ -286,11 +286,11 @@ class Keys:
         return self.given[key] if key in self.given else DEFAULTS[self.kind][key]
 
     def has(self, key: str) -> bool:
-        """Whether the file itself says it, and not null."""
+        """Return True if the file itself has the key, and not null."""
         return self.given.get(key) is not None
 
     def unread(self) -> Iterator[str]:
-        """A line for each key that was not asked for and may change what the model computes."""
+        """Return a line for each key that was not read and may change what the model computes."""
         for key in sorted(self.given.keys() - self.asked - FREE.keys()):
             if problem := self._problem(key, self.given[key]):
                 yield problem
@@ -307,14 +307,14 @@ class Keys:
 
 
 def require(value: Any, key: str, known: tuple[Any, ...]) -> Any:
-    """`value`. UserError that names `key` if it is none of `known`."""
+    """Return `value`. Raises UserError that names `key` if it is not one of `known`."""
     if not _among(value, known):
         raise UserError(f"config.json has {key} = {_short(value)}, of which only {_or(known)} is known")
     return value
 
 
 def notes(config: Json, architecture: str) -> list[str]:
-    """What a config.json says that is left aside though it may surprise."""
+    """Return notes on settings of a config.json that are ignored though users may expect otherwise."""
     said = config.get("architectures")
     family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
     others = [name for name in said if not str(name).lower().startswith(family)] if isinstance(said, list) else []
@@ -325,7 +325,7 @@ def notes(config: Json, architecture: str) -> list[str]:
 
 
 def _among(value: Any, known: tuple[Any, ...]) -> bool:
-    """In `known`, where 1 is not True."""
+    """Return True if `value` is in `known`, where 1 is not True."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known)
 
 

@@ -63,7 +63,7 @@ def write_tokenizer(files: Sequence[Path], folder: Path) -> None:
 
 
 def _spelled(file: Path) -> str:
-    """A text with every user-defined symbol of a SentencePiece model, amid others and alone."""
+    """Return a text with every user-defined symbol of a SentencePiece model, among others and alone."""
     symbols = [] if file.suffix == ".json" else _user_defined(file)
     return "".join(f"a{symbol} {symbol}{symbol}b" for symbol in symbols).replace(SPACE, " ")
 
@@ -141,7 +141,7 @@ def _merges(plain: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _check_model(file: Path) -> bool:
-    """Whether texts get a space put before them. UserError for kinds of models that cannot be put."""
+    """Return True if a space is put before texts. Raises UserError for unsupported kinds of models."""
     whole = dict(_fields(file.read_bytes()))
     trainer, normalizer = dict(_fields(whole.get(2, b""))), dict(_fields(whole.get(3, b"")))
     if trainer.get(3, 1) != BPE:

@@ -14,7 +14,7 @@ from tools.convert.hf.config import from_hugging_face
 
 
 def _is_plain(m: ModelConfig) -> bool:
-    """What the families after Llama have in common."""
+    """Return True if the model has what the families after Llama have in common."""
     common = m.positions == "rope" and m.norm == "rms" and m.mlp == "swiglu" and not m.parallel_residual
     return common and m.rotary_fraction == 1
 
@@ -100,7 +100,9 @@ def to_hugging_face(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def unsaid(model: ModelConfig) -> list[str]:
-    """What a config.json of `model` leaves out, as key = value. UserError if the model would compute otherwise."""
+    """Return what a config.json of `model` omits, as key = value. Raises UserError if the model would compute
+    otherwise.
+    """
     again = from_hugging_face(to_hugging_face(model, "float32"))
     differs = [key for key in type(model).model_fields if getattr(model, key) != getattr(again, key)]
     sizeless = ("max_positions",) if model.positions == "rope" else ()
@@ -192,6 +194,6 @@ def _llama_config(m: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def _layer_types(m: ModelConfig) -> dict[str, list[str]]:
-    """Where only some layers have the window."""
+    """Return layer_types for a model in which only some layers have the window."""
     has = dict.fromkeys(m.window_layers, "sliding_attention")
     return {"layer_types": [has.get(n, "full_attention") for n in range(m.layers)]} if has else {}

@@ -68,7 +68,9 @@ class _Flat:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the layout follows from. dtypes: of the weights, by name. padded: rows of the vocabulary with padding."""
+    """The facts that the layout follows from. dtypes: of the weights, by name. padded: rows of the padded
+    vocabulary.
+    """
 
     path: Path
     args: Mapping[str, Any]
@@ -162,7 +164,7 @@ def _laid(saved: Saved, name: str, parameter: Registered) -> Parameter:
 
 
 def _shape(saved: Saved, match: Match) -> tuple[int, ...]:
-    """Of a rank's part."""
+    """Return the shape of a rank's part."""
     sizes = sizes_of(saved.args)
     tp = sizes.tp if expert_of(match.foreign) is None else sizes.expert_tp
     return part_shape(match.shape, match.cut, tp, saved.padded)

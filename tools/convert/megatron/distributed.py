@@ -53,7 +53,7 @@ Index = tuple[tuple[int, int], ...]  # along the dims that stack: (which, of how
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """What is no tensor: args, progress, groups of the optimizer. UserError without args."""
+    """Return everything but tensors: args, progress, groups of the optimizer. Raises UserError without args."""
     common = contents([path / "common.pt"])[0] if (path / "common.pt").is_file() else {}
     if not isinstance(common, dict) or not isinstance(common.get("args"), dict):
         raise UserError(f"{path}: common.pt has no args, which say what the model is{_bridge(path)}")
@@ -106,7 +106,7 @@ def read_chunked(path: Path) -> Contents:
 
 
 def _said(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first optimizer's first rank says, for all of them say the same: name -> content."""
+    """Return the settings of the first optimizer's first rank, which are the same for all: name -> content."""
     ends = {key: match for key in sorted(objects) if (match := _SAID.fullmatch(key))}
     told: dict[str, Any] = {}
     for key, match in ends.items():
@@ -164,7 +164,7 @@ def _shown(name: str, model: ModelConfig) -> list[tuple[str, Index]]:
 
 
 def _stacked(path: Path, held: Chunked, index: Index) -> Chunked:
-    """What lies at `index` of a tensor that stacks others."""
+    """Return the tensor at `index` of one that stacks others."""
     sizes = tuple(size for _, size in index)
     if held.shape[: len(index)] != sizes:
         raise UserError(f"{path}: {held.name} is {list(held.shape)}, but its args say {list(sizes)} of its kind")

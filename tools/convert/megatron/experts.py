@@ -19,7 +19,7 @@ _PACKED = re.compile(r"(.*\.experts\.)weight([12])")
 
 
 def is_expert(name: str) -> bool:
-    """Whether the tensor belongs to an expert, which a rank may have of its own."""
+    """Return True if the tensor belongs to an expert."""
     return ".mlp.experts." in name
 
 

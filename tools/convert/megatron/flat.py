@@ -135,7 +135,9 @@ def _bucket_size(rank: Rank, args: Mapping[str, Any], stage: int) -> int:
 
 
 def _starts(parameters: Sequence[Parameter], bucket_size: int) -> tuple[dict[str, int], int]:
-    """Where in its buffer each parameter begins, and how long the buffer is, without what pads ends of buckets."""
+    """Return the start of each parameter in its buffer, and the length of the buffer without the padding of bucket
+    ends.
+    """
     starts: dict[str, int] = {}
     before = 0  # elements of the buckets before this one
     for bucket in buckets_of(parameters, lambda _, inside: 0 < bucket_size <= inside):

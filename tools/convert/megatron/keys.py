@@ -203,7 +203,7 @@ FREE_PREFIXES = tuple(_PREFIXES.split())
 
 
 def named(args: Args) -> dict[str, Any]:
-    """The same by the names of Megatron-LM's args. UserError if two names of one say different things."""
+    """Return the arguments by the names of Megatron-LM's args. Raises UserError if two names of one disagree."""
     found = {name: value for name, value in args.items() if name not in ALIASES}
     for other, name in ALIASES.items():
         value = args.get(other)

@@ -1,8 +1,8 @@
-"""How Megatron-LM lays a model out: which part of a tensor a tensor-parallel rank has, its files, and its args.
+"""Megatron-LM's layout of a model: the part of a tensor on each tensor-parallel rank, the files, and the args.
 
 A checkpoint is a folder iter_0000100/ with one file per model-parallel rank, mp_rank_TT/model_optim_rng.pt, or
 mp_rank_TT_PPP/ if there are pipeline stages. Layers are numbered within a stage. The vocabulary is padded with rows
-that nothing is kept of.
+that are not converted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def part(whole: Tensor, cut: Cut, rank: int, tp: int, padded: int) -> Tensor:
-    """What tensor-parallel rank `rank` of `tp` has of a tensor. padded: rows of the vocabulary with padding."""
+    """Return the part of a tensor on tensor-parallel rank `rank` of `tp`. padded: rows of the padded vocabulary."""
     if cut == "whole" or (tp == 1 and cut != "vocabulary"):
         return whole
     if cut == "columns":
@@ -146,7 +146,7 @@ def _learned(a: Mapping[str, Any]) -> bool:
 
 
 def _gated(a: Mapping[str, Any]) -> bool:
-    """Whether the feed-forward is gated, which in all that can be converted is by SiLU."""
+    """Return True if the feed-forward is gated, which is by SiLU in all models that can be converted."""
     gated, activation = bool(a.get("swiglu") or a.get("gated_linear_unit")), a.get("activation_func")
     if gated and not a.get("swiglu") and activation != "silu":
         raise UserError("Megatron's gated_linear_unit without activation_func = silu cannot be converted")
@@ -164,7 +164,7 @@ def _gelu(a: Mapping[str, Any], bias: bool, experts: int) -> str:
 
 
 def _scaling(a: Mapping[str, Any]) -> dict[str, Any]:
-    """How rotary positions are stretched: as in Llama 3.1, or all alike."""
+    """Return the scaling of rotary positions: Llama 3.1's, or linear."""
     factor, scaled = a.get("rotary_seq_len_interpolation_factor"), bool(a.get("use_rope_scaling"))
     if factor is not None and scaled:
         raise UserError("Megatron's rotary_seq_len_interpolation_factor beside use_rope_scaling cannot be converted")
@@ -225,7 +225,7 @@ def _require(a: Mapping[str, Any], head_dim: int) -> None:
 
 
 def _cannot(model: ModelConfig) -> Iterator[str]:
-    """What `model` has and Megatron's GPT model has not."""
+    """Yield the properties of `model` that Megatron's GPT model lacks."""
     scaling = model.rope_scaling
     if model.parallel_residual:
         yield "parallel_residual"
@@ -243,7 +243,7 @@ def _cannot(model: ModelConfig) -> Iterator[str]:
 
 
 def unsaid(model: ModelConfig, args: Mapping[str, Any]) -> list[str]:
-    """What `args` of `model` leave out, as key = value. UserError if the model would compute otherwise."""
+    """Return what `args` of `model` omit, as key = value. Raises UserError if the model would compute otherwise."""
     again = model_of(args, None)
     differs = [key for key in type(model).model_fields if getattr(model, key) != getattr(again, key)]
     free = (*TRAINING, *NAMES, *(() if model.experts else ("experts_per_token", "norm_topk")))

@@ -41,7 +41,7 @@ class Sizes:
 
 
 def sizes_of(args: Mapping[str, Any]) -> Sizes:
-    """What Megatron's args say of them."""
+    """Return the sizes that Megatron's args state."""
     tp, pp, ep = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert"))
     virtual = args.get("virtual_pipeline_model_parallel_size") if pp > 1 else None
     return Sizes(tp, pp, virtual or 1, ep, args.get("expert_tensor_parallel_size") or tp)
@@ -53,9 +53,9 @@ def odd(args: Mapping[str, Any]) -> str:
 
 
 def stages_of(found: Sequence[Match], args: Mapping[str, Any], model: ModelConfig) -> list[list[Match]]:
-    """What each virtual stage has, of all experts: the first of all ranks, then the second of all.
+    """Return the tensors of each virtual stage, with all experts: the first of all ranks, then the second of all.
 
-    The last one's copy of a tied embedding is a match of its own, HEAD. Empty if the args tell of no such stages.
+    The last stage's copy of a tied embedding is a match of its own, HEAD. Empty if the args describe no such stages.
     """
     counts = _layers(args, model.layers)
     if sum(counts) != model.layers or min(counts) < 0:
@@ -72,7 +72,7 @@ def stages_of(found: Sequence[Match], args: Mapping[str, Any], model: ModelConfi
 
 
 def _layers(args: Mapping[str, Any], layers: int) -> list[int]:
-    """How many layers each virtual stage has."""
+    """Return the number of layers of each virtual stage."""
     sizes, (first, last) = sizes_of(args), (args.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     given = {stage: n for stage, n in ((0, first), (sizes.pp - 1, last)) if n is not None}
     # An embedding or a loss may count as a layer.

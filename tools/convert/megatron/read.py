@@ -81,7 +81,7 @@ def _open_distributed(path: Path, vocab: int | None, weights_only: bool) -> Sour
 
 
 def _unread(common: Mapping[str, Any], held: Contents) -> str:
-    """What of the optimizer's state is there and cannot be read."""
+    """Return the parts of the optimizer state that cannot be read."""
     form, setting = sharding_of(common), odd(common["args"])
     if form == GATHERED or (held.flat and form != RESHARDABLE):
         return f"the optimizer's state, in flat buffers of {form or 'an unnamed form'} ({BY_NAME})"

@@ -25,7 +25,7 @@ Named = list[dict[str, dict[str, Stored]]]  # of one rank, by chunk: kind -> nam
 
 
 def decayed(name: str, shape: Sequence[int]) -> bool:
-    """Whether Megatron decays the parameter."""
+    """Return True if Megatron applies weight decay to the parameter."""
     return not name.endswith(".bias") and len(shape) > 1
 
 
@@ -118,7 +118,7 @@ def _of_group(rank: Rank, group: Mapping[str, Any]) -> Iterator[tuple[int, str]]
 
 
 def steps_of(content: Mapping[str, Any]) -> int:
-    """How many steps the optimizer of a file has taken; 0 if it does not say."""
+    """Return the number of steps of a file's optimizer; 0 if the file does not state it."""
     optimizers = _optimizers(content)
     inner = optimizers[0].get("optimizer", optimizers[0]) if optimizers else {}
     state = inner.get("state") or {}

@@ -263,7 +263,7 @@ def _local_name(name: str, stage: int, layers: int, pp: int) -> str | None:
 
 
 def _storage_starts(file: Path) -> list[int]:
-    """Where the storages of a torch file begin, in the order in which they were saved."""
+    """Return the first bytes of the storages of a torch file, in the order in which they were saved."""
     starts = {}
     with zipfile.ZipFile(file) as archive, open(file, "rb") as opened:
         for entry in archive.infolist():
@@ -276,7 +276,7 @@ def _storage_starts(file: Path) -> list[int]:
 
 
 def _part(match: Match, rank: int, tp: int, padded: int, dtype: torch.dtype, whole: Tensor) -> Tensor:
-    """Of the vocabulary without its padding, for which there is room that holds zeros."""
+    """Return a rank's part of the vocabulary without padding, for which there is room that holds zeros."""
     if match.cut == "vocabulary":
         rows = padded // tp
         return whole[rank * rows : (rank + 1) * rows].to(dtype)

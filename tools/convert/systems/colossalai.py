@@ -49,7 +49,7 @@ def open_colossalai(path: Path) -> Source:
 
 
 def _unread(path: Path) -> str:
-    """What is beside the weights, in the folder or around it."""
+    """Return the files that are ignored: those beside the weights."""
     around = path.parent if path.name == MODELING else path
     names = [file.name for file in path.iterdir()] + [file.name for file in around.iterdir()]
     state = any(OPTIMIZER.fullmatch(name) for name in names) or (around / "optimizer").exists()

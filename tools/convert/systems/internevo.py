@@ -195,13 +195,13 @@ def _feed_forward(path: Path, by_name: Mapping[str, Sequence[Held]]) -> tuple[di
 
 
 def _split_hidden(by_name: Mapping[str, Sequence[Held]], hidden: int) -> bool:
-    """Whether ranks have all tokens of the embedding and some features of each."""
+    """Return True if ranks hold all tokens of the embedding and some features of each."""
     parts = by_name.get("embedding.weight", ())
     return len(parts) > 1 and parts[0].shape[-1] != hidden
 
 
 def _unread(path: Path) -> str:
-    """What is beside the weights."""
+    """Return the files that are ignored: those beside the weights."""
     names = [file.name for file in path.iterdir()]
     optimizer = ["the optimizer's state (optimizer_*.pt)"] if any(n.startswith("optimizer_") for n in names) else []
     others = [n for n in sorted(names) if n.startswith("sampler") or n in ("schedulder.pt", "context.pt")]

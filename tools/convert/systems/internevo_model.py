@@ -1,8 +1,8 @@
-"""What InternEvo's `model = dict(...)` says of a model, for checkpoints of its InternLM type.
+"""The model that InternEvo's `model = dict(...)` describes, for checkpoints of its InternLM type.
 
-The dict is read whole: a key describes the model, or is known not to change what the weights compute, or is refused.
-What the dict leaves to InternEvo is what InternEvo's builder takes (modeling_internlm.py:build_model_with_cfg), and is
-told. Which feed-forward the model has, and whether layers have biases, is seen from the tensors.
+The dict is read completely: a key describes the model, or is known not to change what the weights compute, or is
+refused. Keys that the dict omits get the values of InternEvo's builder (modeling_internlm.py:build_model_with_cfg),
+with a note. The feed-forward and the biases are recognized by the tensors.
 """
 
 from collections.abc import Mapping

@@ -103,7 +103,7 @@ def _found(names: Mapping[str, Any], model: ModelConfig, interleaved: bool) -> l
 
 
 def _unread(folder: Path, contents: Contents) -> str:
-    """What is beside the weights."""
+    """Return the files that are ignored: those beside the weights."""
     state = contents.flat or any(kind != "weight" for kind in contents.by_kind)
     beside = ["the optimizer's state"] if state else []
     return ", ".join([*beside, *(name for name in ("common.pt",) if (folder / name).is_file())])

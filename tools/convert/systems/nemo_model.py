@@ -1,8 +1,8 @@
-"""What the context/model.yaml of a NeMo 2 checkpoint says of a model.
+"""The model that the context/model.yaml of a NeMo 2 checkpoint describes.
 
-NeMo dumps all fields of its GPTConfig, a TransformerConfig of Megatron-core with more in it, defaults too. Each is
-read, or known not to change what weights compute, or has to have the one value that is known; any other is refused.
-Nothing stands in for what is missing.
+NeMo writes all fields of its GPTConfig, a subclass of Megatron-core's TransformerConfig, defaults included. Each is
+read, or known not to change what weights compute, or must have the one supported value; any other is refused. Missing
+fields have no substitute.
 """
 
 from collections.abc import Mapping
@@ -214,7 +214,7 @@ def _mlp(said: Mapping[str, Any], gated: bool, origin: str) -> str:
 
 
 def _scaling(said: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """How rotary positions are stretched: the four keys of Llama 3.1, all or none."""
+    """Return the scaling of rotary positions: the four keys of Llama 3.1, all or none."""
     given = {ours: said[key] for key, ours in SCALING.items() if key in said}
     if not given:
         return {}

@@ -167,7 +167,7 @@ def _stored(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
 
 
 def _unread(path: Path, beside: Sequence[str]) -> str:
-    """What is there beside the weights."""
+    """Return the files that are ignored: those beside the weights."""
     optimizer = ["the optimizer's state (optim/)"] if (path / "optim").is_dir() else []
     others = [name for name in ("scheduler.pt", "user_content.pt") if (path / name).is_file()]
     return ", ".join([*optimizer, *others, *beside])

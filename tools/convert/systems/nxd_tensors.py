@@ -34,7 +34,7 @@ OUTPUT = re.compile(r".*\.self_attn\.o_proj\.weight")
 
 @dataclass(frozen=True)
 class Copies:
-    """How often each key/value head is there, and in which of the two orders."""
+    """The number of copies of each key/value head, and their order."""
 
     count: int
     heads: int
@@ -106,7 +106,9 @@ def _joined(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) ->
 
 
 def _copies(path: Path, wholes: Mapping[str, Held], model: ModelConfig) -> Copies | None:
-    """How the key/value heads are repeated; None if each is there once. UserError if that cannot be told."""
+    """Return how the key/value heads are repeated; None if each occurs once. Raises UserError if that cannot be
+    recognized.
+    """
     key = wholes.get("model.layers.0.self_attn.k_proj.weight")
     rows = model.kv_heads * model.head_dim
     if key is None or key.shape[0] == rows or key.shape[0] % rows or model.heads % (key.shape[0] // model.head_dim):

@@ -1,0 +1,21 @@
+"""Common parts of the tables of a run file: strict reading, paths that expand ~, defaults that a library states."""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
+
+
+def default_of(made: Callable[..., Any], argument: str) -> Any:
+    """Return the default of an argument of `made`, which is thus stated once, in its signature."""
+    return inspect.signature(made).parameters[argument].default
+
+
+class Table(BaseModel):
+    """Base of all tables: frozen, no unknown keys, no conversions, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

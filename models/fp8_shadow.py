@@ -84,7 +84,7 @@ def lost_by_tensor(casts: Mapping[str, Tensor], names: Set[str], buffers: Sequen
     """
     none = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
     nothing = {f"{name}.{role}": none for name in names for role in ROLES}
-    own = {f"{one.held.name}.weight": one.lost() for buffer in buffers for one in buffer.owned}
+    own = {f"{one.param.name}.weight": one.lost() for buffer in buffers for one in buffer.owned}
     return {**nothing, **casts, **own}
 
 

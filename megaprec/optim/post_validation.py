@@ -70,7 +70,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
                 'optimizer.validation = "after" finds a bad step when the next one has begun, and delayed FP8 scales '
                 'have moved on: use optimizer.validation = "before", or fp8.kind = "current"'
             )
-        if self._in_codes:
+        if any(buffer.in_codes for buffer in self.all_buffers()):
             raise UserError(
                 'optimizer.validation = "after" takes back the weights of a bad step, and those that are kept in FP8 '
                 'are made again: use optimizer.validation = "before", or fp8.parameters = false'
@@ -130,7 +130,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         self._guesses = self._as_guessed(agreed, guessed.scale)
         if self._guesses:
             report = self._report(agreed, agreed.norm / guessed.scale, guessed.scale, guessed.lr)
-            self._forget_gradients()
+            self._memory.forget_gradients()
             return Settled(report, stands=True)
         self._go_back(guessed)
         return Settled(self._conclude(guessed.numbers, guessed.lr), stands=False)

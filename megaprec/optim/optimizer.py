@@ -44,6 +44,7 @@ from megaprec.optim.model_intake import (
     require_nothing_left,
 )
 from megaprec.optim.native import kernels_for
+from megaprec.optim.observer import StepObserver
 from megaprec.optim.param_groups import param_groups, rates, saved, take_up
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
@@ -78,6 +79,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     seed: of stochastic rounding.
     native: AdamW on a CPU by kernels that a C compiler makes, wherever masters, gradients and averages are FP32 and
         weights FP32 or rounded to bf16 nearest; the results are the same but for the last bits of the norm.
+    observers: called at each step's moments; more may be added to the attribute of this name.
     Raises UserError for what does not fit together.
     """
 
@@ -99,7 +101,9 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         bucket: int = 40_000_000,
         seed: int = 0,
         native: bool = False,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
+        self.observers = [*observers]
         self.clip, self.weight_decay, self.seed = clip, weight_decay, seed
         self.rule: UpdateRule = rule or AdamW()
         if not norm >= 1:
@@ -253,6 +257,8 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         """
         rates(self._groups, lr)
         self._finish_sums()
+        for observer in self.observers:
+            observer.gradients_ready(self.all_buffers(), self.scale)
         return self._conclude(self._agree(loss), lr)
 
     def _conclude(self, agreed_on: Tensor, lr: float | None) -> StepReport:
@@ -261,12 +267,18 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         scale = self.scale.clone()
         norm = agreed.norm / scale
         found = self._forbidden(agreed)
+        for observer in self.observers:
+            observer.decided(self.all_buffers(), scale, found)
         self._update(lr, scale.double() / self._clip_factor(norm), found)
+        for observer in self.observers:
+            observer.updated(self.all_buffers())
         report = self._report(agreed, norm, scale, lr)
         if report.changed:
             self._fp8.outdate()
         self.scaler.update(agreed.finite.logical_not())
         self._memory.forget_gradients()
+        for observer in self.observers:
+            observer.outcome(report)
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
             raise NonFiniteStep(report)
         return report

@@ -28,23 +28,23 @@ def worthwhile(query: Tensor) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None = None, rows: int = _ROWS) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, rows: int = _ROWS) -> Tensor:
     """softmax(query @ key.T / sqrt(d)) @ value over the tokens up to each one's own: bf16 [b, n, s, d] each.
 
-    hidden: bool [s, s] or [b, 1, s, s], True where a token (row) does not attend to another besides.
+    attn_mask: bool [s, s] or [b, 1, s, s], True where a token (row) attends to another; None: to all up to its own.
     rows: of queries taken at a time.
     """
-    return _Attend.apply(query, key, value, hidden, rows)
+    return _Attend.apply(query, key, value, attn_mask, rows)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, rows: int) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, rows: int) -> Tensor:
         q, k, v = (x.contiguous() for x in (query, key, value))
         ctx.save_for_backward(q, k, v)
-        ctx.hidden, ctx.rows = hidden, rows
+        ctx.attn_mask, ctx.rows = attn_mask, rows
         mixed = torch.empty_like(query)  # strided as the query, so that the next layer needs no copy
-        for b, n, first, last, bias in _runs(query, hidden, rows):
+        for b, n, first, last, bias in _runs(query, attn_mask, rows):
             weights = _weights(q[b, n, first:last], k[b, n, :last], bias)
             torch.mm(weights, v[b, n, :last], out=mixed[b, n, first:last])
         return mixed
@@ -55,7 +55,7 @@ class _Attend(torch.autograd.Function):
         (q, k, v), grad = ctx.saved_tensors, grad.contiguous()
         grad_q, grad_k, grad_v = torch.empty_like(q), *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
         scale = _scale(q)
-        for b, n, first, last, bias in _runs(q, ctx.hidden, ctx.rows):
+        for b, n, first, last, bias in _runs(q, ctx.attn_mask, ctx.rows):
             rows, wanted = q[b, n, first:last], grad[b, n, first:last]
             weights = _weights(rows, k[b, n, :last], bias)
             grad_v[b, n, :last] += weights.t() @ wanted
@@ -65,14 +65,15 @@ class _Attend(torch.autograd.Function):
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
-def _runs(query: Tensor, hidden: Tensor | None, rows: int) -> Iterator[tuple[int, int, int, int, Tensor]]:
+def _runs(query: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[tuple[int, int, int, int, Tensor]]:
     """Sample, head, rows [first, last) of queries, and what is added to their scores for keys [0, last)."""
     samples, heads, length, _ = query.shape
     for first in range(0, length, rows):
         last = min(first + rows, length)
-        later = torch.ones(1, last - first, last, dtype=torch.bool).triu(first + 1)
-        unseen = later if hidden is None else later | hidden.view(-1, length, length)[:, first:last, :last]
-        bias = torch.zeros(unseen.shape, dtype=query.dtype).masked_fill_(unseen, -math.inf).expand(samples, -1, -1)
+        attends = torch.ones(1, last - first, last, dtype=torch.bool).tril(first)
+        if attn_mask is not None:
+            attends = attends & attn_mask.view(-1, length, length)[:, first:last, :last]
+        bias = torch.zeros(attends.shape, dtype=query.dtype).masked_fill_(~attends, -math.inf).expand(samples, -1, -1)
         yield from ((b, n, first, last, bias[b]) for b in range(samples) for n in range(heads))
 
 

@@ -16,7 +16,7 @@ from models import bf16_attention
 from models.config import ModelConfig
 from models.mlp import MLP
 from models.moe import MixtureOfExperts
-from models.packing import hidden_pairs
+from models.packing import causal_mask
 from models.rope import Rotate
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, attention_dropout, dropout
@@ -35,8 +35,7 @@ class Attention(nn.Module):
 
     Query, key and value enter its two products in the plan's `attention` dtype, whatever the layers compute in. Scores
     and weights are in the sensitive dtype, or rounded to that of `scores`.
-    hidden: bool [b, 1, s, s], True where a token (row) does not attend to another, if that is not the same in all
-    samples.
+    attn_mask: bool [b, 1, s, s], True where a token (row) attends to another, if that is not the same in all samples.
     """
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
@@ -68,17 +67,17 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         place: MicrobatchInfo | None,
-        hidden: Tensor | None = None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         return self.context.recompute.run(
             "attention",
-            partial(self._attend, rotary=rotary, place=place, hidden=hidden),
+            partial(self._attend, rotary=rotary, place=place, attn_mask=attn_mask),
             self.qkv(x)[0],
             into=lambda mixed: self.output(mixed)[0],
         )
 
     def _attend(
-        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: MicrobatchInfo | None, hidden: Tensor | None
+        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: MicrobatchInfo | None, attn_mask: Tensor | None
     ) -> Tensor:
         """From what the product with query, key and value makes, [s, b, own features], to what the output's takes."""
         query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
@@ -89,10 +88,10 @@ class Attention(nn.Module):
         query, key, value = (z.permute(1, 2, 0, 3).to(self.context.plan.attention) for z in (query, key, value))
         if rotary is not None or self.config.qk_norm:
             value = value.contiguous()  # a view would keep all of the product that it is a part of
-        return self._mix(query, key, value, place, hidden).permute(2, 0, 1, 3).flatten(2)
+        return self._mix(query, key, value, place, attn_mask).permute(2, 0, 1, 3).flatten(2)
 
     def _mix(
-        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, hidden: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, attn_mask: Tensor | None = None
     ) -> Tensor:
         """[b, n, s, d] each, with fewer key/value heads. Returns [b, n, s, d] in the dtype of products."""
         groups = query.shape[1] // key.shape[1]
@@ -101,37 +100,32 @@ class Attention(nn.Module):
         plan, by_products = self.context.plan, bf16_attention.worthwhile(query)  # which rounds them in any case
         rounded = plan.scores != plan.sensitive and not by_products
         if rounded or (place is not None and self.config.attention_dropout > 0):
-            return self._mix_plainly(query, key, value, place, hidden).to(plan.compute)
+            return self._mix_plainly(query, key, value, place, attn_mask).to(plan.compute)
         if slow_half(query):
             query, key, value = query.float(), key.float(), value.float()
-        hidden = None if self._sees_all(query) and hidden is None else self._hidden(query, hidden)
+        if attn_mask is None and 0 < self.config.window < query.shape[2]:
+            attn_mask = self._mask(query)
         if by_products:
-            return bf16_attention.attend(query, key, value, hidden).to(plan.compute)
-        seen = None if hidden is None else ~hidden
-        mixed = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None)
+            return bf16_attention.attend(query, key, value, attn_mask).to(plan.compute)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=attn_mask is None)
         return mixed.to(plan.compute)
 
     def _mix_plainly(
-        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, hidden: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, attn_mask: Tensor | None
     ) -> Tensor:
         """Written out: the fused kernel draws its dropout from a generator that knows nothing of layouts, and rounds
         neither scores nor weights. Returns the dtype of the weights."""
         rounded = self.context.plan.scores
         made = torch.promote_types(rounded, torch.float32) if slow_half(query) else rounded
         scores = query.to(made) @ key.to(made).transpose(2, 3) / self.config.head_dim**0.5
-        weights = scores.to(rounded).masked_fill(self._hidden(query, hidden), float("-inf")).softmax(-1)
+        attends = self._mask(query) if attn_mask is None else attn_mask
+        weights = scores.to(rounded).masked_fill(~attends, float("-inf")).softmax(-1)
         weights = attention_dropout(weights, self.config.attention_dropout, self.context, f"{self.name}.weights", place)
         return weights.to(made) @ value.to(made)
 
-    def _sees_all(self, query: Tensor) -> bool:
-        """Whether every token attends to all before it: there is no window, or it is as long as the sequence."""
-        return not 0 < self.config.window < query.shape[2]
-
-    def _hidden(self, query: Tensor, hidden: Tensor | None) -> Tensor:
-        """`hidden`, or what is the same in all samples: bool [s, s]."""
-        if hidden is not None:
-            return hidden
-        return hidden_pairs(query.shape[2], self.config.window, None, query.device)
+    def _mask(self, query: Tensor) -> Tensor:
+        """The mask that is the same in all samples: bool [s, s]."""
+        return causal_mask(query.shape[2], self.config.window, None, query.device)
 
 
 class DecoderLayer(nn.Module):
@@ -153,12 +147,12 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         place: MicrobatchInfo | None,
-        hidden: Tensor | None = None,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         stream = self.config.dropout_at == "stream"
         x = self._drop(x, "input", place) if stream else x
         normally = partial(self.context.recompute.run, "norm")
-        mixed = normally(self.attention_norm, x, into=lambda y: self.attention(y, rotary, place, hidden))
+        mixed = normally(self.attention_norm, x, into=lambda y: self.attention(y, rotary, place, attn_mask))
         attended = (x + self._drop(mixed, "attention", place)).to(x.dtype)
         fed = normally(
             self.mlp_norm, x if self.config.parallel_residual else attended, into=lambda y: self._feed(y, place)

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
+from megaprec.comm.everyones import everyones
 from megaprec.comm.layout import layout_of
 from megaprec.fp8.state import ROLES
 from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.partial_grads import sum_partial
+from models.passes import Passes, Share, require_steady_scales
+from parallel.pipeline.instructions import Op
 
 Found = dict[str, list[float]]
 
@@ -64,6 +68,38 @@ class Shadow:
         return name, known.get(name, math.nan)
 
 
+def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
+    """What FP8 does to the first micro-batch, on each dp rank, of the `number`-th step, which must be the next one.
+
+    The micro-batch is run twice more, without FP8 and with it: same weights, same scales, same dropout. The training
+    step is unaffected. Takes as much memory as the gradients of weights in FP8. Collective over the whole mesh.
+    """
+    fp8, optimizer = passes.fp8, passes.optimizer
+    require_steady_scales(fp8, "compare a micro-batch with itself")
+    fp8.roll()  # or the step would begin so
+    buffers, names = optimizer.all_buffers(), fp8.narrow
+    with passes.gradients_aside(), fp8.autocast(enabled=False):
+        wide_loss = _first_alone(passes, share, number)
+        wide = {name: values.clone() for name, values in weight_gradients(buffers, names).items()}
+    with passes.gradients_aside():
+        with fp8.replayed(), fp8.watching() as lost:
+            loss = _first_alone(passes, share, number)
+        narrow, counts = weight_gradients(buffers, names), lost_by_tensor(lost, names, buffers)
+        found = compared(wide, narrow, counts, (optimizer.tp, optimizer.dp))
+    loss, wide_loss = optimizer.world.sum_(torch.stack([loss, wide_loss])).unbind()
+    return Shadow.of(loss.item(), wide_loss.item(), everyones(found, optimizer.world, optimizer.device))
+
+
+def _first_alone(passes: Passes, share: Share, number: int) -> Tensor:
+    """Runs the first micro-batch, forward and backward, through all stages; returns this rank's part of its loss.
+    Gradients are left, summed over tp but not over dp."""
+    run = passes.begin(share, number, passes.optimizer.scale)
+    passes.executor(run, [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]).run()
+    for buffer in passes.optimizer.all_buffers():
+        sum_partial(buffer.parameters, passes.optimizer.tp)
+    return run.loss
+
+
 def weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:
     """Views of what this rank has of the gradients of weights in FP8, flat, by logical name; empty where another tensor
     rank counts the slice. names: of the first logical tensor in each parameter."""
@@ -84,7 +120,7 @@ def lost_by_tensor(casts: Mapping[str, Tensor], names: Set[str], buffers: Sequen
     """
     none = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
     nothing = {f"{name}.{role}": none for name in names for role in ROLES}
-    own = {f"{one.held.name}.weight": one.lost() for buffer in buffers for one in buffer.owned}
+    own = {f"{one.param.name}.weight": one.lost() for buffer in buffers for one in buffer.owned}
     return {**nothing, **casts, **own}
 
 

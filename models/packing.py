@@ -37,13 +37,15 @@ WHOLE = Packing()
 """Every sample is one document, or taken for one."""
 
 
-def hidden_pairs(length: int, window: int, documents: Tensor | None, device: torch.device) -> Tensor:
-    """bool [s, s], or [b, 1, s, s] with documents: True where a token (row) does not attend to another.
+def causal_mask(length: int, window: int, documents: Tensor | None, device: torch.device) -> Tensor:
+    """bool [s, s], or [b, 1, s, s] with documents: True where a token (row) attends to another (column).
 
-    Those are the tokens after it, those before its window (0: it has none) and those of other documents.
+    It attends to itself and to the tokens before it, but not to those before its window (0: it has none) or in other
+    documents. The polarity is that of torch's scaled_dot_product_attention.
     """
-    pairs = torch.ones(length, length, dtype=torch.bool, device=device)
-    hidden = pairs.triu(1) | pairs.tril(-window) if 0 < window < length else pairs.triu(1)
+    attends = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    if 0 < window < length:
+        attends = attends.triu(1 - window)
     if documents is None:
-        return hidden
-    return hidden | (documents[:, :, None] != documents[:, None, :]).unsqueeze(1)
+        return attends
+    return attends & (documents[:, :, None] == documents[:, None, :]).unsqueeze(1)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import Part, layout_of
 from models.blocks import DecoderLayer, make_norm
 from models.config import ModelConfig
-from models.packing import WHOLE, Packing, hidden_pairs
+from models.packing import WHOLE, Packing, causal_mask
 from models.rope import rotary_tables
 from parallel.activation_checkpoint import KEEP, Recompute, recomputed
 from parallel.context import Context
@@ -91,21 +91,21 @@ class Stage(nn.Module):
         if self.cut.first:
             x = self._embed(x, place, packing.positions)
         rotary = self._rotary(length, x.device, packing.positions) if self.config.positions == "rope" else None
-        hidden = self._hidden(length, x.device, packing.documents)
+        masks = self._masks(length, x.device, packing.documents)
         for n, block in self.layers.items():
-            run = partial(block, rotary=rotary, place=place, hidden=hidden.get(self._window(n)))
+            run = partial(block, rotary=rotary, place=place, attn_mask=masks.get(self._window(n)))
             x = recomputed(run, x) if n in self.again else run(x)
         return self._hand_out(self._logits(x), place) if self.cut.last else x
 
     def _window(self, n: str) -> int:
         return self.config.of_layer(int(n)).window
 
-    def _hidden(self, length: int, device: torch.device, documents: Tensor | None) -> dict[int, Tensor]:
-        """By the windows that layers here have: what a token does not attend to; empty if samples are taken whole."""
+    def _masks(self, length: int, device: torch.device, documents: Tensor | None) -> dict[int, Tensor]:
+        """Attention masks by the windows that layers here have; empty if samples are taken whole."""
         if documents is None:
             return {}
         windows = {self._window(n) for n in self.layers}
-        return {window: hidden_pairs(length, window, documents, device) for window in windows}
+        return {window: causal_mask(length, window, documents, device) for window in windows}
 
     def _embed(self, ids: Tensor, place: MicrobatchInfo | None, positions: Tensor | None) -> Tensor:
         x = self.embedding(ids)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
@@ -80,12 +81,23 @@ class Fragment:
     values: Tensor = field(repr=False)
 
 
+class Gradients(StepObserver):
+    """Remembers the gradients that each update is made from."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Fragment]] = []
+
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
+        self.seen.append(fragments(buffers, lambda buffer: buffer.own(buffer.grads)))
+
+
 class Recording(ParallelAMPOptimizer):
     """Remembers the gradients that each update is made from, and can plant a bad one."""
 
     def __init__(self, *args: Any, plant: tuple[int, int, float] | None, **options: Any) -> None:
-        super().__init__(*args, average=False, **options)
-        self.seen: list[list[Fragment]] = []
+        gradients = Gradients()
+        super().__init__(*args, average=False, observers=[gradients], **options)
+        self.seen = gradients.seen
         self.plant, self.count = plant, 0
 
     def step(self, lr: float, loss: Tensor | None = None) -> StepReport:
@@ -95,15 +107,11 @@ class Recording(ParallelAMPOptimizer):
         self.count += 1
         return super().step(lr, loss)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
-        self.seen.append(fragments(self, lambda buffer: buffer.own(buffer.grads)))
-        super()._update(lr, divisor, found)
 
-
-def fragments(optimizer: ParallelAMPOptimizer, values: Callable[[Buffer], Tensor]) -> list[Fragment]:
+def fragments(buffers: Sequence[Buffer], values: Callable[[Buffer], Tensor]) -> list[Fragment]:
     """What this rank's own slices hold of each logical tensor, copies included."""
     found = []
-    for buffer in optimizer.all_buffers():
+    for buffer in buffers:
         found += _fragments_of(buffer, values(buffer))
     return found
 
@@ -198,10 +206,10 @@ def _train_one(mesh: DeviceMesh, run: Run) -> Trained:
     engine = make_engine(mesh, run)
     optimizer = engine.optimizer
     assert isinstance(optimizer, Recording)
-    before = fragments(optimizer, lambda buffer: buffer.saved()["weight"])
+    before = fragments(optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])
     reports = [engine.step(share_of(mesh, batch), run.lr, n) for n, batch in enumerate(batches(run))]
     optimizer.wait()
-    after = fragments(optimizer, lambda buffer: buffer.saved()["weight"])
+    after = fragments(optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])
     return Trained(reports, optimizer.seen, before, after, optimizer.scaler.state_dict(), optimizer.num_elements)
 
 

@@ -188,8 +188,8 @@ def held(optimizer: ParallelAMPOptimizer) -> dict[str, list[Fragment]]:
     """By kind, what this rank's own slices hold."""
     buffers = optimizer.all_buffers()
     kinds = dict.fromkeys(kind for buffer in buffers for kind in buffer.saved_names)
-    found = {kind: fragments(optimizer, lambda buffer, kind=kind: buffer.saved()[kind]) for kind in kinds}
-    return found | {"held": fragments(optimizer, lambda buffer: buffer.own(buffer.weights))}
+    found = {kind: fragments(optimizer.all_buffers(), lambda buffer, kind=kind: buffer.saved()[kind]) for kind in kinds}
+    return found | {"held": fragments(optimizer.all_buffers(), lambda buffer: buffer.own(buffer.weights))}
 
 
 def train_cases(mesh: DeviceMesh | None, cases: Sequence[Case], before: Callable[[], None] | None = None) -> list[Any]:

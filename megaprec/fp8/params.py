@@ -10,7 +10,7 @@ A matrix is kept once, so its codes must serve products along its rows and along
 which differ between the two, are refused (`megaprec.fp8.eligibility.not_computed`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,35 +83,35 @@ class FP8ParamShard:
     """One weight's codes, flat [n * k], and the part of its masters, elements [start, start + len(masters)), that this
     rank owns, perhaps none."""
 
-    held: FP8Param
+    param: FP8Param
     codes: Tensor
     masters: Tensor
     start: int
 
     def amax(self) -> Tensor:
         """The largest magnitudes of that part in the weight's blocks, 0 where it has none of a block."""
-        return amax_of(self._spread_out(), self.held.block)
+        return amax_of(self._spread_out(), self.param.block)
 
     def encode(self, amax: Tensor, records: bool) -> None:
         """Makes scales of all ranks' amaxes, and codes of the own masters."""
-        scales, end = self.held.scales(amax, records), self.start + len(self.masters)
-        self.held.inverse.copy_(scales.reciprocal())
+        scales, end = self.param.scales(amax, records), self.start + len(self.masters)
+        self.param.inverse.copy_(scales.reciprocal())
         if len(self.masters):
-            codes = cast(self._spread_out(), self.held.dtype, spread(scales, self.held.block, self.held.shape))
+            codes = cast(self._spread_out(), self.param.dtype, spread(scales, self.param.block, self.param.shape))
             self.codes[self.start : end] = codes.view(-1)[self.start : end]
 
     def lost(self) -> Tensor:
         """`counts_lost` of the own masters."""
-        values = self.codes.view(self.held.shape)
-        counts = counts_lost(self._spread_out(), Codes(values, self.held.inverse, self.held.block))
+        values = self.codes.view(self.param.shape)
+        counts = counts_lost(self._spread_out(), Codes(values, self.param.inverse, self.param.block))
         counts[1] = len(self.masters)
         return counts
 
     def _spread_out(self) -> Tensor:
         """The own masters at their places in [n, k], zeros elsewhere."""
-        if self.masters.numel() == self.held.shape.numel():
-            return self.masters.view(self.held.shape)
-        whole = self.masters.new_zeros(self.held.shape)
+        if self.masters.numel() == self.param.shape.numel():
+            return self.masters.view(self.param.shape)
+        whole = self.masters.new_zeros(self.param.shape)
         whole.view(-1)[self.start : self.start + len(self.masters)] = self.masters
         return whole
 
@@ -124,7 +124,46 @@ def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> lis
     own = [one.amax() for one in owned]
     packed = torch.cat([amax.view(-1) for amax in own])
     shards.max_(packed)
-    if not any(one.held.in_blocks for one in owned):
+    if not any(one.param.in_blocks for one in owned):
         tp.max_(packed)
     parts = packed.split([amax.numel() for amax in own])
     return [part.view_as(amax) for part, amax in zip(parts, own, strict=True)]
+
+
+class FP8Masters:
+    """The masters that this rank owns of all weights that are kept in FP8, and what makes codes of them.
+
+    The states of these weights are told to call `renew` when a pass begins.
+
+    by_buffer: the shards that lie in one buffer, and what starts to collect it from the ranks that share masters.
+    settle: called when all have started. shards, tp: the ranks that share masters, and the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        by_buffer: Sequence[tuple[Sequence[FP8ParamShard], Callable[[], object]]],
+        settle: Callable[[], object],
+        shards: Axis,
+        tp: Axis,
+    ) -> None:
+        self._by_buffer, self._settle, self._axes = by_buffer, settle, (shards, tp)
+        self._owned = [one for owned, _ in by_buffer for one in owned]
+        self._states = list(dict.fromkeys(one.param.state for one in self._owned))
+        for state in self._states:
+            state.renew = self.renew
+
+    def outdate(self) -> None:
+        """Says that codes of weights are not of the present masters."""
+        for state in self._states:
+            state.outdated = True
+
+    @torch.no_grad()
+    def renew(self, records: bool) -> None:
+        """Makes codes of the masters and collects them. records: as `FP8State.renew` says. Collective over shards and
+        tp."""
+        amaxes = iter(agreed_amaxes(self._owned, *self._axes))
+        for owned, start_collecting in self._by_buffer:
+            for one in owned:
+                one.encode(next(amaxes), records)
+            start_collecting()
+        self._settle()

@@ -110,7 +110,7 @@ class FP8State:
 
     def leave_out(self, reached: Eligibility, why: str) -> None:
         """Has the products with a registered weight made wide after all; to be called before the first pass."""
-        self.reached[self.reached.index(reached)] = replace(reached, wide=why)
+        self.reached[self.reached.index(reached)] = replace(reached, fallback_reason=why)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -255,7 +255,7 @@ class Buffer:
 
     def num_bytes(self) -> int:
         """Memory of all that this buffer keeps, in bytes."""
-        kept = [self.weights, self.grads, *self.state.values(), *(one.held.inverse for one in self.owned)]
+        kept = [self.weights, self.grads, *self.state.values(), *(one.param.inverse for one in self.owned)]
         if self.remainder is not None:
             kept.append(self.remainder)
         if self.masters is not None and self.masters.dtype != self.weights.dtype:

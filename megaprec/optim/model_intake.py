@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
 from megaprec.errors import UserError
-from megaprec.optim.dtensors import StandIn, is_dtensor, require_spread_over_all
+from megaprec.optim.dtensors import is_dtensor, require_spread_over_all
 from megaprec.optim.flat_buffer import param_dtype
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
@@ -128,13 +128,14 @@ def _wrappers(parts: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
     return (m for part in parts for m in part.modules() if isinstance(m, DistributedDataParallel))
 
 
-def require_nothing_left(stand_ins: Sequence[StandIn], overlap: bool, zero_size: int) -> None:
+def require_nothing_left(parts: Sequence[nn.Module], overlap: bool, zero_size: int) -> None:
     """Raises UserError if the optimizer is asked to cut or to overlap what fully_shard does by itself."""
     asked = {"overlap": overlap, "zero_size": zero_size}
-    if stand_ins and (key := next((key for key, value in asked.items() if value), "")):
+    spread = next((p for p in parameters_of(parts) if is_dtensor(p)), None)
+    if spread is not None and (key := next((key for key, value in asked.items() if value), "")):
         raise UserError(
-            f"{key} = {asked[key]}: {stand_ins[0].name} is cut over ranks by fully_shard, which sums gradients and "
-            f"collects weights by itself: leave {key} out"
+            f"{key} = {asked[key]}: {layout_of(spread).parts[0].name} is cut over ranks by fully_shard, which sums "
+            f"gradients and collects weights by itself: leave {key} out"
         )
 
 

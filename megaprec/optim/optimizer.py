@@ -15,7 +15,7 @@ Over dp gradients are averaged, if each rank's loss is the mean over its own sam
 share of a mean over all of them: `average` says which.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,34 +25,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
-from megaprec.comm.tied import tied_axes
 from megaprec.errors import UserError
-from megaprec.fp8.params import agreed_amaxes
+from megaprec.fp8.params import FP8Masters
 from megaprec.optim import grad_presence
 from megaprec.optim.attribution import attribute_nonfinite
 from megaprec.optim.consensus import Consensus, StepConsensus, digest
-from megaprec.optim.dtensors import StandIn, is_dtensor
-from megaprec.optim.flat_buffer import Buffer, buckets, require_in_place
+from megaprec.optim.flat_buffer import Buffer, require_in_place
 from megaprec.optim.full_state import gather_tensors, load_tensors
 from megaprec.optim.grad_stats import norm_of, statistics
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
-from megaprec.optim.group_factors import Group, Slice, by_factors, slices
-from megaprec.optim.main_grad import reset_accumulation
+from megaprec.optim.group_factors import Group, Slice, slices
+from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.model_intake import (
     Ranks,
     averages,
     disable_ddp_sync,
-    move_rest,
     require_known,
     require_nothing_left,
 )
 from megaprec.optim.native import kernels_for
+from megaprec.optim.observer import StepObserver
 from megaprec.optim.param_groups import param_groups, rates, saved, take_up
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule
 from megaprec.optim.update_tile import Tile
-from megaprec.precision.marks import keeping_marked, parameters_of_marked
+from megaprec.precision.marks import keeping_marked
 from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
 
@@ -81,6 +79,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     seed: of stochastic rounding.
     native: AdamW on a CPU by kernels that a C compiler makes, wherever masters, gradients and averages are FP32 and
         weights FP32 or rounded to bf16 nearest; the results are the same but for the last bits of the norm.
+    observers: called at each step's moments; more may be added to the attribute of this name.
     Raises UserError for what does not fit together.
     """
 
@@ -102,7 +101,9 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         bucket: int = 40_000_000,
         seed: int = 0,
         native: bool = False,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
+        self.observers = [*observers]
         self.clip, self.weight_decay, self.seed = clip, weight_decay, seed
         self.rule: UpdateRule = rule or AdamW()
         if not norm >= 1:
@@ -121,25 +122,17 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay)
         super().__init__(self._groups.values(), {})
         disable_ddp_sync(parts)
-        cut = {p: StandIn(p, plan, self.device) for p in parameters_of(parts) if is_dtensor(p)}
-        self._stand_ins = tuple(cut.values())
-        require_nothing_left(self._stand_ins, overlap, zero_size)
-        self._tied: list[tuple[Buffer, Axis]] = []
-        axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
-        adopt = partial(self._adopt, tied=axes, groups=groups)
-        self.buffers = [list(map(adopt, alike)) for alike in self._taken_over(parts, cut, bucket)]  # by model chunk
-        self._in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
-        for one in (one for buffer in self._in_codes for one in buffer.owned):
-            one.held.state.renew = self._renew
+        require_nothing_left(parts, overlap, zero_size)
+        names, average = self.rule.names, self.average
+        memory = ModelBuffers(parts, plan, mesh, ranks, self.shards, groups, bucket, names, seed, average)
+        self._memory, self._tied, self.buffers = memory, memory.tied, memory.chunks  # the last: by model chunk
         self._slices = [
             (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
         ]
-        self._sums, self._weights = (
-            GradReducer(self.buffers, self.tp, overlap),
-            ParamGatherer(parts, self.all_buffers(), overlap),
-        )
-        self._counted = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.counted()]
-        self._copies = [buffer.own(buffer.grads)[a:b] for buffer in self.all_buffers() for a, b in buffer.copies()]
+        self._sums = GradReducer(self.buffers, self.tp, overlap)
+        self._weights = ParamGatherer(parts, self.all_buffers(), overlap)
+        self._counted, self._copies = list(memory.counted()), list(memory.copies())
+        self._fp8 = self._fp8_masters()
         self._agreement = StepConsensus(self.pp, self.world, norm, self.device)
         count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
         self.num_elements = int(self.world.sum_(count).item())
@@ -154,39 +147,11 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         require_used("optimizer.groups", [group.pattern for group in groups], names, self.world, self.device)
         return keeping_marked(parts, plan, self.world, self.device)
 
-    def _taken_over(
-        self, parts: Sequence[nn.Module], cut: Mapping[nn.Parameter, StandIn], bucket: int
-    ) -> Iterator[list[list[nn.Parameter]]]:
-        """For each part the parameters of each of its buffers; what is not trained moves to the device.
-
-        cut: what stands in for parameters that torch has spread over ranks.
-        """
-        taken, marked = set[nn.Parameter](), parameters_of_marked(parts)
-        for part in parts:
-            held = [cut[p].parameter if p in cut else p for p in parameters_of([part]) if p not in taken]
-            taken.update(parameters_of([part]))
-            yield buckets(held, self.plan, bucket)
-            move_rest(part, self.plan, self.device, marked)
-
-    def _adopt(
-        self, parameters: list[nn.Parameter], tied: dict[tuple[int, ...], Axis], groups: Sequence[Group]
-    ) -> Buffer:
-        """A buffer for parameters of one kind. What torch has cut over the ranks is neither summed nor cut again."""
-        spread = any(parameters[0] is one.parameter for one in self._stand_ins)
-        buffer = Buffer(
-            by_factors(parameters, groups),
-            self.plan,
-            Axis("dp") if spread else self.dp,
-            Axis("zero") if spread else self.shards,
-            self.pp.rank,
-            self.device,
-            self.rule.names,
-            self.seed,
-            self.average and not spread,
-        )
-        if pipeline_ranks := layout_of(parameters[0]).tied:
-            self._tied.append((buffer, tied[pipeline_ranks]))
-        return buffer
+    def _fp8_masters(self) -> FP8Masters:
+        """The masters of weights that are kept in FP8, whose codes are collected as other weights are."""
+        in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
+        collect = [(buffer.owned, partial(self._weights.begin, buffer)) for buffer in in_codes]
+        return FP8Masters(collect, self._weights.settle, self.shards, self.tp)
 
     def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Tile]:
         """A slice as it is updated: whole if the kernels can, else in runs that suit the device."""
@@ -197,7 +162,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
 
     def all_buffers(self) -> list[Buffer]:
         """Every buffer of this rank, in an order that all dp ranks share."""
-        return [buffer for chunk in self.buffers for buffer in chunk]
+        return self._memory.all
 
     @property
     def scale(self) -> Tensor:
@@ -225,9 +190,8 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         take_up(numbers.get("param_groups", ()), self._groups)
         for buffer in self.all_buffers():
             buffer.publish(self.steps)
-        for one in self._stand_ins:
-            one.give_back()
-        self._outdate()
+        self._memory.give_back()
+        self._fp8.outdate()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -264,7 +228,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this step, which `step` does by itself. Collective where sums are under way."""
         self._sums.drop()
-        self._forget_gradients()
+        self._memory.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Is for torch's constructor alone. Raises UserError later, for the parameters lie side by side by then."""
@@ -293,6 +257,8 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         """
         rates(self._groups, lr)
         self._finish_sums()
+        for observer in self.observers:
+            observer.gradients_ready(self.all_buffers(), self.scale)
         return self._conclude(self._agree(loss), lr)
 
     def _conclude(self, agreed_on: Tensor, lr: float | None) -> StepReport:
@@ -301,45 +267,27 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         scale = self.scale.clone()
         norm = agreed.norm / scale
         found = self._forbidden(agreed)
+        for observer in self.observers:
+            observer.decided(self.all_buffers(), scale, found)
         self._update(lr, scale.double() / self._clip_factor(norm), found)
+        for observer in self.observers:
+            observer.updated(self.all_buffers())
         report = self._report(agreed, norm, scale, lr)
         if report.changed:
-            self._outdate()
+            self._fp8.outdate()
         self.scaler.update(agreed.finite.logical_not())
-        self._forget_gradients()
+        self._memory.forget_gradients()
+        for observer in self.observers:
+            observer.outcome(report)
         if report.outcome != "applied" and self.plan.on_nonfinite == "raise":
             raise NonFiniteStep(report)
         return report
-
-    def _outdate(self) -> None:
-        """Says that codes of weights are not of the present masters."""
-        for one in (one for buffer in self._in_codes for one in buffer.owned):
-            one.held.state.outdated = True
-
-    @torch.no_grad()
-    def _renew(self, records: bool) -> None:
-        """Makes codes of the masters of weights that are kept in FP8 alone, and collects them. records: as
-        `FP8State.renew` says. Collective over shards and tp."""
-        amaxes = iter(agreed_amaxes([one for buffer in self._in_codes for one in buffer.owned], self.shards, self.tp))
-        for buffer in self._in_codes:
-            for one in buffer.owned:
-                one.encode(next(amaxes), records)
-            self._weights.begin(buffer)
-        self._weights.settle()
-
-    def _forget_gradients(self) -> None:
-        """Begins a new step."""
-        for buffer in self.all_buffers():
-            reset_accumulation(buffer.parameters)
-        for one in self._stand_ins:
-            one.forget_gradient()
 
     def _finish_sums(self) -> None:
         """Afterwards the gradients in the own slices are those of the whole model, and nothing is under way."""
         self.wait()
         require_in_place(self.all_buffers())
-        for one in self._stand_ins:
-            one.take_gradient()
+        self._memory.take_gradients()
         self._sums.finish()
         for buffer, axis in self._tied:
             axis.sum_(buffer.own(buffer.grads))
@@ -387,8 +335,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
             if not buffer.in_codes:
                 self._weights.begin(buffer)  # while the next buffer is updated
         self._weights.settle()
-        for one in self._stand_ins:
-            one.give_back()
+        self._memory.give_back()
         self.rule.advance(found)
 
     def _update_block(self, block: Tile, step: Step) -> None:

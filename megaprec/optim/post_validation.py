@@ -67,7 +67,8 @@ def conflicts(on_nonfinite: OnNonfinite, recipe: FP8Recipe | None) -> Iterator[s
 class PostValidationOptimizer(ParallelAMPOptimizer):
     """A ParallelAMPOptimizer whose steps come in two halves, `take` and `settle`; its arguments are the same.
 
-    `step`, which does all at once, is there as well, and all come out the same, bit for bit. Between the two halves
+    `step`, which does all at once, is there as well, and all come out the same, bit for bit. Observers are told of a
+    guess as of a decision, and of the true one again if the guess was wrong. Between the two halves
     no gradient may be made and no state saved. Raises UserError for a plan that raises on what is not finite, for by
     then the next step has begun.
     """
@@ -105,6 +106,8 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         """
         self.require_settled()
         self._finish_sums()
+        for observer in self.observers:
+            observer.gradients_ready(self.all_buffers(), self.scale)
         numbers = self._own_numbers(loss)
         finish = self.world.start_sum_(numbers)
         if not self._guesses:
@@ -114,9 +117,13 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         counters = [counter.clone() for counter in self._counters()]
         self._guessed = _Guessed(lr, numbers, finish, self.scale.clone(), counters, self.rule.scalars)
         fine = torch.zeros((), dtype=torch.float32, device=self.device)
+        for observer in self.observers:
+            observer.decided(self.all_buffers(), self._guessed.scale, fine)
         self.steps += 1
         self._apply(lr, self.scale.double(), fine, self._update_copied)
         self.scaler.update(fine)
+        for observer in self.observers:
+            observer.updated(self.all_buffers())
         return None
 
     @torch.no_grad()
@@ -133,7 +140,9 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         self._guesses = self._as_guessed(agreed, guessed.scale)
         if self._guesses:
             report = self._report(agreed, agreed.norm / guessed.scale, guessed.scale, guessed.lr)
-            self._forget_gradients()
+            self._memory.forget_gradients()
+            for observer in self.observers:
+                observer.outcome(report)
             return Settled(report, stands=True)
         self._go_back(guessed)
         return Settled(self._conclude(guessed.numbers, guessed.lr), stands=False)
@@ -141,6 +150,11 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
     def num_copied_bytes(self) -> int:
         """Memory that a guess takes on this rank, in bytes; it is kept from the first one on."""
         return sum(values.nbytes for block in self._blocks() for values in block.changed())
+
+    def wait(self) -> None:
+        """As before; raises RuntimeError while a step is not settled, for its weights may be wrong."""
+        self.require_settled()
+        super().wait()
 
     def numbers(self) -> dict[str, Any]:
         """As before; raises RuntimeError while a step is not settled, for they may be wrong."""

@@ -42,7 +42,7 @@ MODEL = MODELS["gpt2"]
 
 
 def held(optimizer: ParallelAMPOptimizer) -> Held:
-    return {kind: fragments(optimizer, lambda buffer, kind=kind: buffer.saved()[kind]) for kind in KINDS}
+    return {kind: fragments(optimizer.all_buffers(), lambda buffer, kind=kind: buffer.saved()[kind]) for kind in KINDS}
 
 
 def all_tensors(optimizer: ParallelAMPOptimizer) -> list[Tensor]:

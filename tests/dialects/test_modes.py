@@ -209,7 +209,7 @@ def train_one(mesh: DeviceMesh | None, made: PrecisionPlan, zero: bool = True, c
         Fragment(f.name, f.shape, f.offset, f.local, f.first, f.values.double() / reports[first].loss_scale)
         for f in optimizer.seen[first]
     ]
-    after = fragments(optimizer, lambda buffer: buffer.own(buffer.weights).double())
+    after = fragments(optimizer.all_buffers(), lambda buffer: buffer.own(buffer.weights).double())
     return Trained(reports, grads, after, seen)
 
 

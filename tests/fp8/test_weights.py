@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
-from megaprec.fp8.params import FP8ParamShard, fp8_param_of
+from megaprec.fp8.params import FP8Masters, FP8ParamShard, fp8_param_of
 from megaprec.fp8.state import FP8State
-from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, plan
@@ -298,15 +297,15 @@ def codes_are_made_once() -> None:
     inner, made = FP8ParamShard.encode, set()
 
     def encode(self: FP8ParamShard, amax: Tensor, records: bool) -> None:
-        if self.held.name not in made:
+        if self.param.name not in made:
             inner(self, amax, records)
-        made.add(self.held.name)
+        made.add(self.param.name)
 
     FP8ParamShard.encode = encode
 
 
 def codes_travel_no_more() -> None:
-    ParallelAMPOptimizer._renew = lambda self, records: None
+    FP8Masters.renew = lambda self, records: None
 
 
 @pytest.mark.parametrize(("bug", "axes"), [(scales_stay_on_a_replica, "dp"), (amaxes_stay_on_a_tensor_rank, "tp")])

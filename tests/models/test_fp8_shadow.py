@@ -18,7 +18,7 @@ from megaprec.optim.step_report import to_json
 from megaprec.precision.fp8_recipe import Backend
 from megaprec.precision.plan import LossScaling
 from models.engine import Engine
-from models.fp8_shadow import Shadow
+from models.fp8_shadow import Shadow, run_shadow
 from models.stages import Stage
 from tests.fp8.test_training import EXPERTS, fp8, run
 from tests.fp8.test_weights import kept, require_same, state_of
@@ -37,7 +37,7 @@ def trained(engine: Engine, one: Run, shadows: bool, mesh: DeviceMesh | None = N
     for n, batch in enumerate(batches(one)):
         share = share_of(mesh, batch)
         if shadows:
-            found.append(engine.shadow(share, n))
+            found.append(run_shadow(engine.passes, share, n))
         engine.step(share, one.lr, n)
     return found
 
@@ -141,7 +141,7 @@ def test_what_casts_lose_is_counted_by_product_and_role() -> None:
         engine.fp8.roll()
         name = "layers.0.mlp.down.weight"
         engine.fp8.scale(name, "input").mul_(factor)
-        lost = getattr(engine.shadow(share_of(None, batches(one)[0]), 2), kind)
+        lost = getattr(run_shadow(engine.passes, share_of(None, batches(one)[0]), 2), kind)
         others = [part for tensor, part in lost.items() if tensor != f"{name}.input"]
         assert lost[f"{name}.input"] > 0.5 > max(others)
 

@@ -32,6 +32,7 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import PlannedModel
 from megaprec.precision.plan import LossScaling, plan
 from models.engine import Share
+from models.replay import trace_modules
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.p2p import CPU, P2P
 from tests import pretend
@@ -329,7 +330,7 @@ def used(mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path, first
     state = trainer.engine.optimizer.state_dict()
     trainer.engine.optimizer.load_state_dict(state)
     again = trainer.engine.optimizer.state_dict()
-    trace = trainer.engine.examine(trainer.share(corpus.train, 0), 0, 0, 2.0**140)
+    trace = trace_modules(trainer.engine.passes, trainer.share(corpus.train, 0), 0, 0, 2.0**140)
     (folder / "parity").mkdir(exist_ok=True)
     before = load_run(file, [*overrides, "optimizer.validation=before", f"train.folder={folder}/unused"])
     record(before, corpus, mesh, Plan(2, planted=1, into="embedding.weight"), folder / "parity")

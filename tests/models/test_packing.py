@@ -17,7 +17,7 @@ from megaprec.precision.plan import PrecisionPlan, plan
 from models import blocks, stages
 from models.config import ModelConfig
 from models.engine import Engine, Share
-from models.packing import WHOLE, Packing, hidden_pairs
+from models.packing import WHOLE, Packing, causal_mask
 from models.stages import Stage, cuts
 from parallel.context import Context
 from parallel.pipeline.builders import schedule
@@ -153,11 +153,11 @@ def test_all_layers_of_a_stage_share_one_mask(monkeypatch: pytest.MonkeyPatch) -
     made: list[Tensor] = []
 
     def noted(*given: Any) -> Tensor:
-        made.append(hidden_pairs(*given))
+        made.append(causal_mask(*given))
         return made[-1]
 
     for module in (stages, blocks):
-        monkeypatch.setattr(module, "hidden_pairs", noted)
+        monkeypatch.setattr(module, "causal_mask", noted)
     config = CONFIGS["mistral with a window"]
     stage = Stage(config, Context(plan("fp64")), cuts(config, 1, LENGTH)[0])
     documents = torch.arange(LENGTH).expand(2, -1) // 5

@@ -24,7 +24,7 @@ from megaprec.optim.partial_grads import sum_partial
 from megaprec.optim.scaler import DynamicGradScaler
 from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import PrecisionPlan
-from models.engine import Engine
+from models.passes import Passes
 from parallel.layers import RowParallelLinear
 from tests.checkpoint.test_checkpoint import resume_and_compare
 from tests.layouts import train
@@ -51,8 +51,10 @@ def the_scale_is_read_after_the_update() -> None:
 
 
 def the_loss_is_scaled_twice() -> None:
-    inner = Engine._scaled_loss
-    Engine._scaled_loss = lambda self, stage, logits, rows: inner(self, stage, logits, rows) * self.optimizer.scale
+    inner = Passes.scaled_loss
+    Passes.scaled_loss = lambda self, run, stage, logits, rows: (
+        inner(self, run, stage, logits, rows) * self.optimizer.scale
+    )
 
 
 def found_inf_over(*axes: str) -> None:

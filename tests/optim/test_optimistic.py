@@ -22,7 +22,7 @@ from megaprec.optim.update_rules import Torch, rule
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.plan import LossScaling, plan
 from models.engine import Engine, Share
-from models.post_validation import PostValidationEngine
+from models.post_validation import PostValidation
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction
@@ -114,7 +114,7 @@ def make(mesh: DeviceMesh, case: Case, kind: str, after: bool) -> Engine:
             After(*args, rule=chosen, always=case.always, **options) if after else Before(*args, rule=chosen, **options)
         )
 
-    return (PostValidationEngine if after else Engine)(
+    return Engine(
         run.config,
         plan(run.compute, run.scaling, **run.changes),
         mesh,
@@ -153,12 +153,13 @@ def require_same(mesh: DeviceMesh, names: list[str], kind: str, bug: Callable[[]
     for name, (reports, states) in zip(names, agreed, strict=True):
         case = CASES[name]
         engine = make(mesh, case, kind, after=True)
+        steps = PostValidation(engine)
         known: list[StepReport | None] = []
         middle, last = case.run.steps // 2, case.run.steps - 1
         for number, share in enumerate(shares(mesh, case)):
-            known += [engine.accumulate(share, number), engine.update(case.run.lr)]
+            known += [steps.accumulate(share, number), steps.update(case.run.lr)]
             if number in (middle, last):
-                known.append(engine.settle())
+                known.append(steps.settle())
                 require_equal(state(engine), states[number], f"{name}, step {number}")
         for number, (ours, theirs) in enumerate(zip(filter(None, known), reports, strict=True)):
             assert str(ours) == str(theirs), f"{name}, step {number}"
@@ -312,14 +313,14 @@ def go_ahead(mesh: DeviceMesh, folder: Path) -> list[str]:
     Patient.folder = folder
     run = Run(MODEL, "fp32", steps=STEPS)
     kind = schedule("1f1b", 2, SAMPLES // run.micro_batch)
-    engine = PostValidationEngine(
+    engine = Engine(
         run.config, plan("fp32"), mesh, kind, micro_batch=run.micro_batch, seq_length=LENGTH, make_optimizer=never_clips
     )
-    stage, known = next(iter(engine.stages.values())), []
+    steps, stage, known = PostValidation(engine), next(iter(engine.stages.values())), []
     for number, batch in enumerate(batches(run)):
         stage.register_forward_pre_hook(lambda module, args, number=number: (folder / str(number)).touch())
-        known += [engine.accumulate(share_of(mesh, batch), number), engine.update(1e-2)]
-    known.append(engine.settle())
+        known += [steps.accumulate(share_of(mesh, batch), number), steps.update(1e-2)]
+    known.append(steps.settle())
     return [report.outcome for report in known if report is not None]
 
 
@@ -337,19 +338,19 @@ def test_a_stage_begins_the_next_step_while_another_has_not_come_to_the_end_of_t
 def come_apart(mesh: DeviceMesh) -> None:
     """A rank comes with another scale; while a step is not settled, nothing that needs it may be done."""
     engine = make(mesh, case := Case(Run(MODEL, "fp16", LossScaling("dynamic", 2.0**8), steps=2)), "1f1b", after=True)
-    first, second = shares(mesh, case)
-    engine.accumulate(first, 0)
-    engine.update(1e-2)
-    for wrong in (lambda: engine.evaluate(first), lambda: engine.update(1e-2), engine.optimizer.state_dict):
+    steps, (first, second) = PostValidation(engine), shares(mesh, case)
+    steps.accumulate(first, 0)
+    steps.update(1e-2)
+    for wrong in (lambda: engine.evaluate(first), lambda: steps.update(1e-2), engine.optimizer.state_dict):
         with pytest.raises(RuntimeError, match="not settled"):
             wrong()
-    engine.settle()
+    steps.settle()
     expected = [kept.clone() for buffer in engine.optimizer.all_buffers() for kept in kept_by(buffer)]
-    engine.accumulate(second, 1)
+    steps.accumulate(second, 1)
     engine.optimizer.scaler.tensors()[0].mul_(1 + mesh.get_rank())
-    engine.update(1e-2)
+    steps.update(1e-2)
     with pytest.raises(RuntimeError, match="disagree about the loss scaler"):
-        engine.settle()
+        steps.settle()
     held = [kept for buffer in engine.optimizer.all_buffers() for kept in kept_by(buffer)]
     assert all(torch.equal(a, b) for a, b in zip(held, expected, strict=True)), "a refused step changed something"
 

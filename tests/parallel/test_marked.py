@@ -67,7 +67,7 @@ def engine_of(
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
 
     def make_optimizer(parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
-        return ParallelAMPOptimizer(parts, plan, mesh, zero_size=zero_size)
+        return ParallelAMPOptimizer(parts, plan, mesh, zero_size=zero_size, average=False)
 
     return Engine(
         ModelConfig(**model),

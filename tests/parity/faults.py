@@ -21,7 +21,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.partial_grads import sum_partial
 from megaprec.optim.update_tile import Tile
 from models.blocks import DecoderLayer
-from models.engine import Engine
+from models.passes import Passes
 from models.stages import Stage
 from parallel import collectives, dropout, layers, linear
 from parallel.activation_checkpoint import _Call
@@ -261,7 +261,7 @@ def padding_counts(inner: Any) -> Any:
 
 
 def own_tokens(inner: Any) -> Any:
-    def begin(self: Engine, share: Any, step: Any, scale: Any) -> Any:
+    def begin(self: Passes, share: Any, step: Any, scale: Any) -> Any:
         run = inner(self, share, step, scale)
         run.num_tokens = share.mask.sum().double()
         return run
@@ -269,26 +269,26 @@ def own_tokens(inner: Any) -> Any:
     return begin
 
 
-def running(what: Callable[[Engine, Any], object]) -> Callable[[], None]:
+def running(what: Callable[[Passes, Any], object]) -> Callable[[], None]:
     """`what` happens to what is under way before a step's passes."""
 
     def make(inner: Any) -> Any:
-        def begin(self: Engine, share: Any, step: Any, scale: Any) -> Any:
+        def begin(self: Passes, share: Any, step: Any, scale: Any) -> Any:
             run = inner(self, share, step, scale)
             what(self, run)
             return run
 
         return begin
 
-    return change(Engine, "_begin", make)
+    return change(Passes, "begin", make)
 
 
-def unmasked(self: Engine, run: Any) -> None:
-    if self.dp.rank == 1:
+def unmasked(self: Passes, run: Any) -> None:
+    if self.optimizer.dp.rank == 1:
         run.share = replace(run.share, mask=torch.ones_like(run.share.mask))
 
 
-def own_samples(self: Engine, run: Any) -> None:
+def own_samples(self: Passes, run: Any) -> None:
     run.share = replace(run.share, first=0)
 
 

@@ -11,7 +11,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
 from megaprec.optim.update_tile import Tile as Run
 from models import moe
-from models.engine import Engine
+from models.passes import Passes
 from parallel import collectives, layers, loss, norms
 from parallel.activation_checkpoint import _Call
 from parallel.pipeline.executor import Executor
@@ -56,14 +56,14 @@ from tools.training.trainer import Trainer
 FAULTS = {
     # --- backward
     "the loss weighs double on its way back": Fault(
-        "llama", TP, "backward", "head and loss", change(Engine, "_scaled_loss", lambda inner: lambda *a: inner(*a) * 2)
+        "llama", TP, "backward", "head and loss", change(Passes, "scaled_loss", lambda inner: lambda *a: inner(*a) * 2)
     ),
     "the loss is scaled twice": Fault(
         "fp16",
         DP,
         "backward",
         "head and loss",
-        change(Engine, "_scaled_loss", lambda inner: lambda self, *a: inner(self, *a) * self.optimizer.scale),
+        change(Passes, "scaled_loss", lambda inner: lambda self, *a: inner(self, *a) * self.optimizer.scale),
     ),
     "the gradient of the loss forgets the target": Fault(
         "llama",

@@ -6,7 +6,7 @@ import torch
 
 from models import blocks, moe, stages
 from models.blocks import Attention, DecoderLayer
-from models.engine import Engine
+from models.passes import Passes
 from models.stages import Stage
 from parallel import collectives, layers, linear, loss, norms
 from parallel.pipeline.instructions import MessageType
@@ -263,7 +263,7 @@ FAULTS = {
         ),
     ),
     "the loss is divided by a replica's tokens": Fault(
-        "llama", DP, "loss", "head and loss", change(Engine, "_begin", own_tokens)
+        "llama", DP, "loss", "head and loss", change(Passes, "begin", own_tokens)
     ),
     "one replica counts targets that do not": Fault("llama", DP, "loss", "head and loss", running(unmasked)),
     "the loss is divided by the micro-batches once more": Fault(

@@ -5,14 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.atomic import latest
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.observer import StepObserver
 from tests.ranks import run_ranks
 from tests.runs import checkpoint, steps, tensors, train_on, write_run
 from tools import cli
@@ -29,20 +32,25 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs"))
 
 
+class Told(StepObserver):
+    """Sends this process a signal before the ranks agree on a step; the first is 1."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number, self.taken = step, number, 0
+
+    def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
+        self.taken += 1
+        if self.taken == self.step:
+            os.kill(os.getpid(), self.number)
+
+
 def train_until_told(
     mesh: DeviceMesh, file: Path, overrides: list[str], rank: int, step: int, number: int
 ) -> tuple[int, str] | None:
     """Trains on this rank, which, if it is `rank`, gets the signal while it takes `step`; returns how it stopped."""
     config = load_run(file, overrides)
-    trainer = Trainer(config, open_corpus(config), mesh)
-    update, taken = trainer.engine.update, iter(range(1, config.train.steps + 1))
-
-    def told(lr: float) -> StepReport | None:
-        if next(taken) == step and trainer.rank == rank:
-            os.kill(os.getpid(), number)
-        return update(lr)
-
-    trainer.engine.update = told
+    told = Told(step if rank == mesh.get_rank() else 0, number)
+    trainer = Trainer(config, open_corpus(config), mesh, observers=[told])
     try:
         trainer.run()
     except Stopped as stopped:

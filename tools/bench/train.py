@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, config: RunConfig, mesh: dist.DeviceMesh) -> None:
     """Take the steps; rank 0 prints the record. Collective over the mesh."""
-    bench = _Bench(config, mesh)
+    bench = Bench(config, mesh)
     seconds = [bench.step() for _ in range(args.warmup + args.steps)][args.warmup :]
     record = {**_settings(args, config), **bench.record(seconds)}
     if dist.get_rank() == 0:
@@ -134,7 +134,9 @@ def _settings(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
 
 
 @dataclass
-class _Bench:
+class Bench:
+    """A run's engine on random tokens, and its steps timed."""
+
     config: RunConfig
     mesh: dist.DeviceMesh
 

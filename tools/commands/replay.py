@@ -18,6 +18,7 @@ from megaprec.checkpoint.atomic import checkpoints
 from megaprec.diagnose.nonfinite_trace import Trace
 from megaprec.errors import UserError
 from megaprec.precision.tf32 import tf32
+from models.replay import trace_modules
 from parallel.mesh import make_mesh, world
 from tools.config.run_file import SAVED, RunConfig, load_run
 from tools.config.settings import Parallel
@@ -115,7 +116,7 @@ def _watched(trainer: Trainer, event: dict[str, Any]) -> tuple[int, Trace]:
     share = trainer.share(trainer.corpus.train, event["first_sample"])
     found: tuple[int, Trace] | None = None
     for microbatch in _suspects(event, trainer.config):
-        trace = trainer.engine.examine(share, event["step"] - 1, microbatch, float(event["loss_scale"]))
+        trace = trace_modules(trainer.engine.passes, share, event["step"] - 1, microbatch, float(event["loss_scale"]))
         found = microbatch, trace
         if trace.found is not None:
             break

@@ -77,5 +77,5 @@ def _whole(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:
 
 
 def _state(optimizer: ParallelAMPOptimizer, kind: str) -> Tensors:
-    found = fragments(optimizer, kind, lambda buffer: buffer.saved()[kind.rpartition("/")[2]])
+    found = fragments(optimizer.all_buffers(), kind, lambda buffer: buffer.saved()[kind.rpartition("/")[2]])
     return {fragment.name: values.double().view(fragment.shape) for fragment, values in found}

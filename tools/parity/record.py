@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -23,14 +22,14 @@ from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.data.blend import Blend
 from megaprec.data.samples import Batch, Samples
 from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import report_fields
-from megaprec.precision.plan import PrecisionPlan
 from models.stages import Stage
 from tools.config.run_file import RunConfig
 from tools.parity.borders import Borders, Size
 from tools.training.corpus import Corpus
-from tools.training.trainer import Trainer, optimizer_options
+from tools.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -66,26 +65,24 @@ class Fragment:
     cut: bool
 
 
-class Recorder(ParallelAMPOptimizer):
+class Recorder(StepObserver):
     """Notes the gradients of each update, and plants what is to be planted."""
 
-    def __init__(self, *args: Any, what: Plan, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, what: Plan) -> None:
         self.what, self.taken = what, 0
         self.seen: list[tuple[Fragment, Tensor]] = []
 
-    def _agree(self, loss: Tensor | None) -> Tensor:
-        if self.taken == self.what.planted:
-            for buffer in self.all_buffers():
-                _plant(buffer, self.what.into)
-        return super()._agree(loss)
+    def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
+        """Plants an infinity, if this is the step."""
+        for buffer in buffers if self.taken == self.what.planted else ():
+            _plant(buffer, self.what.into)
 
-    def _update(self, lr: float, divisor: Tensor, found: Tensor) -> None:
+    def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
+        """Notes what the update is going to be made of."""
         if not found:
             kind = f"gradient/{self.taken}"
-            self.seen += fragments(self, kind, lambda buffer: buffer.own(buffer.grads).double() / self.scale.double())
+            self.seen += fragments(buffers, kind, lambda buffer: buffer.own(buffer.grads).double() / scale.double())
         self.taken += 1
-        super()._update(lr, divisor, found)
 
 
 def _plant(buffer: Buffer, into: str) -> None:
@@ -121,19 +118,15 @@ class Watched(Trainer):
     """The trainer, listened to."""
 
     def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan) -> None:
-        self.what, self.samples = what, Listening(corpus.train, what.small)
-        super().__init__(config, replace(corpus, train=self.samples), mesh)
-
-    def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
-        return Recorder(parts, plan, mesh, what=self.what, **optimizer_options(self.config))
+        self.samples, self.recorder = Listening(corpus.train, what.small), Recorder(what)
+        super().__init__(config, replace(corpus, train=self.samples), mesh, observers=[self.recorder])
 
 
 def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, folder: Path) -> None:
     """Takes the steps and leaves this rank's files in `folder`, which is there."""
     trainer = Watched(config, corpus, mesh, what)
     optimizer = trainer.engine.optimizer
-    assert isinstance(optimizer, Recorder)
-    found = list(fragments(optimizer, "before/weight", lambda buffer: buffer.saved()["weight"]))
+    found = list(fragments(optimizer.all_buffers(), "before/weight", lambda buffer: buffer.saved()["weight"]))
     if what.shaken:
         _shake(optimizer)
     train, stages = config.train, list(trainer.engine.stages.values())
@@ -146,7 +139,7 @@ def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, fold
         steps.append({**report_fields(report), "offenders": offenders, "scaler": optimizer.numbers()["scaler"]})
         if number in (0, what.steps - 1) or (what.small and report.changed):
             found += _state(optimizer, number)
-    found += optimizer.seen
+    found += trainer.recorder.seen
     notes = list(borders.notes())
     said = {
         "place": [optimizer.pp.rank, optimizer.dp.rank, optimizer.tp.rank],
@@ -174,8 +167,9 @@ def _shake(optimizer: ParallelAMPOptimizer) -> None:
 
 def _state(optimizer: ParallelAMPOptimizer, step: int) -> Iterator[tuple[Fragment, Tensor]]:
     """Masters and averages after a step."""
-    for kind in dict.fromkeys(kind for buffer in optimizer.all_buffers() for kind in buffer.saved_names):
-        yield from fragments(optimizer, f"after/{step}/{kind}", lambda buffer, kind=kind: buffer.saved()[kind])
+    buffers = optimizer.all_buffers()
+    for kind in dict.fromkeys(kind for buffer in buffers for kind in buffer.saved_names):
+        yield from fragments(buffers, f"after/{step}/{kind}", lambda buffer, kind=kind: buffer.saved()[kind])
 
 
 def _names(stages: Sequence[Stage]) -> Iterator[str]:
@@ -185,10 +179,10 @@ def _names(stages: Sequence[Stage]) -> Iterator[str]:
 
 
 def fragments(
-    optimizer: ParallelAMPOptimizer, kind: str, values: Callable[[Buffer], Tensor]
+    buffers: Sequence[Buffer], kind: str, values: Callable[[Buffer], Tensor]
 ) -> Iterator[tuple[Fragment, Tensor]]:
     """What this rank's own slices hold of each logical tensor, copied."""
-    for buffer in optimizer.all_buffers():
+    for buffer in buffers:
         own = values(buffer)
         for piece in buffer.pieces:
             first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)

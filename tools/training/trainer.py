@@ -5,7 +5,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,16 +22,17 @@ from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
+from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.step_report import NonFiniteStep, StepReport, report_fields
 from megaprec.precision.plan import PrecisionPlan
 from megaprec.precision.tf32 import tf32
 from models.engine import Engine, OutsideVocabulary, Share
-from models.fp8_shadow import Shadow
+from models.fp8_shadow import Shadow, run_shadow
 from models.own_model import stage_maker
 from models.packing import Packing
-from models.post_validation import PostValidationEngine
+from models.post_validation import PostValidation
 from models.stages import Stage
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
@@ -69,15 +70,20 @@ def optimizer_options(config: RunConfig) -> dict[str, Any]:
 class Trainer:
     """One rank of a run, which resumes from `checkpoint` (the same on every rank) or starts at step 1.
 
-    mesh: None for one process without torch.distributed.
+    mesh: None for one process without torch.distributed. observers: of the optimizer's steps.
     """
 
     def __init__(
-        self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh | None, checkpoint: Path | None = None
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        mesh: DeviceMesh | None,
+        checkpoint: Path | None = None,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         self.config, self.corpus, self.resumed = config, corpus, checkpoint
         train, parallel = config.train, config.parallel
-        self.engine = (PostValidationEngine if config.optimizer.validation == "after" else Engine)(
+        self.engine = Engine(
             corpus.model,
             config.plan,
             mesh,
@@ -91,7 +97,9 @@ class Trainer:
             make_optimizer=self._optimizer,
             layers=parallel.cuts,
             make_stage=stage_maker(config.model.factory),
+            observers=observers,
         )
+        self._validation = PostValidation(self.engine) if config.optimizer.validation == "after" else None
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = TrainState()  # after the last step whose outcome is known; one more step may have been taken
         self._raised: NonFiniteStep | None = None
@@ -241,28 +249,27 @@ class Trainer:
         recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
         share = self.share(self.corpus.train, position)
         if self._shadowed(self._taken + 1):
-            self._shadows[self._taken + 1] = self.engine.shadow(share, self._taken)
+            self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
+        number, self._taken = self._taken, self._taken + 1
         known = list[tuple[StepReport, TrainState]]()
         with self._locating(self.corpus.train):
-            if before := self.engine.accumulate(share, self._taken, recording):
-                self._advance(before)
-                known.append((before, self.progress))
-            self._taken += 1
-            if recording:
-                self._write_timeline(recording)
-            if report := self._update():
+            for report in self._reports(share, number, recording):
                 self._advance(report)
                 known.append((report, self.progress))
+        if recording:
+            self._write_timeline(recording)
         return known
 
-    def _update(self) -> StepReport | None:
+    def _reports(self, share: Share, number: int, recording: Recording | None) -> Iterator[StepReport]:
+        """Takes the step. Yields the reports of the steps whose outcome becomes known."""
+        if self._validation is not None:
+            yield from self._validation.step(share, number, self._lr, self._needs_outcome, recording)
+            return
         try:
-            report = self.engine.update(self._lr())
-            if self._stops or self._needs_outcome(self._taken):
-                report = report or self.engine.settle()
+            yield self.engine.step(share, self._lr(), number, recording)
         except NonFiniteStep as error:
-            report, self._raised = error.report, error
-        return report
+            self._raised = error
+            yield error.report
 
     @contextmanager
     def _locating(self, samples: Samples | Blend, position: int | None = None) -> Iterator[None]:
@@ -277,9 +284,10 @@ class Trainer:
             place, length = samples.place(start + error.sample), self.config.train.seq_length + 1
             raise UserError(describe_bad_id(*place, length, error.vocab) or str(error)) from error
 
-    def _needs_outcome(self, step: int) -> bool:
-        """Return True if the outcome of `step` must be known before the next step begins."""
-        return self._evaluates_after(step) or self._saves_after(step) or self._shadowed(step + 1)
+    def _needs_outcome(self) -> bool:
+        """Return True if the outcome of the step just taken must be known before the next step begins."""
+        step = self._taken
+        return self._stops or self._evaluates_after(step) or self._saves_after(step) or self._shadowed(step + 1)
 
     def _lr(self) -> float:
         """Return the learning rate of the next step."""

@@ -1,0 +1,65 @@
+"""A step that was skipped, run again: in which micro-batch it went wrong, and in which module.
+
+Nothing has changed since: no weight, and dropout depends on the step's number and the samples alone. So the gradients
+grow as they did before, but are looked at after each micro-batch and are never reduced. Steps that are applied cost
+nothing more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megaprec.diagnose.nonfinite_trace import Trace
+from megaprec.optim.attribution import Onset
+from megaprec.optim.step_report import Offender
+from models.passes import Passes, Running, Share, require_steady_scales
+from parallel.pipeline.instructions import Instruction, Message, Op
+
+
+def trace_offenders(
+    passes: Passes, offenders: Sequence[Offender], scale: float, skipped: Running
+) -> tuple[Offender, ...]:
+    """Runs the skipped step again, with the scale it had, to find where each offender began. Collective."""
+    optimizer = passes.optimizer
+    run = passes.begin(skipped.share, skipped.step, torch.tensor(scale, device=optimizer.device))
+    onset = Onset(offenders, optimizer.all_buffers(), run.loss)
+
+    def look(i: Instruction) -> None:
+        if Message.of(i) is None:
+            onset.look(i.microbatch * optimizer.dp.size + optimizer.dp.rank)
+
+    program = [i for i in passes.program if i.op is not Op.REDUCE]
+    with passes.gradients_aside(), passes.fp8.replayed():
+        passes.executor(run, program, after=look).run()
+    firsts = optimizer.dp.gather(torch.tensor([skipped.share.first], device=optimizer.device)).tolist()
+    moments = onset.agreed(optimizer.world)
+    return tuple(_dated(o, moment, firsts, passes.micro_batch) for o, moment in zip(offenders, moments, strict=True))
+
+
+def _dated(offender: Offender, moment: int | None, firsts: Sequence[int], micro_batch: int) -> Offender:
+    """firsts: the number of each dp rank's first sample within the global batch."""
+    if moment is None:
+        return replace(offender, traced=True)
+    microbatch, dp_rank = divmod(moment, len(firsts))
+    first = firsts[dp_rank] + microbatch * micro_batch
+    return replace(offender, traced=True, microbatch=microbatch, dp_rank=dp_rank, samples=(first, first + micro_batch))
+
+
+def trace_modules(passes: Passes, share: Share, number: int, microbatch: int, scale: float) -> Trace:
+    """Runs one micro-batch of the `number`-th step alone, forward and backward, and watches all that passes through the
+    model.
+
+    For a model of one stage. No weight is changed and no gradient is left.
+    """
+    if passes.last:
+        raise ValueError(f"a micro-batch is examined on one stage, not on {passes.last + 1}")
+    require_steady_scales(passes.fp8, "look at a micro-batch alone")
+    run = passes.begin(share, number, torch.tensor(scale, device=passes.optimizer.device))
+    passes.fp8.roll()  # the step that this is of has done so
+    with passes.gradients_aside(), passes.fp8.replayed(), Trace(passes.stages[0]) as trace:
+        scaled = passes.forward(run, 0, microbatch, None)
+        trace.look("the loss", run.loss)
+        trace.look("the loss times its scale", scaled)
+        scaled.backward()
+    return trace

@@ -188,7 +188,11 @@ def test_one_size_makes_a_whole_model_of_internevos_defaults(size: str) -> None:
             [],
             "LLAMA2 has no such key.* INTERNLM, INTER",
         ),
-        ({**SIZES, "model_type": "INTERNLM_MoE"}, [], "model_type = .*not supported: .*INTERNLM, INTERNLM2_PUBLIC, LLAMA2"),
+        (
+            {**SIZES, "model_type": "INTERNLM_MoE"},
+            [],
+            "model_type = .*not supported: .*INTERNLM, INTERNLM2_PUBLIC, LLAMA2",
+        ),
         ({**SIZES, "num_experts": 4}, [], "num_experts = 4.*mixtures of experts"),
         ({**SIZES, "is_reward": True}, [], "is_reward = true.*reward"),
         ({**SIZES, "output_tf32": True}, [], "output_tf32 = true.*not supported"),
@@ -229,7 +233,10 @@ def test_a_key_whose_value_is_not_known_is_not_at_its_default() -> None:
     sizes = {"tensor": {"size": UNKNOWN, "mode": UNKNOWN}, "zero1": UNKNOWN, "pipeline": 2}
     spread = resolve({"hybrid_zero_optimizer": {"clip_grad_norm": UNKNOWN}, "parallel": sizes})
     assert set(spread.settings) == {"parallel.pipeline"}
-    assert "clip_grad_norm, parallel.tensor.mode, parallel.tensor.size, parallel.zero1: the value is not known" in spread.notes[1]
+    assert (
+        "clip_grad_norm, parallel.tensor.mode, parallel.tensor.size, parallel.zero1: the value is not known"
+        in spread.notes[1]
+    )
 
 
 def test_what_internevos_file_says_beside_the_model_is_read(tmp_path: Path) -> None:

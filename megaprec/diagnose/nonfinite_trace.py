@@ -152,7 +152,8 @@ class Trace(AbstractContextManager["Trace"]):
 
     def _look_at_parameters(self, path: str) -> None:
         for name, parameter in self._parameters(path):
-            gradient = getattr(parameter, "main_grad", parameter.grad)
+            main_grad = getattr(parameter, "main_grad", None)
+            gradient = parameter.grad if main_grad is None else main_grad  # beside main_grad, reading grad may raise
             if gradient is not None and self.found is None and not gradient.isfinite().all():
                 self.look(f"gradient of {name}", gradient, path, parameter.dtype)
 

@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from tests.convert.test_megatron import PADDED, build_chunks, core, pretend_there_is_a_gpu, run, save_in_chunks
 from tests.convert.test_megatron_distributed import STEPS, optimizer_of
 from tests.convert.test_megatron_experts import specify
-from tests.other_systems import CONFIGS, slow
+from tests.other_systems import CONFIGS, MEGATRON, slow
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.convert.core.names import megatron
@@ -26,7 +26,11 @@ from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.megatron.layout import args_of, part
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of megatron-core
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of megatron-core
+    pytest.mark.usefixtures("torch_files_read_here"),
+]
+PRELOADED = MEGATRON
 KINDS = {"param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 FOUR = {"num_hidden_layers": 4}
 Told = tuple[str, str, int, int, Tensor]  # kind, name, which part, of how many, values

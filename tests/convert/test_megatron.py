@@ -286,6 +286,8 @@ def _equal(name: str, one: Tensor, other: Tensor, rank: int) -> bool:
 def save_in_chunks(state: dict[str, Any], folder: Path) -> None:
     """By Megatron's own code; this rank's part of a distributed checkpoint."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it writes in children
+    writer = core("dist_checkpointing.strategies.filesystem_async")
+    writer._results_queue = multiprocessing.get_context("fork").Manager().Queue()  # else a new interpreter serves it
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()

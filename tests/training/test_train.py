@@ -66,11 +66,12 @@ def command(*arguments: object, torchrun: int = 0) -> list[str]:
     return [sys.executable, *launcher, "-m", "tools.cli", "train", *map(str, arguments)]
 
 
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), *slow((2, 2))])
 def test_the_command_and_torchrun_train_the_same_bits_and_one_process_the_same_steps(
-    run_file: Path, exact: Path, tmp_path: Path
+    tensor: int, pipeline: int, run_file: Path, exact: Path, tmp_path: Path
 ) -> None:
-    layout = [*EXACT, "parallel.tensor=2", "parallel.pipeline=2"]
-    for launcher, ranks in (("own", 0), ("torchrun", 4)):
+    layout = [*EXACT, f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}"]
+    for launcher, ranks in (("own", 0), ("torchrun", tensor * pipeline)):
         started = command(run_file, *layout, f"train.folder={tmp_path / launcher}", torchrun=ranks)
         subprocess.run(started, cwd=ROOT, check=True, capture_output=True, timeout=120)
     assert steps(tmp_path / "own") == steps(tmp_path / "torchrun")

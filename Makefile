@@ -5,18 +5,23 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 TEST_ARGS ?=
+WORKERS ?= 2
 CAMPAIGN_ARGS ?= 200 0
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 READY := .venv/ready
 ORACLES := .venv/oracles
+
+# Tests start hundreds of processes: none compiles again what the one before it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test campaign oracles lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
-	@echo "make test    run the tests                                (TEST_ARGS=\"-k lr\" goes to pytest)"
-	@echo "make campaign  look for false alarms of megaprec parity  (CAMPAIGN_ARGS=\"50 1000\": 50 runs from seed 1000 on)"
+	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
+	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on)"
 	@echo "make oracles install megatron-core, which tests compare with and are skipped without"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its standard format"
@@ -26,9 +31,10 @@ demo: $(READY)
 	$(BIN)/megaprec train examples/demo.toml $(DEMO_ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(PYTEST) $(TEST_ARGS)
 
 campaign: $(READY)
+	$(PYTEST) -m campaign
 	$(BIN)/python -m tests.parity.campaign $(CAMPAIGN_ARGS)
 
 oracles: $(ORACLES)

@@ -5,7 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 PACKAGES = ("megaprec", "parallel", "models", "tools")
-CHECKS = ["pytest>=8", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390", "spmd_types>=0.3"]
+CHECKS = ["pytest>=8", "pytest-xdist>=3.6", "execnet>=2.1", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390"]
+CHECKS += ["spmd_types>=0.3"]
 DATA = ["pyarrow>=17"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]

@@ -1,6 +1,7 @@
 """What several files of tests ask for by name."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,19 @@ import pytest
 
 from tools.convert.core import torch_files
 from tools.convert.core.untrusted import described, distributed, unpickled
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says how long each folder of tests took: the sum over its tests, whichever process ran them."""
+    seconds, tests = Counter[str](), Counter[str]()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            folder = str(Path(report.location[0]).parent)
+            seconds[folder] += report.duration
+            tests[folder] += report.when == "call"
+    terminalreporter.section("seconds by folder")
+    for folder in sorted(seconds):
+        terminalreporter.write_line(f"{seconds[folder]:8.1f} s  {tests[folder]:5} tests  {folder}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,6 +22,7 @@ from parallel.pipeline.instructions import Schedule
 from tests.ranks import run_ranks
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]  # tp, pp, dp
+COVERING = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]  # any two axes have any two of their sizes together
 SAMPLES, LENGTH = 8, 8
 torch.set_num_threads(1)  # more of them gain nothing in models this small
 

@@ -13,6 +13,10 @@ from tools.convert.core.names import HUGGING_FACE
 from tools.convert.core.rules import matches
 from tools.convert.hf.config import from_hugging_face
 
+MEGATRON = [  # modules of megatron-core that its models and optimizer need
+    f"megatron.core.{module}"
+    for module in ("models.gpt.gpt_layer_specs", "optimizer", "distributed", "dist_checkpointing", "transformer.module")
+]
 _SIZES = {
     "vocab_size": 131,
     "hidden_size": 24,

@@ -6,6 +6,9 @@ argument, treats warnings as the test that started it does, and sends what it re
 It then stays until every rank has answered: had it left, the others would fail on a broken connection and hide
 who failed first. A rank still at work after `SECONDS` writes where it stands and ends itself, so a hang is a
 failed test with the stacks of all ranks, and nothing outlives a test even if the test itself is killed.
+
+A module of bodies that needs another package of some seconds to import, such as megatron-core, names it in `PRELOADED`:
+the server then imports it once, in place of every rank.
 """
 
 import faulthandler
@@ -14,7 +17,9 @@ import importlib
 import inspect
 import math
 import multiprocessing
+import multiprocessing.forkserver as forkserver
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -37,11 +42,11 @@ from parallel.mesh import make_mesh
 SECONDS = 60.0  # the longest that a test may take
 GRACE = 1.0  # how long other ranks may still answer once one has failed
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
-    # the second is what torch imports, in half a second, at the first backward from a given gradient;
-    # the last import most of ours, which would take each rank another half second
-    ["torch", "torch.fx.experimental.symbolic_shapes", "pytest", "hypothesis", "tests.layouts", "tests.runs"]
-)
+# Each of these would take each rank another half second or more. The second is what torch imports at the first backward
+# from a given gradient, the third at the first step of training, the fourth is most of torch.distributed.
+_imported = ["torch", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.checkpoint"]
+_imported += ["pytest", "hypothesis", "tests.layouts", "tests.runs"]
+_server.set_forkserver_preload(_imported)
 
 
 def on_ranks(**axes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -68,6 +73,7 @@ def run_ranks(body: Callable[..., Any], axes: Mapping[str, int], /, **arguments:
 
     Fails the test with the traceback of each rank that failed. Values come back by pickle, tensors included.
     """
+    _preload(getattr(sys.modules[body.__module__], "PRELOADED", ()))
     with tempfile.TemporaryDirectory() as folder:
         name = (body.__module__, body.__qualname__)
         job = _Job(name, dict(axes), arguments, Path(folder), SECONDS, warnings.filters[:])
@@ -105,6 +111,14 @@ class _Job:
 class _Answer:
     value: Any = None
     error: str = ""
+
+
+def _preload(modules: Sequence[str]) -> None:
+    """Has the server import these before it forks, starting it anew unless it has."""
+    if new := [module for module in modules if module not in _imported]:
+        forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
+        _imported.extend(new)
+        _server.set_forkserver_preload(_imported)
 
 
 def _start(job: _Job, rank: int) -> tuple[ForkServerProcess, Connection]:

@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,17 @@ def train_on(file: Path, *overrides: str, tensor: int = 1, pipeline: int = 1, da
     layout = [f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}", f"parallel.data={data}"]
     run_ranks(_train_rank, {"tp": tensor, "pp": pipeline, "dp": data}, file=file, overrides=[*layout, *overrides])
     return Path(load_run(file, [*layout, *overrides]).train.folder)
+
+
+def train_each_on(file: Path, runs: Sequence[Sequence[str]], tensor: int = 1) -> None:
+    """Several runs, each with its overrides, one after the other on the same forked ranks."""
+    overrides = [[f"parallel.tensor={tensor}", *run] for run in runs]
+    run_ranks(_train_each_rank, {"tp": tensor}, file=file, runs=overrides)
+
+
+def _train_each_rank(mesh: DeviceMesh, file: Path, runs: list[list[str]]) -> None:
+    for overrides in runs:
+        _train_rank(mesh, file, overrides)
 
 
 def _train_rank(mesh: DeviceMesh, file: Path, overrides: list[str]) -> None:

@@ -14,8 +14,9 @@ from megaprec.comm.random import keep, key, normal, normal_part, uniform
 from megaprec.precision.plan import plan
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, attention_dropout, dropout
-from tests.layouts import LAYOUTS, Result, Run, batches, make_engine, share_of, train_all
+from tests.layouts import COVERING, LAYOUTS, Result, Run, batches, make_engine, share_of, train_all
 from tests.models.test_parity import CLOSE, MODELS, differing
+from tests.other_systems import usually
 
 DROPS = {"dropout": 0.2, "attention_dropout": 0.1}
 NAMES = ["llama", "gpt2"]
@@ -34,7 +35,7 @@ def alone() -> list[Result]:
     return train_all(runs()[: len(NAMES)])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "tp{} pp{} dp{}".format(*x))
+@pytest.mark.parametrize("layout", usually(COVERING, LAYOUTS), ids=lambda x: "tp{} pp{} dp{}".format(*x))
 def test_dropout_and_initial_weights_are_the_same_in_every_layout(layout: tuple[int, int, int]) -> None:
     for n, result in enumerate(train_all(runs(), *layout)):
         expected = alone()[n % len(NAMES)]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.other_systems import CONFIGS, slow, usually, write_folder
+from tests.other_systems import CONFIGS, MEGATRON, slow, usually, write_folder
 from tests.ranks import run_ranks
 from tools.cli import main
 from tools.convert.formats import open_source
@@ -27,6 +27,7 @@ pytest.importorskip(
     "megatron.core", reason="needs the package megatron-core (pip install megatron-core einops)", exc_type=ImportError
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of megatron-core
+PRELOADED = MEGATRON
 KINDS = ["gpt2", "gpt2-untied", "llama", "llama-tied", "llama-stretched", "qwen2", "qwen3", "mixtral"]
 PADDED = {1: 256, 2: 256, 4: 512}  # rows of the vocabulary with padding, by tp
 
@@ -176,6 +177,7 @@ def ids_of() -> Tensor:
     return torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(4))
 
 
+@pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize("kind", usually(("llama-tied", "qwen3"), KINDS))
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (4, 1), (1, 2), (2, 2))])
 def test_megatrons_own_modules_load_what_we_write_and_compute_our_logits(
@@ -237,8 +239,10 @@ def _as_cuda(said: Any) -> Any:
     return said.replace("torch.", "torch.cuda.", 1) if isinstance(said, str) and "cuda" not in said else said
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("gpt2", torch.bfloat16), ("llama", torch.float32), *slow(("gpt2", torch.float32), ("llama", torch.bfloat16))],
+)
 def test_what_megatrons_own_modules_and_optimizer_save_is_read_with_its_state(
     kind: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -282,6 +286,8 @@ def _equal(name: str, one: Tensor, other: Tensor, rank: int) -> bool:
 def save_in_chunks(state: dict[str, Any], folder: Path) -> None:
     """By Megatron's own code; this rank's part of a distributed checkpoint."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it writes in children
+    writer = core("dist_checkpointing.strategies.filesystem_async")
+    writer._results_queue = multiprocessing.get_context("fork").Manager().Queue()  # else a new interpreter serves it
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
@@ -298,6 +304,7 @@ def save_distributed(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int
     return {n: v for n, v in model.state_dict().items() if v is not None}
 
 
+@pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
 def test_a_distributed_checkpoint_of_megatrons_own_is_read(kind: str, tp: int, pp: int, tmp_path: Path) -> None:

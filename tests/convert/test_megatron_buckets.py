@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from tests.convert.test_megatron import PADDED, build_chunks, core, pretend_there_is_a_gpu, run, save_in_chunks
 from tests.convert.test_megatron_distributed import STEPS, optimizer_of
 from tests.convert.test_megatron_experts import specify
-from tests.other_systems import CONFIGS, slow
+from tests.other_systems import CONFIGS, MEGATRON, slow
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.convert.core.names import megatron
@@ -26,7 +26,11 @@ from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.megatron.layout import args_of, part
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of megatron-core
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of megatron-core
+    pytest.mark.usefixtures("torch_files_read_here"),
+]
+PRELOADED = MEGATRON
 KINDS = {"param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 FOUR = {"num_hidden_layers": 4}
 Told = tuple[str, str, int, int, Tensor]  # kind, name, which part, of how many, values
@@ -165,15 +169,15 @@ def apart(case: Case, name: str, values: Tensor) -> Iterator[tuple[tuple[str], T
 
 
 CASES = [
-    Case("llama", tp=2, pp=2, dp=2, bucket=2000),
     Case("llama-tied", pp=2, dp=2, bucket=3000),
     Case("gpt2", pp=2, virtual=2, dp=2, bucket=2000, changes={"n_layer": 4}),
     Case("gpt2-untied", tp=2, way="fused"),
     Case("mixtral", tp=2, ep=2, dp=2, bucket=4000, changes={"num_local_experts": 4}),
     Case("mixtral", ep=3, dp=3, way="packed"),
-    Case("mixtral", tp=2, way="grouped"),
 ]
 SLOW = [
+    Case("llama", tp=2, pp=2, dp=2, bucket=2000),
+    Case("mixtral", tp=2, way="grouped"),
     Case("mixtral", pp=2, ep=2, dp=2, virtual=2, bucket=4000, changes=FOUR | {"num_local_experts": 4}),
     Case("mixtral", tp=2, ep=4, expert_tp=1, dp=2, way="packed", changes={"num_local_experts": 4}),
     Case("mixtral", ep=2, expert_tp=2, dp=4, changes={"num_local_experts": 4}),

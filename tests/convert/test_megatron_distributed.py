@@ -13,14 +13,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.convert.test_megatron import PADDED, build, core, pretend_there_is_a_gpu, run
-from tests.other_systems import CONFIGS, slow
+from tests.other_systems import CONFIGS, MEGATRON, slow
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.cli import main
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.megatron.layout import args_of, rank_folder
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of megatron-core
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of megatron-core
+    pytest.mark.usefixtures("torch_files_read_here"),
+]
+PRELOADED = MEGATRON
 LR, STEPS, DECAY = 1e-2, 2, 0.01
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 # kind, tp, pp, ep, elements of a bucket (0: one bucket, as without overlap)

@@ -18,13 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.convert.test_megatron import PADDED, build, core, pretend_there_is_a_gpu, run, save_in_chunks
 from tests.convert.test_megatron_distributed import STEPS, optimizer_of, stepped
-from tests.other_systems import CONFIGS, slow
+from tests.other_systems import CONFIGS, MEGATRON, slow
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.megatron.layout import args_of, rank_folder
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of megatron-core
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of megatron-core
+    pytest.mark.usefixtures("torch_files_read_here"),
+]
+PRELOADED = MEGATRON
 CHANGES = {"num_local_experts": 4, "num_hidden_layers": 2}
 KINDS = {"param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 METADATA: dict[str, dict[str, bool]] = {  # what Megatron is told to stack

@@ -22,6 +22,7 @@ from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
+from tests.other_systems import MEGATRON
 from tests.ranks import run_ranks
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import heads, matches
@@ -32,6 +33,7 @@ pytest.importorskip(
     "megatron.core", reason="needs the package megatron-core (pip install megatron-core einops)", exc_type=ImportError
 )
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # warnings of megatron-core
+PRELOADED = MEGATRON
 VOCAB, LENGTH, BOUND = 64, 24, 1e-5
 SHARED: dict[str, Any] = {
     "num_layers": 4,

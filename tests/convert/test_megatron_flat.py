@@ -4,7 +4,6 @@ That Megatron writes such checkpoints is what the tests with megatron-core show.
 """
 
 import argparse
-import json
 import pickle
 import re
 import sys
@@ -29,7 +28,6 @@ from tests.other_systems import write_folder
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.cli import main
-from tools.convert.core import torch_files, untrusted
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import heads, matches
 from tools.convert.core.source import Source
@@ -189,20 +187,6 @@ def save(folder: Path, tensors: dict[str, Tensor], first: str) -> None:
     dcp.save(state, checkpoint_id=folder, planner=DefaultSavePlanner(flatten_state_dict=False))
 
 
-@pytest.fixture
-def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks into files in this process, which wrote them: another one takes seconds to start."""
-
-    def ask(paths: Sequence[Path]) -> Any:
-        answers = [
-            untrusted.distributed(path) if path.is_dir() else untrusted.described(untrusted.unpickled(path))
-            for path in paths
-        ]
-        return json.loads(json.dumps(answers))
-
-    monkeypatch.setattr(torch_files, "_ask", ask)
-
-
 def opened(case: Case, tmp_path: Path, ranks: int = 1) -> tuple[Source, Path]:
     """The model, and the checkpoint of it."""
     source = open_source(write_folder(tmp_path / "hf", case.kind))
@@ -210,7 +194,7 @@ def opened(case: Case, tmp_path: Path, ranks: int = 1) -> tuple[Source, Path]:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.usefixtures("trusted")
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_masters_and_moments_are_taken_out_of_the_buckets(case: Case, tmp_path: Path) -> None:
     check(*opened(case, tmp_path))
 
@@ -219,7 +203,7 @@ def test_data_parallel_ranks_may_have_written_them_in_pieces(tmp_path: Path) -> 
     check(*opened(DENSE_CASE, tmp_path, ranks=3))
 
 
-@pytest.mark.usefixtures("trusted")
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_metadata_may_be_of_a_class_of_megatrons_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is up to Megatron-core 0.15."""
     source, folder = opened(DENSE_CASE, tmp_path)
@@ -276,7 +260,7 @@ FAULTS: dict[str, tuple[Case, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.usefixtures("trusted")
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_another_layout_than_the_args_say_is_refused_unless_weights_are_enough(
     fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,7 +280,7 @@ def test_weights_alone_are_asked_of_megatron_only(tmp_path: Path, capsys: pytest
     assert "--weights-only is for Megatron checkpoints" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("trusted")
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_a_reader_that_aligns_otherwise_refuses_a_right_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +290,7 @@ def test_a_reader_that_aligns_otherwise_refuses_a_right_checkpoint(
     assert LAYOUT in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("trusted")
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_a_spread_of_layers_that_is_not_known_leaves_the_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -316,7 +300,7 @@ def test_a_spread_of_layers_that_is_not_known_leaves_the_weights(
     assert {key.split("/")[0] for key in tensors(tmp_path / "ours")} == {"weight"}
 
 
-@pytest.mark.usefixtures("trusted")
+@pytest.mark.usefixtures("torch_files_read_here")
 def test_of_a_bucket_only_the_tensor_asked_for_is_read(tmp_path: Path) -> None:
     _, folder = opened(CASES["experts"], tmp_path)
     read = open_source(folder)

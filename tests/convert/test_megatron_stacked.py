@@ -20,7 +20,10 @@ from tools.convert.core.source import Source
 from tools.convert.formats import open_source
 from tools.convert.megatron.layout import args_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about saving without ranks
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch's, about saving without ranks
+    pytest.mark.usefixtures("torch_files_read_here"),
+]
 PADDED = 256
 Stacking = tuple[bool, bool, bool]  # layers stacked, experts stacked, gate and up apart
 STACKINGS: dict[str, Stacking] = {

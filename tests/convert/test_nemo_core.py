@@ -14,7 +14,7 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tests.convert.test_megatron import build, core, ids_of, save_in_chunks
 from tests.nemo import config_of, write_context
-from tests.other_systems import CONFIGS, slow
+from tests.other_systems import CONFIGS, MEGATRON, slow
 from tests.ranks import run_ranks
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
@@ -25,7 +25,11 @@ from tools.convert.verify import load_stage
 pytest.importorskip(
     "megatron.core", reason="needs the package megatron-core (pip install megatron-core einops)", exc_type=ImportError
 )
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of megatron-core
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of megatron-core
+    pytest.mark.usefixtures("torch_files_read_here"),
+]
+PRELOADED = MEGATRON
 
 
 def fields_of(config: Any, model: ModelConfig) -> dict[str, Any]:

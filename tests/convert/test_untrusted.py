@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megaprec.errors import UserError
-from tests.other_systems import write_folder
+from tests.other_systems import slow, write_folder
 from tools.cli import main
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import PROGRAM, contents, tensors_in
@@ -81,8 +81,13 @@ MEGATRON = {
 }
 
 
-@pytest.mark.parametrize("put", [put_weights, put_legacy, put_plain_pickle, put_optimizer, put_metadata])
-@pytest.mark.parametrize("command", ["convert", "inspect"])
+KINDS = [put_weights, put_legacy, put_plain_pickle, put_optimizer, put_metadata]
+INSPECTED = [(kind, "inspect") for kind in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("put", "command"), [*((kind, "convert") for kind in KINDS), INSPECTED[0], *slow(*INSPECTED[1:])]
+)
 def test_a_malicious_pickle_does_not_run(
     put: Any, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,13 +118,14 @@ def test_values_lie_where_it_says(tmp_path: Path) -> None:
     assert found["state"][1] == {"step": 4}
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", ["in the middle", *slow(("at once",), ("in the magic",), ("in the directory",))])
+def test_a_truncated_file_is_refused(cut: str, tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1000)}, tmp_path / "file.pt")
     content = (tmp_path / "file.pt").read_bytes()
-    for length in (0, 10, len(content) // 2, len(content) - 30):
-        (tmp_path / "file.pt").write_bytes(content[:length])
-        with pytest.raises(UserError, match="is not opened"):
-            tensors_in(tmp_path / "file.pt")
+    end = {"at once": 0, "in the magic": 10, "in the middle": len(content) // 2, "in the directory": len(content) - 30}
+    (tmp_path / "file.pt").write_bytes(content[: end[cut]])
+    with pytest.raises(UserError, match="is not opened"):
+        tensors_in(tmp_path / "file.pt")
 
 
 def test_a_tensor_beyond_the_end_of_the_file_is_refused(tmp_path: Path) -> None:

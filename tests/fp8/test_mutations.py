@@ -30,6 +30,8 @@ from tests.fp8.test_training import (
 )
 from tests.layouts import make_engine
 
+pytestmark = pytest.mark.slow
+
 
 def the_margin_raises_scales(patch: pytest.MonkeyPatch) -> None:
     inner = AmaxHistory.__init__

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, cycle, product
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from parallel.context import Context
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.simulate import peak
+from tests.other_systems import slow
 from tests.ranks import run_ranks
 
 SIZES: dict[str, Any] = {"layers": 8, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 301, "max_positions": 128}
@@ -92,9 +93,12 @@ def _kept(tp: Axis, case: Case) -> int:
     return sum(sizes)
 
 
+@pytest.mark.parametrize("every", [False, *slow((True,))], ids=["", "every way"])
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
-def test_a_stage_keeps_what_is_foretold(tp: int, sequence: bool) -> None:
-    cases = [Case(model, way, sequence) for model in FAMILIES.values() for way in (WAYS if tp == 1 else WAYS[-3:])]
+def test_a_stage_keeps_what_is_foretold(tp: int, sequence: bool, every: bool) -> None:
+    """Every way of one family, of the others each way that several modules take part in; or every way of each."""
+    ways = {name: WAYS if every or (tp == 1 and name == "llama") else WAYS[-2:] for name in FAMILIES}
+    cases = [Case(model, way, sequence) for name, model in FAMILIES.items() for way in ways[name]]
     cases += [Case(FAMILIES["llama"], KEEP, sequence, residual="fp32"), Case(FAMILIES["gpt2"], KEEP, sequence)]
     expected = [foretold(case, [middle(case.model)], tp)[0].activations for case in cases]
     for found in run_ranks(kept_by_a_stage, {"tp": tp}, cases=cases):
@@ -127,15 +131,19 @@ def _peak(mesh: DeviceMesh, case: Case) -> int:
     return max(accumulate(sizes))
 
 
+@pytest.mark.parametrize("every", [False, *slow((True,))], ids=["", "every schedule"])
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
-def test_a_step_takes_what_is_foretold(axes: dict[str, int]) -> None:
-    """With tp the sequence is cut: messages, and scratch memory of the CPU's products, come on top. They are as large
+def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> None:
+    """Each way and each schedule once, or every schedule in each way.
+
+    With tp the sequence is cut: messages, and scratch memory of the CPU's products, come on top. They are as large
     for any number of layers: more layers outweigh them, but not where whole layers are made again."""
     ways = [KEEP, Recompute(MODULES), *([] if "tp" in axes else [Recompute(fraction=1.0)])]
     kinds = ("1f1b", "zb-h1", "zb-v")
     more: dict[str, Any] = {"layers": 12} if "tp" in axes else {}
     model = FAMILIES["llama"] | more
-    cases = [Case(model, way, "tp" in axes, kind) for way in ways for kind in kinds]
+    pairs = product(ways, kinds) if every else zip(cycle(ways), kinds, strict=False)
+    cases = [Case(model, way, "tp" in axes, kind) for way, kind in pairs]
     config, known = ModelConfig(**model), dict[tuple[Recompute, int], list[Kept]]()
     expected = []
     for case in cases:

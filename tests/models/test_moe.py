@@ -141,6 +141,7 @@ def the_balance_is_of_a_micro_batch() -> None:
 ROUTER_LOSSES = moe.router_losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "layout"),
     [

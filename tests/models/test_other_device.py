@@ -256,6 +256,7 @@ def cleared_too_soon() -> None:
 SAME = "to be on the same device"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "axes", "caught"),
     [

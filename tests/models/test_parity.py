@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from tests import oracle
-from tests.layouts import LAYOUTS, Result, Run, batches, train
+from tests.layouts import COVERING, LAYOUTS, Result, Run, batches, train_all
+from tests.other_systems import slow
 
 SIZES: dict[str, Any] = {
     "layers": 3,
@@ -57,6 +58,19 @@ def noise_zeros(grads: dict[str, Tensor]) -> int:
     return sum(int((g == 0).sum()) for name, g in grads.items() if name.endswith("key.bias"))
 
 
+def train(run: Run, *layout: int) -> Result:
+    """The run in this layout, or on one rank."""
+    (name,) = (name for name, model in MODELS.items() if model == run.model)
+    return trained(layout or COVERING[0], run.sequence)[name]
+
+
+@cache
+def trained(layout: tuple[int, ...], sequence: bool) -> dict[str, Result]:
+    """All models: ranks that are started once train one after the other."""
+    runs = [Run(model, sequence=sequence) for model in MODELS.values()]
+    return dict(zip(MODELS, train_all(runs, *layout), strict=True))
+
+
 @cache
 def alone(model: str) -> Result:
     return train(Run(MODELS[model]))
@@ -68,12 +82,13 @@ def plain(model: str) -> list[dict[str, Any]]:
     return oracle.train(run.config, alone(model).before, batches(run), run.lr, run.clip)
 
 
-CUT = [(layout, layout[0] > 1 and sequence) for layout in LAYOUTS for sequence in (False, True)]
+# A sequence is cut over tp.
+CUT = [*dict.fromkeys((layout, layout[0] > 1 and cut) for layout in LAYOUTS for cut in (False, True))]
 
 
 @pytest.mark.parametrize(
     ("layout", "sequence"),
-    dict.fromkeys(CUT),  # a sequence is cut over tp
+    [*(case for case in CUT if case[0] in COVERING), *slow(*(case for case in CUT if case[0] not in COVERING))],
     ids=lambda x: ("whole sequence", "cut sequence")[x] if isinstance(x, bool) else "tp{} pp{} dp{}".format(*x),
 )
 @pytest.mark.parametrize("model", MODELS)

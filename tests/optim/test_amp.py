@@ -19,8 +19,9 @@ from models.config import ModelConfig
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.given import declare
-from tests.layouts import LAYOUTS, Result, Run, batches, make_engine, share_of, train, train_all
+from tests.layouts import COVERING, LAYOUTS, Result, Run, batches, make_engine, share_of, train, train_all
 from tests.models.test_parity import CLOSE, MODELS, differing
+from tests.other_systems import slow, usually
 from tests.ranks import run_ranks
 
 INF, NAN = float("inf"), float("nan")
@@ -39,7 +40,7 @@ def results(layout: tuple[int, int, int]) -> dict[str, Result]:
     return dict(zip(RUNS, train_all(list(RUNS.values()), *layout), strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "tp{} pp{} dp{}".format(*x))
+@pytest.mark.parametrize("layout", usually(COVERING, LAYOUTS), ids=lambda x: "tp{} pp{} dp{}".format(*x))
 def test_every_layout_skips_the_same_steps_at_the_same_scales(layout: tuple[int, int, int]) -> None:
     for name, result in results(layout).items():
         expected = results(LAYOUTS[0])[name]
@@ -97,9 +98,17 @@ PLANTED = [("fp32", 0, (False, True)), ("bf16", 1, (True,)), ("fp16", 0, (False,
 
 
 def plant_everywhere(
-    mesh: DeviceMesh, compute: str, zero_size: int, when: tuple[bool, ...], before: Callable[[], None] | None = None
+    mesh: DeviceMesh,
+    compute: str,
+    zero_size: int,
+    when: tuple[bool, ...],
+    before: Callable[[], None] | None = None,
+    every: int = 1,
 ) -> None:
-    """One bad element in each piece of each rank's gradients, before or after they are reduced, one at a time."""
+    """One bad element in each piece of each rank's gradients, before or after they are reduced, one at a time.
+
+    every: of these places only each so manieth, on all ranks in turn.
+    """
     if before is not None:
         before()
     scaling = LossScaling("constant", 1024.0) if compute == "fp16" else None
@@ -111,7 +120,7 @@ def plant_everywhere(
     for reduced in when:
         places = list(elements(optimizer, reduced))
         most = int(optimizer.world.max_(torch.tensor(len(places))))
-        for n in range(most * optimizer.world.size):
+        for n in range(0, most * optimizer.world.size, every):
             rank, place = divmod(n, most)
             for buffer in optimizer.all_buffers():
                 buffer.grads.fill_(0.5)
@@ -147,11 +156,13 @@ def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
     return [optimizer.steps, *(t for b in buffers for t in (b.weights, *b.saved().values()))]
 
 
+@pytest.mark.parametrize("every", [7, *slow((1,))])
 @pytest.mark.parametrize(("compute", "zero_size", "when"), PLANTED, ids=lambda x: x if isinstance(x, str) else "")
 def test_one_bad_gradient_element_anywhere_makes_every_rank_skip_and_changes_nothing(
-    compute: str, zero_size: int, when: tuple[bool, ...]
+    compute: str, zero_size: int, when: tuple[bool, ...], every: int
 ) -> None:
-    run_ranks(plant_everywhere, {"pp": 2, "dp": 2, "tp": 2}, compute=compute, zero_size=zero_size, when=when)
+    axes = {"pp": 2, "dp": 2, "tp": 2}
+    run_ranks(plant_everywhere, axes, compute=compute, zero_size=zero_size, when=when, every=every)
 
 
 def halves(*rows: list[float]) -> Tensor:

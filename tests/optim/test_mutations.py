@@ -303,6 +303,7 @@ LAWS: list[tuple[Bug, Law]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "law"), LAWS, ids=lambda x: x.__name__ if x in dict(LAWS) else "")
 def test_a_test_fails_if(bug: Bug, law: Law, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)) as raised:
@@ -353,6 +354,7 @@ STATE_LAWS: list[tuple[Bug, Callable[[Bug], None]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "law"), STATE_LAWS, ids=lambda x: x.__name__ if x in dict(STATE_LAWS) else "")
 def test_a_test_of_what_is_kept_and_agreed_fails_if(bug: Bug, law: Callable[[Bug], None]) -> None:
     with pytest.raises(AssertionError):

@@ -28,6 +28,7 @@ from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.p2p import P2P
 from tests.layouts import LENGTH, SAMPLES, Run, batches, share_of
+from tests.other_systems import slow
 from tests.ranks import run_ranks
 from tests.runs import write_run
 from tools.config.run_file import load_run
@@ -182,21 +183,27 @@ def agree_first(mesh: DeviceMesh, case: Case, kind: str) -> tuple[list[StepRepor
     return reports, states
 
 
-LAYOUTS: list[tuple[dict[str, int], str, list[str]]] = [
+Layouts = list[tuple[dict[str, int], str, list[str]]]
+LAYOUTS: Layouts = [
     ({"pp": 2}, "1f1b", [*CASES]),
-    ({"pp": 2}, "gpipe", ["wrong in a row"]),
-    ({"pp": 2, "dp": 2}, "1f1b", ["fp16", "wrong in a row", "split", "other rule"]),
-    ({"pp": 2, "tp": 2}, "1f1b", ["fp16", "stochastic"]),
-    ({"pp": 4}, "1f1b", ["fp16", "wrong in a row", "split"]),
     ({"pp": 4}, "gpipe", ["fp16"]),
-    ({"pp": 2}, "zb-h2", ["fp16", "split"]),
     ({"pp": 2}, "zb-v", ["wrong in a row"]),
+    ({"pp": 2, "tp": 2}, "1f1b", ["stochastic"]),
     ({"pp": 2, "dp": 2}, "gpipe", ["stochastic"]),
     ({"dp": 2}, "1f1b", ["fp64"]),
 ]
+MORE: Layouts = [
+    ({"pp": 2}, "gpipe", ["wrong in a row"]),
+    ({"pp": 2, "dp": 2}, "1f1b", ["fp16", "wrong in a row", "split", "other rule"]),
+    ({"pp": 2, "tp": 2}, "1f1b", ["fp16"]),
+    ({"pp": 4}, "1f1b", ["fp16", "wrong in a row", "split"]),
+    ({"pp": 2}, "zb-h2", ["fp16", "split"]),
+]
 
 
-@pytest.mark.parametrize(("axes", "kind", "names"), LAYOUTS, ids=lambda x: "".join(map(str, x)) if x else "")
+@pytest.mark.parametrize(
+    ("axes", "kind", "names"), [*LAYOUTS, *slow(*MORE)], ids=lambda x: "".join(map(str, x)) if x else ""
+)
 def test_what_is_guessed_and_taken_back_trains_what_is_agreed_on_first(
     axes: dict[str, int], kind: str, names: list[str]
 ) -> None:
@@ -281,6 +288,7 @@ BUGS: list[tuple[Callable[[], None], dict[str, int], str, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "axes", "name", "says"), BUGS, ids=lambda x: getattr(x, "__name__", ""))
 def test_it_is_noticed_if(bug: Callable[[], None], axes: dict[str, int], name: str, says: str) -> None:
     with pytest.raises(pytest.fail.Exception) as raised:

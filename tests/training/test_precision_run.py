@@ -12,7 +12,7 @@ from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from tests.ranks import run_ranks
-from tests.runs import steps, train_on, write_run
+from tests.runs import steps, train_each_on, train_on, write_run
 from tools.config.checks import CHECKS
 from tools.config.native_keys import KEYS
 from tools.config.run_file import RunConfig, load_run
@@ -252,10 +252,12 @@ MODES = {
 def test_every_mode_takes_steps_on_two_tensor_ranks(tmp_path: Path) -> None:
     """That the numbers of a mode are right is for other tests; here that its plan is one which runs."""
     file = write_run(tmp_path)
-    for name, mode in MODES.items():
-        folder = train_on(file, f"precision.{mode}", "train.steps=3", f"train.folder={tmp_path}/{name}", tensor=2)
-        loss = [record["loss"] for record in steps(folder)]
-        assert [record["outcome"] for record in steps(folder)] == ["applied"] * 3, name
+    runs = [[f"precision.{mode}", "train.steps=3", f"train.folder={tmp_path}/{name}"] for name, mode in MODES.items()]
+    train_each_on(file, runs, tensor=2)
+    for name in MODES:
+        taken = steps(tmp_path / name)
+        loss = [record["loss"] for record in taken]
+        assert [record["outcome"] for record in taken] == ["applied"] * 3, name
         assert loss[-1] < loss[0], name
 
 

@@ -29,6 +29,7 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
 from parallel.mesh import told_by_first
+from tests.other_systems import slow
 from tests.ranks import run_ranks
 from tests.runs import assert_close, checkpoint, losses, rewind, steps, tensors, train, train_on, write_run
 from tools.commands.train import open_named, prepare
@@ -65,11 +66,12 @@ def command(*arguments: object, torchrun: int = 0) -> list[str]:
     return [sys.executable, *launcher, "-m", "megaprec", "train", *map(str, arguments)]
 
 
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), *slow((2, 2))])
 def test_the_command_and_torchrun_train_the_same_bits_and_one_process_the_same_steps(
-    run_file: Path, exact: Path, tmp_path: Path
+    tensor: int, pipeline: int, run_file: Path, exact: Path, tmp_path: Path
 ) -> None:
-    layout = [*EXACT, "parallel.tensor=2", "parallel.pipeline=2"]
-    for launcher, ranks in (("own", 0), ("torchrun", 4)):
+    layout = [*EXACT, f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}"]
+    for launcher, ranks in (("own", 0), ("torchrun", tensor * pipeline)):
         started = command(run_file, *layout, f"train.folder={tmp_path / launcher}", torchrun=ranks)
         subprocess.run(started, cwd=ROOT, check=True, capture_output=True, timeout=120)
     assert steps(tmp_path / "own") == steps(tmp_path / "torchrun")
@@ -374,7 +376,7 @@ def test_a_rank_that_dies_ends_the_run_within_seconds_and_is_named_last(launched
     assert said[-1] == "rank 1 was ended by SIGKILL"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), *slow((signal.SIGTERM, 143))])
 def test_a_signal_ends_all_ranks_in_one_line_their_state_saved(
     number: signal.Signals, code: int, launched: Launched
 ) -> None:
@@ -412,9 +414,7 @@ def test_under_torchrun_a_signal_to_one_rank_is_enough(run_file: Path, tmp_path:
     assert launcher.returncode
 
 
-def test_a_second_run_in_the_folder_of_one_that_trains_is_refused_and_changes_nothing(
-    launched: Launched, run_file: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def require_a_second_run_refused(launched: Launched, run_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert train(run_file, *EXACT, f"train.folder={launched.folder}", "train.steps=1000000") == 2
     said = f'train.folder = "{launched.folder}": another process trains there now; wait for it, stop it, or give'
     assert capfd.readouterr().err == f"{said} another folder\n"
@@ -437,9 +437,10 @@ def test_of_two_runs_that_start_at_once_the_later_is_refused(
         prepare(config, later)
 
 
-def test_a_run_killed_in_mid_save_leaves_no_rank_and_goes_on_from_the_last_whole_checkpoint(
+def test_a_second_run_in_the_folder_is_refused_and_a_kill_in_mid_save_leaves_the_last_whole_checkpoint_and_no_rank(
     launched: Launched, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    require_a_second_run_refused(launched, run_file, capfd)
     folder = launched.folder / "checkpoints"
     until(lambda: stopped_in_mid_save(folder, launched.ranks["0"]))
     launched.process.kill()

@@ -81,5 +81,8 @@ def test_what_is_no_file_is_found_at_the_start(
     (run / name).unlink()
     (run / name).mkdir()
     assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 2
-    assert capsys.readouterr().err == f"{run / name} is not a file, but the records of steps are written there: move it away\n"
+    assert (
+        capsys.readouterr().err
+        == f"{run / name} is not a file, but the records of steps are written there: move it away\n"
+    )
     assert not checkpoint(run, 7).exists()

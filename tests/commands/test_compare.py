@@ -68,7 +68,7 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(tmp_path: Path, capsys
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"{f} has no steps in {METRICS}: give run folders" for f in (empty, absent)]
     assert cli.main(["compare", str(run), "-o", "a.pdf"]) == 2
-    assert capsys.readouterr().err == "--output a.pdf: pictures of runs are written as .png\n"
+    assert capsys.readouterr().err == "--output a.pdf: the plot is written as .png\n"
     assert cli.main(["compare", str(run), "-o", str(absent / "a.png")]) == 2
     assert f"there is no folder {absent}" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.png"))

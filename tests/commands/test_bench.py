@@ -115,7 +115,7 @@ def test_ranks_are_started() -> None:
         (["--chunks", "2"], "parallel.chunks 2: 1f1b has one chunk a rank, not 2"),
         (["--data", "3"], "train.global_batch 2 is not a multiple of train.micro_batch 1 x parallel.data 3"),
         (["--pipeline", "3"], "parallel.pipeline 3 is more than model.layers 2"),
-        (["--recompute", "full", "--recompute-modules", "norm"], "leave one of them out"),
+        (["--recompute", "full", "--recompute-modules", "norm"], "remove one of them"),
     ],
 )
 def test_what_does_not_fit_is_told_as_of_a_run(

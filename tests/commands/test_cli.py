@@ -30,7 +30,7 @@ def helps() -> dict[str, str]:
                 found |= {f"{name} {word}": told.get(word) or "" for word in action.choices}
             else:
                 found[f"{name} {'/'.join(action.option_strings) or action.dest}"] = action.help or ""
-    return found
+    return {name: text for name, text in found.items() if text != argparse.SUPPRESS}
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,9 +66,9 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(tmp_path: Path, capsys
     run, empty, absent = written(tmp_path / "run", [record(1, 2.0)]), written(tmp_path / "empty", []), tmp_path / "no"
     assert cli.main(["compare", str(run), str(empty), str(absent), "-o", str(tmp_path / "a.png")]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"{f} has no steps in {METRICS}: give the directories of runs" for f in (empty, absent)]
+    assert lines == [f"{f} has no steps in {METRICS}: give run folders" for f in (empty, absent)]
     assert cli.main(["compare", str(run), "-o", "a.pdf"]) == 2
-    assert capsys.readouterr().err == "--output a.pdf: pictures of runs are written as .png\n"
+    assert capsys.readouterr().err == "--output a.pdf: the plot is written as .png\n"
     assert cli.main(["compare", str(run), "-o", str(absent / "a.png")]) == 2
     assert f"there is no folder {absent}" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.png"))

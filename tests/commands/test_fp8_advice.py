@@ -94,7 +94,7 @@ def test_without_a_gpu_the_published_numbers_decide_and_are_named(
     assert main(["fp8-advice", str(run_file)]) == 0
     said = capsys.readouterr().out
     assert "1024 x 2048 x 1024 0.80, 4096 x 8192 x 16384 1.39 (torchao" in said
-    assert "if it were asked for: fp8.kind is none" in said
+    assert "an assumption: fp8.kind is none" in said
     assert said.count("loses") >= 4
 
 

@@ -86,7 +86,7 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
     assert config.origin("model.layers") == str(folder / "config.json")
     assert load_run(file, ["model.layers=4", "model.dropout=0.1", "model.max_positions=8"]).model.dropout == 0.1
     with pytest.raises(
-        UserError, match=r"^model.layers = 3 \(command line\): it is 4 in .*hf/config.json; leave it out"
+        UserError, match=r"^model.layers = 3 \(command line\): it is 4 in .*hf/config.json; remove this key"
     ):
         load_run(file, ["model.layers=3"])
 

@@ -94,7 +94,7 @@ def test_a_run_without_skips_says_so_and_another_folder_is_refused(
         assert explain(folder, capsys, f"--last={last}") == (2, f"--last {last}: give at least 1\n")
     code, said = explain(tmp_path, capsys)
     assert code == 2
-    assert said == f"{tmp_path} is not a run directory: it has no metrics.jsonl\n"
+    assert said == f"{tmp_path} is not a run folder: it has no metrics.jsonl\n"
 
 
 # --- where it began
@@ -226,7 +226,7 @@ def test_a_replay_that_shows_nothing_says_so_and_why_that_may_be(
     shutil.rmtree(moved / "checkpoints")
     code, said = explain(moved, capsys, "--replay")
     assert code == 0
-    assert f"from the initial weights: taking steps 1 to {planted[2] - 1} again" in said
+    assert f"from the initial weights: repeating steps 1 to {planted[2] - 1}" in said
     assert f"step {planted[2]} again: all finite" in said
     assert "the run was on tensor 1 x pipeline 2 x data 2" in said
 

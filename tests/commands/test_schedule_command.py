@@ -119,9 +119,9 @@ def test_a_schedule_of_ones_own_that_would_hang_is_named_and_drawn_with_a_mark(
 BAD = [
     (("--kind", "zb-v", "--chunks", 3), "zb-v goes down the ranks and up again, so each has 2 chunks, not 3"),
     (("--pipeline", 0, "--microbatches", 0), "pipeline ranks must be at least 1, got 0"),
-    (("--costs", "1,2"), "--costs 1,2: three numbers with commas between"),
-    (("--costs", "1,0,1"), "each must be more than 0"),
-    (("-o", "drawing.pdf"), "--output drawing.pdf: what is to be written follows from the suffix: .svg and .png"),
+    (("--costs", "1,2"), "--costs 1,2: give three numbers separated by commas"),
+    (("--costs", "1,0,1"), "each number must be above 0"),
+    (("-o", "drawing.pdf"), "--output drawing.pdf: unknown suffix; the form follows from it: .svg and .png"),
     (("--own", "nowhere.txt"), "schedule nowhere.txt: cannot be read (No such file or directory)"),
     (("--measured", "nowhere.json"), "trace nowhere.json: cannot be read"),
 ]

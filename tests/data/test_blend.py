@@ -185,7 +185,7 @@ def test_a_blend_that_cannot_be_is_refused_before_launch(tmp_path: Path, overrid
 
 def test_a_blend_and_a_source_contradict_each_other(tmp_path: Path) -> None:
     file = runs.write_run(tmp_path)
-    with pytest.raises(UserError, match="leave one of them out"):
+    with pytest.raises(UserError, match="remove one of them"):
         load_run(file, ['data.blend=[{source = "python", weight = 1.0}]'])
 
 

@@ -64,7 +64,7 @@ def test_the_model_and_the_tokenizer_come_from_the_checkpoint(file: Path) -> Non
     assert (config.model.layers, config.model.ffn, config.model.vocab) == (2, 32, 330)
     assert config.origin("model.ffn") == str(found / "checkpoint.json")
     assert Path(config.data.tokenizer) == found / "text.model"
-    with pytest.raises(UserError, match=r"^model.ffn = 40 .*: it is 32 in .*checkpoint.json; leave it out"):
+    with pytest.raises(UserError, match=r"^model.ffn = 40 .*: it is 32 in .*checkpoint.json; remove this key"):
         load_run(bare, [f"train.init_from={found}", "model.ffn=40"])
 
 

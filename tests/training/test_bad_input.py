@@ -157,7 +157,7 @@ def test_what_is_not_as_the_run_file_says_is_found_before_any_rank_starts(
             [
                 "model.hidden = 32, but it is 16 in the checkpoint",
                 "model.heads = 8, but it is 4 in the checkpoint",
-                "this run cannot go on from FOLDER/run/checkpoints/step_00000002: give another train.folder",
+                "this run cannot resume from FOLDER/run/checkpoints/step_00000002: set another train.folder",
             ],
         ),
         (
@@ -218,9 +218,9 @@ def test_a_checkpoint_that_another_program_saved_is_refused(
     [
         (["train", "nowhere.toml"], [r"run file nowhere.toml: cannot be read \(No such file or directory\)"]),
         (["train", "text.txt"], ["run file text.txt: not TOML: .*"]),
-        (["generate", "nowhere", "--prompt", "x"], ["nowhere does not exist: give a run directory, or .*"]),
-        (["generate", ".", "--prompt", "x"], [". has no checkpoint: give a run directory, or .*"]),
-        (["generate", "my.toml", "--prompt", "x"], ["my.toml is no folder: give a run directory, or .*"]),
+        (["generate", "nowhere", "--prompt", "x"], ["nowhere does not exist: give a run folder, or .*"]),
+        (["generate", ".", "--prompt", "x"], [". has no checkpoint: give a run folder, or .*"]),
+        (["generate", "my.toml", "--prompt", "x"], ["my.toml is not a folder: give a run folder, or .*"]),
         (
             ["generate", "run", "--prompt", "x", "--tokens=-1", "--temperature=nan", "--top-k=0"],
             ["--tokens -1: give 0 or more", r"--temperature nan: give 0 \(.*", "--top-k 0: give at least 1"],

@@ -117,7 +117,7 @@ def test_what_is_asked_for_twice_is_allowed_twice(file: Path, run: Path, capfd: 
     arguments = [OWN, f"train.folder={run}", "train.seed=7", "data.shuffle=false"]
     assert train(file, *arguments, "--allow", "seed") == 2
     said = capfd.readouterr().err
-    assert "train.seed" not in said and "give --allow shuffle to go on" in said
+    assert "train.seed" not in said and "accept them with --allow shuffle" in said
     assert train(file, "--allow", "seed", "--allow", "shuffle", *arguments) == 0
 
 
@@ -151,7 +151,7 @@ def test_a_ready_data_set_that_was_replaced_is_refused(
     assert train(file, *arguments) == 2
     first, last = capfd.readouterr().err.splitlines()
     assert first.startswith(f'data.source: "{tmp_path}/data/text" (') and " SHA-256 " in first and " -> " in first
-    assert last.startswith("this run cannot go on from") and "--allow data" in last
+    assert last.startswith("this run cannot resume from") and "--allow data" in last
     assert train(file, *arguments, "--allow", "data") == 0
 
 
@@ -209,7 +209,7 @@ def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(
     rates = [record["lr"] for record in steps(tmp_path)]
     assert rates[4] > 3 * rates[3]
     assert f"jumps from {rates[3]:.3g} in step 4 to {rates[4]:.3g} in step 5: train.steps 4 -> 8 stretches" in note
-    way = note.partition("Ways out: ")[2].split(" goes on")[0].split()
+    way = note.partition("Ways out: ")[2].split(" keeps")[0].split()
     held = [f"train.folder={tmp_path.parent}/held", *way, "train.steps=8"]
     assert train(file, *cosine, *held) == 0
     assert steps(tmp_path.parent / "held")[4]["lr"] == pytest.approx(rates[3], rel=1e-2), "the way out works"

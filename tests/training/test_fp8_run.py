@@ -112,7 +112,7 @@ def test_damaged_scales_are_refused(
             ["fp8.kind=delayed", "precision.compute=fp64"],
             "precision.compute = fp64: FP8 products accumulate in FP32",
         ),
-        (["fp8.kind=mx", 'fp8.wide=["layers.9.*"]'], 'fp8.wide has "layers.9.*", but no weight is called so: names'),
+        (["fp8.kind=mx", 'fp8.wide=["layers.9.*"]'], 'fp8.wide has "layers.9.*", but no weight has such a name; names'),
         (["fp8.kind=mx", 'fp8.wide=["*.key.weight"]'], "are one weight, of which patterns match a part: match all or"),
         (["fp8.kind=current", "fp8.margin=1"], "fp8.margin = 1: only delayed scales need room for an amax to grow"),
         (["fp8.kind=mx", "fp8.backend=transformer_engine"], 'fp8.backend = "transformer_engine": supports only kind'),

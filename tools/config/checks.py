@@ -136,7 +136,7 @@ def _zero(parallel: Parallel) -> Iterator[str]:
         would = ", ".join(str(n) for n in range(1, data + 1) if data % n == 0)
         yield f"parallel.zero_size {size} does not divide parallel.data {data}: {would} would"
     if size > 1 and not parallel.zero:
-        yield f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: leave one of them out"
+        yield f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: remove one of them"
 
 
 def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
@@ -169,13 +169,11 @@ def _recompute(parallel: Parallel) -> Iterator[str]:
     if p.recompute_modules and p.recompute != "selective":
         yield (
             f'parallel.recompute_modules {[*p.recompute_modules]} is for parallel.recompute "selective", '
-            f"but {kind}: leave one of them out"
+            f"but {kind}: remove one of them"
         )
     for key, value in (("layers", p.recompute_layers), ("fraction", p.recompute_fraction)):
         if value and p.recompute != "full":
-            yield (
-                f'parallel.recompute_{key} {value} is for parallel.recompute "full", but {kind}: leave one of them out'
-            )
+            yield (f'parallel.recompute_{key} {value} is for parallel.recompute "full", but {kind}: remove one of them')
     if p.recompute == "selective" and not p.recompute_modules:
         yield f"{kind} needs a module in parallel.recompute_modules: {', '.join(MODULES)}"
     if p.recompute_layers and p.recompute_fraction:
@@ -280,7 +278,7 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
 
 def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
     if model.factory and log.sample:
-        yield f'log.sample needs a built-in family, not model.factory "{model.factory}": leave one of them out'
+        yield f'log.sample needs a built-in family, not model.factory "{model.factory}": remove one of them'
 
 
 def _plan(precision: Precision, fp8: FP8) -> Iterator[str]:

@@ -48,7 +48,7 @@ class _Told(ParallelAMPOptimizer):
 
 
 class _Again(Trainer):
-    """Optimizer that takes steps with given gradients."""
+    """Trainer that takes steps with given gradients."""
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
         return _Told(parts, plan, mesh, **optimizer_options(self.config))
@@ -64,7 +64,7 @@ class _Again(Trainer):
             for piece, values in [(p, grads[p.part.name]) for p in buffer.pieces] if grads else ():
                 scaled = values.flatten() * optimizer.scale.double()
                 buffer.grads[piece.start : piece.stop] = scaled.to(buffer.grads.dtype)
-        self._count(optimizer.step(self._lr()))
+        self._advance(optimizer.step(self._lr()))
 
 
 def _whole(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:

@@ -68,6 +68,7 @@ class Buffer:
     ) -> None:
         self.parameters, self.plan, self.dp, self.shards, self.seed = tuple(parameters), plan, dp, shards, seed
         self.average = average
+        self.in_codes = fp8_param_of(self.parameters[0]) is not None  # whether the weights are FP8 codes
         self.starts, end = [], 0
         for parameter in self.parameters:
             self.starts.append(end)
@@ -105,12 +106,7 @@ class Buffer:
         self.state = {name: torch.zeros(own, dtype=moments, device=device) for name in state}
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
-        self.owned = tuple(self._owned()) if self.in_codes else ()
-
-    @property
-    def in_codes(self) -> bool:
-        """Whether the weights are FP8 codes, of which `owned` says what this rank makes."""
-        return fp8_param_of(self.parameters[0]) is not None
+        self.owned = tuple(self._owned()) if self.in_codes else ()  # the codes that this rank makes
 
     def _owned(self) -> Iterator[FP8ParamShard]:
         assert self.masters is not None

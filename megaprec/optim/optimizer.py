@@ -147,9 +147,11 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         require_used("optimizer.groups", [group.pattern for group in groups], names, self.world, self.device)
         return keeping_marked(parts, plan, self.world, self.device)
 
-    def _fp8_masters(self) -> FP8Masters:
-        """The masters of weights that are kept in FP8, whose codes are collected as other weights are."""
+    def _fp8_masters(self) -> FP8Masters | None:
+        """The masters of weights that are kept in FP8, if any are; their codes are collected as other weights are."""
         in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
+        if not in_codes:
+            return None
         collect = [(buffer.owned, partial(self._weights.begin, buffer)) for buffer in in_codes]
         return FP8Masters(collect, self._weights.settle, self.shards, self.tp)
 
@@ -191,7 +193,8 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         for buffer in self.all_buffers():
             buffer.publish(self.steps)
         self._memory.give_back()
-        self._fp8.outdate()
+        if self._fp8 is not None:
+            self._fp8.outdate()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -273,7 +276,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         for observer in self.observers:
             observer.updated(self.all_buffers())
         report = self._report(agreed, norm, scale, lr)
-        if report.changed:
+        if report.changed and self._fp8 is not None:
             self._fp8.outdate()
         self.scaler.update(agreed.finite.logical_not())
         self._memory.forget_gradients()

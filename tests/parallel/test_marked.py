@@ -280,7 +280,9 @@ def lone_layer(made: PrecisionPlan) -> ColumnParallelLinear:
 def test_a_mark_that_nobody_sees_to_is_refused_by_the_optimizer() -> None:
     made = plan("bf16")
     model = nn.ModuleDict({"deep": lone_layer(made)})
-    with pytest.raises(UserError, match=r"^deep is marked FP32 and would compute in bf16: call parallel\.marked"):
+    with pytest.raises(
+        UserError, match=r"^deep is marked FP32 and would compute in bf16: call parallel\.compute_marked"
+    ):
         ParallelAMPOptimizer([model], made)
     compute_marked_in_fp32(model, made)
     assert ParallelAMPOptimizer([model], made).marked == ("layer.bias", "layer.weight")

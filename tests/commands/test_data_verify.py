@@ -108,7 +108,7 @@ def test_negative_ids_and_numbers_that_are_none_are_bad(tmp_path: Path, capsys: 
         writer.add_document([1, 2, 3])
     (tmp_path / "x.bin").write_bytes(np.array([1, -2, 3], "<i4").tobytes())
     assert command("verify", tmp_path / "x") == 2
-    assert "-2 to 3: negative ones are no tokens" in capsys.readouterr().out
+    assert "-2 to 3: token ids cannot be negative" in capsys.readouterr().out
     changed(tmp_path / "x.idx", lambda content: content.__setitem__(17, 7))
     assert command("verify", tmp_path / "x") == 2
     assert "float32 numbers, which are no token ids" in capsys.readouterr().out

@@ -84,7 +84,7 @@ def test_weights_that_fp8_does_not_take_are_named_with_the_dim(
     said = capsys.readouterr().out
     assert "layers.*.mlp.down.weight: 64 outputs (dim 0) are no multiple of 128 and 160 inputs (dim 1)" in said
     assert main(["fp8-advice", str(run_file), "fp8.kind=current", "train.seq_length=41"]) == 0
-    assert "82 tokens are no multiple of 16" in capsys.readouterr().out
+    assert "82 tokens are not a multiple of 16" in capsys.readouterr().out
 
 
 def test_without_a_gpu_the_published_numbers_decide_and_are_named(

@@ -196,5 +196,5 @@ def test_data_sets_of_different_tokenizers_are_not_blended(tmp_path: Path, blend
             writer.add_document(range(200))
         (tmp_path / f"{name}.model").write_bytes(model)
     blend = ", ".join(f'{{source = "{tmp_path}/{name}", weight = 1.0}}' for name in "xy")
-    with pytest.raises(UserError, match="not all the same tokenizer"):
+    with pytest.raises(UserError, match="are different tokenizers"):
         open_corpus(load_run(file, [f"data.blend=[{blend}]"]))

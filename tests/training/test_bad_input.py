@@ -119,10 +119,10 @@ def test_a_wrong_run_file_is_refused_with_all_its_problems(
         ),
         (
             ["data.tokenizer=data/text.model", "model.vocab=200"],
-            [r"data.tokenizer = .*: model.vocab = 200 does not hold the 330 tokens of .*: use 0 or at least 330"],
+            [r"data.tokenizer = .*: model.vocab = 200 is smaller than the 330 tokens of .*: use 0 or at least 330"],
         ),
-        (["data.source=ids"], ["model.vocab = 0 asks the tokenizer, but .*: give model.vocab or data.tokenizer"]),
-        (["data.source=ids.bin"], [r'data.source = "ids.bin": .* give the common prefix, "ids"']),
+        (["data.source=ids"], ["model.vocab = 0 takes .* of the tokenizer, but .*: set model.vocab or data.tokenizer"]),
+        (["data.source=ids.bin"], [r'data.source = "ids.bin": give the common prefix .*, "ids"']),
         (["data.tokenizer=data"], [r'data.tokenizer = "data": data is a folder; give a SentencePiece .model or .*']),
         (["data.tokenizer=my.toml"], [r'data.tokenizer = "my.toml": my.toml is neither a SentencePiece .*']),
         (

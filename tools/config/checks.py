@@ -98,8 +98,7 @@ def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
     if parallel.recompute_fraction or parallel.recompute_layers:
         yield (
             'fp8.history "te" updates scales before a layer is recomputed: set parallel.recompute = "none" or '
-            '"selective", '
-            'or fp8.history "step"'
+            '"selective", or fp8.history = "step"'
         )
     if fp8.shadow_every:
         yield (

@@ -31,7 +31,7 @@ from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.pipeline.instructions import Schedule, forward_only
 from parallel.pipeline.p2p import P2P
-from parallel.pipeline.simulate import sends_under_way
+from parallel.pipeline.simulation import sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
 

@@ -26,7 +26,7 @@ from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction, Op, Program, Schedule
 from parallel.pipeline.p2p import P2P
-from parallel.pipeline.simulate import Span
+from parallel.pipeline.simulation import Span
 from parallel.weight_grad_queue import WeightGradQueue
 
 

@@ -15,7 +15,7 @@ from models.engine import Engine
 from models.passes import Running, Share
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.rollback import unread, warmup
-from parallel.pipeline.simulate import Span
+from parallel.pipeline.simulation import Span
 from parallel.pipeline.timeline import Recording
 
 

@@ -14,7 +14,7 @@ The smallest whole use; `examples/pretrain.py` is a program of it:
 from parallel.activation_checkpoint import Recompute
 from parallel.collectives import copy, gather, join, reduce, scatter, split
 from parallel.context import Context
-from parallel.dropout import MicrobatchInfo, dropout
+from parallel.dropout import MicrobatchInfo
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.loss import cross_entropy, vocab_parallel_loss
@@ -36,7 +36,6 @@ __all__ = [
     "compute_marked_in_fp32",
     "copy",
     "cross_entropy",
-    "dropout",
     "gather",
     "join",
     "make_mesh",

@@ -1,7 +1,7 @@
 """What several files of tests ask for by name."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ settings.load_profile("any machine")
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says how long each folder of tests took: the sum over its tests, whichever process ran them."""
-    seconds, tests = Counter[str](), Counter[str]()
+    seconds, tests = defaultdict[str, float](float), Counter[str]()
     for report in (report for reports in terminalreporter.stats.values() for report in reports):
         if isinstance(report, pytest.TestReport):
             folder = str(Path(report.location[0]).parent)

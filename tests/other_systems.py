@@ -79,7 +79,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 WITHOUT_MEGATRON = {"gpt_neox", "llama-yarn"}  # parallel residual, yarn
 
 
-def usually(few: Iterable[str], all_kinds: Iterable[str] = CONFIGS) -> list[Any]:
+def usually(few: Iterable[Any], all_kinds: Iterable[Any] = CONFIGS) -> list[Any]:
     """Parameters of a test: the kinds in `few` always, the others of `all_kinds` only among the slow tests."""
     chosen = sorted(set(few))
     return [*chosen, *slow(*((kind,) for kind in sorted(all_kinds) if kind not in chosen))]

@@ -24,7 +24,7 @@ from math import inf
 
 from megaprec.errors import UserError
 from parallel.pipeline.instructions import Cost, Instruction, Op, Schedule, complete
-from parallel.pipeline.simulate import simulate
+from parallel.pipeline.simulation import simulate
 
 Order = list[Instruction]  # of one rank, forwards and backwards alone
 Done = Callable[[Instruction], bool]

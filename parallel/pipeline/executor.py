@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.pipeline.instructions import RECEIVES, WEIGHT_GRADIENTS, Instruction, Message, MessageType, Op, picture
 from parallel.pipeline.p2p import P2P
-from parallel.pipeline.simulate import Span
+from parallel.pipeline.simulation import Span
 from parallel.weight_grad_queue import WeightGradQueue, Work
 
 Forward = Callable[[int, int, Tensor | None], Tensor]

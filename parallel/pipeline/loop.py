@@ -25,7 +25,7 @@ from parallel.pipeline.builders import schedule as make_schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction, Op, forward_only
 from parallel.pipeline.p2p import P2P
-from parallel.pipeline.simulate import sends_under_way
+from parallel.pipeline.simulation import sends_under_way
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import chain, takewhile
 
 from parallel.pipeline.instructions import Channel, Instruction, Message, Op, Program, Schedule
-from parallel.pipeline.simulate import sends_under_way, simulate
+from parallel.pipeline.simulation import sends_under_way, simulate
 
 _OPS = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
 

@@ -12,7 +12,7 @@ import torch
 
 from megaprec.comm.axis import Axis
 from parallel.pipeline.instructions import Schedule
-from parallel.pipeline.simulate import Span
+from parallel.pipeline.simulation import Span
 
 
 @dataclass

@@ -20,7 +20,7 @@ from parallel.pipeline.instructions import (
     Schedule,
     complete,
 )
-from parallel.pipeline.simulate import Mark, Refused, Span, sends_under_way, simulate
+from parallel.pipeline.simulation import Mark, Refused, Span, sends_under_way, simulate
 
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 

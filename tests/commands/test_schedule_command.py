@@ -11,7 +11,7 @@ import pytest
 from megaprec.errors import UserError
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.instructions import Schedule
-from parallel.pipeline.simulate import simulate
+from parallel.pipeline.simulation import simulate
 from tests.runs import losses, train, train_on, write_run
 from tools.cli import main
 from tools.config.run_file import load_run

@@ -24,7 +24,7 @@ from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.instructions import Instruction
-from parallel.pipeline.simulate import peak
+from parallel.pipeline.simulation import peak
 from tests.other_systems import slow
 from tests.ranks import run_ranks
 

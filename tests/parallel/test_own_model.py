@@ -14,7 +14,6 @@ from parallel.pipeline import KINDS
 from tests.ranks import run_ranks
 
 VOCAB, HIDDEN, LENGTH, SAMPLES, STEPS = 24, 8, 6, 8, 4
-STYLES: dict[str, Any] = {"embedding": "vocab", "*up": "column", "*down": "row", "head": "column"}
 IGNORED = -100
 
 
@@ -77,7 +76,9 @@ def train(mesh: DeviceMesh, kind: str, average: bool, sequence: bool = False) ->
     styles = {"*embedding": "vocab", "*up": "column", "*down": "row", "*head": "column"}
     for part, numbers in zip(parts, order, strict=True):
         paths = [path for path, _ in part.named_modules()]
-        fitting = {key: style for key, style in styles.items() if any(path.endswith(key[1:]) for path in paths)}
+        fitting: dict[str, Any] = {
+            key: style for key, style in styles.items() if any(path.endswith(key[1:]) for path in paths)
+        }
         parallelize(part, context, fitting, prefix=f"{numbers[0]}.")
     optimizer = ParallelAMPOptimizer(
         parts, precision, mesh, average=average, rule=megaprec.AdamW((0.9, 0.95)), weight_decay=0.0, clip=0.0

@@ -38,6 +38,11 @@ def test_nothing_is_exported_that_a_door_does_not_list(door: ModuleType) -> None
     assert public == {name for name in door.__all__ if not inspect.ismodule(getattr(door, name))}
 
 
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_no_exported_name_hides_a_module(door: ModuleType) -> None:
+    assert not {name for name in door.__all__ for folder in door.__path__ if (Path(folder) / f"{name}.py").exists()}
+
+
 def test_the_example_of_the_first_door_trains() -> None:
     code = re.search(r"^    import megaprec\n(.*?)\n\n`parallel`", megaprec.__doc__ or "", re.DOTALL | re.MULTILINE)
     assert code

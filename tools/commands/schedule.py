@@ -18,7 +18,7 @@ from models.estimate.memory import Kept, kept_bytes, message_bytes
 from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Cost, Op, Schedule
-from parallel.pipeline.simulate import Refused, Span, bubble, idle, in_flight, peak, simulate
+from parallel.pipeline.simulation import Refused, Span, bubble, idle, in_flight, peak, simulate
 from parallel.pipeline.verify import check
 from tools.config.checks import read_schedule
 from tools.config.run_file import RunConfig, load_run

@@ -8,7 +8,7 @@ from typing import Any
 from megaprec.data.files import write_whole
 from megaprec.errors import UserError
 from parallel.pipeline.instructions import Instruction, Message, Op
-from parallel.pipeline.simulate import Span
+from parallel.pipeline.simulation import Span
 
 TIMELINE = "timeline.json"  # file in the run folder that `log.timeline` writes
 CATEGORIES = {

@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import floor, log10
 
 from parallel.pipeline.instructions import COMPUTATIONS, WEIGHT_GRADIENTS, Message, Op
-from parallel.pipeline.simulate import Mark, Span
+from parallel.pipeline.simulation import Mark, Span
 from tools.plots.drawing import Drawing, Line, Rect, Shape, Text
 
 LEFT, TRACK, COLUMN, MARGIN = 76.0, 1000.0, 74.0, 24.0

@@ -6,7 +6,7 @@ from pathlib import Path
 from megaprec.data.blend import Blend
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
-from parallel.pipeline.simulate import bubble, simulate
+from parallel.pipeline.simulation import bubble, simulate
 from tools.config.run_file import RunConfig
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines

@@ -16,7 +16,7 @@ from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction, Op, Schedule, complete, forward_only
 from parallel.pipeline.p2p import CPU, P2P, Match
-from parallel.pipeline.simulate import Span, sends_under_way
+from parallel.pipeline.simulation import Span, sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
 from parallel.weight_grad_queue import WeightGradQueue

@@ -20,7 +20,7 @@ from parallel.pipeline.instructions import (
     complete,
     forward_only,
 )
-from parallel.pipeline.simulate import Span, bubble, idle, in_flight, sends_under_way, simulate
+from parallel.pipeline.simulation import Span, bubble, idle, in_flight, sends_under_way, simulate
 from parallel.pipeline.verify import check
 from tests.parallel.pipeline.test_schedule import COSTS, EVERY, MICROBATCHES, RANKS, UNHURRIED
 

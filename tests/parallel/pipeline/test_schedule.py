@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megaprec.errors import UserError
 from parallel.pipeline.builders import KINDS, gpipe, one_f_one_b, schedule
 from parallel.pipeline.instructions import NO_MICROBATCH, Channel, Instruction, Op, Schedule, complete, forward_only
-from parallel.pipeline.simulate import Mark, Refused, peak, sends_under_way, simulate
+from parallel.pipeline.simulation import Mark, Refused, peak, sends_under_way, simulate
 from parallel.pipeline.verify import check
 
 KIND = st.sampled_from(sorted(KINDS))

@@ -14,7 +14,7 @@ from parallel.pipeline.builders import schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Message, Schedule
 from parallel.pipeline.p2p import CPU, P2P
-from parallel.pipeline.simulate import Span, idle, simulate
+from parallel.pipeline.simulation import Span, idle, simulate
 from parallel.pipeline.timeline import Recording
 from parallel.weight_grad_queue import WeightGradQueue
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ import pytest
 from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.instructions import Message, Op, Schedule
 from parallel.pipeline.rollback import unread, warmup
-from parallel.pipeline.simulate import Span, simulate
+from parallel.pipeline.simulation import Span, simulate
 
 STEPS = 3
 

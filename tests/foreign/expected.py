@@ -1,4 +1,4 @@
-"""Files as users of five systems write them, in foreign_files/, each with the plan that it comes to there.
+"""Files as users of five systems write them, in files/, each with the plan that it comes to there.
 
 Each entry was written from the system's own source, which the comment before it names, not from what this project
 makes of the file. Fields of the plan that a file and its system's defaults leave open are not in it.
@@ -20,7 +20,7 @@ NO_FLOOR = 2.0**-126
 
 @dataclass(frozen=True)
 class Expected:
-    """file: in foreign_files/. plan: fields of PrecisionPlan. settings: run-file key -> value.
+    """file: in files/. plan: fields of PrecisionPlan. settings: run-file key -> value.
     notes: what must stand in some note, one each; quiet: there is none; unsaid: what stands in none, being about
     something else. A file that must be refused has
     refused: what must stand in the message; at: lines of the file, one of which it must name, any if empty.

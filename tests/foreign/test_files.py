@@ -13,7 +13,7 @@ from tests.foreign.expected import TABLE, Expected
 from tools.commands.precision import understand
 from tools.config.run_file import known_keys
 
-FOLDER = Path(__file__).parent / "foreign_files"
+FOLDER = Path(__file__).parent / "files"
 USUAL: dict[str, Any] = {"optimizer.clip": 1.0, "parallel.zero": True, "parallel.zero_size": 0}
 """What a run file says of the keys that belong to mixed precision, if it does not name them."""
 

@@ -22,6 +22,21 @@ DONE = (
     "megaprec/diagnose",
     "megaprec/dialects",
     "megaprec/precision",
+    "tools",
+    "tools/bench",
+    "tools/commands",
+    "tools/config",
+    "tools/console",
+    "tools/convert",
+    "tools/convert/core",
+    "tools/convert/hf",
+    "tools/convert/megatron",
+    "tools/convert/systems",
+    "tools/foreign",
+    "tools/journal",
+    "tools/parity",
+    "tools/plots",
+    "tools/training",
 )
 BEGINNINGS = ("What", "Whose", "Of", "Whether", "Who", "Whom", "Which", "How", "Why", "Where", "Those", "The same")
 PRIVATE = {

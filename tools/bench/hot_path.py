@@ -1,5 +1,4 @@
-"""How much of this project's code a training step runs through: what there is to read for someone who wants to follow
-one.
+"""A count of the project's code that one training step executes, for a reader who wants to follow a step.
 
 A small Llama in bf16 takes one step to warm up and one that is traced line by line on rank 0, under 1F1B with four
 micro-batches. Counted are the files of which a function ran, all lines of these files, those that are code (neither

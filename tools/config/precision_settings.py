@@ -266,6 +266,6 @@ class FP8(Table):
 
 
 def idle(key: str) -> Any:
-    """Return the default of a dotted key of `PLAN_ONLY`, the value that asks for nothing."""
+    """Return the default of a dotted key of `PLAN_ONLY`, the value that changes nothing."""
     table, _, name = key.partition(".")
     return {"precision": Precision, "fp8": FP8}[table].model_fields[name].default

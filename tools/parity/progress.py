@@ -169,7 +169,7 @@ def told(rank: int, one: Mapping[str, Any]) -> str:
 
 
 def odd(stuck: Mapping[int, Mapping[str, Any]]) -> Sequence[int]:
-    """Return the ranks that wait for something else than most do, or for nothing; empty if none stands out."""
+    """Return the ranks that wait for something else than most ranks do, or do not wait; empty if none stands out."""
     kinds = {rank: (one.get("collective"), one.get("instruction"), one["waits"]) for rank, one in stuck.items()}
     common = max(kinds.values(), key=lambda kind: sum(other == kind for other in kinds.values()))
     return [rank for rank, kind in kinds.items() if kind != common]

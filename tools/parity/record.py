@@ -1,4 +1,4 @@
-"""What a run does in one layout, written down by every rank: losses, gradients, weights, by logical name.
+"""The record of a run in one layout: losses, gradients and weights by logical name, written by every rank.
 
 The trainer itself takes the steps, with the engine, the optimizer and the data order that training has; the optimizer
 only notes what each update is made from. In one step an infinity is planted in one gradient element, the same logical
@@ -34,7 +34,7 @@ from tools.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done besides training. steps: how many are taken.
+    """The work of a recorded run besides training. steps: the number of steps to take.
 
     small: some targets are left out of the loss, and what the optimizer keeps is recorded after each step that changed
         it; otherwise none is, and the latter after the first step and the last.
@@ -181,7 +181,7 @@ def _names(stages: Sequence[Stage]) -> Iterator[str]:
 def fragments(
     buffers: Sequence[Buffer], kind: str, values: Callable[[Buffer], Tensor]
 ) -> Iterator[tuple[Fragment, Tensor]]:
-    """What this rank's own slices hold of each logical tensor, copied."""
+    """Yield copies of the parts of logical tensors that this rank's shards hold."""
     for buffer in buffers:
         own = values(buffer)
         for piece in buffer.pieces:

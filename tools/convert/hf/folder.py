@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_generation(path: Path) -> dict[str, Any]:
-    """What a folder's generation_config.json says; empty if there is none."""
+    """Return the contents of a folder's generation_config.json; empty if there is none."""
     return read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
 
 

@@ -1,4 +1,4 @@
-"""Every argument of Megatron's: what is read, which values leave the model as it is, and what nothing hangs on.
+"""Every argument of Megatron: those that are read, those with one permitted value, and those that do not matter.
 
 Names are those of Megatron-LM's args, which a checkpoint holds; the fields of megatron-core's `TransformerConfig` and
 the arguments of its `GPTModel` that are called otherwise are `ALIASES` of them. A value of `ONLY` that is not among

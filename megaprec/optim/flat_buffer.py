@@ -1,18 +1,18 @@
-"""Parameters of one kind laid end to end, with their gradients and the slice of optimizer state that is ours.
+"""Flat buffers: parameters of one kind laid end to end, with their gradients and this rank's optimizer state.
 
-The layers hold views of one flat weight tensor, the backward pass adds into views of one flat gradient tensor
-(`parameter.main_grad`), and the optimizer works on one contiguous slice of both: a share of it under ZeRO-1, all
-of it otherwise. Reducing gradients and collecting weights is then one collective on one tensor, and statistics
-and the optimizer read memory once, in order.
+The layers hold views of one flat weight tensor, the backward pass accumulates into views of one flat gradient tensor
+(`parameter.main_grad`), and the optimizer updates one contiguous slice of both: a shard under ZeRO-1, the whole
+otherwise. Reducing gradients and gathering weights is then one collective on one tensor, and the statistics and the
+update read memory once, in order.
 
-    weights    [size]  as the plan holds them    what the layers see
-    grads      [size]  plan.gradients            summed over micro-batches
+    weights    [size]  as the plan holds them    the weights that layers read
+    grads      [size]  plan.gradients            accumulated over micro-batches
     masters    [own]   plan.masters              the optimizer's weights; the same memory as `weights` if the dtypes
                                                  agree, and absent if the plan keeps remainders
-    remainder  [own]   int16                     only then: the bits that `weights` lacks to make FP32 masters
-    state      [own]   plan.moments, by name     the optimizer's averages
+    remainder  [own]   int16                     with remainders only: the bits that `weights` lacks to be FP32 masters
+    state      [own]   plan.moments, by name     the optimizer's moments
 
-Where `weights` are FP8 codes (`megaprec.fp8.params`), an update changes masters only; codes are made of them later.
+Where `weights` are FP8 codes (`megaprec.fp8.params`), an update changes only the masters; the codes are computed later.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ _ALIGNMENT = 64  # elements; every parameter starts where vector loads and GEMMs
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a part of a parameter lies in the buffer: elements [start, stop), row-major, padding left out."""
+    """The place of a part of a parameter in the buffer: elements [start, stop), row-major, without padding."""
 
     part: Part
     start: int
@@ -46,12 +46,13 @@ class Piece:
 
 
 class Buffer:
-    """Takes over the memory of `parameters`: afterwards they are views of `weights` and add into `grads`.
+    """The memory of `parameters`: they become views of `weights`, and their gradients accumulate in `grads`.
 
-    dp: over which gradients are summed. shards: over which masters and state are cut; of size one without ZeRO-1.
-    state: names of the optimizer's averages. seed: of stochastic rounding. average: whether the sum over dp is divided
-    by their number.
-    The masters are made from the values that the parameters come with, before those are rounded.
+    dp: the ranks over which gradients are reduced. shards: the ranks over which masters and state are sharded; of size
+    one without ZeRO-1.
+    state: names of the optimizer's moments. seed: of stochastic rounding. average: True if the sum over dp is divided
+    by the number of dp ranks.
+    The masters are initialised from the original values of the parameters, before rounding.
     """
 
     def __init__(
@@ -132,11 +133,13 @@ class Buffer:
             self.restore("weight", first - self.first, values[first - start : last - start])
 
     def own(self, flat: Tensor) -> Tensor:
-        """This rank's slice of `weights` or `grads` (a view)."""
+        """Return a view of this rank's slice of `weights` or `grads`."""
         return flat[self.first : self.last]
 
     def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Tile]:
-        """Elements [first, last) of the own slice, in runs of `length`; 0: one that suits the device."""
+        """Yield elements [first, last) of this rank's slice, in runs of `length`. 0 selects a length that suits the
+        device.
+        """
         gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)  # random numbers take 8 bytes an element, and more
         length = length or (BLOCK if self.weights.device.type == "cpu" else gpu)
         for start in range(first, last, length):
@@ -159,7 +162,9 @@ class Buffer:
         )
 
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, by name: own slices of the masters, as "weight", and of the averages."""
+        """Return the tensors that a checkpoint stores, by name: this rank's slices of the masters, as "weight", and of
+        the moments.
+        """
         kept = self.own(self.weights)
         if self.plan.masters_in_checkpoint:  # as it is where weights are codes
             kept = self.masters if self.masters is not None else self._block(0, len(kept)).wide_weights()
@@ -167,11 +172,13 @@ class Buffer:
 
     @property
     def saved_names(self) -> tuple[str, ...]:
-        """The names in `saved`."""
+        """Return the names of the tensors in `saved`."""
         return ("weight", *self.state)
 
     def restore(self, name: str, first: int, values: Tensor) -> None:
-        """Puts back what was saved, from element `first` of the own slice on; `publish` must follow for the weights."""
+        """Load saved values, from element `first` of this rank's slice on. For weights, `publish` must be called
+        afterwards.
+        """
         last = first + len(values)
         if name == "weight" and self.masters is None:
             self._block(first, last).keep_weights(values.to(self.weights.device, torch.float32))
@@ -181,19 +188,21 @@ class Buffer:
         kept[first:last].copy_(values)
 
     def counted(self) -> list[tuple[int, int]]:
-        """Ranges of the own slice that hold logical elements which no other rank counts."""
+        """Return the ranges of this rank's slice that hold logical elements which no other rank counts."""
         first, last = self.share
         return self._ranges((max(p.start, first), min(p.stop, last)) for p in self.pieces if p.counts)
 
     def copies(self) -> list[tuple[int, int]]:
-        """Ranges of the own slice that hold logical elements which another rank counts."""
+        """Return the ranges of this rank's slice that hold logical elements which another rank counts."""
         first, last = self.share
         counted = [p for p in self.pieces if p.counts]
         outside = [(p.start, min(p.stop, first)) for p in counted] + [(max(p.start, last), p.stop) for p in counted]
         return self._ranges(sorted([(p.start, p.stop) for p in self.pieces if not p.counts] + outside))
 
     def _ranges(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What the own slice has of the spans, as positions in it; neighbours are joined."""
+        """Return the intersection of the spans with this rank's slice, as positions in it; neighbouring ranges are
+        joined.
+        """
         ranges: list[tuple[int, int]] = []
         for start, stop in spans:
             first, last = max(start, self.first) - self.first, min(stop, self.last) - self.first
@@ -205,8 +214,11 @@ class Buffer:
         return ranges
 
     def start_reduce(self) -> Callable[[], None]:
-        """Starts to sum or average the gradients over dp: when the returned function has returned, the own slice of
-        `grads` is final and the rest of it is not. They are divided first, for a half-precision sum could overflow."""
+        """Start to sum or average the gradients over dp, and return a function that waits for the result.
+
+        After the wait this rank's slice of `grads` is final, and the rest of `grads` is not. To average, the gradients
+        are divided before the sum, because a half-precision sum could overflow.
+        """
         if self.average:
             self.grads.div_(self.dp.size)
         travelling = self.grads if self.dp.size == 1 else self.grads.to(self.travels)
@@ -221,8 +233,10 @@ class Buffer:
         return finish
 
     def publish(self, steps: Tensor) -> None:
-        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects them. Codes
-        are not made here."""
+        """Round the masters to the weights again, as the update of step number `steps` did, and all-gather the weights.
+
+        FP8 codes are not computed here.
+        """
         if self.in_codes:
             return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
@@ -231,16 +245,16 @@ class Buffer:
         self.start_collect()()
 
     def start_collect(self) -> Callable[[], object]:
-        """Under ZeRO-1, starts to all-gather the weights over `shards`; the returned function waits for them.
+        """Under ZeRO-1, start to all-gather the weights over `shards`, and return a function that waits for the result.
 
-        Whatever changed the weights ends here, so here is their version counted up, which no write to the flat memory
-        does: casts of weights that layers keep are then known to be old.
+        Every change of the weights ends with this call, so it also increments their version counters, which writes to
+        the flat memory do not do. Layers that cache casts of weights then know that their casts are outdated.
         """
         increment_version(self.parameters)
         return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
 
     def strayed(self) -> list[str]:
-        """Names of parameters that are no longer views of `weights`, which is what a cast or a move makes of them."""
+        """Return the names of parameters that are no longer views of `weights`, for instance after a cast or a move."""
         first, size = self.weights.data_ptr(), self.weights.itemsize
         places = ((p, first + start * size) for p, start in zip(self.parameters, self.starts, strict=True))
         return [
@@ -250,7 +264,7 @@ class Buffer:
         ]
 
     def num_bytes(self) -> int:
-        """Memory of all that this buffer keeps, in bytes."""
+        """Return the memory of all tensors of this buffer, in bytes."""
         kept = [self.weights, self.grads, *self.state.values(), *(one.param.inverse for one in self.owned)]
         if self.remainder is not None:
             kept.append(self.remainder)
@@ -260,7 +274,8 @@ class Buffer:
 
 
 def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
-    """The dtype in which a parameter is held. Raises UserError if the plan wants its parts in different ones."""
+    """Return the dtype in which a parameter is held. Raise UserError if the plan wants different dtypes for its parts.
+    """
     if (held := fp8_param_of(parameter)) is not None:
         return held.dtype
     parts = layout_of(parameter).parts
@@ -272,7 +287,8 @@ def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
 
 
 def require_in_place(among: Iterable[Buffer]) -> None:
-    """Raises RuntimeError if a parameter no longer lies in its buffer: what a step writes would not reach the model."""
+    """Raise RuntimeError if a parameter no longer lies in its buffer, because then a step would not update the model.
+    """
     if strayed := [name for buffer in among for name in buffer.strayed()]:
         more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
         raise RuntimeError(
@@ -282,10 +298,11 @@ def require_in_place(among: Iterable[Buffer]) -> None:
 
 
 def buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) -> list[list[nn.Parameter]]:
-    """Parameters that share a buffer: of one kind, in runs of at least `size` elements, ordered by their first ones.
+    """Return lists of parameters that share a buffer: of one kind, in runs of at least `size` elements, in order of
+    their first parameter.
 
-    Tied ones lie apart, so that every holder cuts them into the same slices; so do slices of what torch has cut over
-    more ranks than the tensor-parallel ones.
+    Tied parameters get buffers of their own, so that every holder cuts them into the same slices. So do parameters that
+    torch has sharded over more ranks than the tensor-parallel ones.
     """
     kinds: dict[tuple[tuple[int, ...], torch.dtype, int], list[list[nn.Parameter]]] = {}
     found = []

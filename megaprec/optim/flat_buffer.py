@@ -274,8 +274,7 @@ class Buffer:
 
 
 def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
-    """Return the dtype in which a parameter is held. Raise UserError if the plan wants different dtypes for its parts.
-    """
+    """Return the dtype in which a parameter is held. Raise UserError if the plan wants different dtypes for its parts."""
     if (held := fp8_param_of(parameter)) is not None:
         return held.dtype
     parts = layout_of(parameter).parts
@@ -287,8 +286,7 @@ def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
 
 
 def require_in_place(among: Iterable[Buffer]) -> None:
-    """Raise RuntimeError if a parameter no longer lies in its buffer, because then a step would not update the model.
-    """
+    """Raise RuntimeError if a parameter no longer lies in its buffer, because then a step would not update the model."""
     if strayed := [name for buffer in among for name in buffer.strayed()]:
         more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
         raise RuntimeError(

@@ -73,8 +73,7 @@ def _looked_at(blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _num_filled(block: Tensor) -> Tensor:
-    """Return the number of nonzero elements with one read; `count_nonzero` on a GPU writes their positions to memory.
-    """
+    """Return the number of nonzero elements with one read; `count_nonzero` on a GPU writes their positions to memory."""
     return torch.linalg.vector_norm(block, 0, dtype=torch.promote_types(block.dtype, torch.float32)).double()
 
 

@@ -61,8 +61,7 @@ def factors(part: Part, groups: Sequence[Group]) -> Factors:
 
 
 def by_factors(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> list[nn.Parameter]:
-    """Return the parameters with equal factors side by side, otherwise in their order, so that a buffer has few slices.
-    """
+    """Return the parameters with equal factors side by side, otherwise in their order, so that a buffer has few slices."""
     kinds: dict[tuple[Factors, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault(tuple(factors(part, groups) for part in layout_of(parameter).parts), []).append(parameter)

@@ -125,8 +125,7 @@ def averages(parts: Sequence[nn.Module], dp: Axis, said: bool | None) -> bool:
 
 
 def disable_ddp_sync(parts: Sequence[nn.Module]) -> None:
-    """Disable the gradient all-reduce of each DistributedDataParallel among the parts: the optimizer reduces instead.
-    """
+    """Disable the gradient all-reduce of each DistributedDataParallel among the parts: the optimizer reduces instead."""
     for wrapper in _wrappers(parts):
         wrapper.require_backward_grad_sync = False
 

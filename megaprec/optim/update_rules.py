@@ -1,10 +1,10 @@
-"""How a step changes weights: update rules that treat every element alike and alone.
+"""Update rules: elementwise formulas by which a step changes weights.
 
-Such a rule may be given any slice of a parameter, in any pieces, and gives what it would give for the whole. That is
-what lets a dp rank keep a slice of the state, and a CPU work in blocks that stay in its cache. A rule that looks at
-a whole matrix (Adafactor, Muon, LARS) cannot be used so and is refused.
+An elementwise rule may be applied to any slice of a parameter, in any pieces, with the same result as for the whole.
+This allows a dp rank to keep a shard of the state, and a CPU to work in blocks that stay in its cache. A rule that
+needs a whole matrix (Adafactor, Muon, LARS) cannot be sharded so and is refused.
 
-A rule gets flat tensors of one dtype, FP32 or wider, and changes them in place; `state` holds its averages in the
+A rule receives flat tensors of one dtype, FP32 or wider, and changes them in place; `state` holds its moments in the
 order of `names`, all zero before the first step.
 """
 
@@ -21,10 +21,10 @@ from megaprec.errors import UserError
 
 @dataclass(frozen=True)
 class Step:
-    """What all elements of a group share in one step.
+    """The numbers that all elements of a group share in one step.
 
-    divisor: float64 [], what gradients are divided by first: loss scale over clip factor. found: float32 [], 1 if
-    nothing may change. steps: float32 [], the number of this step among those applied, from 1 on.
+    divisor: float64 [], the divisor of the gradients: loss scale over clip factor. found: float32 [], 1 if nothing may
+    change. steps: float32 [], the number of this step among the applied ones, from 1 on.
     """
 
     lr: float
@@ -35,7 +35,10 @@ class Step:
 
 
 class UpdateRule(Protocol):
-    """names: of the averages it keeps. scalars: numbers it keeps besides, the same for all elements."""
+    """The interface of an update rule.
+
+    names: of the moments that it keeps. scalars: further numbers that it keeps, the same for all elements.
+    """
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -54,10 +57,10 @@ class _Stateless:
         return {}
 
     def advance(self, found: Tensor) -> None:
-        """After all elements of a step."""
+        """Do nothing after all elements of a step are updated."""
 
     def load_scalars(self, scalars: dict[str, float]) -> None:
-        """There are none."""
+        """Do nothing: the rule has no scalars."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ class SGD(_Stateless):
 
 
 def _folded(grads: Tensor, step: Step) -> Tensor | None:
-    """The divisor for a fused kernel, which reads it in FP32: too coarse for FP64 gradients, which are divided here."""
+    """Return the divisor for a fused kernel, which reads it in FP32. FP64 gradients need more precision and are divided
+    here.
+    """
     if grads.dtype != torch.float64:
         return step.divisor.clamp(max=torch.finfo(torch.float32).max).float()
     grads.div_(torch.where(step.found == 0, step.divisor, 1.0))
@@ -119,12 +124,12 @@ def _folded(grads: Tensor, step: Step) -> Tensor | None:
 
 
 class Torch:
-    """Any elementwise optimizer class of torch, by the state it keeps for a slice.
+    """Any elementwise optimizer class of torch, applied to slices with its state.
 
-    Which averages it keeps, and whether it is elementwise, is found by trying it on a few numbers, whole and cut.
-    Raises UserError if it is not, or if it makes something of nothing: padding must stay zero. The numbers that it
-    keeps besides must not depend on learning rate and weight decay, for they are the same for all groups. It waits for
-    the device once a step.
+    Its moments, and the property of being elementwise, are determined by a trial on a few numbers, whole and cut.
+    Raises UserError if it is not elementwise, or if it changes zero weights with zero gradients: padding must stay
+    zero. The further numbers that it keeps must not depend on learning rate and weight decay, because they are the same
+    for all groups. It waits for the device once a step.
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any] | None = None) -> None:
@@ -152,14 +157,14 @@ class Torch:
                 values.copy_(made[name])
 
     def advance(self, found: Tensor) -> None:
-        """After all elements of a step: the scalars move on, once, also on a rank that has no elements."""
+        """Advance the scalars after all elements of a step, once, also on a rank that has no elements."""
         if not bool(found):
             weights, grads, *state = torch.zeros(2 + len(self.names), 1).unbind()
             made = self._step_once(weights, grads, self._kept(state, not self._scalars), 1.0, 0.0)
             self._scalars = {name: value for name, value in made.items() if name not in self.names}
 
     def _kept(self, state: Sequence[Tensor], first: bool) -> dict[str, Tensor] | None:
-        """All that the optimizer kept before this step; the scalars as copies, for other slices need them too."""
+        """Return all state from before this step; the scalars are copies, because other slices need them too."""
         if first:
             return None
         if self._scalars.keys() != self._scalar_names:
@@ -170,7 +175,9 @@ class Torch:
     def _step_once(
         self, weights: Tensor, grads: Tensor, state: dict[str, Tensor] | None, lr: float, weight_decay: float
     ) -> dict[str, Tensor]:
-        """Steps `weights` in place and returns all that the optimizer then keeps. No `state`: its first step."""
+        """Step `weights` in place and return all state that the optimizer then keeps. Without `state` it is its first
+        step.
+        """
         decay = {"weight_decay": weight_decay} if self._decays else {}
         weights.grad = grads
         optimizer = self.kind([weights], **{"lr": lr, **self.options, **decay})  # type: ignore[arg-type]
@@ -182,7 +189,9 @@ class Torch:
 
     @torch.no_grad()
     def _probe(self) -> tuple[tuple[str, ...], set[str]]:
-        """The names of the averages and of the scalars. Raises UserError unless slices come out as the whole does."""
+        """Return the names of the moments and of the scalars. Raise UserError unless slices give the result of the
+        whole.
+        """
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(12, dtype=torch.float64, generator=generator)
         slices, nothing = [part.clone() for part in whole.split([5, 7])], torch.zeros(3, dtype=torch.float64)
@@ -219,7 +228,9 @@ class Torch:
 
 
 def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
-    """The rule of that name: adamw, sgd, or an optimizer class of torch.optim. Raises UserError, naming the options."""
+    """Return the rule of that name: adamw, sgd, or an optimizer class of torch.optim. Raise UserError, naming the
+    options.
+    """
     known = {"adamw": AdamW, "sgd": SGD}
     kind = getattr(torch.optim, name, None)
     try:

@@ -60,8 +60,7 @@ def transformer_engine_gemm(a: Codes, b: Codes, out: torch.dtype, fast: bool) ->
 
 
 def filled(codes: Codes, rows: int, columns: int) -> Codes:
-    """Return the same matrix, contiguous, padded with rows and columns of zeros to multiples of `rows` and `columns`.
-    """
+    """Return the same matrix, contiguous, padded with rows and columns of zeros to multiples of `rows` and `columns`."""
     values = _whole(codes.values, rows, columns)
     more = [-(-values.shape[dim] // codes.block[dim]) - codes.inverse.shape[dim] for dim in (0, 1)]
     return Codes(values, _more(codes.inverse, *more), codes.block)

@@ -23,7 +23,7 @@ Role = Literal["input", "weight", "gradient"]
 
 
 def format_of(recipe: FP8Recipe, role: Role) -> torch.dtype:
-    """Return the format of a factor in a linear layer's products: its input, its weight or the gradient of its output."""
+    """Return the format of a factor of a linear layer's products: input, weight or gradient of the output."""
     return E5M2 if role == "gradient" and recipe.format == "hybrid" else E4M3
 
 

@@ -48,7 +48,7 @@ class AmaxHistory:
         not run on any rank, or that was all zeros, neither advances nor changes its scale. Nor does a non-finite one,
         which `overflowed` then marks; but with `history = "te"` its history advances.
         """
-        self.now.nan_to_num_(torch.inf, torch.inf)  # a maximum over ranks need not keep a NaN
+        self.now.nan_to_num_(torch.inf, torch.inf)  # an all-reduced maximum may drop a NaN
         agree(self.now)
         self.overflowed.copy_(self.now.isinf())
         moves = self.now > 0

@@ -34,7 +34,7 @@ def blockwise(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
     """Multiply matrices with one scale per 128 columns of a row, or of 128 rows."""
     a_kind, b_kind = (ScalingType.BlockWise1x128 if c.block[0] == 1 else ScalingType.BlockWise128x128 for c in (a, b))
     m, n = len(a.values), len(b.values)
-    # Rows of scales are read four at a time; those of single rows lie column by column.
+    # Kernels read four rows of scales at a time; scales of single rows are stored column by column.
     a, b = filled(a, 128, 512), filled(b, 128, 512)
     scales = [c.inverse.t().contiguous().t() if c.block[0] == 1 else c.inverse.contiguous() for c in (a, b)]
     b_scale = scales[1] if b.block[0] == 1 else scales[1].t()
@@ -60,7 +60,7 @@ def transformer_engine_gemm(a: Codes, b: Codes, out: torch.dtype, fast: bool) ->
 
 
 def filled(codes: Codes, rows: int, columns: int) -> Codes:
-    """Return the same matrix, contiguous, padded with rows and columns of zeros to multiples of `rows` and `columns`."""
+    """Return the matrix, contiguous, padded with zeros to multiples of `rows` and `columns`."""
     values = _whole(codes.values, rows, columns)
     more = [-(-values.shape[dim] // codes.block[dim]) - codes.inverse.shape[dim] for dim in (0, 1)]
     return Codes(values, _more(codes.inverse, *more), codes.block)

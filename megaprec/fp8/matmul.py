@@ -34,8 +34,8 @@ PRODUCTS: dict[str, tuple[Role, Role]] = {
     "weight gradient": ("gradient", "input"),
 }
 EMULATED = "emulated in FP32"
-REFUSALS = (RuntimeError, ValueError, AssertionError)  # what kernels that a device lacks raise
-_TRIED = 256  # rows and columns of a trial
+REFUSALS = (RuntimeError, ValueError, AssertionError)  # errors of kernels that a device lacks
+_TRIED = 256  # rows and columns of a trial product
 
 
 def multiply(a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: Backend = "torch") -> Tensor:
@@ -102,7 +102,7 @@ def chosen(
     a_format: of the first factor; the second is E4M3. square: True if its blocks, if there are any, are of 128 x 128.
     Raises UserError if Transformer Engine's casts or products are wrong.
     """
-    with _disable_current_modes():  # whoever only wants to know sizes must not decide for all that follow
+    with _disable_current_modes():  # a call with fake tensors must not decide for later ones with real tensors
         recipe, role = FP8Recipe(kind, backend=backend), "gradient" if a_format == E5M2 else "input"
         if backend == "torch":
             return _tried(KERNELS[kind], recipe, role, square, out, device)
@@ -151,5 +151,5 @@ def _said(backend: Backend, error: Exception) -> str:
 def _sample(device: torch.device) -> Tensor:
     """Return numbers whose rows and blocks differ in magnitude, drawn from no generator."""
     grid = torch.arange(_TRIED * _TRIED, device=device, dtype=torch.float32).view(_TRIED, _TRIED)
-    sizes = torch.linspace(0.1, 0.9, _TRIED, device=device)  # whose sums a half can hold
+    sizes = torch.linspace(0.1, 0.9, _TRIED, device=device)  # small enough for FP16 sums
     return (grid * 0.7).sin() * sizes * sizes[:, None]

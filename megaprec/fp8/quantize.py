@@ -40,7 +40,7 @@ class Codes:
     block: tuple[int, int]
 
     def t(self) -> "Codes":
-        """Return the transposed matrix [k, m], with the same numbers; copied on a GPU, whose kernels read along rows."""
+        """Return the transposed matrix [k, m] in the same codes; copied on a GPU, whose kernels read along rows."""
         values = self.values.t().contiguous() if self.values.is_cuda else self.values.t()
         return Codes(values, self.inverse.t(), (self.block[1], self.block[0]))
 
@@ -160,7 +160,7 @@ def lost(x: Tensor, codes: Codes) -> Tensor:
 
 
 def counts_lost(x: Tensor, codes: Codes) -> Tensor:
-    """Return the counts behind `lost`, float64 [4]: saturated elements and all elements, vanished and nonzero elements."""
+    """Return the counts behind `lost`, float64 [4]: saturated, all, vanished and nonzero elements."""
     dtype = codes.values.dtype
     largest = limit(dtype) * (1 + torch.finfo(dtype).eps / 3.5)  # 1.75 is the largest mantissa
     saturated = (x.float().abs() > largest * spread(codes.inverse.float(), codes.block, x.shape)) & x.isfinite()

@@ -34,7 +34,7 @@ def mx_inverse(amax: Tensor, limit: float) -> Tensor:
     """
     bits = (amax / _as_tensor(limit, amax)).view(torch.int32)
     exponent, mantissa = (bits & _EXPONENT) >> 23, bits & _MANTISSA
-    halfway = torch.where(exponent == 0, 0x40_0000, 0)  # E8M0's smallest, 2**-127, is a subnormal of float32
+    halfway = torch.where(exponent == 0, 0x40_0000, 0)  # E8M0's smallest number, 2**-127, is a subnormal of float32
     code = (exponent + (mantissa > halfway)).clamp(max=254)
     return torch.where(amax.isnan(), 255, code).to(torch.uint8).view(torch.float8_e8m0fnu)
 

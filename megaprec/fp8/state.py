@@ -78,12 +78,12 @@ class FP8State:
         self.stage = stage or self.tp
         self.reached: list[Eligibility] = []
         self.scope = OFF
-        self.rolls = 0  # how often the history has advanced
+        self.rolls = 0  # number of advances of the history between passes
         self.renew: Callable[[bool], None] | None = None
-        self.outdated = True  # whether masters have changed since `renew` was called
-        self.moment = 0  # how often the history has advanced within passes
-        self._before: tuple[Tensor, Tensor] | None = None  # scales and history as the last training pass began
-        self._pending = False  # whether amaxes may have been recorded since
+        self.outdated = True  # True if masters have changed since the last call of `renew`
+        self.moment = 0  # number of advances of the history within passes
+        self._before: tuple[Tensor, Tensor] | None = None  # scales and history at the start of the last training pass
+        self._pending = False  # True if amaxes may have been recorded since the last roll
         self._inside = False
         self._casts: dict[str, tuple[tuple[int, int], Casts]] = {}
         self._lost: dict[str, Tensor] | None = None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 
-RELEASES = (2, 11), (2, 20)  # the first and the last whose sources were read
+RELEASES = (2, 11), (2, 20)  # the first and the last supported release: their sources were read
 INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]>={}.{},<{}.{}'".format(
     *RELEASES[0], RELEASES[1][0], RELEASES[1][1] + 1
 )
@@ -52,7 +52,7 @@ def encode(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Tensor, Tensor
     with torch.no_grad():
         made = quantizer.quantize(x).get_metadata()
     values, turned = made["data"].view(dtype), made["data_transpose"]
-    # GPUs whose kernels read along columns too are given no transpose.
+    # Transformer Engine makes no transpose for GPUs whose kernels read along columns too.
     turned = values.t().contiguous() if turned is None else turned.view(dtype)
     return values, turned, scale.reciprocal().where(amax.isfinite(), torch.nan).view(1, 1)
 
@@ -63,7 +63,7 @@ def product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, out: tor
     m, n and k: multiples of 16. fast: tensor cores may sum with fewer bits.
     """
     extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
-    first, second = _wrapped(b, b_inverse, out), _wrapped(a, a_inverse, out)  # it counts columns first
+    first, second = _wrapped(b, b_inverse, out), _wrapped(a, a_inverse, out)  # its operands are column-major
     return extensions.general_gemm(first, second, out_dtype=out, layout="TN", use_split_accumulator=not fast)[0]
 
 

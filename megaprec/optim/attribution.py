@@ -40,7 +40,7 @@ def attribute_nonfinite(
     return _merge(_everyones(copies, world, device), most)
 
 
-Found = tuple[int, Offender]  # a number of its own for each slice that is looked at of a tensor
+Found = tuple[int, Offender]  # the number identifies the examined slice of the tensor
 
 
 def _worst(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int, most: int) -> list[Found]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.optim.grad_stats import joined_norm
 
-_DIGEST = 0xFFF  # so few bits that sums of squares over thousands of ranks are exact in float64
+_DIGEST = 0xFFF  # 12 bits: sums of squares over thousands of ranks are exact in float64
 _ODD = tuple(v - 2**64 for v in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xABC98388FB8FAC03, 0x8CB92BA72F3D8DD7))
 
 

@@ -20,7 +20,7 @@ from megaprec.errors import UserError
 from megaprec.optim.main_grad import begin_accumulation
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
-DTensor = Any  # torch's own takes half a second to import
+DTensor = Any  # importing torch's class takes half a second
 
 
 def is_dtensor(parameter: Tensor) -> bool:
@@ -29,7 +29,7 @@ def is_dtensor(parameter: Tensor) -> bool:
 
 
 def require_spread_over_all(name: str, parameter: DTensor, pp: Axis, tp: Axis, world: Axis) -> None:
-    """Raise UserError unless the DTensor is sharded along at most one dim, over all ranks, which must all be dp ranks."""
+    """Raise UserError unless the DTensor is sharded along at most one dim, and all ranks are dp ranks that hold it."""
     cut = [placement for placement in parameter.placements if not placement.is_replicate()]
     if len(cut) > 1 or any(type(placement).__name__ != "Shard" for placement in cut):
         placed = ", ".join(map(str, parameter.placements))

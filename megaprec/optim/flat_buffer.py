@@ -31,8 +31,8 @@ from megaprec.optim.update_tile import Draw, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
 
-BLOCK = 1 << 18  # elements: what a CPU works on at a time stays in a core's cache between its uses
-_ALIGNMENT = 64  # elements; every parameter starts where vector loads and GEMMs like it
+BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
+_ALIGNMENT = 64  # elements; vector loads and GEMMs are fast for parameters that start at a multiple
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Piece:
     part: Part
     start: int
     stop: int
-    counts: bool  # this rank's copy is the one that is counted and written
+    counts: bool  # True if this rank's copy is the one that is counted and saved
 
 
 class Buffer:
@@ -69,7 +69,7 @@ class Buffer:
     ) -> None:
         self.parameters, self.plan, self.dp, self.shards, self.seed = tuple(parameters), plan, dp, shards, seed
         self.average = average
-        self.in_codes = fp8_param_of(self.parameters[0]) is not None  # whether the weights are FP8 codes
+        self.in_codes = fp8_param_of(self.parameters[0]) is not None  # True if the weights are FP8 codes
         self.starts, end = [], 0
         for parameter in self.parameters:
             self.starts.append(end)
@@ -78,7 +78,7 @@ class Buffer:
         length, counted = self.size // shards.size, self.size // dp.size
         self.first, self.last = length * shards.rank, length * (shards.rank + 1)
         replica = self.first + counted * (dp.rank // shards.size)
-        self.share = replica, replica + counted  # of the own slice, what is counted here and not by another replica
+        self.share = replica, replica + counted  # the part of this rank's slice that no other replica counts
         self.pieces = tuple(self._pieces(pp_rank))
         self._allocate(device, state)
 
@@ -107,7 +107,7 @@ class Buffer:
         self.state = {name: torch.zeros(own, dtype=moments, device=device) for name in state}
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
-        self.owned = tuple(self._owned()) if self.in_codes else ()  # the codes that this rank makes
+        self.owned = tuple(self._owned()) if self.in_codes else ()  # the codes that this rank computes
 
     def _owned(self) -> Iterator[FP8ParamShard]:
         assert self.masters is not None
@@ -124,7 +124,7 @@ class Buffer:
         view = self.weights[start : start + values.numel()].view_as(parameter)
         if self.remainder is None and not self.in_codes:
             view.copy_(parameter.data)
-        elif self.remainder is not None:  # other ranks' slices too must be rounded as their owners round them
+        elif self.remainder is not None:  # other ranks' slices are rounded here exactly as by their owners
             split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
         parameter.data = view
         collect(parameter, self.grads[start : start + values.numel()].view_as(parameter))
@@ -140,7 +140,7 @@ class Buffer:
         """Yield elements [first, last) of this rank's slice, in runs of `length`. 0 selects a length that suits the
         device.
         """
-        gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)  # random numbers take 8 bytes an element, and more
+        gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)  # random numbers take at least 8 bytes per element
         length = length or (BLOCK if self.weights.device.type == "cpu" else gpu)
         for start in range(first, last, length):
             yield self._block(start, min(start + length, last))
@@ -166,7 +166,7 @@ class Buffer:
         the moments.
         """
         kept = self.own(self.weights)
-        if self.plan.masters_in_checkpoint:  # as it is where weights are codes
+        if self.plan.masters_in_checkpoint:  # always so if the weights are FP8 codes
             kept = self.masters if self.masters is not None else self._block(0, len(kept)).wide_weights()
         return {"weight": kept, **self.state}
 
@@ -274,7 +274,7 @@ class Buffer:
 
 
 def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
-    """Return the dtype in which a parameter is held. Raise UserError if the plan wants different dtypes for its parts."""
+    """Return the dtype in which a parameter is held. Raise UserError if its parts would need different dtypes."""
     if (held := fp8_param_of(parameter)) is not None:
         return held.dtype
     parts = layout_of(parameter).parts
@@ -286,7 +286,7 @@ def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
 
 
 def require_in_place(among: Iterable[Buffer]) -> None:
-    """Raise RuntimeError if a parameter no longer lies in its buffer, because then a step would not update the model."""
+    """Raise RuntimeError if a parameter no longer lies in its buffer: a step would not update the model."""
     if strayed := [name for buffer in among for name in buffer.strayed()]:
         more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
         raise RuntimeError(

@@ -18,8 +18,8 @@ from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import has_gradient
 
-_MOST = 3  # names that are said of each rank
-_BITS = 20  # of a digest, so few that sums of squares over thousands of ranks are exact in float64
+_MOST = 3  # number of names that the error line gives for each rank
+_BITS = 20  # of a digest: sums of squares over thousands of ranks are exact in float64
 
 
 def missing(buffers: Sequence[Buffer]) -> list[str]:
@@ -42,7 +42,7 @@ def disagreement(names: Sequence[str], world: Axis, device: torch.device, here: 
     ranks = Counter(name for lacking in said.values() for name in lacking)
     lacks = []
     for place, lacking in said.items():
-        rarest = sorted(lacking, key=ranks.__getitem__)  # what all ranks of a stage lack is no disagreement
+        rarest = sorted(lacking, key=ranks.__getitem__)  # a gradient that all ranks of a stage lack is no disagreement
         more = [f"{len(lacking) - _MOST} more"] if len(lacking) > _MOST else []
         lacks += [f"{place} has none for {', '.join(rarest[:_MOST] + more)}"] if lacking else []
     return (

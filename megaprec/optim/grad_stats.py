@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megaprec.optim.native import Kernels
 
-_BLOCK = 1 << 17  # elements: small enough to be found in a core's cache when they are looked at for the second time
-_COUNTED = 1 << 24  # elements: so many can be counted in FP32, one by one
+_BLOCK = 1 << 17  # elements: a block is still in a core's cache when it is read for the second time
+_COUNTED = 1 << 24  # elements: the largest count that is exact in FP32
 
 
 def statistics(
@@ -73,7 +73,7 @@ def _looked_at(blocks: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _num_filled(block: Tensor) -> Tensor:
-    """Return the number of nonzero elements with one read; `count_nonzero` on a GPU writes their positions to memory."""
+    """Return the number of nonzero elements with one read; a GPU's `count_nonzero` writes their positions."""
     return torch.linalg.vector_norm(block, 0, dtype=torch.promote_types(block.dtype, torch.float32)).double()
 
 

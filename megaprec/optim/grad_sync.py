@@ -31,10 +31,10 @@ class GradReducer:
 
     def __init__(self, chunks: Sequence[Sequence[Buffer]], tp: Axis, early: bool) -> None:
         self._chunks, self._tp, self._early = [list(reversed(chunk)) for chunk in chunks], tp, early
-        self._ends: dict[int, list[Callable[[], None]]] = {}  # of the sums that are begun, by chunk
+        self._ends: dict[int, list[Callable[[], None]]] = {}  # wait functions of the started reductions, by chunk
         self._reduced: set[int] = set()
-        self._awaited: dict[int, list[set[nn.Parameter]]] = {}  # by chunk and buffer: what is not final
-        self._nodes: list[object] = []  # autograd itself does not hold them, and with them went the hooks
+        self._awaited: dict[int, list[set[nn.Parameter]]] = {}  # by chunk and buffer: not final
+        self._nodes: list[object] = []  # autograd does not keep the nodes alive, and the hooks die with them
         for n, buffers in enumerate(self._chunks) if early else ():
             self._nodes += [self._watch(p, n, k) for k, buffer in enumerate(buffers) for p in buffer.parameters]
 

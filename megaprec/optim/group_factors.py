@@ -47,7 +47,7 @@ class Slice:
     weight_decay: float
 
 
-Factors = tuple[float, float]  # of learning rate and weight decay
+Factors = tuple[float, float]  # factors of learning rate and weight decay
 
 
 def factors(part: Part, groups: Sequence[Group]) -> Factors:
@@ -61,7 +61,7 @@ def factors(part: Part, groups: Sequence[Group]) -> Factors:
 
 
 def by_factors(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> list[nn.Parameter]:
-    """Return the parameters with equal factors side by side, otherwise in their order, so that a buffer has few slices."""
+    """Return the parameters, those with equal factors side by side, so that a buffer has few slices."""
     kinds: dict[tuple[Factors, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault(tuple(factors(part, groups) for part in layout_of(parameter).parts), []).append(parameter)
@@ -75,7 +75,7 @@ def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
     """
     pieces = [(piece.start, factors(piece.part, groups)) for piece in buffer.pieces if piece.start < piece.stop]
     borders = [n for n in range(len(pieces)) if n == 0 or pieces[n][1] != pieces[n - 1][1]]
-    for border, following in zip(borders, [*borders[1:], None], strict=False):  # a rank may hold nothing but padding
+    for border, following in zip(borders, [*borders[1:], None], strict=False):  # a rank may hold only padding
         first = max(pieces[border][0], buffer.first)
         last = min(buffer.size if following is None else pieces[following][0], buffer.last)
         if first < last:

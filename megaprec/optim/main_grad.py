@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 
-_grad: Any = torch.Tensor.grad  # autograd's place, whatever a class puts before it
+_grad: Any = torch.Tensor.grad  # autograd's own attribute, even if a subclass overrides `grad`
 
 
 class Guarded(nn.Parameter):

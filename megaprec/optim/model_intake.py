@@ -45,7 +45,7 @@ class Ranks:
         """
         pp, dp, tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         device = device_of(mesh)
-        if mesh is None:  # wherever the model is
+        if mesh is None:  # the device of the model
             device = next((p.device for p in parameters_of(parts)), device)
         spread = [(name, p) for name, p in named(parts) if is_dtensor(p)]
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -125,7 +125,7 @@ def averages(parts: Sequence[nn.Module], dp: Axis, said: bool | None) -> bool:
 
 
 def disable_ddp_sync(parts: Sequence[nn.Module]) -> None:
-    """Disable the gradient all-reduce of each DistributedDataParallel among the parts: the optimizer reduces instead."""
+    """Disable the all-reduce of each DistributedDataParallel among the parts: the optimizer reduces gradients."""
     for wrapper in _wrappers(parts):
         wrapper.require_backward_grad_sync = False
 
@@ -161,5 +161,5 @@ def move_rest(part: nn.Module, plan: PrecisionPlan, device: torch.device, marked
                 f"{name} is held in {dtype_name(frozen.dtype)} by fully_shard, but the plan has parameters = "
                 f"{dtype_name(held)}: cast it before fully_shard"
             )
-    for table in part.buffers():  # of models of the user's own; ours have none
+    for table in part.buffers():  # only users' models have buffers; those of this project have none
         table.data = table.data.to(device)

@@ -117,19 +117,19 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         require_known(parts, self.tp.size)
         self.average = averages(parts, self.dp, average)
         self.shards = Axis.cut(mesh, "dp", zero_size or Axis.of(mesh, "dp").size, "zero")
-        plan, self.marked = self._understood(parts, plan, groups)  # the latter: logical names
+        plan, self.marked = self._understood(parts, plan, groups)  # marked: logical names
         self.plan = plan
         self.kernels = kernels_for(self.rule, self.device) if native else None
         self.scaler = make_scaler(plan.scaling, self.device)
-        self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
-        self.stop = False  # set it on any rank: the next step's report has it on all of them
+        self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # number of applied steps
+        self.stop = False  # if any rank sets it, the next step's report has it on all ranks
         self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay)
         super().__init__(self._groups.values(), {})
         disable_ddp_sync(parts)
         require_nothing_left(parts, overlap, zero_size)
         names, average = self.rule.names, self.average
         memory = ModelBuffers(parts, plan, mesh, ranks, self.shards, groups, bucket, names, seed, average)
-        self._memory, self._tied, self.buffers = memory, memory.tied, memory.chunks  # the last: by model chunk
+        self._memory, self._tied, self.buffers = memory, memory.tied, memory.chunks  # buffers: by model chunk
         self._slices = [
             (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
         ]
@@ -165,7 +165,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         return FP8Masters(collect, self._weights.settle, self.shards, self.tp)
 
     def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Tile]:
-        """Return the tiles of a slice: one for all of it if the C kernels support it, else runs that suit the device."""
+        """Return the tiles of a slice: a single one if the C kernels support it, else runs that suit the device."""
         whole = list(buffer.blocks(s.first, s.last, s.last - s.first))
         if self.kernels is not None and self.kernels.updates(whole[0]):
             return whole
@@ -182,7 +182,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Return this rank's memory for each element of its weights: weights, gradients, masters and moments, in bytes."""
+        """Return this rank's bytes of weights, gradients, masters and moments for each element of its weights."""
         buffers = self.all_buffers()
         return sum(b.num_bytes() for b in buffers) / max(1, sum(b.size for b in buffers))
 
@@ -247,7 +247,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self._memory.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group for torch's constructor. Raise UserError later, because the parameters then lie in fixed buffers."""
+        """Add a group, in torch's constructor only. Raise UserError later: the buffers are then fixed."""
         if hasattr(self, "buffers"):
             raise UserError("parameters cannot be added to an optimizer that is built: build it over all of them")
         super().add_param_group(param_group)
@@ -342,7 +342,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     def _update(self, lr: float | None, divisor: Tensor, found: Tensor) -> None:
         """Apply the rule to gradient / divisor, or change nothing if `found` is 1."""
         self.steps += 1 - found
-        if self.device.type != "cpu" or not found:  # a GPU is not asked: what it computes leaves all as it is
+        if self.device.type != "cpu" or not found:  # no wait for `found` on a GPU: a skipped update changes nothing
             self._apply(lr, divisor, found, self._update_block)
 
     def _apply(self, lr: float | None, divisor: Tensor, found: Tensor, update: Callable[[Tile, Step], None]) -> None:
@@ -354,7 +354,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
                 for block in blocks:
                     update(block, step)
             if not buffer.in_codes:
-                self._weights.begin(buffer)  # while the next buffer is updated
+                self._weights.begin(buffer)  # overlaps with the update of the next buffer
         self._weights.settle()
         self._memory.give_back()
         self.rule.advance(found)
@@ -370,7 +370,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         block.keep(weights, state, self.steps)
 
     def _report(self, agreed: Consensus, norm: Tensor, scale: Tensor, lr: float | None) -> StepReport:
-        """Return the report of the step, with offenders if it was skipped. Only here does the host wait for the device."""
+        """Return the report of the step, with offenders if it was skipped. Here alone the host waits for the device."""
         flags = torch.stack((agreed.finite, agreed.same_scaler, agreed.same_parameters)).double()
         numbers = torch.cat((torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros))
         loss, size, scaled_by, stops, finite, same_scaler, same_parameters, *zeros = numbers.tolist()

@@ -33,7 +33,7 @@ from megaprec.precision.plan import OnNonfinite
 
 @dataclass(frozen=True)
 class _Guessed:
-    """A step that is applied but not validated. finish: waits for `numbers`. The other fields are from before the step."""
+    """A step that is applied but not validated. finish: waits for `numbers`. The others are from before the step."""
 
     lr: float
     numbers: Tensor
@@ -83,8 +83,8 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         if problems := [*conflicts(self.plan.on_nonfinite, self.plan.fp8)]:
             raise UserError(*problems)
         self._guessed: _Guessed | None = None
-        self._guesses = True  # whether the last guess was right, or would have been
-        self._copies_of: dict[int, list[Tensor]] = {}  # by block: what it held before the guess
+        self._guesses = True  # True if the last guess was right, or would have been
+        self._copies_of: dict[int, list[Tensor]] = {}  # by tile: its tensors before the guess
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients; raise RuntimeError while a step is not settled, because it still needs them."""
@@ -195,7 +195,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
             copies += map(torch.empty_like, changed)
         for copy, values in zip(copies, changed, strict=True):
             copy.copy_(values)
-        reads = self.kernels is not None and self.kernels.updates(block)  # and does not write to the gradients
+        reads = self.kernels is not None and self.kernels.updates(block)  # the C kernels do not write to the gradients
         self._update_block(block if reads else replace(block, grads=block.grads.clone()), step)
 
     def _go_back(self, guessed: _Guessed) -> None:

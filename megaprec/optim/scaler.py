@@ -112,7 +112,7 @@ class DynamicGradScaler:
         found = found_inf.reshape(()) != 0
         tolerated = torch.where(found, self.hysteresis_tracker - 1, self.hysteresis_tracker)
         good = torch.where(found, 0, self.growth_tracker + 1)
-        # ">=", not "==": after a resume with a shorter interval the tracker may already lie beyond it.
+        # ">=", not "==": after a resume with a shorter interval the tracker may already exceed it.
         grows = good >= self.growth_interval
         grown = (self.scale * self.growth_factor).clamp(max=self.max_scale)
         fallen = (self.scale * self.backoff_factor).clamp(min=self.min_scale)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Outcome = Literal["applied", "skipped_overflow", "applied_nonfinite"]
-LOSS = "loss"  # the offender that is no parameter
+LOSS = "loss"  # the only offender that is not a parameter
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class Torch:
         if given := {"lr", "weight_decay", "params"} & self.options.keys():
             raise UserError(f"{self._says}: {sorted(given)[0]} is not one of its options here; it comes with each step")
         self._decays = "weight_decay" in inspect.signature(kind).parameters
-        self._scalars: dict[str, Tensor] = {}  # as they are before this step; none before the first one
+        self._scalars: dict[str, Tensor] = {}  # values from before this step; empty before the first step
         self.names, self._scalar_names = self._probe()
 
     @property

@@ -14,7 +14,7 @@ from megaprec.comm.layout import Part
 from megaprec.comm.random import bits, key, places
 from megaprec.precision.rounding import join, split, stochastic
 
-Wide = tuple[Tensor, Tensor, list[Tensor]]  # masters, gradients, averages, all FP32 or wider
+Wide = tuple[Tensor, Tensor, list[Tensor]]  # masters, gradients, moments, all FP32 or wider
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Tile:
         return join(self.weights, self.remainder)
 
     def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
-        """Store the updated tensors of `wide`, after step number `steps`, and round the masters to the layers' weights."""
+        """Store the tensors of `wide` after step number `steps`, and round the masters to the layers' weights."""
         for (name, kept), values in zip(self.state, state, strict=True):
             if kept.dtype != values.dtype:
                 kept.copy_(stochastic(values, self.draw.bits(name, steps)))
@@ -96,7 +96,7 @@ class Tile:
             self.weights.copy_(wide)
         else:
             drawn = stochastic(wide, self.draw.bits("weight", steps))
-            self.weights.copy_(torch.where(steps > 0, drawn, wide.bfloat16()))  # nearest, as at the start
+            self.weights.copy_(torch.where(steps > 0, drawn, wide.bfloat16()))  # to nearest at the start
 
 
 def _widened(values: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
     asked = {asked_for(recipe, part.name, layers) for part in parts}
     if "" in asked and len(asked) > 1:
         names = " and ".join(part.name for part in parts)
-        raise UserError(f"fp8.wide: {names} are one weight, of which patterns match a part: match all or none")
+        raise UserError(f"fp8.wide: {names} are one weight, but patterns match only a part of it: match all or none")
     if why := next(iter(sorted(asked))):
         return Eligibility(name, shape, why)
     unfit = misfit(recipe.kind, *shape)
@@ -61,12 +61,12 @@ def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
 def not_computed(recipe: FP8Recipe) -> dict[str, str]:
     """Return the fields of `recipe` that are read and translated but not computed: field -> the behaviour instead."""
     reasons = {
-        "dot_product_attention": "the products inside attention are made in the compute dtype",
-        "multi_head_attention": "what flows through attention is in the compute dtype",
+        "dot_product_attention": "the products inside attention are computed in the compute dtype",
+        "multi_head_attention": "the activations in attention have the compute dtype",
     }
     if recipe.kind in ("rowwise", "mx"):
         reasons["parameters"] = (
-            f"with fp8.kind = {recipe.kind} a weight has other codes along its rows than along its columns, and both "
-            "take as much memory as bf16"
+            f"with fp8.kind = {recipe.kind} a weight has different codes along its rows and its columns, and both "
+            "together take as much memory as bf16"
         )
     return {key: why for key, why in reasons.items() if getattr(recipe, key)}

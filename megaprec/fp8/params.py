@@ -50,7 +50,7 @@ class FP8Param:
         """
         if self.state.outdated:
             raise RuntimeError(
-                f"{self.name} is kept in FP8, and rounded anew when a pass begins: call the model inside of `autocast`"
+                f"{self.name} is stored in FP8, and its codes are out of date: call the model inside `autocast`"
             )
         return Codes(weight, self.inverse, self.block)
 

@@ -63,7 +63,7 @@ def quantize(
     """
     dtype, block = format_of(recipe, role), block_of(recipe, role, x.shape)
     if recipe.kind == "delayed":
-        assert scale is not None, "delayed scaling needs the scale that its history has"
+        assert scale is not None, "delayed scaling needs the scale of its history"
         return Codes(cast(x, dtype, scale), scale.reshape(1, 1).reciprocal(), block)
     amax = amax_of(x, block)
     if recipe.kind == "current" and agree is not None:

@@ -40,9 +40,7 @@ def mx_inverse(amax: Tensor, limit: float) -> Tensor:
 
 
 def _as_tensor(limit: float | Tensor, like: Tensor) -> Tensor:
-    """Return `limit` as a tensor: torch divides a number by a tensor with a reciprocal and a product, which round
-    twice.
-    """
+    """Return `limit` as a tensor: torch's quotients with a number are products with a reciprocal, rounded twice."""
     return limit if isinstance(limit, Tensor) else like.new_full((), limit)
 
 

@@ -106,7 +106,7 @@ class FP8State:
     def register(self, parts: Sequence[Part]) -> Eligibility:
         """Register the weight that `parts` are stacked in, and return whether its products run in FP8."""
         if "bank" in self.__dict__:
-            raise RuntimeError(f"{parts[0].name} came after the first pass: build all layers before")
+            raise RuntimeError(f"{parts[0].name} was registered after the first pass: build all layers before")
         assert self.recipe is not None
         self.reached.append(eligibility(self.recipe, parts, self.layers))
         return self.reached[-1]
@@ -179,7 +179,7 @@ class FP8State:
         state, if given. Raises ValueError for others.
         """
         if fp8_recipe not in (None, self.recipe) or fp8_group not in (None, self.stage):
-            raise ValueError("recipe and group are decided where the layers are built: give FP8State others there")
+            raise ValueError("recipe and group are fixed when the layers are built: give others to FP8State")
         with self._entered(enabled, torch.is_grad_enabled() and (enabled or calibrating)):
             yield
 

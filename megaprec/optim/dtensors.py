@@ -34,15 +34,15 @@ def require_spread_over_all(name: str, parameter: DTensor, pp: Axis, tp: Axis, w
     if len(cut) > 1 or any(type(placement).__name__ != "Shard" for placement in cut):
         placed = ", ".join(map(str, parameter.placements))
         raise UserError(
-            f"{name} is a DTensor placed as ({placed}): the optimizer takes those that are cut along one dim over one "
-            "axis of their mesh, as fully_shard alone cuts them; use megaprec's tensor-parallel layers in place of "
+            f"{name} is a DTensor placed as ({placed}): the optimizer supports DTensors that are sharded along one dim "
+            "over one axis of their mesh, as by fully_shard alone; use megaprec's tensor-parallel layers in place of "
             "parallelize_module"
         )
     if parameter.device_mesh.size() != world.size or pp.size * tp.size > 1:
         raise UserError(
-            f"{name} is spread over {parameter.device_mesh.size()} ranks by fully_shard, but {world.size} train the "
-            f"model, as pipeline {pp.size} x tensor {tp.size} x data: fully_shard it over all ranks, or leave "
-            "fully_shard out, for the optimizer cuts its state over dp by itself"
+            f"{name} is sharded over {parameter.device_mesh.size()} ranks by fully_shard, but {world.size} ranks train "
+            f"the model, as pipeline {pp.size} x tensor {tp.size} x data: apply fully_shard over all ranks, or leave "
+            "fully_shard out, because the optimizer shards its state over dp by itself"
         )
 
 
@@ -80,7 +80,7 @@ class StandIn:
         placed = getattr(grad, "placements", "a plain tensor")
         if placed != self.spread.placements:
             raise RuntimeError(
-                f"{self.name}: the gradient is spread as {placed}, its parameter as {self.spread.placements}; nothing "
+                f"{self.name}: the gradient is placed as {placed}, its parameter as {self.spread.placements}; nothing "
                 "was changed"
             )
         main, _ = begin_accumulation(self.parameter)
@@ -125,12 +125,12 @@ def _require_planned(name: str, spread: DTensor, plan: PrecisionPlan) -> None:
         )
     if plan.param_dtype(name) == plan.parameters and plan.gradients != spread.dtype:
         raise UserError(
-            f"{name}: fully_shard adds gradients up in {said}, in which it holds the parameter, but the plan has "
+            f"{name}: fully_shard accumulates gradients in {said}, the dtype of the parameter, but the plan has "
             f'gradients = {dtype_name(plan.gradients)}: make the plan with gradients="{said}", or let fully_shard hold '
             f'FP32 parameters and make the plan with parameters="fp32"'
         )
     if plan.reduce != plan.gradients:
         raise UserError(
-            f"{name}: fully_shard sums its gradients itself, and the plan has reduce = {dtype_name(plan.reduce)}: "
+            f"{name}: fully_shard reduces gradients by itself, but the plan has reduce = {dtype_name(plan.reduce)}: "
             "leave reduce out and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...)"
         )

@@ -291,7 +291,7 @@ def require_in_place(among: Iterable[Buffer]) -> None:
         more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
         raise RuntimeError(
             f"{strayed[0]}{more} was cast or moved after the optimizer had taken over its memory, so no step would "
-            "reach it: cast and move a model (to, half, cuda) before building the optimizer; nothing was changed"
+            "update it: cast and move a model (to, half, cuda) before building the optimizer; nothing was changed"
         )
 
 

@@ -66,6 +66,6 @@ class LRSchedule:
         elif not 0 <= self.warmup <= self.total:
             yield f"warmup {self.warmup}: must be between 0 and {self.total}, the length of the run"
         elif self.kind == "wsd" and not 1 <= self.decay <= self.total - self.warmup:
-            yield f'decay {self.decay}: "wsd" needs a tail of 1 to {self.total - self.warmup}, what warm-up leaves'
+            yield f'decay {self.decay}: "wsd" needs a tail of 1 to {self.total - self.warmup}, the length after warm-up'
         if not 0 <= self.final <= self.peak:
             yield f"final {self.final:g}: must be between 0 and the peak, {self.peak:g}"

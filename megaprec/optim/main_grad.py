@@ -29,8 +29,8 @@ class Guarded(nn.Parameter):
         if has_gradient(self):
             name = layout_of(self).parts[0].name
             raise UserError(
-                f"{name}.grad is empty, for ParallelAMPOptimizer has taken the gradient: the optimizer clips by itself "
-                "(clip=), scales the loss (loss * optimizer.scale, no torch.amp.GradScaler), reports the norm (step) "
+                f"{name}.grad is empty, because ParallelAMPOptimizer has moved it to main_grad: the optimizer clips by "
+                "itself (clip=), scales the loss (loss * optimizer.scale, no torch.amp.GradScaler), reports the norm (step) "
                 "and clears (optimizer.zero_grad); the sum on this rank, still scaled, is in main_grad"
             )
         return _grad.__get__(self)

@@ -60,8 +60,8 @@ class Ranks:
 
 def _without_mesh(device: torch.device, ranks: int) -> str:
     return (
-        f"{ranks} ranks joined torch.distributed, but the optimizer was given no mesh, and each rank would train a "
-        f'model of its own: pass mesh=init_device_mesh("{device.type}", ({ranks},), mesh_dim_names=("dp",)), from '
+        f"{ranks} ranks joined torch.distributed, but the optimizer was given no mesh, so each rank would train a "
+        f'separate model: pass mesh=init_device_mesh("{device.type}", ({ranks},), mesh_dim_names=("dp",)), from '
         "torch.distributed.device_mesh"
     )
 
@@ -84,17 +84,17 @@ def require_known(parts: Sequence[nn.Module], tp: int) -> None:
     """
     if flat := [name for name, p in named(parts) if _is_flat(p)]:
         raise UserError(
-            f"{flat[0]} is a flat parameter of FSDP1 (FullyShardedDataParallel), which has neither the names nor the "
-            "shapes of what it holds: use fully_shard (FSDP2), or pass the model unwrapped, for the optimizer cuts its "
-            "state over dp by itself"
+            f"{flat[0]} is a flat parameter of FSDP1 (FullyShardedDataParallel), whose tensors have neither names nor "
+            "shapes: use fully_shard (FSDP2), or pass the model unwrapped, because the optimizer shards its state over "
+            "dp by itself"
         )
     if bare := [(name, p) for name, p in named(parts) if not has_layout(p)]:
         name, first = bare[0]
         more = f"; {len(bare) - 1} others have none either" if len(bare) > 1 else ""
         raise UserError(
             f"{name}: a parameter of shape {tuple(first.shape)} has no layout: give it one with "
-            "megaprec.attach_whole(model), after fully_shard if that is used, which names each by its path, or a part "
-            f"of a parallel layer with megaprec.attach{more}"
+            "megaprec.attach_whole(model), which names parameters by their paths (after fully_shard, if it is used), "
+            f"or with megaprec.attach for a part of a parallel layer{more}"
         )
     for part in (part for p in parameters_of(parts) for part in layout_of(p).parts):
         if part.shards * part.copies != tp:
@@ -140,8 +140,8 @@ def require_nothing_left(parts: Sequence[nn.Module], overlap: bool, zero_size: i
     spread = next((p for p in parameters_of(parts) if is_dtensor(p)), None)
     if spread is not None and (key := next((key for key, value in asked.items() if value), "")):
         raise UserError(
-            f"{key} = {asked[key]}: {layout_of(spread).parts[0].name} is cut over ranks by fully_shard, which sums "
-            f"gradients and collects weights by itself: leave {key} out"
+            f"{key} = {asked[key]}: {layout_of(spread).parts[0].name} is sharded over ranks by fully_shard, which "
+            f"reduces gradients and all-gathers weights by itself: leave {key} out"
         )
 
 

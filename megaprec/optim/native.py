@@ -112,7 +112,7 @@ def _built() -> Path:
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
-            raise UserError(f"native: {cache} may be written by others, so what lies there is not loaded: chmod 700 it")
+            raise UserError(f"native: {cache} may be written by others, so no library in it is loaded: chmod 700 it")
         if library.exists():
             return library
         with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -131,5 +131,5 @@ def _run(command: list[str]) -> str:
     except OSError as error:
         raise UserError(f"native needs a C compiler: {command[0]!r} cannot be run; install one or set CC") from error
     except subprocess.CalledProcessError as error:
-        said = next((line for line in error.stderr.splitlines() if "error" in line), "it did not say why")
+        said = next((line for line in error.stderr.splitlines() if "error" in line), "it printed no error")
         raise UserError(f"native: the compiler {command[0]!r} failed: {said}; set CC to another one") from error

@@ -111,7 +111,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self.clip, self.weight_decay, self.seed = clip, weight_decay, seed
         self.rule: UpdateRule = rule or AdamW()
         if not norm >= 1:
-            raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
+            raise UserError(f"norm {norm}: must be 2, inf or another number of at least 1")
         ranks = Ranks.of(mesh, parts)
         self.pp, self.dp, self.tp, self.world, self.device = ranks.pp, ranks.dp, ranks.tp, ranks.world, ranks.device
         require_known(parts, self.tp.size)
@@ -217,7 +217,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of any layout. Raise UserError, before anything is changed, if it belongs to another model."""
         if lacking := [key for key in ("tensors", "steps", "scaler") if key not in state]:
-            raise UserError(f"this is no state of an optimizer: it has no {' and no '.join(lacking)}")
+            raise UserError(f"this is not an optimizer state: it has no {' and no '.join(lacking)}")
         self.wait()
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_numbers(state)
@@ -249,15 +249,15 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, in torch's constructor only. Raise UserError later: the buffers are then fixed."""
         if hasattr(self, "buffers"):
-            raise UserError("parameters cannot be added to an optimizer that is built: build it over all of them")
+            raise UserError("parameters cannot be added to an existing optimizer: build it over all of them")
         super().add_param_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Raise UserError: only torch.amp.GradScaler reads this attribute."""
         raise UserError(
-            "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: leave the "
-            "GradScaler out, call (loss * optimizer.scale).backward() and optimizer.step()"
+            "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: remove the "
+            "GradScaler and call (loss * optimizer.scale).backward() and optimizer.step()"
         )
 
     @torch.no_grad()

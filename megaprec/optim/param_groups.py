@@ -24,7 +24,7 @@ class ParamGroup(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key == "lr":
             raise UserError(
-                "the optimizer has no learning rate of its own, for it was built without lr: give "
+                "the optimizer has no learning rate, because it was built without lr: give "
                 "ParallelAMPOptimizer(lr=...) for torch's LR schedulers, or each step its rate, step(lr=...)"
             )
         raise KeyError(key)
@@ -55,11 +55,11 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
     Raises UserError unless the rate is given once.
     """
     if callable(lr):
-        raise UserError("step takes a learning rate, not a closure: run forward and backward before")
+        raise UserError("step takes a learning rate, not a closure: run forward and backward before step")
     if lr is not None and any("lr" in group for group in of.values()):
         raise UserError(
             "step(lr=...) of an optimizer that was built with lr: the rate is that of its param_groups, which LR "
-            "schedulers change; leave one of the two out"
+            "schedulers change; give the rate in one place only"
         )
     if lr is None:
         return {pair: (float(group["lr"]), float(group["weight_decay"])) for pair, group in of.items()}

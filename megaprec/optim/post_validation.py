@@ -59,7 +59,7 @@ def conflicts(on_nonfinite: OnNonfinite, recipe: FP8Recipe | None) -> Iterator[s
     if on_nonfinite == "raise":
         yield f'{after}, too late for precision.on_nonfinite = "raise": use "skip", or optimizer.validation = "before"'
     if recipe is not None and recipe.kind == "delayed":
-        yield f'{after}, and delayed scales have moved on: use fp8.kind = "current", or optimizer.validation = "before"'
+        yield f'{after}, and delayed scales have advanced: use fp8.kind = "current", or optimizer.validation = "before"'
     if recipe is not None and recipe.parameters:
         yield (
             'optimizer.validation = "after" undoes a bad step, but weights that are kept in FP8 are then rounded a '

@@ -47,7 +47,7 @@ class Offender:
         """Return the origin of the non-finite values, in words; empty if the step was not replayed."""
         if self.samples is None:
             return (
-                "in no micro-batch when run again: only the ranks' sum is bad, or it was chance" if self.traced else ""
+                "in no micro-batch of the replay: only the ranks' sum is bad, or it was chance" if self.traced else ""
             )
         first, end = self.samples
         where = f"micro-batch {self.microbatch} of dp rank {self.dp_rank}"

@@ -169,7 +169,7 @@ class Torch:
             return None
         if self._scalars.keys() != self._scalar_names:
             had, needs = (", ".join(sorted(names)) or "nothing" for names in (self._scalars, self._scalar_names))
-            raise UserError(f"{self._says} keeps {needs}, but the loaded state has {had}: it is of another one")
+            raise UserError(f"{self._says} keeps {needs}, but the loaded state has {had}: it is of another optimizer")
         return dict(zip(self.names, state, strict=True)) | {n: value.clone() for n, value in self._scalars.items()}
 
     def _step_once(
@@ -210,15 +210,15 @@ class Torch:
         scalars = kept.keys() - set(names)
         if not torch.allclose(whole, torch.cat(slices), rtol=1e-12, atol=1e-14):
             raise UserError(
-                f"{self._says} is not elementwise: a slice stepped alone comes out otherwise than within the whole, so "
-                "its state cannot be cut over ranks; use one like AdamW, RAdam or Adagrad"
+                f"{self._says} is not elementwise: a slice updated alone differs from the same slice of the whole, so "
+                "its state cannot be sharded over ranks; use one like AdamW, RAdam or Adagrad"
             )
         if nothing.count_nonzero():
-            raise UserError(f"{self._says} moves weights of 0 whose gradients are 0, so padding would not stay padding")
+            raise UserError(f"{self._says} moves weights of 0 whose gradients are 0, so padding would not stay zero")
         if differing := [name for name in sorted(scalars) if not torch.equal(kept[name], unmoved[name])]:
             raise UserError(
-                f"{self._says} keeps {differing[0]}, one number for all elements that is not the same for all learning "
-                "rates, weight decays and gradients; use one like AdamW, RAdam or Adagrad"
+                f"{self._says} keeps {differing[0]}, one number for all elements that depends on learning rate, weight "
+                "decay or gradients; use one like AdamW, RAdam or Adagrad"
             )
         return names, scalars
 

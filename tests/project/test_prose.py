@@ -21,6 +21,8 @@ DONE = (
     "megaprec/data",
     "megaprec/diagnose",
     "megaprec/dialects",
+    "megaprec/fp8",
+    "megaprec/optim",
     "megaprec/precision",
 )
 BEGINNINGS = ("What", "Whose", "Of", "Whether", "Who", "Whom", "Which", "How", "Why", "Where", "Those", "The same")

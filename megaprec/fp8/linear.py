@@ -71,9 +71,7 @@ class FP8Gemm:
         return self._kept(x, self._casts_of(x, "input")[1])
 
     def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
-        """Return grad [m, n] in the two forms that the products for the input's gradient and the weight's gradient
-        need.
-        """
+        """Return grad [m, n] in the form for the input's gradient and in the form for the weight's gradient."""
         if not self.scope.computes:
             self._record(grad, "gradient")
             return self.wide.gradient(grad)
@@ -94,9 +92,7 @@ class FP8Gemm:
         return multiply(gradient, kept, self.wide.dtype, backend=self._recipe.backend)
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
-        """Add the gradient of the weight to total [n, k], unrounded if `total` is float32. first: overwrite `total`
-        instead.
-        """
+        """Add the gradient of the weight to total [n, k], unrounded if `total` is float32. first: overwrite it instead."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             self.wide.add_weight_gradient_(total, grad, x, first)
         else:

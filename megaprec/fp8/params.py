@@ -45,9 +45,7 @@ class FP8Param:
         return self.state.recipe is not None and self.state.recipe.kind == "blockwise"
 
     def codes(self, weight: Tensor) -> Codes:
-        """Return the parameter's values with their scales. Raise RuntimeError if these do not match the present
-        masters.
-        """
+        """Return the parameter's values with their scales. Raise RuntimeError if these are older than the masters."""
         if self.state.outdated:
             raise RuntimeError(
                 f"{self.name} is stored in FP8, and its codes are out of date: call the model inside `autocast`"

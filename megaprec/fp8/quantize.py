@@ -84,9 +84,7 @@ def quantize_both(
     scale: Tensor | None = None,
     agree: Callable[[Tensor], None] | None = None,
 ) -> tuple[Codes, Codes]:
-    """Return `quantize` of x [m, k] and of its transpose [k, m], computed from the first if one set of codes serves
-    both.
-    """
+    """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where it can."""
     if recipe.backend == "transformer_engine" and x.numel():
         scale = _current_scale(x, recipe, role, agree) if scale is None else scale
         return _by_transformer_engine(x, recipe, role, scale)
@@ -121,10 +119,9 @@ def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int
 
 
 def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
-    """Return the largest magnitudes of x [m, k] in blocks (None: of all), float32 [m / block[0], k / block[1]] rounded
-    up.
+    """Return the largest magnitudes of x [m, k] in blocks, float32 [m / block[0], k / block[1]] rounded up.
 
-    The amax of a block with a NaN is NaN. The amax of an empty matrix as a whole is 0.
+    block None: one block. The amax of a block with a NaN is NaN. The amax of an empty matrix as a whole is 0.
     """
     m, k = x.shape
     if block is None or (block[0] >= m and block[1] >= k):

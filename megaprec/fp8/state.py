@@ -54,9 +54,9 @@ OFF = Scope()
 
 
 class FP8State:
-    """The FP8 state of all layers of a rank, which register when they are built, in the same order on all ranks of a
-    stage.
+    """The FP8 state of all layers of a rank.
 
+    Layers register when they are built, in the same order on all ranks of a stage.
     renew: a function of the owner of weights that are stored in FP8 only. It is called at the start of a pass, computes
     their codes with the present scales, and records their amaxes if its argument is True.
     recipe: None for a model without FP8; the state then has no effect. layers: of the whole model.

@@ -29,9 +29,9 @@ def attribute_nonfinite(
 ) -> tuple[Offender, ...]:
     """Return the logical tensors with the most non-finite gradient elements, worst first, the same on every rank.
 
-    The gradients that are read still include the loss scale. Each dp rank reads its own share, with ZeRO-1 or without
-    it. Only if all shares are finite does each rank read all the gradients that it holds, because then a replica's copy
-    is the bad one. Collective over the whole mesh.
+    The gradients still include the loss scale. Each dp rank first reads the part of the gradients that it alone counts,
+    with ZeRO-1 or without it. Only if all these parts are finite does each rank read all the gradients that it holds,
+    because then a replica's copy is the bad one. Collective over the whole mesh.
     """
     shares = _worst([(b, *b.share) for b in buffers], pp.rank, tp.rank, most)
     if found := _merge(_everyones(shares, world, device), most):
@@ -77,9 +77,7 @@ class Onset:
                 first.copy_(torch.where(sum_of_squares(values).isfinite(), first, first.clamp(max=moment)))
 
     def agreed(self, world: Axis) -> list[int | None]:
-        """Return the earliest moment that any rank recorded for each offender, or None if no rank recorded one.
-        Collective.
-        """
+        """Return the earliest moment that any rank recorded for each offender, or None if there is none. Collective."""
         first = world.max_(self._first.neg()).neg()
         return [None if moment == _NEVER else moment for moment in first.tolist()]
 

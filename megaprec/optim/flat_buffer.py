@@ -137,9 +137,7 @@ class Buffer:
         return flat[self.first : self.last]
 
     def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Tile]:
-        """Yield elements [first, last) of this rank's slice, in runs of `length`. 0 selects a length that suits the
-        device.
-        """
+        """Yield elements [first, last) of this rank's slice, in runs of `length`. 0: a length that suits the device."""
         gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)  # random numbers take at least 8 bytes per element
         length = length or (BLOCK if self.weights.device.type == "cpu" else gpu)
         for start in range(first, last, length):
@@ -162,8 +160,8 @@ class Buffer:
         )
 
     def saved(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores, by name: this rank's slices of the masters, as "weight", and of
-        the moments.
+        """Return the tensors of a checkpoint, by name: this rank's slices of the masters, as "weight", and of the
+        moments.
         """
         kept = self.own(self.weights)
         if self.plan.masters_in_checkpoint:  # always so if the weights are FP8 codes
@@ -176,9 +174,7 @@ class Buffer:
         return ("weight", *self.state)
 
     def restore(self, name: str, first: int, values: Tensor) -> None:
-        """Load saved values, from element `first` of this rank's slice on. For weights, `publish` must be called
-        afterwards.
-        """
+        """Load saved values, from element `first` of this rank's slice on. For weights, call `publish` afterwards."""
         last = first + len(values)
         if name == "weight" and self.masters is None:
             self._block(first, last).keep_weights(values.to(self.weights.device, torch.float32))
@@ -200,9 +196,7 @@ class Buffer:
         return self._ranges(sorted([(p.start, p.stop) for p in self.pieces if not p.counts] + outside))
 
     def _ranges(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the intersection of the spans with this rank's slice, as positions in it; neighbouring ranges are
-        joined.
-        """
+        """Return the intersection of the spans with this rank's slice, as positions in it; neighbours are joined."""
         ranges: list[tuple[int, int]] = []
         for start, stop in spans:
             first, last = max(start, self.first) - self.first, min(stop, self.last) - self.first
@@ -296,11 +290,11 @@ def require_in_place(among: Iterable[Buffer]) -> None:
 
 
 def buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) -> list[list[nn.Parameter]]:
-    """Return lists of parameters that share a buffer: of one kind, in runs of at least `size` elements, in order of
-    their first parameter.
+    """Return lists of parameters that share a buffer.
 
-    Tied parameters get buffers of their own, so that every holder cuts them into the same slices. So do parameters that
-    torch has sharded over more ranks than the tensor-parallel ones.
+    Parameters of a buffer are of one kind. Buffers have at least `size` elements, except the last of a kind, and are
+    ordered by their first parameter. Tied parameters get buffers of their own, so that every holder cuts them into the
+    same slices. So do parameters that torch has sharded over more ranks than the tensor-parallel ones.
     """
     kinds: dict[tuple[tuple[int, ...], torch.dtype, int], list[list[nn.Parameter]]] = {}
     found = []

@@ -99,18 +99,16 @@ def _squares(norms: Tensor, blocks: Sequence[Tensor]) -> Tensor:
 
 
 def norm_of(values: Iterable[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return the p-norm of the concatenated flat tensors, float64 of shape []; p may be inf. The norm of no tensors is
-    0.
-    """
+    """Return the p-norm of the concatenated flat tensors, float64 of shape []; p may be inf. Without tensors it is 0."""
     parts = [joined_norm(block.double().abs(), p) for one in values for block in _blocks(one) if len(block)]
     return joined_norm(torch.stack(parts), p) if parts else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def joined_norm(norms: Tensor, p: float) -> Tensor:
-    """Return the p-norm of a whole from the p-norms [n] of its parts, relative to the largest, because p-th powers
-    overflow.
+    """Return the p-norm of a whole from the p-norms [n] of its parts.
 
-    The result is not finite if one of the norms is not.
+    The sum is relative to the largest norm, because p-th powers overflow. The result is not finite if one of the norms
+    is not.
     """
     largest = norms.max()
     safe = torch.where(largest > 0, largest, 1.0)

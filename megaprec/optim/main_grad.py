@@ -29,9 +29,9 @@ class Guarded(nn.Parameter):
         if has_gradient(self):
             name = layout_of(self).parts[0].name
             raise UserError(
-                f"{name}.grad is empty, because ParallelAMPOptimizer has moved it to main_grad: the optimizer clips by "
-                "itself (clip=), scales the loss (loss * optimizer.scale, no torch.amp.GradScaler), reports the norm (step) "
-                "and clears (optimizer.zero_grad); the sum on this rank, still scaled, is in main_grad"
+                f"{name}.grad is empty, because ParallelAMPOptimizer has taken the gradient: the optimizer clips by "
+                "itself (clip=), scales the loss (loss * optimizer.scale, no torch.amp.GradScaler), reports the norm "
+                "(step) and clears (optimizer.zero_grad); the sum on this rank, still scaled, is in main_grad"
             )
         return _grad.__get__(self)
 
@@ -78,17 +78,13 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
 
 
 def cleared(parameter: nn.Parameter) -> Tensor:
-    """Return `main_grad`, to add to, with nothing but gradients of this step. The parameter is marked as having a
-    gradient.
-    """
+    """Return `main_grad`, to add to, cleared of values of earlier steps. Mark the parameter as having a gradient."""
     main, first = begin_accumulation(parameter)
     return main.zero_() if first else main
 
 
 def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
-    """Move a gradient from autograd's `grad` to `main_grad`. Layers that accumulate their gradients themselves leave no
-    `grad`.
-    """
+    """Move a gradient from autograd's `grad` to `main_grad`. Layers that accumulate by themselves leave no `grad`."""
     if (grad := _grad.__get__(parameter)) is not None:
         main, first = begin_accumulation(parameter)
         main.copy_(grad) if first else main.add_(grad)

@@ -38,10 +38,10 @@ class Ranks:
 
     @staticmethod
     def of(mesh: DeviceMesh | None, parts: Sequence[nn.Module]) -> "Ranks":
-        """Return the ranks of `mesh`. Without a mesh, this process alone, or all ranks that torch has sharded each
-        parameter over.
+        """Return the ranks of `mesh`.
 
-        Raises UserError if each of several ranks would train a separate model.
+        Without a mesh these are this process alone, or all ranks that torch has sharded each parameter over. Raises
+        UserError if each of several ranks would train a separate model.
         """
         pp, dp, tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         device = device_of(mesh)
@@ -107,8 +107,9 @@ def _is_flat(parameter: nn.Parameter) -> bool:
 
 
 def averages(parts: Sequence[nn.Module], dp: Axis, said: bool | None) -> bool:
-    """Return True if gradients are averaged over dp. said: the user's choice. Raise UserError if the choice is
-    undetermined.
+    """Return True if gradients are averaged over dp.
+
+    said: the user's choice. Raises UserError if neither the user nor a wrapper decides it.
     """
     spread = any(is_dtensor(p) for p in parameters_of(parts))
     if spread and said is False:

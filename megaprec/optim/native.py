@@ -63,8 +63,9 @@ class Kernels:
         return torch.stack((sums.sum(), zeros.sum().double()))
 
     def updates(self, block: Tile) -> bool:
-        """Return True if `adamw_` supports the tile: FP32 masters, gradients and moments, weights FP32 or rounded to
-        bf16.
+        """Return True if `adamw_` supports the tile.
+
+        Masters, gradients and moments must be FP32, weights FP32 or rounded to nearest bf16.
         """
         if block.masters is None or len(block.state) != 2:
             return False

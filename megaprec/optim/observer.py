@@ -23,14 +23,10 @@ class StepObserver:
         """Observe gradients that are reduced over ranks, before their statistics are computed."""
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
-        """Observe the agreement of all ranks, before anything changes. found: float32 of shape [], 1 if the step is
-        skipped.
-        """
+        """Observe the agreement of all ranks, before anything changes. found: float32 of shape [], 1 to skip the step."""
 
     def updated(self, buffers: Sequence[Buffer]) -> None:
-        """Observe the masters and moments after their update, if there was one; the all-gather of weights may still be
-        running.
-        """
+        """Observe the masters and moments after their update, if there was one. Weights may still be all-gathered."""
 
     def outcome(self, report: StepReport) -> None:
         """Observe the end of the step."""

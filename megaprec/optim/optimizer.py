@@ -155,9 +155,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         return keeping_marked(parts, plan, self.world, self.device)
 
     def _fp8_masters(self) -> FP8Masters | None:
-        """Return the masters of weights that are stored in FP8, or None. Their codes are all-gathered like other
-        weights.
-        """
+        """Return the masters of weights that are stored in FP8, or None. Codes are all-gathered like other weights."""
         in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
         if not in_codes:
             return None
@@ -279,9 +277,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         return self._conclude(self._agree(loss), lr)
 
     def _conclude(self, agreed_on: Tensor, lr: float | None) -> StepReport:
-        """Decide, update and report a step from `agreed_on`, the reduced numbers of `_agree`, and discard the
-        gradients.
-        """
+        """Decide, update and report a step from `agreed_on`, the reduced numbers of `_agree`; discard the gradients."""
         agreed = self._agreement.read(agreed_on)
         scale = self.scale.clone()
         norm = agreed.norm / scale
@@ -332,9 +328,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         return allowed.logical_not().float()
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
-        """Return the clip factor, at most 1. It is 1 for a non-finite norm, which matters only if the plan ignores
-        overflows.
-        """
+        """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan ignores overflows."""
         if self.clip <= 0:
             return torch.ones_like(norm)
         return torch.where(norm.isfinite(), (self.clip / (norm + 1e-6)).clamp(max=1.0), 1.0)

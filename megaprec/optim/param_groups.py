@@ -67,9 +67,7 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
 
 
 def saved(of: dict[Factors, ParamGroup]) -> list[dict[str, Any]]:
-    """Return the saved form of the groups that have a learning rate: plain values, with the factors that identify the
-    group.
-    """
+    """Return the groups that have a learning rate as plain values, with the factors that identify each group."""
     return [
         {"factors": list(pair), **{key: value for key, value in group.items() if key != "params"}}
         for pair, group in of.items()

@@ -35,9 +35,7 @@ def _shares(parameter: nn.Parameter) -> list[tuple[Part, Tensor]]:
 
 
 def _slots(part: Part, values: Tensor) -> Tensor:
-    """Return one slot per different slice, with this rank's filled in, so that the sum over tp adds only the same
-    slice.
-    """
+    """Return one slot per different slice, with this rank's filled in: the sum over tp adds equal slices only."""
     slots = values.new_zeros(part.shards, values.numel())
     slots[part.shard] = values
     return slots.view(-1)

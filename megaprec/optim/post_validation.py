@@ -45,9 +45,7 @@ class _Guessed:
 
 @dataclass(frozen=True)
 class Settled:
-    """A step whose outcome is known. stands: True if the guess was right; if False, weights and scale were changed
-    again.
-    """
+    """A step whose outcome is known. stands: True if the guess was right; else weights and scale have changed again."""
 
     report: StepReport
     stands: bool
@@ -92,23 +90,18 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         super().zero_grad(set_to_none)
 
     def expect(self, chunk: int = 0) -> None:
-        """Announce the last backward pass; raise RuntimeError while a step is not settled, for this pass is of the next
-        one.
-        """
+        """Announce the last backward pass; raise RuntimeError while the step before is not settled."""
         self.require_settled()
         super().expect(chunk)
 
     def reduce(self, chunk: int = 0) -> None:
-        """Reduce a chunk; raise RuntimeError while a step is not settled, because these gradients belong to the next
-        one.
-        """
+        """Reduce a chunk; raise RuntimeError while the step before is not settled."""
         self.require_settled()
         super().reduce(chunk)
 
     @torch.no_grad()
     def take(self, lr: float, loss: Tensor | None = None) -> StepReport | None:
-        """Run the first half of a step; arguments as in `step`. Return the report if the step was not guessed, else
-        None.
+        """Run the first half of a step; arguments as in `step`. Return the report, or None if the step was guessed.
 
         Raises RuntimeError as `step` does, if the step was not guessed, and if the step before is not settled.
         """
@@ -136,10 +129,10 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
 
     @torch.no_grad()
     def settle(self) -> Settled | None:
-        """Run the second half, which may wait for the other ranks' first halves; return None if there is nothing to
-        settle.
+        """Run the second half of a step, if one is not settled; otherwise return None.
 
-        Raises RuntimeError as `step` does, with nothing changed by the step.
+        It may wait for the first halves of other ranks. Raises RuntimeError as `step` does, with nothing changed by the
+        step.
         """
         guessed, self._guessed = self._guessed, None
         if guessed is None:

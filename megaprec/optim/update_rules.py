@@ -114,8 +114,9 @@ class SGD(_Stateless):
 
 
 def _folded(grads: Tensor, step: Step) -> Tensor | None:
-    """Return the divisor for a fused kernel, which reads it in FP32. FP64 gradients need more precision and are divided
-    here.
+    """Return the divisor for a fused kernel, or None if this function has divided the gradients.
+
+    A fused kernel reads the divisor in FP32. FP64 gradients need more precision and are divided here.
     """
     if grads.dtype != torch.float64:
         return step.divisor.clamp(max=torch.finfo(torch.float32).max).float()
@@ -175,9 +176,7 @@ class Torch:
     def _step_once(
         self, weights: Tensor, grads: Tensor, state: dict[str, Tensor] | None, lr: float, weight_decay: float
     ) -> dict[str, Tensor]:
-        """Step `weights` in place and return all state that the optimizer then keeps. Without `state` it is its first
-        step.
-        """
+        """Step `weights` in place and return all state that the optimizer then keeps. Without `state`: its first step."""
         decay = {"weight_decay": weight_decay} if self._decays else {}
         weights.grad = grads
         optimizer = self.kind([weights], **{"lr": lr, **self.options, **decay})  # type: ignore[arg-type]
@@ -189,9 +188,7 @@ class Torch:
 
     @torch.no_grad()
     def _probe(self) -> tuple[tuple[str, ...], set[str]]:
-        """Return the names of the moments and of the scalars. Raise UserError unless slices give the result of the
-        whole.
-        """
+        """Return the names of the moments and of the scalars. Raise UserError unless a slice is updated like the whole."""
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(12, dtype=torch.float64, generator=generator)
         slices, nothing = [part.clone() for part in whole.split([5, 7])], torch.zeros(3, dtype=torch.float64)
@@ -228,8 +225,9 @@ class Torch:
 
 
 def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
-    """Return the rule of that name: adamw, sgd, or an optimizer class of torch.optim. Raise UserError, naming the
-    options.
+    """Return the rule of that name: adamw, sgd, or an optimizer class of torch.optim.
+
+    Raises UserError for an unknown name, and for options that the rule does not have.
     """
     known = {"adamw": AdamW, "sgd": SGD}
     kind = getattr(torch.optim, name, None)

@@ -79,7 +79,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         during the next forward pass. Call `wait` before reading weights in between, and before discarding the
         optimizer:
         later collectives would be matched with those that were never waited for.
-    bucket: minimum number of elements of a reduction or an all-gather; the last parameter of a bucket may exceed it.
+    bucket: elements of a reduction or an all-gather; the last parameter of a bucket may exceed this number.
     seed: of stochastic rounding.
     native: AdamW on a CPU by kernels that a C compiler builds, wherever masters, gradients and moments are FP32 and
         weights are FP32 or rounded to nearest bf16. The results are equal except for the last bits of the norm.

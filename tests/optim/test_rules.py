@@ -135,7 +135,7 @@ class Restless(Made):
 
 @pytest.mark.parametrize("kind", [Normalized, ClippedByItself])
 def test_a_class_that_looks_at_the_whole_tensor_is_refused(kind: type[Made]) -> None:
-    with pytest.raises(UserError, match=f"{kind.__name__} is not elementwise.*cannot be cut over ranks"):
+    with pytest.raises(UserError, match=f"{kind.__name__} is not elementwise.*cannot be sharded over ranks"):
         Torch(kind)
 
 

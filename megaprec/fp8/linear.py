@@ -92,7 +92,7 @@ class FP8Gemm:
         return multiply(gradient, kept, self.wide.dtype, backend=self._recipe.backend)
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
-        """Add the gradient of the weight to total [n, k], unrounded if `total` is float32. first: overwrite it instead."""
+        """Add the weight's gradient to total [n, k], unrounded if `total` is float32. first: overwrite it instead."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             self.wide.add_weight_gradient_(total, grad, x, first)
         else:

@@ -99,7 +99,7 @@ def _squares(norms: Tensor, blocks: Sequence[Tensor]) -> Tensor:
 
 
 def norm_of(values: Iterable[Tensor], p: float, device: torch.device) -> Tensor:
-    """Return the p-norm of the concatenated flat tensors, float64 of shape []; p may be inf. Without tensors it is 0."""
+    """Return the p-norm of all flat tensors together, float64 of shape []; p may be inf. For no tensors it is 0."""
     parts = [joined_norm(block.double().abs(), p) for one in values for block in _blocks(one) if len(block)]
     return joined_norm(torch.stack(parts), p) if parts else torch.zeros((), dtype=torch.float64, device=device)
 

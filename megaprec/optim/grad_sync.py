@@ -39,7 +39,7 @@ class GradReducer:
             self._nodes += [self._watch(p, n, k) for k, buffer in enumerate(buffers) for p in buffer.parameters]
 
     def _watch(self, parameter: nn.Parameter, chunk: int, buffer: int) -> object:
-        """Call `arrived` when a backward pass has finished the parameter's gradient; return the autograd node to keep."""
+        """Call `arrived` when a backward pass has finished the gradient; return the autograd node to keep."""
         with torch.enable_grad():
             used = parameter.view_as(parameter).grad_fn
         assert used is not None

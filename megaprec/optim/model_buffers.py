@@ -28,8 +28,8 @@ class ModelBuffers:
 
     chunks: the buffers of each part. all: all buffers in one list, in an order that all dp ranks share. tied: the
     buffers whose gradients are summed over pipeline ranks, each with its axis. stand_ins: for DTensors.
-    shards, average, state, seed: as in `Buffer`. bucket: minimum number of elements of a buffer; its last parameter may
-    exceed it.
+    shards, average, state, seed: as in `Buffer`. bucket: elements of a buffer; its last
+    parameter may exceed this number.
     """
 
     def __init__(

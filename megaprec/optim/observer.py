@@ -23,7 +23,7 @@ class StepObserver:
         """Observe gradients that are reduced over ranks, before their statistics are computed."""
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
-        """Observe the agreement of all ranks, before anything changes. found: float32 of shape [], 1 to skip the step."""
+        """Observe the agreement of all ranks, before any change. found: float32 of shape [], 1 to skip the step."""
 
     def updated(self, buffers: Sequence[Buffer]) -> None:
         """Observe the masters and moments after their update, if there was one. Weights may still be all-gathered."""

@@ -176,7 +176,7 @@ class Torch:
     def _step_once(
         self, weights: Tensor, grads: Tensor, state: dict[str, Tensor] | None, lr: float, weight_decay: float
     ) -> dict[str, Tensor]:
-        """Step `weights` in place and return all state that the optimizer then keeps. Without `state`: its first step."""
+        """Step `weights` in place and return the state that the optimizer keeps. Without `state`: its first step."""
         decay = {"weight_decay": weight_decay} if self._decays else {}
         weights.grad = grads
         optimizer = self.kind([weights], **{"lr": lr, **self.options, **decay})  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ class Torch:
 
     @torch.no_grad()
     def _probe(self) -> tuple[tuple[str, ...], set[str]]:
-        """Return the names of the moments and of the scalars. Raise UserError unless a slice is updated like the whole."""
+        """Return the names of moments and scalars. Raise UserError unless a slice is updated like the whole."""
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(12, dtype=torch.float64, generator=generator)
         slices, nothing = [part.clone() for part in whole.split([5, 7])], torch.zeros(3, dtype=torch.float64)

@@ -58,7 +58,7 @@ class Tile:
     nearest: bool
 
     def wide(self) -> Wide:
-        """Return masters, gradients and moments to be updated in place, as copies if their dtype is narrower than FP32."""
+        """Return masters, gradients and moments for an update in place, copied if narrower than FP32."""
         return self.wide_weights(), _widened(self.grads), [_widened(values) for _, values in self.state]
 
     def changed(self) -> list[Tensor]:

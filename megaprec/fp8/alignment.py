@@ -1,6 +1,6 @@
-"""Which weights FP8 hardware takes: tensor cores read eight-bit numbers in groups.
+"""Alignment of weights for FP8 hardware: tensor cores read eight-bit numbers in groups.
 
-The first dim of a weight has to be a multiple of 8 and the last of 16; with blocks, both of the block.
+The first dim of a weight must be a multiple of 8 and the last of 16; with blocks, both must be multiples of the block.
 """
 
 from megaprec.precision.fp8_recipe import Kind
@@ -15,7 +15,7 @@ ALIGNMENT: dict[Kind, tuple[int, int]] = {
 
 
 def misfit(kind: Kind, outputs: int, inputs: int) -> str:
-    """Why a weight [outputs, inputs], as one rank holds it, does not suit FP8; empty if it does."""
+    """Return why a weight [outputs, inputs], as one rank holds it, does not suit FP8; empty if it does."""
     sizes = {"outputs": outputs, "inputs": inputs}
     wrong = [
         f"{size} {name} (dim {dim}) are no multiple of {multiple}"
@@ -26,6 +26,6 @@ def misfit(kind: Kind, outputs: int, inputs: int) -> str:
 
 
 def padded(kind: Kind, outputs: int, inputs: int) -> tuple[int, int]:
-    """The smallest shape that fits and holds a weight [outputs, inputs]."""
+    """Return the smallest aligned shape that can hold a weight [outputs, inputs]."""
     rows, columns = ALIGNMENT[kind]
     return -(-outputs // rows) * rows, -(-inputs // columns) * columns

@@ -1,4 +1,4 @@
-"""Which weights a recipe reaches: whose products are made in FP8, and why the others' are not."""
+"""Eligibility of weights: for each weight, whether its matrix products run in FP8, and the reason if they do not."""
 
 import re
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Eligibility:
-    """What becomes of the products with one weight.
+    """The precision of the matrix products with one weight.
 
-    name: of the first logical tensor that is stacked in it. shape: [n, k], as a rank holds it.
-    fallback_reason: why they stay in the compute dtype; empty if they are in FP8.
+    name: of the first logical tensor that is stacked in the weight. shape: [n, k], as a rank holds it.
+    fallback_reason: why the products stay in the compute dtype; empty if they run in FP8.
     """
 
     name: str
@@ -28,16 +28,16 @@ class Eligibility:
 
 
 def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligibility:
-    """What `recipe` does with the products of a weight that is made of `parts`, in a model of so many layers.
+    """Return the eligibility, under `recipe`, of a weight that is made of `parts`, in a model of so many layers.
 
-    Raises UserError for patterns that match some of the parts.
+    Raises UserError for patterns that match only some of the parts.
     """
     name = parts[0].name
     shape = sum(part.padded[0] for part in parts), prod(parts[0].padded[1:])
     asked = {asked_for(recipe, part.name, layers) for part in parts}
     if "" in asked and len(asked) > 1:
         names = " and ".join(part.name for part in parts)
-        raise UserError(f"fp8.wide: {names} are one weight, of which patterns match a part: match all or none")
+        raise UserError(f"fp8.wide: {names} are one weight, but patterns match only a part of it: match all or none")
     if why := next(iter(sorted(asked))):
         return Eligibility(name, shape, why)
     unfit = misfit(recipe.kind, *shape)
@@ -47,7 +47,7 @@ def eligibility(recipe: FP8Recipe, parts: Sequence[Part], layers: int) -> Eligib
 
 
 def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
-    """The key that keeps the products with the weight of this name wide; empty if there is none."""
+    """Return the key that keeps the products with this weight in high precision; empty if there is none."""
     if pattern := next((pattern for pattern in recipe.wide if fnmatchcase(name, pattern)), None):
         return f'fp8.wide has "{pattern}"'
     found = _LAYER.search(name)
@@ -59,14 +59,14 @@ def asked_for(recipe: FP8Recipe, name: str, layers: int) -> str:
 
 
 def not_computed(recipe: FP8Recipe) -> dict[str, str]:
-    """What `recipe` asks for that is read and translated, but not computed: its field -> what is done instead."""
+    """Return the fields of `recipe` that are read and translated but not computed: field -> the behaviour instead."""
     reasons = {
-        "dot_product_attention": "the products inside attention are made in the compute dtype",
-        "multi_head_attention": "what flows through attention is in the compute dtype",
+        "dot_product_attention": "the products inside attention are computed in the compute dtype",
+        "multi_head_attention": "the activations in attention have the compute dtype",
     }
     if recipe.kind in ("rowwise", "mx"):
         reasons["parameters"] = (
-            f"with fp8.kind = {recipe.kind} a weight has other codes along its rows than along its columns, and both "
-            "take as much memory as bf16"
+            f"with fp8.kind = {recipe.kind} a weight has different codes along its rows and its columns, and both "
+            "together take as much memory as bf16"
         )
     return {key: why for key, why in reasons.items() if getattr(recipe, key)}

@@ -1,13 +1,13 @@
-"""The two eight-bit formats, and the rounding into them.
+"""The two eight-bit formats, and the rounding to them.
 
     E4M3   sign, 4 bits of exponent, 3 of mantissa: up to 448, no infinity, one NaN a sign
     E5M2   sign, 5 bits of exponent, 2 of mantissa: up to 57344, with infinity and NaN as in half precision
 
-("FP8 Formats for Deep Learning", Micikevicius et al., 2022.) Rounding is to nearest, ties to even, subnormals kept.
-A finite number beyond the largest becomes the largest: it is the scale that was too high, and one large number need
-not cost a step. What was infinite or NaN before it was scaled stays non-finite (NaN in E4M3, which has no infinity), so
-that loss scaling still sees an overflow. Transformer Engine saturates infinities too, and torch's own cast does one or
-the other by release; here both are decided before torch casts.
+("FP8 Formats for Deep Learning", Micikevicius et al., 2022.) Rounding is to nearest, ties to even, and subnormals are
+kept. A finite number beyond the largest becomes the largest: only the scale was too high, and one large number should
+not cost a step. A number that was infinite or NaN before scaling stays non-finite (NaN in E4M3, which has no infinity),
+so that loss scaling still detects an overflow. Transformer Engine saturates infinities too, and torch's own cast does
+one or the other depending on the release; here both cases are handled before torch casts.
 """
 
 from typing import Literal
@@ -23,17 +23,17 @@ Role = Literal["input", "weight", "gradient"]
 
 
 def format_of(recipe: FP8Recipe, role: Role) -> torch.dtype:
-    """The format of a factor of a linear layer's products: its input, its weight or the gradient of its output."""
+    """Return the format of a factor of a linear layer's products: input, weight or gradient of the output."""
     return E5M2 if role == "gradient" and recipe.format == "hybrid" else E4M3
 
 
 def limit(dtype: torch.dtype) -> float:
-    """The largest finite number of a format."""
+    """Return the largest finite number of a format."""
     return torch.finfo(dtype).max
 
 
 def cast(values: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """values * scale, rounded to `dtype` from FP32.
+    """Return values * scale, rounded to `dtype` from FP32.
 
     values: fp32, bf16 or fp16. scale: finite, float32, of a shape that broadcasts; None is 1.
     """

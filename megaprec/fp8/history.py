@@ -1,12 +1,12 @@
-"""Delayed scaling: the scales of many tensors at once, from the largest magnitudes of steps past.
+"""Delayed scaling: the scales of many tensors, computed together from the amaxes of earlier steps.
 
-A tensor is scaled before its amax is known, with what earlier steps have shown; meanwhile its amax is recorded for
-later ones. One bank holds all tensors of a pipeline stage, a column each, so that the ranks that share them agree in a
-single collective, whatever the order in which their modules ran.
+A tensor is scaled before its own amax is known, by the amaxes of earlier steps; its own amax is recorded for later
+steps. One bank holds all tensors of a pipeline stage, one column each, so that the ranks that share them need a single
+all-reduce, whatever the order in which their modules ran.
 
-A step is what Transformer Engine calls an outermost autocast: however many micro-batches it has, the history advances
-once, after it. Whoever evaluates or recomputes does not record. By the recipe's `history = "te"` a pass of a
-micro-batch is a step, and an amax that is not finite stays in the window, of which no scale is made while it does.
+A step is what Transformer Engine calls an outermost autocast: the history advances once after it, regardless of the
+number of micro-batches. Evaluation and recomputation record nothing. With the recipe's `history = "te"` each pass of a
+micro-batch counts as a step, and a non-finite amax stays in the window; while it is there, the scale does not change.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 
 
 class AmaxHistory:
-    """Scales and past amaxes of n tensors. All that it keeps is changed in place.
+    """Scales and past amaxes of n tensors. All of its tensors are changed in place.
 
-    scale: float32 [n], 1 at first. history: float32 [length, n], oldest first, 0 where there was no step yet.
-    now: float32 [n], the largest magnitudes of this step so far. overflowed: bool [n], which were inf or NaN in the
-    step before. `scale` and `history` are all that has to be saved.
+    scale: float32 [n], 1 at first. history: float32 [length, n], oldest first, 0 for steps that have not happened yet.
+    now: float32 [n], the largest magnitudes of this step so far. overflowed: bool [n], True for tensors that were inf
+    or NaN in the previous step. Only `scale` and `history` need to be saved.
     """
 
     def __init__(self, recipe: FP8Recipe, formats: Sequence[torch.dtype], device: torch.device | str = "cpu") -> None:
-        """formats: of each tensor's codes, as `format_of` says."""
+        """Allocate the history. formats: of each tensor's codes, from `format_of`."""
         n = len(formats)
         self.recipe = recipe
         self.scale = torch.ones(n, device=device)
@@ -38,17 +38,17 @@ class AmaxHistory:
         self._largest = torch.tensor([limit(dtype) for dtype in formats], device=device)
 
     def record(self, i: int, amax: Tensor) -> None:
-        """Notes the largest magnitude, float32 of one element, of tensor `i` in one of the step's micro-batches."""
+        """Record the amax, float32 of one element, of tensor `i` in one of the step's micro-batches."""
         self.now[i] = torch.maximum(self.now[i], amax.squeeze())
 
     def roll(self, agree: Callable[[Tensor], None]) -> None:
-        """Ends a step: the history advances and the scales for the next one are made.
+        """End a step: advance the history and compute the scales of the next one.
 
-        agree: takes the largest of a float32 [n] over the ranks that share these tensors, in place. A tensor that did
-        not run on any rank, or that was all zeros, neither advances nor changes its scale; nor does one that was not
-        finite, which `overflowed` then says, but in Transformer Engine's way it advances.
+        agree: reduces a float32 [n] to its maximum over the ranks that share these tensors, in place. A tensor that did
+        not run on any rank, or that was all zeros, neither advances nor changes its scale. Nor does a non-finite one,
+        which `overflowed` then marks; but with `history = "te"` its history advances.
         """
-        self.now.nan_to_num_(torch.inf, torch.inf)  # a maximum over ranks need not keep a NaN
+        self.now.nan_to_num_(torch.inf, torch.inf)  # an all-reduced maximum may drop a NaN
         agree(self.now)
         self.overflowed.copy_(self.now.isinf())
         moves = self.now > 0

@@ -1,9 +1,8 @@
-"""The FP8 products of torch's own kernels, one function for each way in which numbers share scales; and of Transformer
-Engine's.
+"""Matrix products of FP8 codes by torch's kernels, one function for each layout of scales, and by Transformer Engine's.
 
-All take a [m, k] and b [n, k] and return a @ b.T [m, n], contiguous, summed in FP32 and rounded once. Which device has
-which of them changes with hardware and release, and so do their demands on layout: `megaprec.fp8.matmul` tries before
-it trusts. Sizes that a kernel does not take are filled up with zeros, which changes no sum.
+All take a [m, k] and b [n, k] and return a @ b.T [m, n], contiguous, accumulated in FP32 and rounded once. The kernels
+that a device has, and their layout requirements, depend on hardware and release: `megaprec.fp8.matmul` tries a kernel
+before it uses it. Unsupported sizes are padded with zeros, which changes no sum.
 """
 
 import torch
@@ -16,26 +15,26 @@ from megaprec.fp8.quantize import Codes, spread
 
 
 def tensorwise(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
-    """One scale a matrix."""
+    """Multiply matrices with one scale each."""
     return _scaled(a, b, a.inverse.view(()), b.inverse.view(()), out, fast)
 
 
 def rowwise(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
-    """One scale a row."""
+    """Multiply matrices with one scale per row."""
     return _scaled(a, b, _per_row(a), _per_row(b).t(), out, fast)
 
 
 def unscaled_rowwise(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
-    """One scale a row, applied after a product without scales: for results that a row-wise kernel does not write."""
+    """Multiply codes without scales, then apply one scale per row: for output dtypes that row-wise kernels lack."""
     one = torch.ones((), device=a.values.device)
     return (_scaled(a, b, one, one, torch.float32, fast) * _per_row(a) * _per_row(b).t()).to(out)
 
 
 def blockwise(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
-    """One scale for 128 columns of a row or of 128 rows."""
+    """Multiply matrices with one scale per 128 columns of a row, or of 128 rows."""
     a_kind, b_kind = (ScalingType.BlockWise1x128 if c.block[0] == 1 else ScalingType.BlockWise128x128 for c in (a, b))
     m, n = len(a.values), len(b.values)
-    # Rows of scales are read four at a time; those of single rows lie column by column.
+    # Kernels read four rows of scales at a time; scales of single rows are stored column by column.
     a, b = filled(a, 128, 512), filled(b, 128, 512)
     scales = [c.inverse.t().contiguous().t() if c.block[0] == 1 else c.inverse.contiguous() for c in (a, b)]
     b_scale = scales[1] if b.block[0] == 1 else scales[1].t()
@@ -44,7 +43,7 @@ def blockwise(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
 
 
 def mx(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
-    """A power of two for 32 columns of a row."""
+    """Multiply matrices with one power-of-two scale per 32 columns of a row."""
     m, n = len(a.values), len(b.values)
     a, b = filled(a, 128, 128), filled(b, 128, 128)
     kind, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
@@ -54,23 +53,23 @@ def mx(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
 
 
 def transformer_engine_gemm(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
-    """One scale a matrix, by Transformer Engine."""
+    """Multiply matrices with one scale each, by Transformer Engine."""
     m, n = len(a.values), len(b.values)
     values = [_whole(codes.values, 16, 16) for codes in (a, b)]
     return transformer_engine.product(values[0], a.inverse, values[1], b.inverse, out, fast)[:m, :n].contiguous()
 
 
 def filled(codes: Codes, rows: int, columns: int) -> Codes:
-    """The same matrix in blocks, contiguous, with rows and columns of zeros up to multiples of these."""
+    """Return the matrix, contiguous, padded with zeros to multiples of `rows` and `columns`."""
     values = _whole(codes.values, rows, columns)
     more = [-(-values.shape[dim] // codes.block[dim]) - codes.inverse.shape[dim] for dim in (0, 1)]
     return Codes(values, _more(codes.inverse, *more), codes.block)
 
 
 def tiled(scales: Tensor) -> Tensor:
-    """MX scales [m, k / 32], multiples of 128 and 4, in the order in which a tensor core reads them.
+    """Return MX scales [m, k / 32], multiples of 128 and 4, in the order in which a tensor core reads them.
 
-    Tiles of 128 rows and 4 columns lie one after another; in a tile, row r and column c at 16 * (r % 32) + 4 *
+    Tiles of 128 rows and 4 columns lie one after another; within a tile, row r and column c lie at 16 * (r % 32) + 4 *
     (r // 32) + c (cuBLAS's documentation, "1D block scaling factors layout").
     """
     m, columns = scales.shape
@@ -97,7 +96,7 @@ def _whole(values: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _more(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    """With so many rows and columns of zeros at the end. Zero is all bits zero in FP8; in E8M0 that is 2**-127."""
+    """Append rows and columns of zeros. Zero is all bits zero in FP8; in E8M0 that is 2**-127."""
     if not rows and not columns:
         return matrix
     narrow = matrix.element_size() == 1

@@ -1,13 +1,13 @@
-"""The three products of a linear layer in FP8, behind the same protocol as wide ones (`megaprec.precision.gemm`).
+"""The three matrix products of a linear layer in FP8, with the interface of those in `megaprec.precision.gemm`.
 
     product                      factors                           sums over
     y          = x @ W.T         input E4M3, weight E4M3           k, inputs
     grad of x  = grad @ W        gradient E5M2 *, weight E4M3      n, outputs
     grad of W  = grad.T @ x      gradient E5M2 *, input E4M3       m, tokens          * or E4M3
 
-Codes are always summed over their last dim, so of every factor there are two sets, of the matrix and of its transpose,
-which are one and the same where a tensor has one scale. What is kept of x until the backward pass is the second set:
-a byte an element.
+Codes are always summed over their last dim, so every factor has two sets of codes, one of the matrix and one of its
+transpose. The two sets are equal where a tensor has one scale. The codes of the transposed x are kept for the backward
+pass: one byte per element.
 """
 
 from collections.abc import Mapping
@@ -29,10 +29,11 @@ from megaprec.precision.gemm import Factor, Gemm
 
 @dataclass(frozen=True)
 class FP8Gemm:
-    """`Products` with one weight: in FP8 where the autocast of their forward pass says so, else as `wide` makes them.
+    """The products with one weight: in FP8 if the autocast of their forward pass says so, else those of `wide`.
 
-    cut: the dim of the weight that is cut over tp. held: of a weight that is kept in FP8 alone. scales, moment: those
-    of the forward pass, where they change within a step. Output and gradient of the input are in the wide dtypes.
+    cut: the dim of the weight that is sharded over tp. held: the codes of a weight that is stored in FP8 only. scales,
+    moment: of the forward pass, if scales change within a step. The output and the input's gradient have high-precision
+    dtypes.
     """
 
     state: FP8State
@@ -45,7 +46,7 @@ class FP8Gemm:
     moment: int = 0
 
     def now(self) -> "FP8Gemm":
-        """Those of the present autocast; their backward pass may come after it, and after scales have moved on."""
+        """Bind the products to the current autocast and scales, so that a later backward pass uses them too."""
         if not self.state.by_microbatch:
             return replace(self, scope=self.state.scope)
         roles: tuple[Role, ...] = ("input", "weight")
@@ -53,7 +54,7 @@ class FP8Gemm:
         return replace(self, scope=self.state.scope, scales=scales, moment=self.state.moment)
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
-        """x [m, k], weight [n, k] -> y [m, n], and what `keep` keeps of x."""
+        """Compute x [m, k], weight [n, k] -> y [m, n], and the form of x that `keep` returns."""
         if not self.scope.computes:
             self._record(x, "input")
             if not self._kept_in_codes(weight):
@@ -64,13 +65,13 @@ class FP8Gemm:
         return y, self._kept(x, turned)
 
     def keep(self, x: Tensor) -> Factor:
-        """x.T in codes; x itself where the gradient of the weight is not made in FP8."""
+        """Return x.T in codes, or x itself if the gradient of the weight is not computed in FP8."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             return (x,)
         return self._kept(x, self._casts_of(x, "input")[1])
 
     def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
-        """grad [m, n], as the input's gradient and as the weight's needs it."""
+        """Return grad [m, n] in the form for the input's gradient and in the form for the weight's gradient."""
         if not self.scope.computes:
             self._record(grad, "gradient")
             return self.wide.gradient(grad)
@@ -78,20 +79,20 @@ class FP8Gemm:
         return _tensors(codes), self._kept(grad, turned)
 
     def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """weight [n, k] -> gradient of x [m, k], of `dtype`."""
+        """Compute the gradient of x [m, k], of `dtype`, with weight [n, k]."""
         if not self.scope.computes:
             return self.wide.input_gradient(grad, self._widened(weight), dtype)
         return multiply(self._restored(grad, "gradient"), self._weight(weight)[1], dtype, backend=self._recipe.backend)
 
     def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
-        """-> [n, k]."""
+        """Compute the gradient of the weight [n, k]."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             return self.wide.weight_gradient(grad, x)
         gradient, kept = self._restored(grad, "gradient"), self._restored(x, "input")
         return multiply(gradient, kept, self.wide.dtype, backend=self._recipe.backend)
 
     def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
-        """total [n, k] += gradient of the weight, unrounded if `total` is float32. first: written over it."""
+        """Add the weight's gradient to total [n, k], unrounded if `total` is float32. first: overwrite it instead."""
         if not self.scope.computes or not self._recipe.weight_gradients:
             self.wide.add_weight_gradient_(total, grad, x, first)
         else:
@@ -114,7 +115,7 @@ class FP8Gemm:
         return codes, codes.t()
 
     def _widened(self, weight: Tensor) -> Tensor:
-        """A weight for a product in a wider dtype."""
+        """Return the weight in high precision, for a product that is not in FP8."""
         if self.held is None or not self._kept_in_codes(weight):
             return weight
         return self.held.codes(weight.detach()).wide()
@@ -123,13 +124,13 @@ class FP8Gemm:
         return self.held is not None and weight.dtype == self.held.dtype
 
     def _codes(self, x: Tensor, role: Role) -> Casts:
-        """`_casts_of` where the tensor is seen first in a pass: then its amax is recorded."""
+        """Return `_casts_of` for a tensor that is used for the first time in a pass: its amax is recorded."""
         if self._recipe.kind == "delayed":
             self._record(x, role)
         return self._casts_of(x, role)
 
     def _casts_of(self, x: Tensor, role: Role) -> Casts:
-        """x and its transpose in codes; a current amax is agreed on as the recipe says."""
+        """Return x and its transpose in codes; a current amax is reduced over ranks as the recipe says."""
         recipe, scale, agree = self._recipe, None, None
         if recipe.kind == "delayed":
             scale = self.scales[role] if role in self.scales else self.state.scale(self.reach.name, role)

@@ -1,8 +1,9 @@
-"""Products of FP8 codes: by the device's own FP8 kernels where it has them, else of the same numbers in FP32.
+"""Products of FP8 codes: by the device's own FP8 kernels if it has them, else emulated in FP32.
 
-Which kernels a device has is not looked up but tried: a small product is made once for each way of sharing scales, pair
-of formats and dtype of the result, and a kernel that refuses or errs is not used. A CPU has `torch._scaled_mm` for one
-scale a matrix or a row, which takes as long as a product in FP32. Who asks for Transformer Engine gets it or an error.
+The kernels of a device are not looked up but tried: a small product is computed once for each layout of scales, pair of
+formats and output dtype, and a kernel that refuses or is wrong is not used. A CPU has `torch._scaled_mm` for one scale
+per matrix or row, which takes as long as a product in FP32. If a recipe asks for Transformer Engine, its kernel is used
+or an error is raised.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,14 +34,14 @@ PRODUCTS: dict[str, tuple[Role, Role]] = {
     "weight gradient": ("gradient", "input"),
 }
 EMULATED = "emulated in FP32"
-REFUSALS = (RuntimeError, ValueError, AssertionError)  # what kernels that a device lacks raise
-_TRIED = 256  # rows and columns of a trial
+REFUSALS = (RuntimeError, ValueError, AssertionError)  # errors of kernels that a device lacks
+_TRIED = 256  # rows and columns of a trial product
 
 
 def multiply(a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: Backend = "torch") -> Tensor:
-    """a [m, k], b [n, k] -> a @ b.T [m, n], summed in FP32 and rounded to `out` once.
+    """Return a @ b.T [m, n] of a [m, k] and b [n, k], accumulated in FP32 and rounded to `out` once.
 
-    fast: a tensor core may sum with fewer bits (Hopper's fast accumulation), as Transformer Engine does forward.
+    fast: a tensor core may accumulate with fewer bits (Hopper's fast accumulation), as Transformer Engine does forward.
     """
     if not a.values.numel() or not b.values.numel():
         return torch.zeros(len(a.values), len(b.values), dtype=out, device=a.values.device)
@@ -49,13 +50,13 @@ def multiply(a: Codes, b: Codes, out: torch.dtype, fast: bool = False, backend: 
 
 
 def add_product_(total: Tensor, a: Codes, b: Codes, backend: Backend = "torch", first: bool = False) -> None:
-    """total [m, n] += a [m, k] @ b [n, k].T, for main gradients. first: written over what is there."""
+    """Add a [m, k] @ b [n, k].T to total [m, n], for main gradients. first: overwrite `total` instead."""
     product = multiply(a, b, total.dtype, backend=backend)
     total.copy_(product) if first else total.add_(product)
 
 
 def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
-    """`multiply` in FP32, whatever the device has: of codes, scaled afterwards, or of scaled numbers."""
+    """Return `multiply` computed in FP32 on any device: from codes, scaled afterwards, or from the scaled numbers."""
     if min(a.block[1], b.block[1]) < a.values.shape[1]:
         return (a.wide() @ b.wide().t()).to(out)
     rows, columns = (spread(c.inverse.float(), c.block, c.values.shape) for c in (a, b))
@@ -63,10 +64,10 @@ def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
 
 
 def ways(recipe: FP8Recipe, device: torch.device, out: torch.dtype, total: torch.dtype) -> dict[str, str]:
-    """How a device makes each of a linear layer's PRODUCTS: by which kernel, or that it is emulated and why.
+    """Return how a device computes each of a linear layer's PRODUCTS: the kernel, or that it is emulated and why.
 
-    out: dtype of activations and their gradients; total: of main gradients. Raises UserError if Transformer Engine
-    is to make them and does not.
+    out: dtype of activations and their gradients; total: of main gradients. Raises UserError if Transformer Engine is
+    requested and does not compute them.
     """
     kind: Kind = "current" if recipe.kind == "delayed" else recipe.kind
     said: dict[str, str] = {}
@@ -79,7 +80,7 @@ def ways(recipe: FP8Recipe, device: torch.device, out: torch.dtype, total: torch
 
 
 def _sharing(a: Codes, b: Codes) -> Kind:
-    """Which scales kernels have to deal with: of delayed ones they see no more than of current ones."""
+    """Return the layout of scales that kernels see; for them delayed scales are the same as current ones."""
     if a.inverse.dtype == torch.float8_e8m0fnu:
         return "mx"
     if min(a.block[1], b.block[1]) < a.values.shape[1]:
@@ -96,12 +97,12 @@ def chosen(
     device: torch.device,
     backend: Backend = "torch",
 ) -> tuple[Kernel | None, str]:
-    """The first kernel that makes such products rightly, or None and why the last one does not.
+    """Return the first kernel that computes such products correctly, or None and why the last one does not.
 
-    a_format: of the first factor; the second is E4M3. square: its blocks, if there are any, are of 128 x 128.
-    Raises UserError if Transformer Engine's casts or products are not what they should be.
+    a_format: of the first factor; the second is E4M3. square: True if its blocks, if there are any, are of 128 x 128.
+    Raises UserError if Transformer Engine's casts or products are wrong.
     """
-    with _disable_current_modes():  # whoever only wants to know sizes must not decide for all that follow
+    with _disable_current_modes():  # a call with fake tensors must not decide for later ones with real tensors
         recipe, role = FP8Recipe(kind, backend=backend), "gradient" if a_format == E5M2 else "input"
         if backend == "torch":
             return _tried(KERNELS[kind], recipe, role, square, out, device)
@@ -132,7 +133,7 @@ def _tried(
 
 
 def _miscast(recipe: FP8Recipe, role: Role, device: torch.device) -> str:
-    """What is wrong with the codes that Transformer Engine makes; empty if they are those that torch makes."""
+    """Return what is wrong with Transformer Engine's codes; empty if they are equal to torch's."""
     x = _sample(device)[:, :48]
     try:
         made = quantize_both(x, recipe, role)
@@ -148,7 +149,7 @@ def _said(backend: Backend, error: Exception) -> str:
 
 
 def _sample(device: torch.device) -> Tensor:
-    """Numbers whose rows and blocks differ in size, drawn from no generator."""
+    """Return numbers whose rows and blocks differ in magnitude, drawn from no generator."""
     grid = torch.arange(_TRIED * _TRIED, device=device, dtype=torch.float32).view(_TRIED, _TRIED)
-    sizes = torch.linspace(0.1, 0.9, _TRIED, device=device)  # whose sums a half can hold
+    sizes = torch.linspace(0.1, 0.9, _TRIED, device=device)  # small enough for FP16 sums
     return (grid * 0.7).sin() * sizes * sizes[:, None]

@@ -1,13 +1,14 @@
-"""Weights that are kept in FP8 alone: a byte an element and one scale or a few, between steps as in products.
+"""Weights that are stored in FP8 only: one byte per element and one or a few scales, both between and during steps.
 
-The optimizer's masters are their only wide copy. When a pass begins they are rounded, if they or their scales have
-changed; under ZeRO-1 each rank rounds its own slice, and what travels is codes. A scale belongs to a whole logical
-tensor or to a block of one, and a slice ends anywhere: so the ranks that share the masters first agree on the largest
-magnitudes, and where one scale serves a tensor that is cut over tp, so do the tp ranks. The codes are then those that
-one process would make of all masters at once, and the same that a product would make of weights kept in FP32.
+The optimizer's masters are their only high-precision copy. At the start of a pass the masters are rounded, if they or
+their scales have changed. Under ZeRO-1 each rank rounds its own slice, and codes are all-gathered. A scale belongs to a
+whole logical tensor or to a block of it, and a slice may end inside either. The ranks that shard the masters therefore
+first all-reduce the amaxes, and if one scale serves a tensor that is sharded over tp, the tp ranks do so too. The codes
+are then equal to those that one process would compute from all masters, and to those that a product would compute from
+weights in FP32.
 
-A matrix is kept once, so its codes must serve products along its rows and along its columns: row-wise and MX scales,
-which differ between the two, are refused (`megaprec.fp8.eligibility.not_computed`).
+Each matrix is stored once, so its codes must serve products along its rows and along its columns. Row-wise and MX
+scales, which differ between the two, are refused (`megaprec.fp8.eligibility.not_computed`).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,10 +26,10 @@ from megaprec.fp8.state import FP8State
 
 
 class FP8Param:
-    """What belongs to the codes of a weight [n, k], of which a parameter holds nothing else once a buffer has it.
+    """The format and the scales of a weight [n, k] whose parameter holds only codes once a buffer has it.
 
-    dtype: of the codes. block: how many rows and columns share a scale. inverse: what undoes the scales,
-    [n / block[0], k / block[1]] rounded up, float32; changed in place.
+    dtype: of the codes. block: how many rows and columns share a scale. inverse: the inverse scales, [n / block[0], k /
+    block[1]] rounded up, float32; changed in place.
     """
 
     def __init__(self, state: FP8State, reach: Eligibility) -> None:
@@ -40,19 +41,19 @@ class FP8Param:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether scales are of blocks, which no two tp ranks share, and not of a whole tensor."""
+        """Return True if scales belong to blocks, which no two tp ranks share, and not to a whole tensor."""
         return self.state.recipe is not None and self.state.recipe.kind == "blockwise"
 
     def codes(self, weight: Tensor) -> Codes:
-        """The parameter's values with their scales. Raises RuntimeError if these are not of the present masters."""
+        """Return the parameter's values with their scales. Raise RuntimeError if these are older than the masters."""
         if self.state.outdated:
             raise RuntimeError(
-                f"{self.name} is kept in FP8, and rounded anew when a pass begins: call the model inside of `autocast`"
+                f"{self.name} is stored in FP8, and its codes are out of date: call the model inside `autocast`"
             )
         return Codes(weight, self.inverse, self.block)
 
     def scales(self, amax: Tensor, records: bool) -> Tensor:
-        """What masters with these largest magnitudes, in blocks, are multiplied by; float32 of the shape of `amax`."""
+        """Return the scales for masters with these amaxes of blocks; float32 of the shape of `amax`."""
         recipe = self.state.recipe
         assert recipe is not None
         if recipe.kind != "delayed":
@@ -63,25 +64,27 @@ class FP8Param:
 
 
 def hold(parameter: nn.Parameter, held: FP8Param) -> None:
-    """Has the parameter kept in codes from when a buffer takes it over; until then it is wide."""
+    """Mark the parameter to be stored in codes. Until a buffer takes it over it stays in high precision."""
     parameter.megaprec_fp8 = held  # type: ignore[attr-defined]
 
 
 def release(parameter: nn.Parameter) -> None:
-    """Has the parameter kept wide after all; to be called before a buffer takes it over."""
+    """Mark the parameter to be stored in high precision after all. To be called before a buffer takes it over."""
     if hasattr(parameter, "megaprec_fp8"):
         delattr(parameter, "megaprec_fp8")
 
 
 def fp8_param_of(parameter: nn.Parameter) -> FP8Param | None:
-    """What `hold` said; None of a parameter without a gradient, which nobody keeps masters of."""
+    """Return the mark of `hold`, or None for a parameter without a gradient, which has no masters."""
     return getattr(parameter, "megaprec_fp8", None) if parameter.requires_grad else None
 
 
 @dataclass(frozen=True)
 class FP8ParamShard:
-    """One weight's codes, flat [n * k], and the part of its masters, elements [start, start + len(masters)), that this
-    rank owns, perhaps none."""
+    """One weight's codes and the shard of its masters that this rank owns, which may be empty.
+
+    codes: flat [n * k]. masters: elements [start, start + len(masters)) of the weight.
+    """
 
     param: FP8Param
     codes: Tensor
@@ -89,11 +92,11 @@ class FP8ParamShard:
     start: int
 
     def amax(self) -> Tensor:
-        """The largest magnitudes of that part in the weight's blocks, 0 where it has none of a block."""
+        """Return the amaxes of the shard in the weight's blocks, 0 for blocks outside the shard."""
         return amax_of(self._spread_out(), self.param.block)
 
     def encode(self, amax: Tensor, records: bool) -> None:
-        """Makes scales of all ranks' amaxes, and codes of the own masters."""
+        """Compute scales from the amaxes of all ranks, and codes of this rank's masters."""
         scales, end = self.param.scales(amax, records), self.start + len(self.masters)
         self.param.inverse.copy_(scales.reciprocal())
         if len(self.masters):
@@ -101,14 +104,14 @@ class FP8ParamShard:
             self.codes[self.start : end] = codes.view(-1)[self.start : end]
 
     def lost(self) -> Tensor:
-        """`counts_lost` of the own masters."""
+        """Return `counts_lost` of this rank's masters."""
         values = self.codes.view(self.param.shape)
         counts = counts_lost(self._spread_out(), Codes(values, self.param.inverse, self.param.block))
         counts[1] = len(self.masters)
         return counts
 
     def _spread_out(self) -> Tensor:
-        """The own masters at their places in [n, k], zeros elsewhere."""
+        """Return this rank's masters at their places in [n, k], zeros elsewhere."""
         if self.masters.numel() == self.param.shape.numel():
             return self.masters.view(self.param.shape)
         whole = self.masters.new_zeros(self.param.shape)
@@ -117,9 +120,9 @@ class FP8ParamShard:
 
 
 def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> list[Tensor]:
-    """The largest magnitudes of whole weights, or of their blocks, from those of each rank's part.
+    """Return the amaxes of whole weights, or of their blocks, from those of each rank's shard.
 
-    Collective over `shards`, the ranks that share masters, and over tp where a scale serves the whole tensor.
+    Collective over `shards`, the ranks that shard masters, and over tp if a scale serves the whole tensor.
     """
     own = [one.amax() for one in owned]
     packed = torch.cat([amax.view(-1) for amax in own])
@@ -131,12 +134,12 @@ def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> lis
 
 
 class FP8Masters:
-    """The masters that this rank owns of all weights that are kept in FP8, and what makes codes of them.
+    """The masters that this rank owns of all weights that are stored in FP8, and the computation of their codes.
 
-    The states of these weights are told to call `renew` when a pass begins.
+    The states of these weights call `renew` at the start of a pass.
 
-    by_buffer: the shards that lie in one buffer, and what starts to collect it from the ranks that share masters.
-    settle: called when all have started. shards, tp: the ranks that share masters, and the tensor-parallel ranks.
+    by_buffer: the shards that lie in one buffer, and a function that starts to all-gather the buffer.
+    settle: called when all have started. shards, tp: the ranks that shard masters, and the tensor-parallel ranks.
     """
 
     def __init__(
@@ -153,14 +156,16 @@ class FP8Masters:
             state.renew = self.renew
 
     def outdate(self) -> None:
-        """Says that codes of weights are not of the present masters."""
+        """Mark the codes of all weights as not matching the present masters."""
         for state in self._states:
             state.outdated = True
 
     @torch.no_grad()
     def renew(self, records: bool) -> None:
-        """Makes codes of the masters and collects them. records: as `FP8State.renew` says. Collective over shards and
-        tp."""
+        """Compute codes of the masters and all-gather them. records: as for `FP8State.renew`.
+
+        Collective over shards and tp.
+        """
         amaxes = iter(agreed_amaxes(self._owned, *self._axes))
         for owned, start_collecting in self._by_buffer:
             for one in owned:

@@ -1,7 +1,8 @@
-"""From wide numbers to eight-bit codes, and back.
+"""Quantization of high-precision numbers to eight-bit codes, and back.
 
-A product sums over one dim of each factor. Where numbers share a scale along that dim only in blocks, a matrix that is
-summed over its last dim in one product and over its first in another is rounded twice, each time from the wide numbers:
+A product sums over one dim of each factor. If numbers share a scale along that dim only in blocks, a matrix that is
+summed over its last dim in one product and over its first in another is rounded twice, each time from the
+high-precision numbers:
 
     kind         numbers that share a scale                      both dims from one set of codes
     delayed      all                                             yes
@@ -10,7 +11,7 @@ summed over its last dim in one product and over its first in another is rounded
     blockwise    128 in a row; of weights 128 x 128              weights only
     mx           32 in a row                                     no
 
-`Codes` are always summed over their last dim: for the other, they are those of the transposed matrix.
+`Codes` are always summed over their last dim: a sum over the first dim uses the codes of the transposed matrix.
 """
 
 from collections.abc import Callable
@@ -30,8 +31,8 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 class Codes:
     """A matrix [m, k] in FP8, to be summed over k.
 
-    values: float8_e4m3fn or float8_e5m2 [m, k]. inverse: what undoes the scale, [m / block[0], k / block[1]] rounded
-    up; float32, of MX float8_e8m0fnu. block: how many rows and columns share one.
+    values: float8_e4m3fn or float8_e5m2 [m, k]. inverse: the inverse scales, [m / block[0], k / block[1]] rounded up;
+    float32, of MX float8_e8m0fnu. block: how many rows and columns share one.
     """
 
     values: Tensor
@@ -39,12 +40,12 @@ class Codes:
     block: tuple[int, int]
 
     def t(self) -> "Codes":
-        """The transposed matrix [k, m], with the same numbers; copied on a GPU, whose kernels read along rows."""
+        """Return the transposed matrix [k, m] in the same codes; copied on a GPU, whose kernels read along rows."""
         values = self.values.t().contiguous() if self.values.is_cuda else self.values.t()
         return Codes(values, self.inverse.t(), (self.block[1], self.block[0]))
 
     def wide(self) -> Tensor:
-        """The numbers that the codes stand for, float32 [m, k]."""
+        """Return the dequantized numbers, float32 [m, k]."""
         return self.values.float() * spread(self.inverse.float(), self.block, self.values.shape)
 
 
@@ -55,14 +56,14 @@ def quantize(
     scale: Tensor | None = None,
     agree: Callable[[Tensor], None] | None = None,
 ) -> Codes:
-    """x [m, k], fp32, bf16 or fp16, in codes to be summed over k.
+    """Return x [m, k], fp32, bf16 or fp16, in codes to be summed over k.
 
-    scale: float32 of one element, for delayed scaling alone. agree: takes, in place, the largest of an amax [1, 1] over
+    scale: float32 of one element, for delayed scaling only. agree: reduces an amax [1, 1] in place to its maximum over
     the ranks that hold parts of x, for current scaling; the other kinds share no scale between ranks.
     """
     dtype, block = format_of(recipe, role), block_of(recipe, role, x.shape)
     if recipe.kind == "delayed":
-        assert scale is not None, "delayed scaling needs the scale that its history has"
+        assert scale is not None, "delayed scaling needs the scale of its history"
         return Codes(cast(x, dtype, scale), scale.reshape(1, 1).reciprocal(), block)
     amax = amax_of(x, block)
     if recipe.kind == "current" and agree is not None:
@@ -83,7 +84,7 @@ def quantize_both(
     scale: Tensor | None = None,
     agree: Callable[[Tensor], None] | None = None,
 ) -> tuple[Codes, Codes]:
-    """`quantize` of x [m, k] and of its transpose [k, m], the second from the first where one set of codes serves."""
+    """Return `quantize` of x [m, k] and of its transpose [k, m]; one set of codes serves both where it can."""
     if recipe.backend == "transformer_engine" and x.numel():
         scale = _current_scale(x, recipe, role, agree) if scale is None else scale
         return _by_transformer_engine(x, recipe, role, scale)
@@ -98,7 +99,7 @@ def _by_transformer_engine(x: Tensor, recipe: FP8Recipe, role: Role, scale: Tens
 
 
 def _current_scale(x: Tensor, recipe: FP8Recipe, role: Role, agree: Callable[[Tensor], None] | None) -> Tensor:
-    """Of all of x: float32 [1, 1]."""
+    """Return the scale of all of x: float32 [1, 1]."""
     amax = amax_of(x)
     if agree is not None:
         agree(amax)
@@ -106,21 +107,21 @@ def _current_scale(x: Tensor, recipe: FP8Recipe, role: Role, agree: Callable[[Te
 
 
 def serves_both(recipe: FP8Recipe, role: Role) -> bool:
-    """Whether the codes of a matrix, transposed, are those of the transposed matrix."""
+    """Return True if the codes of the transposed matrix are the transposed codes of the matrix."""
     return recipe.kind in ("delayed", "current") or (recipe.kind, role) == ("blockwise", "weight")
 
 
 def block_of(recipe: FP8Recipe, role: Role, shape: torch.Size) -> tuple[int, int]:
-    """How many rows and columns of a matrix of this shape share a scale."""
+    """Return how many rows and columns of a matrix of this shape share a scale."""
     m, k = max(1, shape[0]), max(1, shape[1])
     blocks = {"rowwise": (1, k), "blockwise": (128 if role == "weight" else 1, 128), "mx": (1, 32)}
     return blocks.get(recipe.kind, (m, k))
 
 
 def amax_of(x: Tensor, block: tuple[int, int] | None = None) -> Tensor:
-    """The largest magnitudes of x [m, k] in blocks (None: of all), float32 [m / block[0], k / block[1]] rounded up.
+    """Return the largest magnitudes of x [m, k] in blocks, float32 [m / block[0], k / block[1]] rounded up.
 
-    NaN where there is one. An empty matrix as a whole has 0.
+    block None: one block. The amax of a block with a NaN is NaN. The amax of an empty matrix as a whole is 0.
     """
     m, k = x.shape
     if block is None or (block[0] >= m and block[1] >= k):
@@ -138,7 +139,7 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """One factor a block -> factors that broadcast over a matrix [m, k]."""
+    """Expand one factor per block to factors that broadcast over a matrix [m, k]."""
     for dim in (0, 1):
         if 1 < block[dim] < shape[dim]:
             factors = factors.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
@@ -146,17 +147,17 @@ def spread(factors: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor
 
 
 def lost(x: Tensor, codes: Codes) -> Tensor:
-    """How much of x [m, k] its codes do not show: float32 [2].
+    """Return the fractions of x [m, k] that its codes lose: float32 [2].
 
-    First the part that was more than half a step larger than the largest number; then, of what is not zero, the part
-    that became zero.
+    First the fraction that was more than half a step above the largest number; then the fraction of the nonzero
+    elements that became zero.
     """
     saturated, elements, vanished, others = counts_lost(x, codes).unbind()
     return torch.stack([saturated / elements.clamp(min=1), vanished / others.clamp(min=1)]).float()
 
 
 def counts_lost(x: Tensor, codes: Codes) -> Tensor:
-    """What `lost` divides, float64 [4]: saturated ones and all elements, vanished ones and those that are not zero."""
+    """Return the counts behind `lost`, float64 [4]: saturated, all, vanished and nonzero elements."""
     dtype = codes.values.dtype
     largest = limit(dtype) * (1 + torch.finfo(dtype).eps / 3.5)  # 1.75 is the largest mantissa
     saturated = (x.float().abs() > largest * spread(codes.inverse.float(), codes.block, x.shape)) & x.isfinite()

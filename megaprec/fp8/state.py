@@ -1,18 +1,18 @@
-"""What the FP8 products of a rank share: scales, the amaxes that make them, casts of weights, and when each is renewed.
+"""The FP8 state that all layers of a rank share: scales, the amaxes that determine them, and casts of weights.
 
-A *pass* is what lies between entering and leaving the outermost `autocast`: a whole training step with all of its
-micro-batches, or whatever a program of one's own puts inside. All of a pass sees the same scales, so no layout and no
-schedule can tell in which order its micro-batches came, and whatever is computed again gives the same bits. Training
-passes record amaxes; evaluations and replays of a step do not. The next training pass begins by rolling the history
-over, and so does saving; a step that is then skipped has rolled too, for its amaxes are true of the weights that
-stay, and those that overflowed move no scale.
+A *pass* lasts from entering to leaving the outermost `autocast`: a whole training step with all of its micro-batches,
+or whatever a user's program puts inside. All of a pass sees the same scales, so the result does not depend on the order
+of micro-batches in a layout or schedule, and recomputation gives the same bits. Training passes record amaxes;
+evaluations and replays of a step do not. The next training pass begins by advancing the history, and so does saving. A
+step that is then skipped has advanced it too, because its amaxes are valid for the unchanged weights, and amaxes that
+overflowed change no scale.
 
 With the recipe's `history = "te"` the history advances within a pass, after each forward and each backward pass of a
-micro-batch (`advance`). Then each forward pass notes the scales that it saw, and its backward pass casts by the same.
+micro-batch (`advance`). Each forward pass then stores its scales, and its backward pass casts with the same scales.
 
-Delayed amaxes are agreed on when the history rolls, in one collective over the tp and dp ranks of the stage, never over
-pp: no other stage has these tensors. Current ones are agreed on over tp, as the tensor is cast, where it is cut over
-tp. Thus each logical tensor has one scale, whatever the layout.
+Delayed amaxes are reduced when the history advances, in one all-reduce over the tp and dp ranks of the stage, never
+over pp: no other stage has these tensors. Current amaxes are reduced over tp when the tensor is cast, if it is sharded
+over tp. Thus each logical tensor has one scale, whatever the layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +41,10 @@ Casts = tuple[Codes, Codes]
 
 @dataclass(frozen=True)
 class Scope:
-    """What an autocast says. computes: products are in FP8; else amaxes are at most recorded. records: they are."""
+    """The settings of an autocast.
+
+    computes: True if products run in FP8; otherwise amaxes are at most recorded. records: True if amaxes are recorded.
+    """
 
     computes: bool = False
     records: bool = False
@@ -51,14 +54,14 @@ OFF = Scope()
 
 
 class FP8State:
-    """One for all layers of a rank; they register as they are built, which is in the same order on all ranks of a
-    stage.
+    """The FP8 state of all layers of a rank.
 
-    renew: of whoever owns weights that are kept in FP8 alone. It makes their codes, of the present scales, and records
-    their amaxes if it is told to. Called when a pass begins.
-    recipe: None for a model without FP8; nothing here then has an effect. layers: of the whole model.
-    tp: the tensor-parallel axis. stage: the ranks that agree on delayed amaxes. dp: where they do not, the ranks whose
-    amaxes differ.
+    Layers register when they are built, in the same order on all ranks of a stage.
+    renew: a function of the owner of weights that are stored in FP8 only. It is called at the start of a pass, computes
+    their codes with the present scales, and records their amaxes if its argument is True.
+    recipe: None for a model without FP8; the state then has no effect. layers: of the whole model.
+    tp: the tensor-parallel axis. stage: the ranks that reduce delayed amaxes. dp: the ranks whose amaxes differ, if
+    delayed amaxes are not reduced over dp.
     """
 
     def __init__(
@@ -75,21 +78,21 @@ class FP8State:
         self.stage = stage or self.tp
         self.reached: list[Eligibility] = []
         self.scope = OFF
-        self.rolls = 0  # how often the history has advanced
+        self.rolls = 0  # number of advances of the history between passes
         self.renew: Callable[[bool], None] | None = None
-        self.outdated = True  # whether masters have changed since `renew` was called
-        self.moment = 0  # how often the history has advanced within passes
-        self._before: tuple[Tensor, Tensor] | None = None  # scales and history as the last training pass began
-        self._pending = False  # whether amaxes may have been recorded since
+        self.outdated = True  # True if masters have changed since the last call of `renew`
+        self.moment = 0  # number of advances of the history within passes
+        self._before: tuple[Tensor, Tensor] | None = None  # scales and history at the start of the last training pass
+        self._pending = False  # True if amaxes may have been recorded since the last roll
         self._inside = False
         self._casts: dict[str, tuple[tuple[int, int], Casts]] = {}
         self._lost: dict[str, Tensor] | None = None
 
     @staticmethod
     def over(mesh: DeviceMesh | None, recipe: FP8Recipe | None, layers: int) -> "FP8State":
-        """The one of a rank of a (pp, dp, tp) mesh. Collective over the world.
+        """Return the state for a rank of a (pp, dp, tp) mesh. Collective over the world.
 
-        Raises UserError for a recipe that asks for what is not computed, or for a backend that is not there.
+        Raises UserError for a recipe with settings that are not computed, or for a backend that is not available.
         """
         if recipe is not None and (lacking := not_computed(recipe)):
             raise UserError(*(f"fp8.{key} = true: {why}; use false" for key, why in lacking.items()))
@@ -101,20 +104,20 @@ class FP8State:
         return FP8State(recipe, layers, tp, Axis.stage(mesh, own=recipe.history == "te"), device=device_of(mesh))
 
     def register(self, parts: Sequence[Part]) -> Eligibility:
-        """Notes the weight that `parts` are stacked in, and says whether its products are to be in FP8."""
+        """Register the weight that `parts` are stacked in, and return whether its products run in FP8."""
         if "bank" in self.__dict__:
-            raise RuntimeError(f"{parts[0].name} came after the first pass: build all layers before")
+            raise RuntimeError(f"{parts[0].name} was registered after the first pass: build all layers before")
         assert self.recipe is not None
         self.reached.append(eligibility(self.recipe, parts, self.layers))
         return self.reached[-1]
 
     def leave_out(self, reached: Eligibility, why: str) -> None:
-        """Has the products with a registered weight made wide after all; to be called before the first pass."""
+        """Exclude a registered weight's products from FP8, for the reason `why`. To be called before the first pass."""
         self.reached[self.reached.index(reached)] = replace(reached, fallback_reason=why)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The tensors that have a delayed scale: "<logical name of the weight>.<role>"."""
+        """Return the tensors that have a delayed scale: "<logical name of the weight>.<role>"."""
         delayed = self.recipe is not None and self.recipe.kind == "delayed"
         return tuple(
             f"{one.name}.{role}" for one in self.reached if delayed and not one.fallback_reason for role in ROLES
@@ -122,18 +125,18 @@ class FP8State:
 
     @cached_property
     def bank(self) -> AmaxHistory:
-        """Their scales and amaxes."""
+        """Return the scales and amaxes of the tensors in `names`."""
         assert self.recipe is not None
         return AmaxHistory(self.recipe, [format_of(self.recipe, role) for role in ROLES] * self.products, self.device)
 
     @property
     def narrow(self) -> set[str]:
-        """The weights whose products are in FP8, each by its first logical name."""
+        """Return the weights whose products run in FP8, each by its first logical name."""
         return {one.name for one in self.reached if not one.fallback_reason}
 
     @property
     def products(self) -> int:
-        """How many weights have a delayed scale."""
+        """Return the number of weights that have a delayed scale."""
         return len(self.names) // len(ROLES)
 
     @cached_property
@@ -141,16 +144,19 @@ class FP8State:
         return {name: i for i, name in enumerate(self.names)}
 
     def scale(self, name: str, role: Role) -> Tensor:
-        """The delayed scale of a tensor in this pass: float32 of one element."""
+        """Return the delayed scale of a tensor in this pass: float32 of one element."""
         return self.bank.scale[self._place[f"{name}.{role}"]]
 
     def record(self, name: str, role: Role, amax: Tensor) -> None:
-        """Notes the largest magnitude, of one element, that a tensor has in this pass."""
+        """Record the amax, of one element, of a tensor in this pass."""
         self.bank.record(self._place[f"{name}.{role}"], amax)
 
     def cast_of(self, name: str, weight: Tensor, moment: int, make: Callable[[], Casts]) -> Casts:
-        """The weight's casts of this pass, made once for every moment and change of the weight: all that changes one
-        counts up its version (`Buffer.start_collect` does it for the parameters of this project's optimizers)."""
+        """Return the weight's casts of this pass, computed once for each moment and each version of the weight.
+
+        Every change of a weight must increment its version (`Buffer.start_collect` does so for the optimizers of this
+        project).
+        """
         made, casts = self._casts.get(name, ((-1, -1), None))
         if casts is None or made != (weight._version, moment):
             made, casts = (weight._version, moment), make()
@@ -165,21 +171,21 @@ class FP8State:
         fp8_recipe: FP8Recipe | None = None,
         fp8_group: Axis | None = None,
     ) -> Iterator[None]:
-        """Products of the layers that share this state are in FP8 inside, as in Transformer Engine's `fp8_autocast`.
+        """Run the products of the layers that share this state in FP8, as in Transformer Engine's `fp8_autocast`.
 
-        enabled: they are. calibrating: if not, amaxes are recorded all the same. Inner autocasts are heeded inside,
-        the outermost one is the pass; where gradients are enabled it is a training pass. Backward passes follow their
-        forward passes, wherever they are made. fp8_recipe, fp8_group: those that the state was made with, if given.
-        Raises ValueError for others.
+        enabled: True for FP8. calibrating: True to record amaxes even if FP8 is not enabled. Inner autocasts apply
+        inside their block, and the outermost one is the pass; if gradients are enabled it is a training pass. Backward
+        passes follow the settings of their forward passes, wherever they run. fp8_recipe, fp8_group: those of the
+        state, if given. Raises ValueError for others.
         """
         if fp8_recipe not in (None, self.recipe) or fp8_group not in (None, self.stage):
-            raise ValueError("recipe and group are decided where the layers are built: give FP8State others there")
+            raise ValueError("recipe and group are fixed when the layers are built: give others to FP8State")
         with self._entered(enabled, torch.is_grad_enabled() and (enabled or calibrating)):
             yield
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """The last training pass once more, with its scales; nothing is recorded, or all of it in the same way."""
+        """Repeat the last training pass with its scales. Nothing is recorded, or all of it in the same way."""
         if self.by_microbatch and self._before is not None and self.names:
             for kept, before in zip((self.bank.scale, self.bank.history), self._before, strict=True):
                 kept.copy_(before)
@@ -188,7 +194,7 @@ class FP8State:
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Tensor]]:
-        """What casts inside lose: `counts_lost` by tensor ("<logical name of the weight>.<role>"), summed."""
+        """Yield the losses of casts inside: `counts_lost` by tensor ("<logical name of the weight>.<role>"), summed."""
         self._lost = {}
         try:
             yield self._lost
@@ -196,7 +202,7 @@ class FP8State:
             self._lost = None
 
     def note_lost(self, name: str, role: Role, x: Tensor, codes: Codes) -> None:
-        """Counts what a cast loses, if that is watched."""
+        """Count the losses of a cast, inside `watching` only."""
         if self._lost is not None:
             counts = counts_lost(x, codes)
             self._lost[f"{name}.{role}"] = counts + self._lost.get(f"{name}.{role}", torch.zeros_like(counts))
@@ -233,7 +239,10 @@ class FP8State:
 
     @torch.no_grad()
     def roll(self) -> None:
-        """Makes the scales of the next training pass, if there was one since the last time. Collective over `stage`."""
+        """Compute the scales of the next training pass, if there was a training pass since the last call.
+
+        Collective over `stage`.
+        """
         if not self._pending:
             return
         self._pending = False
@@ -244,13 +253,16 @@ class FP8State:
 
     @property
     def by_microbatch(self) -> bool:
-        """Whether the history advances with each micro-batch."""
+        """Return True if the history advances with each micro-batch."""
         return self.recipe is not None and self.recipe.history == "te"
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Ends a micro-batch's forward or backward pass, if that is when the history advances. To be called after each
-        where passes of several micro-batches overlap; else the end of an autocast will do. Collective over `stage`."""
+        """End a micro-batch's forward or backward pass, if the history advances then. Collective over `stage`.
+
+        To be called after each pass if passes of several micro-batches overlap; otherwise the end of an autocast is
+        sufficient.
+        """
         if self.by_microbatch and self.names:
             self.bank.roll(self._agree)
             self.moment += 1

@@ -1,14 +1,15 @@
-"""Casts and products by Transformer Engine, where a recipe asks for it: on a GPU, of tensors that have one scale.
+"""Casts and products by Transformer Engine, if a recipe asks for it: on a GPU, for tensors with one scale.
 
-Nothing but arithmetic is left to it. Scales and histories are made, agreed on and saved here, so all that is said of
-them holds whoever casts. Of its Python surface three names are used, which releases 2.11 to 2.20 have alike:
+Only arithmetic is left to Transformer Engine. Scales and histories are computed, reduced and saved by this project, so
+their documentation holds for both backends. Three names of its Python interface are used, which are equal in releases
+2.11 to 2.20:
 
     Float8Quantizer   x and a scale into codes, their transpose and the amax, in one kernel; public, documented
-    Float8Tensor      codes and the inverse of their scale, for a product; public, documented
-    general_gemm      the product of two of them; what all of its own layers call, but not documented
+    Float8Tensor      codes and their inverse scale, for a product; public, documented
+    general_gemm      the product of two of them; called by all of its own layers, but not documented
 
-Its casts make the largest number of an infinity. So that an overflow reaches the gradients all the same, the inverse
-scale of a tensor with one is NaN here, and with it the whole product.
+Its casts turn an infinity into the largest number. So that an overflow still reaches the gradients, the inverse scale
+of a tensor with an infinity is set to NaN here, which makes the whole product NaN.
 """
 
 import importlib
@@ -20,14 +21,14 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 
-RELEASES = (2, 11), (2, 20)  # the first and the last whose sources were read
+RELEASES = (2, 11), (2, 20)  # the first and the last supported release: their sources were read
 INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]>={}.{},<{}.{}'".format(
     *RELEASES[0], RELEASES[1][0], RELEASES[1][1] + 1
 )
 
 
 def require() -> None:
-    """Raises UserError unless Transformer Engine can be imported in a release that is known."""
+    """Raise UserError unless a supported release of Transformer Engine can be imported."""
     try:
         version = importlib.import_module("transformer_engine").__version__
         _pytorch()
@@ -41,27 +42,28 @@ def require() -> None:
 
 
 def encode(x: Tensor, dtype: torch.dtype, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [m, k], fp32, bf16 or fp16, times scale, float32 of one element, in codes [m, k] of `dtype`, and transposed.
+    """Return the codes of x * scale, [m, k] of `dtype`, the codes of its transpose, and the inverse scale.
 
-    The third is the inverse of the scale, float32 [1, 1]; NaN if something in x is infinite.
+    x: [m, k], fp32, bf16 or fp16. scale: float32 of one element. The inverse scale is float32 [1, 1]; NaN if something
+    in x is infinite.
     """
     amax = torch.zeros(1, device=x.device)
     quantizer = _pytorch().Float8Quantizer(scale.reshape(1), amax, _named(dtype))
     with torch.no_grad():
         made = quantizer.quantize(x).get_metadata()
     values, turned = made["data"].view(dtype), made["data_transpose"]
-    # GPUs whose kernels read along columns too are given no transpose.
+    # Transformer Engine makes no transpose for GPUs whose kernels read along columns too.
     turned = values.t().contiguous() if turned is None else turned.view(dtype)
     return values, turned, scale.reciprocal().where(amax.isfinite(), torch.nan).view(1, 1)
 
 
 def product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, out: torch.dtype, fast: bool) -> Tensor:
-    """Codes a [m, k], b [n, k] and the inverses of their scales, float32 of one element -> a @ b.T [m, n] of `out`.
+    """Return a @ b.T [m, n] of `out` from codes a [m, k], b [n, k] and their inverse scales, float32 of one element.
 
     m, n and k: multiples of 16. fast: tensor cores may sum with fewer bits.
     """
     extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
-    first, second = _wrapped(b, b_inverse, out), _wrapped(a, a_inverse, out)  # it counts columns first
+    first, second = _wrapped(b, b_inverse, out), _wrapped(a, a_inverse, out)  # its operands are column-major
     return extensions.general_gemm(first, second, out_dtype=out, layout="TN", use_split_accumulator=not fast)[0]
 
 
@@ -76,7 +78,7 @@ def _wrapped(values: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _named(dtype: torch.dtype) -> object:
-    """A format by Transformer Engine's name."""
+    """Return Transformer Engine's name of a format."""
     return importlib.import_module("transformer_engine.pytorch.constants").TE_DType[dtype]
 
 

@@ -1,10 +1,10 @@
-"""Which parameter broke a step, and when: a second look at the gradients, taken only after a step was skipped.
+"""The parameters and the moment at which a step became non-finite, searched for only after a step was skipped.
 
-Each rank looks at what it holds and names its worst logical tensors; the few lines of all ranks are put together as
-JSON, so that every rank knows what any of them saw. A clean step costs nothing.
+Each rank examines the gradients that it holds and names its worst logical tensors. These few lines are exchanged as
+JSON, so that every rank knows the findings of all ranks. A finite step costs nothing.
 
-By then the gradients are sums over micro-batches and ranks. Which of these spoiled them is found by whoever can run
-the step again: `Onset` looks at the named tensors after each micro-batch.
+At that point the gradients are already summed over micro-batches and ranks. A caller that can run the step again finds
+the micro-batch at fault: `Onset` checks the named tensors after each micro-batch.
 """
 
 import json
@@ -27,10 +27,11 @@ _NEVER = 1 << 60  # later than any moment
 def attribute_nonfinite(
     buffers: Sequence[Buffer], pp: Axis, tp: Axis, world: Axis, device: torch.device, most: int = 5
 ) -> tuple[Offender, ...]:
-    """The logical tensors with the most non-finite gradient elements, worst first, the same on every rank.
+    """Return the logical tensors with the most non-finite gradient elements, worst first, the same on every rank.
 
-    Reads the still scaled gradients: each dp rank its share, with ZeRO-1 or without it; only if all shares are clean,
-    all that each rank holds, for then a copy was spoiled. Collective over the whole mesh.
+    The gradients still include the loss scale. Each dp rank first reads the part of the gradients that it alone counts,
+    with ZeRO-1 or without it. Only if all these parts are finite does each rank read all the gradients that it holds,
+    because then a replica's copy is the bad one. Collective over the whole mesh.
     """
     shares = _worst([(b, *b.share) for b in buffers], pp.rank, tp.rank, most)
     if found := _merge(_everyones(shares, world, device), most):
@@ -39,7 +40,7 @@ def attribute_nonfinite(
     return _merge(_everyones(copies, world, device), most)
 
 
-Found = tuple[int, Offender]  # a number of its own for each slice that is looked at of a tensor
+Found = tuple[int, Offender]  # the number identifies the examined slice of the tensor
 
 
 def _worst(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int, most: int) -> list[Found]:
@@ -57,11 +58,11 @@ def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int) ->
 
 
 class Onset:
-    """When, in a step that is run again, each offender first was not finite on some rank.
+    """The first moment, in a step that is run again, at which each offender was not finite on some rank.
 
-    Each rank watches what it holds of the offenders, before gradients are reduced: `loss`, float64 of shape [], which
-    is summed in place, and slices of gradient buffers. The holders of the same slice (shares of it over tp, tied
-    copies over the pipeline) are all watched, for what they hold is summed.
+    Each rank watches its own data of the offenders before gradients are reduced: `loss`, float64 of shape [], which is
+    accumulated in place, and slices of gradient buffers. All holders of a slice are watched (tp ranks with partial
+    gradients, pipeline stages with tied copies), because their values are summed.
     """
 
     def __init__(self, offenders: Sequence[Offender], buffers: Sequence[Buffer], loss: Tensor) -> None:
@@ -69,14 +70,14 @@ class Onset:
         self._first = torch.full((len(offenders),), _NEVER, dtype=torch.int64, device=loss.device)
 
     def look(self, moment: int) -> None:
-        """Notes `moment`, a number that grows with time, for the offenders that are not finite by now."""
+        """Record `moment`, a number that grows with time, for the offenders that are no longer finite."""
         for number, slices in enumerate(self._watched):
             for values in slices:
                 first = self._first[number]
                 first.copy_(torch.where(sum_of_squares(values).isfinite(), first, first.clamp(max=moment)))
 
     def agreed(self, world: Axis) -> list[int | None]:
-        """The earliest moment that any rank noted for each offender, None where nobody did. Collective."""
+        """Return the earliest moment that any rank recorded for each offender, or None if there is none. Collective."""
         first = world.max_(self._first.neg()).neg()
         return [None if moment == _NEVER else moment for moment in first.tolist()]
 
@@ -100,7 +101,7 @@ def _describe(name: str, stage: int, tp_rank: int, values: Tensor) -> Offender:
 
 
 def _everyones(mine: Sequence[Found], world: Axis, device: torch.device) -> list[Found]:
-    """What all ranks found. It travels as lines of JSON in tensors of fixed length, as many as fit."""
+    """Return the findings of all ranks. Each rank sends as many lines of JSON as fit into a tensor of fixed length."""
     lines = [json.dumps([first, asdict(offender)]).encode() + b"\n" for first, offender in mine]
     while sum(map(len, lines)) > _LINE:
         lines.pop()
@@ -111,7 +112,7 @@ def _everyones(mine: Sequence[Found], world: Axis, device: torch.device) -> list
 
 
 def _merge(found: Iterable[Found], most: int) -> tuple[Offender, ...]:
-    """One line per tensor and tp rank: what several dp ranks hold alike is said once, what they divide is added up."""
+    """Return one offender for each tensor and tp rank: replicas of a slice count once, disjoint slices are added."""
     slices: dict[tuple[str, int, int], dict[int, Offender]] = {}
     for first, o in found:
         known = slices.setdefault((o.name, o.stage, o.tp_rank), {})

@@ -1,8 +1,9 @@
-"""What all ranks must agree on before a step changes anything: one all-reduce of a few numbers over the whole mesh.
+"""The agreement of all ranks before a step changes anything: one all-reduce of a few numbers over the whole mesh.
 
-A sum is all it takes. Sizes and zeros add up; what must be *equal* on all ranks (the scaler, the list of parameters
-that have a gradient) travels as a digest d and its square, for the mean of squares is the square of the mean only if
-all are equal; and a norm that is no sum travels in a slot of its rank's own, from which all take the same norm.
+A sum is sufficient. Sums of squares and counts of zeros are added. Values that must be *equal* on all ranks (the
+scaler, the list of parameters that have a gradient) are sent as a digest d and its square, because the mean of the
+squares is the square of the mean only if all digests are equal. A norm other than L2 is sent in a slot per rank, and
+every rank computes the same global norm from the slots.
 """
 
 from collections.abc import Iterable
@@ -14,16 +15,17 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.optim.grad_stats import joined_norm
 
-_DIGEST = 0xFFF  # so few bits that sums of squares over thousands of ranks are exact in float64
+_DIGEST = 0xFFF  # 12 bits: sums of squares over thousands of ranks are exact in float64
 _ODD = tuple(v - 2**64 for v in (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0xABC98388FB8FAC03, 0x8CB92BA72F3D8DD7))
 
 
 @dataclass(frozen=True)
 class Consensus:
-    """The same on every rank, on the device. norm: of the still scaled gradients. zeros: by pipeline rank, [pp].
+    """The reduced numbers of a step: tensors on the device, equal on every rank.
 
-    finite: whether gradients and loss are; same_scaler, same_parameters: whether the ranks came with equal ones.
-    stops: how many ranks were told to stop.
+    norm: of the gradients, including the loss scale. zeros: zero elements by pipeline rank, [pp].
+    finite: True if gradients and loss are finite. same_scaler, same_parameters: True if all ranks sent equal ones.
+    stops: number of ranks that were asked to stop.
     """
 
     norm: Tensor
@@ -36,7 +38,7 @@ class Consensus:
 
 
 class StepConsensus:
-    """Packs and reads the numbers. p: which norm of the gradients is asked for."""
+    """Packs the numbers of a rank into one tensor and reads the sum. p: order of the gradient norm."""
 
     def __init__(self, pp: Axis, world: Axis, p: float, device: torch.device) -> None:
         self.pp, self.world, self.p, self.device = pp, world, p, device
@@ -46,10 +48,10 @@ class StepConsensus:
     def pack(
         self, counted: Tensor, loss: Tensor | None, scaler: Tensor, parameters: float, norm: Tensor, stop: bool = False
     ) -> Tensor:
-        """This rank's numbers, to be summed over the world: float64.
+        """Return this rank's numbers, to be summed over the world: float64.
 
-        counted: sum of squares and zeros. loss: this rank's share. scaler, parameters: digests. norm: of its own
-        gradients, read only if another than the L2 norm is asked for. stop: whether it was told to.
+        counted: sum of squares and number of zeros. loss: this rank's share. scaler, parameters: digests. norm: of this
+        rank's gradients, read only for a norm other than L2. stop: True if this rank was asked to stop.
         """
         squares, zeros = counted.unbind()
         lacking = torch.full((), parameters, dtype=torch.float64, device=self.device)
@@ -63,7 +65,7 @@ class StepConsensus:
         return torch.cat((numbers, stage.view(-1), slots))
 
     def read(self, summed: Tensor) -> Consensus:
-        """What the sum over the world says."""
+        """Return the consensus that the sum over the world contains."""
         numbers, stages, slots = summed.split(self.lengths)
         squares, loss, scaler, scaler_squared, stops = numbers.unbind()
         zeros, digests, digests_squared = stages.view(3, -1).unbind()
@@ -80,7 +82,7 @@ class StepConsensus:
 
 
 def digest(numbers: Iterable[Tensor]) -> Tensor:
-    """12 bits of these numbers, at most four, taken as FP32: float64 of shape []."""
+    """Return a digest of 12 bits of at most four numbers, read as FP32: float64 of shape []."""
     values = torch.stack([number.float() for number in numbers]).view(torch.int32)
     total = torch.stack(
         [value * odd for value, odd in zip(values.long().unbind(), _ODD[: len(values)], strict=True)]

@@ -1,11 +1,12 @@
-"""Parameters that torch has spread over ranks (DTensors, as `fully_shard` makes them), stepped where they lie.
+"""Parameters that torch has sharded over ranks (DTensors, as `fully_shard` makes them), and their updates.
 
-A DTensor says by its placements which slice of a logical tensor this rank holds, which is what a layout says. FSDP
-collects its weights from memory that it keeps for itself, so that memory is not taken over: a `StandIn` of the slice
-lies in a buffer, as any parameter does. Before a step it takes the gradient, after it the slice is written back.
+The placements of a DTensor say which slice of a logical tensor this rank holds, which is exactly a layout. FSDP
+all-gathers weights from memory that it manages itself, so the optimizer does not take over that memory. Instead a
+`StandIn` of the slice lies in a buffer, like any other parameter. It receives the gradient before a step, and the
+updated slice is written back after the step.
 
-FSDP has averaged the gradient over all ranks by then, and has added it up in the dtype of the parameter. So nothing is
-summed here, and a plan that wants dtypes other than FSDP's is refused.
+FSDP has already averaged the gradient over all ranks, accumulated in the dtype of the parameter. The optimizer
+therefore reduces nothing here, and refuses a plan whose dtypes differ from FSDP's.
 """
 
 from typing import Any
@@ -19,36 +20,36 @@ from megaprec.errors import UserError
 from megaprec.optim.main_grad import begin_accumulation
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
-DTensor = Any  # torch's own takes half a second to import
+DTensor = Any  # importing torch's class takes half a second
 
 
 def is_dtensor(parameter: Tensor) -> bool:
-    """Whether torch has spread the parameter over ranks."""
+    """Return True if torch has sharded or replicated the parameter over ranks."""
     return hasattr(parameter, "placements") and hasattr(parameter, "to_local")
 
 
 def require_spread_over_all(name: str, parameter: DTensor, pp: Axis, tp: Axis, world: Axis) -> None:
-    """Raises UserError unless all ranks, and they as replicas only, hold the DTensor cut along one dim at most."""
+    """Raise UserError unless the DTensor is sharded along at most one dim, and all ranks are dp ranks that hold it."""
     cut = [placement for placement in parameter.placements if not placement.is_replicate()]
     if len(cut) > 1 or any(type(placement).__name__ != "Shard" for placement in cut):
         placed = ", ".join(map(str, parameter.placements))
         raise UserError(
-            f"{name} is a DTensor placed as ({placed}): the optimizer takes those that are cut along one dim over one "
-            "axis of their mesh, as fully_shard alone cuts them; use megaprec's tensor-parallel layers in place of "
+            f"{name} is a DTensor placed as ({placed}): the optimizer supports DTensors that are sharded along one dim "
+            "over one axis of their mesh, as by fully_shard alone; use megaprec's tensor-parallel layers in place of "
             "parallelize_module"
         )
     if parameter.device_mesh.size() != world.size or pp.size * tp.size > 1:
         raise UserError(
-            f"{name} is spread over {parameter.device_mesh.size()} ranks by fully_shard, but {world.size} train the "
-            f"model, as pipeline {pp.size} x tensor {tp.size} x data: fully_shard it over all ranks, or leave "
-            "fully_shard out, for the optimizer cuts its state over dp by itself"
+            f"{name} is sharded over {parameter.device_mesh.size()} ranks by fully_shard, but {world.size} ranks train "
+            f"the model, as pipeline {pp.size} x tensor {tp.size} x data: apply fully_shard over all ranks, or leave "
+            "fully_shard out, because the optimizer shards its state over dp by itself"
         )
 
 
 class StandIn:
     """A plain parameter for the slice that this rank holds of a DTensor, with the slice's layout.
 
-    Raises UserError if the plan wants other dtypes than the DTensor's, or if it is not on `device`.
+    Raises UserError if the plan's dtypes differ from the DTensor's, or if the DTensor is not on `device`.
     """
 
     def __init__(self, spread: DTensor, plan: PrecisionPlan, device: torch.device) -> None:
@@ -65,18 +66,21 @@ class StandIn:
         self.parameter = attach(nn.Parameter(whole), Layout((part,)))
 
     def _flat_slice(self, padded: Tensor) -> Tensor:
-        """What is not padding, which comes last, of a tensor of the padded shape: [n], a view."""
+        """Return a view [n] of the elements of a padded tensor that are not padding. The padding comes last."""
         return padded.view(-1)[: self.spread.detach().to_local().numel()]
 
     def take_gradient(self) -> None:
-        """Takes the gradient, if there is one. Raises RuntimeError if it is spread otherwise than its parameter."""
+        """Copy the DTensor's gradient, if there is one, into `main_grad`.
+
+        Raises RuntimeError if the placements of the gradient differ from those of the parameter.
+        """
         grad = self.spread.grad
         if grad is None:
             return
         placed = getattr(grad, "placements", "a plain tensor")
         if placed != self.spread.placements:
             raise RuntimeError(
-                f"{self.name}: the gradient is spread as {placed}, its parameter as {self.spread.placements}; nothing "
+                f"{self.name}: the gradient is placed as {placed}, its parameter as {self.spread.placements}; nothing "
                 "was changed"
             )
         main, _ = begin_accumulation(self.parameter)
@@ -84,17 +88,17 @@ class StandIn:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Writes the weights to where the model has them."""
+        """Write the updated weights to the DTensor of the model."""
         local = self.spread.detach().to_local()
         local.copy_(self._flat_slice(self.parameter.data).view_as(local))
 
     def forget_gradient(self) -> None:
-        """Begins a new step."""
+        """Clear the DTensor's gradient, to begin a new step."""
         self.spread.grad = None
 
 
 def _part_of(spread: DTensor) -> Part:
-    """The slice that this rank holds, by the name that the DTensor's layout gives."""
+    """Return the slice that this rank holds, under the name in the DTensor's layout."""
     (whole,) = layout_of(spread).parts
     coordinate = spread.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -121,12 +125,12 @@ def _require_planned(name: str, spread: DTensor, plan: PrecisionPlan) -> None:
         )
     if plan.param_dtype(name) == plan.parameters and plan.gradients != spread.dtype:
         raise UserError(
-            f"{name}: fully_shard adds gradients up in {said}, in which it holds the parameter, but the plan has "
+            f"{name}: fully_shard accumulates gradients in {said}, the dtype of the parameter, but the plan has "
             f'gradients = {dtype_name(plan.gradients)}: make the plan with gradients="{said}", or let fully_shard hold '
             f'FP32 parameters and make the plan with parameters="fp32"'
         )
     if plan.reduce != plan.gradients:
         raise UserError(
-            f"{name}: fully_shard sums its gradients itself, and the plan has reduce = {dtype_name(plan.reduce)}: "
+            f"{name}: fully_shard reduces gradients by itself, but the plan has reduce = {dtype_name(plan.reduce)}: "
             "leave reduce out and give fully_shard a MixedPrecisionPolicy(reduce_dtype=...)"
         )

@@ -1,18 +1,18 @@
-"""Parameters of one kind laid end to end, with their gradients and the slice of optimizer state that is ours.
+"""Flat buffers: parameters of one kind laid end to end, with their gradients and this rank's optimizer state.
 
-The layers hold views of one flat weight tensor, the backward pass adds into views of one flat gradient tensor
-(`parameter.main_grad`), and the optimizer works on one contiguous slice of both: a share of it under ZeRO-1, all
-of it otherwise. Reducing gradients and collecting weights is then one collective on one tensor, and statistics
-and the optimizer read memory once, in order.
+The layers hold views of one flat weight tensor, the backward pass accumulates into views of one flat gradient tensor
+(`parameter.main_grad`), and the optimizer updates one contiguous slice of both: a shard under ZeRO-1, the whole
+otherwise. Reducing gradients and gathering weights is then one collective on one tensor, and the statistics and the
+update read memory once, in order.
 
-    weights    [size]  as the plan holds them    what the layers see
-    grads      [size]  plan.gradients            summed over micro-batches
+    weights    [size]  as the plan holds them    the weights that layers read
+    grads      [size]  plan.gradients            accumulated over micro-batches
     masters    [own]   plan.masters              the optimizer's weights; the same memory as `weights` if the dtypes
                                                  agree, and absent if the plan keeps remainders
-    remainder  [own]   int16                     only then: the bits that `weights` lacks to make FP32 masters
-    state      [own]   plan.moments, by name     the optimizer's averages
+    remainder  [own]   int16                     with remainders only: the bits that `weights` lacks to be FP32 masters
+    state      [own]   plan.moments, by name     the optimizer's moments
 
-Where `weights` are FP8 codes (`megaprec.fp8.params`), an update changes masters only; codes are made of them later.
+Where `weights` are FP8 codes (`megaprec.fp8.params`), an update changes only the masters; the codes are computed later.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,27 +31,28 @@ from megaprec.optim.update_tile import Draw, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
 
-BLOCK = 1 << 18  # elements: what a CPU works on at a time stays in a core's cache between its uses
-_ALIGNMENT = 64  # elements; every parameter starts where vector loads and GEMMs like it
+BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
+_ALIGNMENT = 64  # elements; vector loads and GEMMs are fast for parameters that start at a multiple
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a part of a parameter lies in the buffer: elements [start, stop), row-major, padding left out."""
+    """The place of a part of a parameter in the buffer: elements [start, stop), row-major, without padding."""
 
     part: Part
     start: int
     stop: int
-    counts: bool  # this rank's copy is the one that is counted and written
+    counts: bool  # True if this rank's copy is the one that is counted and saved
 
 
 class Buffer:
-    """Takes over the memory of `parameters`: afterwards they are views of `weights` and add into `grads`.
+    """The memory of `parameters`: they become views of `weights`, and their gradients accumulate in `grads`.
 
-    dp: over which gradients are summed. shards: over which masters and state are cut; of size one without ZeRO-1.
-    state: names of the optimizer's averages. seed: of stochastic rounding. average: whether the sum over dp is divided
-    by their number.
-    The masters are made from the values that the parameters come with, before those are rounded.
+    dp: the ranks over which gradients are reduced. shards: the ranks over which masters and state are sharded; of size
+    one without ZeRO-1.
+    state: names of the optimizer's moments. seed: of stochastic rounding. average: True if the sum over dp is divided
+    by the number of dp ranks.
+    The masters are initialised from the original values of the parameters, before rounding.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Buffer:
     ) -> None:
         self.parameters, self.plan, self.dp, self.shards, self.seed = tuple(parameters), plan, dp, shards, seed
         self.average = average
-        self.in_codes = fp8_param_of(self.parameters[0]) is not None  # whether the weights are FP8 codes
+        self.in_codes = fp8_param_of(self.parameters[0]) is not None  # True if the weights are FP8 codes
         self.starts, end = [], 0
         for parameter in self.parameters:
             self.starts.append(end)
@@ -77,7 +78,7 @@ class Buffer:
         length, counted = self.size // shards.size, self.size // dp.size
         self.first, self.last = length * shards.rank, length * (shards.rank + 1)
         replica = self.first + counted * (dp.rank // shards.size)
-        self.share = replica, replica + counted  # of the own slice, what is counted here and not by another replica
+        self.share = replica, replica + counted  # the part of this rank's slice that no other replica counts
         self.pieces = tuple(self._pieces(pp_rank))
         self._allocate(device, state)
 
@@ -106,7 +107,7 @@ class Buffer:
         self.state = {name: torch.zeros(own, dtype=moments, device=device) for name in state}
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
-        self.owned = tuple(self._owned()) if self.in_codes else ()  # the codes that this rank makes
+        self.owned = tuple(self._owned()) if self.in_codes else ()  # the codes that this rank computes
 
     def _owned(self) -> Iterator[FP8ParamShard]:
         assert self.masters is not None
@@ -123,7 +124,7 @@ class Buffer:
         view = self.weights[start : start + values.numel()].view_as(parameter)
         if self.remainder is None and not self.in_codes:
             view.copy_(parameter.data)
-        elif self.remainder is not None:  # other ranks' slices too must be rounded as their owners round them
+        elif self.remainder is not None:  # other ranks' slices are rounded here exactly as by their owners
             split(values.float(), view.view(-1), torch.empty_like(values, dtype=torch.int16))
         parameter.data = view
         collect(parameter, self.grads[start : start + values.numel()].view_as(parameter))
@@ -132,12 +133,12 @@ class Buffer:
             self.restore("weight", first - self.first, values[first - start : last - start])
 
     def own(self, flat: Tensor) -> Tensor:
-        """This rank's slice of `weights` or `grads` (a view)."""
+        """Return a view of this rank's slice of `weights` or `grads`."""
         return flat[self.first : self.last]
 
     def blocks(self, first: int, last: int, length: int = 0) -> Iterator[Tile]:
-        """Elements [first, last) of the own slice, in runs of `length`; 0: one that suits the device."""
-        gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)  # random numbers take 8 bytes an element, and more
+        """Yield elements [first, last) of this rank's slice, in runs of `length`. 0: a length that suits the device."""
+        gpu = BLOCK << (8 if self.plan.rounding == "nearest" else 4)  # random numbers take at least 8 bytes per element
         length = length or (BLOCK if self.weights.device.type == "cpu" else gpu)
         for start in range(first, last, length):
             yield self._block(start, min(start + length, last))
@@ -159,19 +160,21 @@ class Buffer:
         )
 
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, by name: own slices of the masters, as "weight", and of the averages."""
+        """Return the tensors of a checkpoint, by name: this rank's slices of the masters, as "weight", and of the
+        moments.
+        """
         kept = self.own(self.weights)
-        if self.plan.masters_in_checkpoint:  # as it is where weights are codes
+        if self.plan.masters_in_checkpoint:  # always so if the weights are FP8 codes
             kept = self.masters if self.masters is not None else self._block(0, len(kept)).wide_weights()
         return {"weight": kept, **self.state}
 
     @property
     def saved_names(self) -> tuple[str, ...]:
-        """The names in `saved`."""
+        """Return the names of the tensors in `saved`."""
         return ("weight", *self.state)
 
     def restore(self, name: str, first: int, values: Tensor) -> None:
-        """Puts back what was saved, from element `first` of the own slice on; `publish` must follow for the weights."""
+        """Load saved values, from element `first` of this rank's slice on. For weights, call `publish` afterwards."""
         last = first + len(values)
         if name == "weight" and self.masters is None:
             self._block(first, last).keep_weights(values.to(self.weights.device, torch.float32))
@@ -181,19 +184,19 @@ class Buffer:
         kept[first:last].copy_(values)
 
     def counted(self) -> list[tuple[int, int]]:
-        """Ranges of the own slice that hold logical elements which no other rank counts."""
+        """Return the ranges of this rank's slice that hold logical elements which no other rank counts."""
         first, last = self.share
         return self._ranges((max(p.start, first), min(p.stop, last)) for p in self.pieces if p.counts)
 
     def copies(self) -> list[tuple[int, int]]:
-        """Ranges of the own slice that hold logical elements which another rank counts."""
+        """Return the ranges of this rank's slice that hold logical elements which another rank counts."""
         first, last = self.share
         counted = [p for p in self.pieces if p.counts]
         outside = [(p.start, min(p.stop, first)) for p in counted] + [(max(p.start, last), p.stop) for p in counted]
         return self._ranges(sorted([(p.start, p.stop) for p in self.pieces if not p.counts] + outside))
 
     def _ranges(self, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """What the own slice has of the spans, as positions in it; neighbours are joined."""
+        """Return the intersection of the spans with this rank's slice, as positions in it; neighbours are joined."""
         ranges: list[tuple[int, int]] = []
         for start, stop in spans:
             first, last = max(start, self.first) - self.first, min(stop, self.last) - self.first
@@ -205,8 +208,11 @@ class Buffer:
         return ranges
 
     def start_reduce(self) -> Callable[[], None]:
-        """Starts to sum or average the gradients over dp: when the returned function has returned, the own slice of
-        `grads` is final and the rest of it is not. They are divided first, for a half-precision sum could overflow."""
+        """Start to sum or average the gradients over dp, and return a function that waits for the result.
+
+        After the wait this rank's slice of `grads` is final, and the rest of `grads` is not. To average, the gradients
+        are divided before the sum, because a half-precision sum could overflow.
+        """
         if self.average:
             self.grads.div_(self.dp.size)
         travelling = self.grads if self.dp.size == 1 else self.grads.to(self.travels)
@@ -221,8 +227,10 @@ class Buffer:
         return finish
 
     def publish(self, steps: Tensor) -> None:
-        """Rounds the masters into the weights anew, as the update of step number `steps` did, and collects them. Codes
-        are not made here."""
+        """Round the masters to the weights again, as the update of step number `steps` did, and all-gather the weights.
+
+        FP8 codes are not computed here.
+        """
         if self.in_codes:
             return
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
@@ -231,16 +239,16 @@ class Buffer:
         self.start_collect()()
 
     def start_collect(self) -> Callable[[], object]:
-        """Under ZeRO-1, starts to all-gather the weights over `shards`; the returned function waits for them.
+        """Under ZeRO-1, start to all-gather the weights over `shards`, and return a function that waits for the result.
 
-        Whatever changed the weights ends here, so here is their version counted up, which no write to the flat memory
-        does: casts of weights that layers keep are then known to be old.
+        Every change of the weights ends with this call, so it also increments their version counters, which writes to
+        the flat memory do not do. Layers that cache casts of weights then know that their casts are outdated.
         """
         increment_version(self.parameters)
         return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
 
     def strayed(self) -> list[str]:
-        """Names of parameters that are no longer views of `weights`, which is what a cast or a move makes of them."""
+        """Return the names of parameters that are no longer views of `weights`, for instance after a cast or a move."""
         first, size = self.weights.data_ptr(), self.weights.itemsize
         places = ((p, first + start * size) for p, start in zip(self.parameters, self.starts, strict=True))
         return [
@@ -250,7 +258,7 @@ class Buffer:
         ]
 
     def num_bytes(self) -> int:
-        """Memory of all that this buffer keeps, in bytes."""
+        """Return the memory of all tensors of this buffer, in bytes."""
         kept = [self.weights, self.grads, *self.state.values(), *(one.param.inverse for one in self.owned)]
         if self.remainder is not None:
             kept.append(self.remainder)
@@ -260,7 +268,7 @@ class Buffer:
 
 
 def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
-    """The dtype in which a parameter is held. Raises UserError if the plan wants its parts in different ones."""
+    """Return the dtype in which a parameter is held. Raise UserError if its parts would need different dtypes."""
     if (held := fp8_param_of(parameter)) is not None:
         return held.dtype
     parts = layout_of(parameter).parts
@@ -272,20 +280,21 @@ def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
 
 
 def require_in_place(among: Iterable[Buffer]) -> None:
-    """Raises RuntimeError if a parameter no longer lies in its buffer: what a step writes would not reach the model."""
+    """Raise RuntimeError if a parameter no longer lies in its buffer: a step would not update the model."""
     if strayed := [name for buffer in among for name in buffer.strayed()]:
         more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
         raise RuntimeError(
             f"{strayed[0]}{more} was cast or moved after the optimizer had taken over its memory, so no step would "
-            "reach it: cast and move a model (to, half, cuda) before building the optimizer; nothing was changed"
+            "update it: cast and move a model (to, half, cuda) before building the optimizer; nothing was changed"
         )
 
 
 def buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) -> list[list[nn.Parameter]]:
-    """Parameters that share a buffer: of one kind, in runs of at least `size` elements, ordered by their first ones.
+    """Return lists of parameters that share a buffer.
 
-    Tied ones lie apart, so that every holder cuts them into the same slices; so do slices of what torch has cut over
-    more ranks than the tensor-parallel ones.
+    Parameters of a buffer are of one kind. Buffers have at least `size` elements, except the last of a kind, and are
+    ordered by their first parameter. Tied parameters get buffers of their own, so that every holder cuts them into the
+    same slices. So do parameters that torch has sharded over more ranks than the tensor-parallel ones.
     """
     kinds: dict[tuple[tuple[int, ...], torch.dtype, int], list[list[nn.Parameter]]] = {}
     found = []

@@ -1,6 +1,6 @@
-"""The whole state of an optimizer as logical tensors, on every rank: for models that fit, and for looking into one.
+"""The whole state of an optimizer as logical tensors, on every rank: for models that fit, and for inspection.
 
-Each logical element is given by the one rank that counts it; a sum over the mesh puts the tensor together.
+Exactly one rank counts each logical element and contributes it; a sum over the mesh assembles the tensor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from megaprec.precision.plan import DTYPES, dtype_name
 
 
 def gather_tensors(buffers: Sequence[Buffer], world: Axis, device: torch.device) -> dict[str, Tensor]:
-    """By "kind/logical name", on the CPU: masters ("weight") and averages. Collective over the world."""
+    """Return the masters ("weight") and the moments, by "kind/logical name", on the CPU. Collective over the world."""
     mine: dict[str, list[tuple[Buffer, Piece, Tensor]]] = {}
     described: dict[str, tuple[list[int], str]] = {}
     for buffer in buffers:
@@ -35,7 +35,7 @@ def gather_tensors(buffers: Sequence[Buffer], world: Axis, device: torch.device)
 
 
 def _fill(whole: Tensor, buffer: Buffer, piece: Piece, values: Tensor) -> None:
-    """Writes the elements of `piece` that this rank counts, from its own slice `values`, into the logical tensor."""
+    """Write the elements of `piece` that this rank counts, from this rank's slice `values`, into the logical tensor."""
     first, last = max(piece.start, buffer.share[0]), min(piece.stop, buffer.share[1])
     if not piece.counts or first >= last:
         return
@@ -45,7 +45,7 @@ def _fill(whole: Tensor, buffer: Buffer, piece: Piece, values: Tensor) -> None:
 
 
 def load_tensors(tensors: dict[str, Tensor], buffers: Sequence[Buffer], world: Axis, device: torch.device) -> None:
-    """Takes the own slices. Raises UserError on every rank, before anything is changed, if a tensor does not fit."""
+    """Load this rank's slices. Raise UserError on every rank, before anything is changed, if a tensor does not fit."""
     needed = list(_needed(buffers))
     wrong = [
         f"{key} is {list(piece.part.shape)} in the model, {list(tensors[key].shape) if key in tensors else 'not'} in "

@@ -1,10 +1,10 @@
-"""What travels between ranks while the model computes: sums of gradients, and weights on their way back.
+"""Communication that overlaps with compute: the reduction of gradients and the all-gather of weights.
 
-A backward pass goes from the last layer to the first, so the gradients of the last layers are final long before the
-pass is over. `GradReducer` begins to reduce a buffer when the last gradient has been added to it, in one order on all
-ranks, whatever the order in which buffers become ready: collectives are matched by order. Gathering weights under
-ZeRO-1 is the same the other way round: the next forward pass needs the first layers first, so `ParamGatherer` makes
-each layer wait only for the buffers that hold its own weights.
+A backward pass runs from the last layer to the first, so the gradients of the last layers are final long before the
+pass ends. `GradReducer` starts to reduce a buffer after its last gradient has been accumulated. All ranks start their
+buffers in one fixed order, whatever the order in which the buffers become ready, because collectives are matched by
+order. All-gathering weights under ZeRO-1 is the reverse: the next forward pass needs the first layers first, so
+`ParamGatherer` makes each layer wait only for the buffers that hold its own weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,23 +23,23 @@ WaitFor = Callable[[Sequence[Buffer]], None]
 
 
 class GradReducer:
-    """GradReducer of gradients over tp and dp, by model chunk.
+    """The reduction of gradients over tp and dp, by model chunk.
 
-    chunks: the buffers of each, in the order of the forward pass. early: sums begin within the last backward pass and
-    go on beside what follows; otherwise each is over when `reduce` returns.
+    chunks: the buffers of each model chunk, in the order of the forward pass. early: True to start the reduction during
+    the last backward pass, so that it overlaps with later work; otherwise it is complete when `reduce` returns.
     """
 
     def __init__(self, chunks: Sequence[Sequence[Buffer]], tp: Axis, early: bool) -> None:
         self._chunks, self._tp, self._early = [list(reversed(chunk)) for chunk in chunks], tp, early
-        self._ends: dict[int, list[Callable[[], None]]] = {}  # of the sums that are begun, by chunk
+        self._ends: dict[int, list[Callable[[], None]]] = {}  # wait functions of the started reductions, by chunk
         self._reduced: set[int] = set()
-        self._awaited: dict[int, list[set[nn.Parameter]]] = {}  # by chunk and buffer: what is not final
-        self._nodes: list[object] = []  # autograd itself does not hold them, and with them went the hooks
+        self._awaited: dict[int, list[set[nn.Parameter]]] = {}  # by chunk and buffer: not final
+        self._nodes: list[object] = []  # autograd does not keep the nodes alive, and the hooks die with them
         for n, buffers in enumerate(self._chunks) if early else ():
             self._nodes += [self._watch(p, n, k) for k, buffer in enumerate(buffers) for p in buffer.parameters]
 
     def _watch(self, parameter: nn.Parameter, chunk: int, buffer: int) -> object:
-        """Has `_arrived` called when a backward pass has made all that it will of the parameter's gradient."""
+        """Call `arrived` when a backward pass has finished the gradient; return the autograd node to keep."""
         with torch.enable_grad():
             used = parameter.view_as(parameter).grad_fn
         assert used is not None
@@ -55,14 +55,14 @@ class GradReducer:
         return node
 
     def expect(self, chunk: int) -> None:
-        """The next backward pass is the last that adds to gradients of `chunk`."""
+        """Announce that the next backward pass is the last one that accumulates gradients of `chunk`."""
         if self._early:
             self._awaited[chunk] = [set(buffer.parameters) for buffer in self._chunks[chunk]]
             self._begin_ready(chunk)
 
     @torch.no_grad()
     def _begin_ready(self, chunk: int) -> None:
-        """Begins the sums that nothing stands in the way of: neither a gradient that is not final nor another sum."""
+        """Start the reductions of all buffers whose gradients are final and whose predecessors have started."""
         ends, awaited = self._ends.setdefault(chunk, []), self._awaited.get(chunk)
         while len(ends) < len(self._chunks[chunk]) and not (awaited and awaited[len(ends)]):
             buffer = self._chunks[chunk][len(ends)]
@@ -71,7 +71,7 @@ class GradReducer:
             ends.append(buffer.start_reduce())
 
     def reduce(self, chunk: int) -> None:
-        """The gradients of `chunk` are final: begins what is left of its sums. Once per step."""
+        """Start the remaining reductions of `chunk`, whose gradients are final. To be called once per step."""
         if chunk in self._reduced:
             raise RuntimeError(
                 f"model chunk {chunk} was reduced twice in one step: its gradients would be summed twice"
@@ -83,7 +83,7 @@ class GradReducer:
             self._end(chunk)
 
     def finish(self) -> None:
-        """Reduces what was not, and returns when nothing is under way."""
+        """Reduce the chunks that were not reduced yet, and wait for all reductions."""
         for chunk in range(len(self._chunks)):
             if chunk not in self._reduced:
                 self.reduce(chunk)
@@ -92,7 +92,7 @@ class GradReducer:
         self._reduced.clear()
 
     def drop(self) -> None:
-        """Waits for what is under way and begins a new step: the sums are of no use."""
+        """Wait for all running reductions, discard their results and begin a new step."""
         for chunk in self._ends:
             self._end(chunk)
         self._ends.clear()
@@ -106,15 +106,15 @@ class GradReducer:
 
 
 def _over() -> None:
-    """The end of a sum that is over."""
+    """Do nothing: this replaces the wait function of a reduction that is complete."""
 
 
 class ParamGatherer:
-    """Weights that are being collected, and who must wait for which of them.
+    """The running all-gathers of weights, and the modules that wait for them.
 
-    A layer, which is a module in a list or dict of modules, waits for what lies in or under it. The part as a whole,
-    whose forward runs before, waits for all other weights. A layer's weights are therefore not to be read from
-    outside of its forward before `wait`.
+    A layer, which is a module in a list or dict of modules, waits for the weights of itself and its submodules. The
+    model part as a whole, whose forward runs before, waits for all other weights. Code outside a layer's forward must
+    therefore not read the layer's weights before `wait`.
     """
 
     def __init__(self, parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool) -> None:
@@ -124,15 +124,15 @@ class ParamGatherer:
             _follow(part, buffers, self._wait_for)
 
     def begin(self, buffer: Buffer) -> None:
-        """Starts to collect the weights of a buffer, whose own slice has been updated."""
+        """Start to all-gather the weights of a buffer in which this rank's slice has been updated."""
         self._under_way[buffer] = buffer.start_collect()
 
     def wait(self) -> None:
-        """Returns when all weights have arrived."""
+        """Wait until all weights have arrived."""
         self._wait_for(list(self._under_way))
 
     def settle(self) -> None:
-        """The end of an update: waits, unless the next forward pass is to do so layer by layer."""
+        """End an update: wait for all weights, unless the next forward pass waits layer by layer."""
         if not self._early:
             self.wait()
 
@@ -143,7 +143,7 @@ class ParamGatherer:
 
 
 def _follow(part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> None:
-    """Makes the layers of `part`, and the part itself, wait for their weights when they are called."""
+    """Make the layers of `part`, and `part` itself, wait for their weights when they are called."""
     layers = [layer for m in part.modules() if isinstance(m, _CONTAINERS) for layer in m.children()]
     waits = {layer: set(layer.parameters()) for layer in layers}
     waits[part] = set(part.parameters()).difference(*waits.values())

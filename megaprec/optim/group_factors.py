@@ -1,11 +1,11 @@
-"""Which learning rate and weight decay each parameter gets, by patterns of logical names.
+"""Factors of learning rate and weight decay for each parameter, by patterns of logical names.
 
     Group("*.bias", lr=2.0)                   twice the learning rate for biases
     Group("embedding.*", weight_decay=0.0)    an embedding that does not decay
 
-Both are factors of the optimizer's own values. The first group that matches a logical tensor decides; what it leaves
-open is as for all others: biases, norms and whatever else has fewer than two dims do not decay. Groups belong to the
-run, not to a checkpoint, which keeps state by logical name: other groups may be given when a run is taken up.
+Both are factors of the optimizer's own values. The first group that matches a logical tensor applies; a factor that it
+leaves out keeps its default: biases, norms and all other tensors with fewer than two dims do not decay. Groups belong
+to the run and not to a checkpoint, which stores state by logical name: a resumed run may have other groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,10 @@ from megaprec.optim.flat_buffer import Buffer
 
 @dataclass(frozen=True)
 class Group:
-    """pattern: of logical names, with `fnmatch`'s wildcards. lr, weight_decay: factors; None as for all others."""
+    """Factors for the logical tensors that match a pattern.
+
+    pattern: of logical names, with `fnmatch`'s wildcards. lr, weight_decay: factors; None for the default.
+    """
 
     pattern: str
     lr: float | None = None
@@ -44,11 +47,11 @@ class Slice:
     weight_decay: float
 
 
-Factors = tuple[float, float]  # of learning rate and weight decay
+Factors = tuple[float, float]  # factors of learning rate and weight decay
 
 
 def factors(part: Part, groups: Sequence[Group]) -> Factors:
-    """What the learning rate and the weight decay of a logical tensor are multiplied by."""
+    """Return the factors of learning rate and weight decay for a logical tensor."""
     usual = 1.0 if len(part.shape) >= 2 else 0.0
     for group in groups:
         if fnmatchcase(part.name, group.pattern):
@@ -58,7 +61,7 @@ def factors(part: Part, groups: Sequence[Group]) -> Factors:
 
 
 def by_factors(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> list[nn.Parameter]:
-    """Those with equal factors side by side, so that a buffer is cut into few slices; otherwise in their order."""
+    """Return the parameters, those with equal factors side by side, so that a buffer has few slices."""
     kinds: dict[tuple[Factors, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault(tuple(factors(part, groups) for part in layout_of(parameter).parts), []).append(parameter)
@@ -66,10 +69,13 @@ def by_factors(parameters: Sequence[nn.Parameter], groups: Sequence[Group]) -> l
 
 
 def slices(buffer: Buffer, groups: Sequence[Group]) -> Iterator[Slice]:
-    """The own slice cut where the factors change. Padding goes with what lies before it: it holds only zeros."""
+    """Yield this rank's slice of the buffer, cut where the factors change.
+
+    Padding belongs to the slice before it, because it holds only zeros.
+    """
     pieces = [(piece.start, factors(piece.part, groups)) for piece in buffer.pieces if piece.start < piece.stop]
     borders = [n for n in range(len(pieces)) if n == 0 or pieces[n][1] != pieces[n - 1][1]]
-    for border, following in zip(borders, [*borders[1:], None], strict=False):  # a rank may hold nothing but padding
+    for border, following in zip(borders, [*borders[1:], None], strict=False):  # a rank may hold only padding
         first = max(pieces[border][0], buffer.first)
         last = min(buffer.size if following is None else pieces[following][0], buffer.last)
         if first < last:

@@ -1,16 +1,16 @@
-"""The learning rate as a function of how far training has come.
+"""The learning rate as a function of training progress.
 
-`at(n)` gives the rate of the next step after n steps, or samples, of training: which of the two is the
-caller's choice, as long as `warmup`, `total` and `decay` count the same thing. Nothing is remembered
-between calls, so a resumed run and a run in another layout see the same rates.
+`at(n)` returns the rate of the next step after n steps, or samples, of training. The caller chooses one of the two, and
+`warmup`, `total` and `decay` must count the same unit. Nothing is remembered between calls, so a resumed run and a run
+in another layout see the same rates.
 
-The formulas are Megatron-LM's, and with them its first step: warm-up is peak * n / warmup, so the step
-after n = 0 trains at rate 0 and moves nothing but Adam's moments. After `total` the rate is `final`.
+The formulas are Megatron-LM's, including its first step: the warm-up rate is peak * n / warmup, so the step after n = 0
+has rate 0 and changes only Adam's moments. After `total` the rate is `final`.
 
 - constant: the peak.
 - linear, cosine: from the peak, at the end of warm-up, down to final at `total`.
 - wsd (warm-up, stable, decay): the peak until `decay` before `total`, then down to final; as in Megatron by
-  the factor 2 * 0.5**r - 1, where r is the part of the decay that is done.
+  the factor 2 * 0.5**r - 1, where r is the completed fraction of the decay.
 """
 
 import math
@@ -27,8 +27,8 @@ Kind = Literal["constant", "linear", "cosine", "wsd"]
 class LRSchedule:
     """A learning-rate schedule; `warmup`, `total` and `decay` are all in steps or all in samples.
 
-    `peak` and `final` are learning rates, the highest and the lowest; `decay` is the length of the tail of
-    "wsd" and is not read by the others. Raises UserError naming all values that do not fit together.
+    `peak` and `final` are the highest and the lowest learning rate; `decay` is the length of the final phase of "wsd"
+    and is ignored by the other kinds. Raises UserError that names all inconsistent values.
     """
 
     kind: Kind
@@ -43,7 +43,7 @@ class LRSchedule:
             raise UserError(*problems)
 
     def at(self, n: int) -> float:
-        """The learning rate of the next step when n steps (or samples) have been taken."""
+        """Return the learning rate of the next step after n steps (or samples)."""
         if self.warmup > 0 and n <= self.warmup:
             return self.peak * n / self.warmup
         if self.kind == "constant":
@@ -53,7 +53,7 @@ class LRSchedule:
         return self.final + self._share(n) * (self.peak - self.final)
 
     def _share(self, n: int) -> float:
-        """Where between final (0) and peak (1) the rate stands after warm-up."""
+        """Return the position of the rate between final (0) and peak (1) after warm-up."""
         if self.kind == "wsd":
             into_tail = n - (self.total - self.decay)
             return 1.0 if into_tail <= 0 else 2 * 0.5 ** (into_tail / self.decay) - 1
@@ -66,6 +66,6 @@ class LRSchedule:
         elif not 0 <= self.warmup <= self.total:
             yield f"warmup {self.warmup}: must be between 0 and {self.total}, the length of the run"
         elif self.kind == "wsd" and not 1 <= self.decay <= self.total - self.warmup:
-            yield f'decay {self.decay}: "wsd" needs a tail of 1 to {self.total - self.warmup}, what warm-up leaves'
+            yield f'decay {self.decay}: "wsd" needs a tail of 1 to {self.total - self.warmup}, the length after warm-up'
         if not 0 <= self.final <= self.peak:
             yield f"final {self.final:g}: must be between 0 and the peak, {self.peak:g}"

@@ -1,11 +1,12 @@
-"""Where the gradients of a parameter are summed over the micro-batches of a step: `main_grad`, its view of a buffer.
+"""Main gradients: the sum of a parameter's gradients over the micro-batches of a step, in a view of a buffer.
 
-Nothing clears that memory between steps, for that would be one more trip over all of it. The first gradient of a step
-is written over what the last step left there, the others are added. Who adds in a way that does not cover all of it, as
-to some rows of a table, has it cleared first; and what no gradient came for is cleared before it is summed over ranks.
+The `main_grad` memory is not cleared between steps, which would cost one more pass over all of it. The first gradient
+of a step overwrites the old values, and later ones are added. Code that adds to only some elements, for instance to
+some rows of a table, has the view cleared first; and the views of parameters that received no gradient are cleared
+before gradients are reduced over ranks.
 
-`parameter.grad`, where autograd puts gradients, is empty but within a backward pass. Whoever looks there in between, to
-clip or to unscale, would find nothing and go on with a norm of 0; a `Guarded` parameter says so instead.
+`parameter.grad`, the destination of autograd's gradients, is empty outside a backward pass. Code that reads it there,
+to clip or to unscale, would find nothing and continue with a norm of 0; a `Guarded` parameter raises an error instead.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 
-_grad: Any = torch.Tensor.grad  # autograd's place, whatever a class puts before it
+_grad: Any = torch.Tensor.grad  # autograd's own attribute, even if a subclass overrides `grad`
 
 
 class Guarded(nn.Parameter):
@@ -28,9 +29,9 @@ class Guarded(nn.Parameter):
         if has_gradient(self):
             name = layout_of(self).parts[0].name
             raise UserError(
-                f"{name}.grad is empty, for ParallelAMPOptimizer has taken the gradient: the optimizer clips by itself "
-                "(clip=), scales the loss (loss * optimizer.scale, no torch.amp.GradScaler), reports the norm (step) "
-                "and clears (optimizer.zero_grad); the sum on this rank, still scaled, is in main_grad"
+                f"{name}.grad is empty, because ParallelAMPOptimizer has taken the gradient: the optimizer clips by "
+                "itself (clip=), scales the loss (loss * optimizer.scale, no torch.amp.GradScaler), reports the norm "
+                "(step) and clears (optimizer.zero_grad); the sum on this rank, still scaled, is in main_grad"
             )
         return _grad.__get__(self)
 
@@ -44,8 +45,10 @@ class Guarded(nn.Parameter):
 
 
 def collect(parameter: nn.Parameter, main: Tensor) -> None:
-    """From now on gradients of the parameter go into `main`, of its shape; what an earlier backward pass has left is
-    the first of them."""
+    """Accumulate all later gradients of the parameter in `main`, which has the parameter's shape.
+
+    A gradient that an earlier backward pass has left in `grad` is accumulated first.
+    """
     parameter.main_grad = main  # type: ignore[attr-defined]
     parameter.megaprec_given = False  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(accumulate_autograd_grad)
@@ -55,31 +58,33 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
 
 
 def has_main_grad(parameter: nn.Parameter) -> bool:
-    """Whether gradients of the parameter go into a buffer, and not to autograd."""
+    """Return True if gradients of the parameter accumulate in a buffer, and not in `grad`."""
     return getattr(parameter, "main_grad", None) is not None
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether `main_grad` holds gradients of this step."""
+    """Return True if `main_grad` holds gradients of this step."""
     return getattr(parameter, "megaprec_given", False)
 
 
 def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
-    """`main_grad`, and whether a gradient that goes there now is the first of the step and has to be written over what
-    is there. From now on the parameter has a gradient."""
+    """Return `main_grad`, and True if the next gradient is the first of the step and must overwrite the old values.
+
+    The parameter is marked as having a gradient.
+    """
     first = not has_gradient(parameter)
     parameter.megaprec_given = True  # type: ignore[attr-defined]
     return parameter.main_grad, first  # type: ignore[attr-defined]
 
 
 def cleared(parameter: nn.Parameter) -> Tensor:
-    """`main_grad` with this step's gradients alone, to add to. From now on the parameter has a gradient."""
+    """Return `main_grad`, to add to, cleared of values of earlier steps. Mark the parameter as having a gradient."""
     main, first = begin_accumulation(parameter)
     return main.zero_() if first else main
 
 
 def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
-    """Takes in a gradient that autograd made itself; what layers of ours have added themselves left none."""
+    """Move a gradient from autograd's `grad` to `main_grad`. Layers that accumulate by themselves leave no `grad`."""
     if (grad := _grad.__get__(parameter)) is not None:
         main, first = begin_accumulation(parameter)
         main.copy_(grad) if first else main.add_(grad)
@@ -87,8 +92,10 @@ def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
 
 
 def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
-    """Takes in what was put into `grad` by hand, and clears what no gradient of this step came for, without counting
-    it as a gradient."""
+    """Accumulate gradients that were assigned to `grad`, and clear `main_grad` where no gradient of this step arrived.
+
+    A cleared `main_grad` does not count as a gradient.
+    """
     for parameter in parameters:
         accumulate_autograd_grad(parameter)
         if not has_gradient(parameter):
@@ -96,7 +103,7 @@ def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:
-    """Begins a new step."""
+    """Mark the parameters as having no gradient, to begin a new step."""
     for parameter in parameters:
         parameter.megaprec_given = False  # type: ignore[attr-defined]
         parameter.grad = None

@@ -1,8 +1,8 @@
 """The model chunks of a rank, laid out in flat buffers.
 
-Parameters that are alike (same dtype, same tied ranks, cut over as many ranks) share buffers. Two sorts of weights are
-not simply views of them: a DTensor has a `StandIn` there, and a weight that is kept in FP8 has codes, which
-`FP8Masters` makes when a pass begins.
+Parameters of one kind (same dtype, same tied ranks, sharded over as many ranks) share buffers. Two kinds of weights are
+not simply views of a buffer: a DTensor is represented by a `StandIn`, and a weight that is stored in FP8 has codes,
+which `FP8Masters` computes at the start of a pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,12 @@ from megaprec.precision.plan import PrecisionPlan
 
 
 class ModelBuffers:
-    """Takes over the parameters of `parts`, and moves what is not trained to the ranks' device.
+    """The buffers of all parameters of `parts`. Tensors that are not trained are moved to the ranks' device.
 
-    chunks: the buffers of each part. all: the same in one list, in an order that all dp ranks share. tied: the buffers
-    whose gradients are summed over pipeline ranks, each with their axis. stand_ins: for DTensors.
-    shards, average, state, seed: as in `Buffer`. bucket: elements of a buffer, or as many more as its last parameter
-    has.
+    chunks: the buffers of each part. all: all buffers in one list, in an order that all dp ranks share. tied: the
+    buffers whose gradients are summed over pipeline ranks, each with its axis. stand_ins: for DTensors.
+    shards, average, state, seed: as in `Buffer`. bucket: elements of a buffer; its last
+    parameter may exceed this number.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelBuffers:
         self.tied = [(buffer, axes[pipeline_ranks]) for buffer, pipeline_ranks in of_buffer if pipeline_ranks]
 
     def _buffer(self, alike: Sequence[nn.Parameter]) -> Buffer:
-        """What torch has spread over the ranks is neither summed nor cut again."""
+        """Return a buffer for these parameters. The slices of DTensors are neither reduced nor sharded again."""
         spread = any(alike[0] is one.parameter for one in self.stand_ins)
         return Buffer(
             by_factors(alike, self._groups),
@@ -78,25 +78,25 @@ class ModelBuffers:
         )
 
     def counted(self) -> Iterator[torch.Tensor]:
-        """Gradients in the own slices that no other rank counts: flat views."""
+        """Yield flat views of the gradients in this rank's slices that no other rank counts."""
         yield from (buffer.own(buffer.grads)[a:b] for buffer in self.all for a, b in buffer.counted())
 
     def copies(self) -> Iterator[torch.Tensor]:
-        """Gradients in the own slices that another rank counts: flat views."""
+        """Yield flat views of the gradients in this rank's slices that another rank counts."""
         yield from (buffer.own(buffer.grads)[a:b] for buffer in self.all for a, b in buffer.copies())
 
     def take_gradients(self) -> None:
-        """Takes the gradients of DTensors to the buffers."""
+        """Copy the gradients of DTensors to the buffers."""
         for one in self.stand_ins:
             one.take_gradient()
 
     def give_back(self) -> None:
-        """Writes the weights of DTensors to where the model has them."""
+        """Write the updated weights of DTensors to the model."""
         for one in self.stand_ins:
             one.give_back()
 
     def forget_gradients(self) -> None:
-        """Begins a new step."""
+        """Discard all gradients, to begin a new step."""
         for buffer in self.all:
             reset_accumulation(buffer.parameters)
         for one in self.stand_ins:

@@ -1,11 +1,11 @@
-"""What a model brings to the optimizer: which ranks it is trained on, and who has wrapped or cut it before.
+"""Checks of the model that is given to the optimizer: its ranks, and the wrappers that have sharded or wrapped it.
 
-torch's own wrappers average gradients over ranks, each in its way, and the optimizer sums them too. So that each
-gradient is summed once, a wrapper is either known here or refused by name:
+Each of torch's own wrappers averages gradients over ranks in its own way, and the optimizer reduces them too. So that
+each gradient is reduced once, a wrapper is either supported here or refused by name:
 
-    DistributedDataParallel     its sums are switched off; the optimizer makes them, in the plan's precision
-    FSDP2, HSDP (DTensors)      sums and cuts by itself, see `megaprec.optim.dtensors`
-    FSDP1 (FlatParameters)      refused: what a flat parameter holds has neither names nor shapes
+    DistributedDataParallel     its all-reduce is switched off; the optimizer reduces, in the plan's precision
+    FSDP2, HSDP (DTensors)      reduce and shard by themselves, see `megaprec.optim.dtensors`
+    FSDP1 (FlatParameters)      refused: the tensors in a flat parameter have neither names nor shapes
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,13 +38,14 @@ class Ranks:
 
     @staticmethod
     def of(mesh: DeviceMesh | None, parts: Sequence[nn.Module]) -> "Ranks":
-        """Those of `mesh`; without one this process alone, or all ranks that torch has spread each parameter over.
+        """Return the ranks of `mesh`.
 
-        Raises UserError where a model of its own would be trained on each of several ranks.
+        Without a mesh these are this process alone, or all ranks that torch has sharded each parameter over. Raises
+        UserError if each of several ranks would train a separate model.
         """
         pp, dp, tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
         device = device_of(mesh)
-        if mesh is None:  # wherever the model is
+        if mesh is None:  # the device of the model
             device = next((p.device for p in parameters_of(parts)), device)
         spread = [(name, p) for name, p in named(parts) if is_dtensor(p)]
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -59,14 +60,14 @@ class Ranks:
 
 def _without_mesh(device: torch.device, ranks: int) -> str:
     return (
-        f"{ranks} ranks joined torch.distributed, but the optimizer was given no mesh, and each rank would train a "
-        f'model of its own: pass mesh=init_device_mesh("{device.type}", ({ranks},), mesh_dim_names=("dp",)), from '
+        f"{ranks} ranks joined torch.distributed, but the optimizer was given no mesh, so each rank would train a "
+        f'separate model: pass mesh=init_device_mesh("{device.type}", ({ranks},), mesh_dim_names=("dp",)), from '
         "torch.distributed.device_mesh"
     )
 
 
 def named(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every trained parameter once, with its path in the part that it was first met in."""
+    """Yield every trained parameter once, with its path in the first part that contains it."""
     seen: set[nn.Parameter] = set()
     for part in parts:
         for name, parameter in part.named_parameters():
@@ -76,21 +77,24 @@ def named(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def require_known(parts: Sequence[nn.Module], tp: int) -> None:
-    """Raises UserError, naming parameters, for what cannot be told apart in the memory that parts hold: FSDP1's flat
-    parameters, parameters without a layout, and those that were laid out for another number of tensor ranks."""
+    """Raise UserError, naming parameters, for parameters that cannot be identified.
+
+    These are FSDP1's flat parameters, parameters without a layout, and parameters that were laid out for another number
+    of tensor-parallel ranks.
+    """
     if flat := [name for name, p in named(parts) if _is_flat(p)]:
         raise UserError(
-            f"{flat[0]} is a flat parameter of FSDP1 (FullyShardedDataParallel), which has neither the names nor the "
-            "shapes of what it holds: use fully_shard (FSDP2), or pass the model unwrapped, for the optimizer cuts its "
-            "state over dp by itself"
+            f"{flat[0]} is a flat parameter of FSDP1 (FullyShardedDataParallel), whose tensors have neither names nor "
+            "shapes: use fully_shard (FSDP2), or pass the model unwrapped, because the optimizer shards its state over "
+            "dp by itself"
         )
     if bare := [(name, p) for name, p in named(parts) if not has_layout(p)]:
         name, first = bare[0]
         more = f"; {len(bare) - 1} others have none either" if len(bare) > 1 else ""
         raise UserError(
             f"{name}: a parameter of shape {tuple(first.shape)} has no layout: give it one with "
-            "megaprec.attach_whole(model), after fully_shard if that is used, which names each by its path, or a part "
-            f"of a parallel layer with megaprec.attach{more}"
+            "megaprec.attach_whole(model), which names parameters by their paths (after fully_shard, if it is used), "
+            f"or with megaprec.attach for a part of a parallel layer{more}"
         )
     for part in (part for p in parameters_of(parts) for part in layout_of(p).parts):
         if part.shards * part.copies != tp:
@@ -103,7 +107,10 @@ def _is_flat(parameter: nn.Parameter) -> bool:
 
 
 def averages(parts: Sequence[nn.Module], dp: Axis, said: bool | None) -> bool:
-    """Whether gradients are averaged over dp. said: what the user says of it. Raises UserError if nothing says it."""
+    """Return True if gradients are averaged over dp.
+
+    said: the user's choice. Raises UserError if neither the user nor a wrapper decides it.
+    """
     spread = any(is_dtensor(p) for p in parameters_of(parts))
     if spread and said is False:
         raise UserError("average = False: fully_shard averages gradients over its ranks, so leave average out")
@@ -119,7 +126,7 @@ def averages(parts: Sequence[nn.Module], dp: Axis, said: bool | None) -> bool:
 
 
 def disable_ddp_sync(parts: Sequence[nn.Module]) -> None:
-    """Leaves the sums of each DistributedDataParallel among the parts to the optimizer."""
+    """Disable the all-reduce of each DistributedDataParallel among the parts: the optimizer reduces gradients."""
     for wrapper in _wrappers(parts):
         wrapper.require_backward_grad_sync = False
 
@@ -129,21 +136,21 @@ def _wrappers(parts: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
 
 
 def require_nothing_left(parts: Sequence[nn.Module], overlap: bool, zero_size: int) -> None:
-    """Raises UserError if the optimizer is asked to cut or to overlap what fully_shard does by itself."""
+    """Raise UserError if the optimizer is asked to shard or to overlap parameters that fully_shard manages."""
     asked = {"overlap": overlap, "zero_size": zero_size}
     spread = next((p for p in parameters_of(parts) if is_dtensor(p)), None)
     if spread is not None and (key := next((key for key, value in asked.items() if value), "")):
         raise UserError(
-            f"{key} = {asked[key]}: {layout_of(spread).parts[0].name} is cut over ranks by fully_shard, which sums "
-            f"gradients and collects weights by itself: leave {key} out"
+            f"{key} = {asked[key]}: {layout_of(spread).parts[0].name} is sharded over ranks by fully_shard, which "
+            f"reduces gradients and all-gathers weights by itself: leave {key} out"
         )
 
 
 def move_rest(part: nn.Module, plan: PrecisionPlan, device: torch.device, marked: AbstractSet[nn.Parameter]) -> None:
-    """Moves to the device what is not trained: frozen parameters, in the dtype that they would be held in, and
-    buffers. marked: parameters that stay in FP32.
+    """Move everything that is not trained to the device: frozen parameters, in their planned dtype, and buffers.
 
-    Raises UserError for a frozen parameter that torch has spread over ranks in another dtype.
+    marked: parameters that stay in FP32. Raises UserError for a frozen parameter that torch has sharded in another
+    dtype.
     """
     for name, frozen in ((name, p) for name, p in part.named_parameters() if not p.requires_grad):
         usual = param_dtype(frozen, plan) if has_layout(frozen) else plan.parameters
@@ -155,5 +162,5 @@ def move_rest(part: nn.Module, plan: PrecisionPlan, device: torch.device, marked
                 f"{name} is held in {dtype_name(frozen.dtype)} by fully_shard, but the plan has parameters = "
                 f"{dtype_name(held)}: cast it before fully_shard"
             )
-    for table in part.buffers():  # of models of the user's own; ours have none
+    for table in part.buffers():  # only users' models have buffers; those of this project have none
         table.data = table.data.to(device)

@@ -23,7 +23,7 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 enum { LANES = 16, AT_ONCE = 4, AHEAD = 2048, NEAR = 512, PAIR = 2 * LANES };
 
 /* Sum of squares and number of zeros of `n` <= BLOCK elements. An FP32 sum that overflowed, or that may have lost
-squares that underflowed, is made again in FP64: it is finite exactly if all elements are. */
+squares that underflowed, is recomputed in FP64: it is finite exactly if all elements are. */
 static double block(const float *x, long n, int64_t *zeros) {
     Floats sums[AT_ONCE] = {0};
     Ints counts[AT_ONCE] = {0};

@@ -1,9 +1,9 @@
-"""Kernels in C for the optimizer step on a CPU: one pass for the statistics, one for AdamW.
+"""C kernels for the optimizer step on a CPU: one pass over memory for the statistics, one for AdamW.
 
-torch's operators read the gradients twice for norm and zeros, and start anew for each block of an update that has to
-stay in the cache. `native.c` goes through memory once for each of the two. It is compiled at first use for the machine
-at hand, with `cc` or what the variable CC names, and kept in the user's cache folder under a name made of all that it
-depends on, so that any number of ranks may come at once.
+torch's operators read the gradients twice for norm and zeros, and are launched again for each block of an update that
+has to stay in the cache. `native.c` reads memory once for each of the two. It is compiled at first use for this
+machine, with `cc` or the compiler in the variable CC. The library is stored in the user's cache folder under a name
+derived from everything that it depends on, so that any number of ranks may compile it at once.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
 
 class _Numbers(ctypes.Structure):
-    """What all elements share in a step: FP32, computed in FP64."""
+    """The numbers that all elements share in a step: FP32, computed in FP64."""
 
     _fields_ = tuple(
         (name, ctypes.c_float)
@@ -48,12 +48,14 @@ class Kernels:
         self._span = int(library.megaprec_span())
 
     def reads(self, values: Tensor) -> bool:
-        """Whether `statistics` can be given these."""
+        """Return True if `statistics` supports these values."""
         return values.device.type == "cpu" and values.dtype == torch.float32 and values.is_contiguous()
 
     def statistics(self, values: Tensor) -> Tensor:
-        """float64 [2] of flat FP32 values on a CPU: the sum of squares, not finite exactly if some value is not, and
-        the number of zeros, -0.0 among them. The same for any number of threads."""
+        """Return float64 [2] of flat FP32 values on a CPU: the sum of squares and the number of zeros, including -0.0.
+
+        The sum is finite exactly if all values are. The result does not depend on the number of threads.
+        """
         assert self.reads(values)
         spans = -(-values.numel() // self._span)
         sums, zeros = torch.zeros(spans, dtype=torch.float64), torch.zeros(spans, dtype=torch.int64)
@@ -61,7 +63,10 @@ class Kernels:
         return torch.stack((sums.sum(), zeros.sum().double()))
 
     def updates(self, block: Tile) -> bool:
-        """Whether `adamw_` can be given this: FP32 masters, gradients and averages, weights FP32 or rounded to bf16."""
+        """Return True if `adamw_` supports the tile.
+
+        Masters, gradients and moments must be FP32, weights FP32 or rounded to nearest bf16.
+        """
         if block.masters is None or len(block.state) != 2:
             return False
         wide = (block.masters, block.grads, *(values for _, values in block.state))
@@ -71,7 +76,7 @@ class Kernels:
         return all(self.reads(values) and values.numel() == low.numel() for values in wide) and (same or rounds)
 
     def adamw_(self, block: Tile, rule: AdamW, step: Step) -> None:
-        """Updates all that the block holds, without looking at `found`. Gradients stay as they are."""
+        """Update all elements of the tile, without reading `found`. The gradients are not changed."""
         assert self.updates(block) and block.masters is not None
         low = None if block.weights.data_ptr() == block.masters.data_ptr() else block.weights.data_ptr()
         tensors = (block.masters, block.grads, *(values for _, values in block.state))
@@ -80,7 +85,7 @@ class Kernels:
 
 
 def kernels_for(rule: UpdateRule, device: torch.device) -> Kernels:
-    """The kernels. Raises UserError for what they are never of use to."""
+    """Return the kernels. Raise UserError for a rule or a device that they do not support."""
     if type(rule) is not AdamW or device.type != "cpu":
         raise UserError(
             f"native kernels update by AdamW on a CPU, not by {type(rule).__name__} on {device.type}: leave native out"
@@ -96,7 +101,10 @@ def _numbers(rule: AdamW, step: Step) -> _Numbers:
 
 
 def _built() -> Path:
-    """The library, compiled unless it is there. Its name tells source, flags, compiler and instructions apart."""
+    """Return the path of the library, compiled if it is missing.
+
+    Its name is a hash of the source, the flags, the compiler and the instruction set.
+    """
     compiler = shlex.split(os.environ.get("CC") or "cc")
     target = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
     parts = (_SOURCE.read_text(encoding="utf-8"), shlex.join([*compiler, *_FLAGS]), target)
@@ -105,7 +113,7 @@ def _built() -> Path:
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         if cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
-            raise UserError(f"native: {cache} may be written by others, so what lies there is not loaded: chmod 700 it")
+            raise UserError(f"native: {cache} may be written by others, so no library in it is loaded: chmod 700 it")
         if library.exists():
             return library
         with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -118,11 +126,11 @@ def _built() -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """What a compiler prints. Raises UserError if it is not there or fails."""
+    """Return the output of a compiler. Raise UserError if it cannot be run or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except OSError as error:
         raise UserError(f"native needs a C compiler: {command[0]!r} cannot be run; install one or set CC") from error
     except subprocess.CalledProcessError as error:
-        said = next((line for line in error.stderr.splitlines() if "error" in line), "it did not say why")
+        said = next((line for line in error.stderr.splitlines() if "error" in line), "it printed no error")
         raise UserError(f"native: the compiler {command[0]!r} failed: {said}; set CC to another one") from error

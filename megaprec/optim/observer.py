@@ -1,7 +1,7 @@
-"""Looking on while a step is decided and applied.
+"""Observers of a step: callbacks while the step is decided and applied.
 
 An optimizer calls its observers on every rank, in the order of the methods below. Without observers nothing is called.
-An observer may read what it is shown; one that changes it changes the step, which is how tests plant faults.
+An observer may read its arguments. An observer that changes them changes the step, which is how tests plant faults.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from megaprec.optim.step_report import StepReport
 
 
 class StepObserver:
-    """Does nothing at any of the moments of a step; override those that are of interest.
+    """A base class that does nothing at any moment of a step; override the moments of interest.
 
-    buffers: all of this rank's. Gradients are final in each buffer's own slice alone, and still times `scale`, float32
-    of shape [].
+    buffers: all buffers of this rank. Gradients are final only in each buffer's own slice, and still multiplied by
+    `scale`, float32 of shape [].
     """
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
-        """Gradients are summed over ranks, and no statistics of them are taken yet."""
+        """Observe gradients that are reduced over ranks, before their statistics are computed."""
 
     def decided(self, buffers: Sequence[Buffer], scale: Tensor, found: Tensor) -> None:
-        """All ranks have agreed, and nothing is changed yet. found: float32 of shape [], 1 if nothing will be."""
+        """Observe the agreement of all ranks, before any change. found: float32 of shape [], 1 to skip the step."""
 
     def updated(self, buffers: Sequence[Buffer]) -> None:
-        """Masters and averages are updated, if they were to be; weights may still be travelling."""
+        """Observe the masters and moments after their update, if there was one. Weights may still be all-gathered."""
 
     def outcome(self, report: StepReport) -> None:
-        """The step is over."""
+        """Observe the end of the step."""

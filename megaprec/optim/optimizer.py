@@ -1,18 +1,18 @@
-"""The parallel AMP optimizer: every step either happened on all ranks or on none.
+"""The parallel AMP optimizer: every step is applied on all ranks or on none.
 
-One step, after the backward pass has summed gradients into the buffers:
+One step, after the backward pass has accumulated gradients in the buffers:
 
-    1. reduce      gradients that are shares are summed over tp, then over dp, tied ones over their pipeline ranks
-    2. statistics  one read of the own slices; one all-reduce of a few numbers over the whole mesh, so that every
-                   rank holds the same loss, norm and zero count and takes the same decision, in every precision
-    3. update      one pass over the own slices. Unscaling and clipping are one division inside it, and where
-                   something was not finite it leaves weights, averages and step count alone
-    4. scaler      is told; the factor divided out in 3 is the one the loss was multiplied by
-    5. collect     the masters were rounded into the weights in 3; under ZeRO-1 slices are now collected
-    6. attribute   only after a skipped step: which parameters held what was not finite
+    1. reduce      partial gradients are summed over tp, then all over dp, tied ones over their pipeline ranks
+    2. statistics  one read of this rank's slices; one all-reduce of a few numbers over the whole mesh, so that every
+                   rank has the same loss, norm and zero count and takes the same decision, in every precision
+    3. update      one pass over this rank's slices. Unscaling and clipping are one division inside it, and if
+                   a gradient or the loss was not finite, weights, moments and step count stay unchanged
+    4. scaler      is updated; the divisor in 3 is the scale by which the loss was multiplied
+    5. gather      the masters were rounded to the weights in 3; under ZeRO-1 the slices are now all-gathered
+    6. attribute   only after a skipped step: the parameters that held non-finite gradients are named
 
-Over dp gradients are averaged, if each rank's loss is the mean over its own samples, or summed, if it is the rank's
-share of a mean over all of them: `average` says which.
+Over dp, gradients are averaged if each rank's loss is the mean over its own samples, or summed if it is the rank's
+share of a mean over all samples: `average` says which.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,29 +58,33 @@ from megaprec.precision.plan import PrecisionPlan
 class ParallelAMPOptimizer(torch.optim.Optimizer):
     """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
-    parts: the model chunks that this rank holds, in order. Their parameters carry layouts; their memory is taken
-        over by flat buffers on the mesh's device, without a mesh on their own. A chunk may be wrapped in
-        DistributedDataParallel, whose sums are then left to the optimizer, or cut by fully_shard
+    parts: the model chunks that this rank holds, in order. Their parameters carry layouts. Flat buffers take over their
+        memory, on the mesh's device, or without a mesh on the parameters' device. A chunk may be wrapped in
+        DistributedDataParallel, whose all-reduce is then switched off, or sharded by fully_shard
         (`megaprec.optim.dtensors`).
-    mesh: with some of the axes pp, dp and tp, in this order; None for a plain process, and where fully_shard has cut.
+    mesh: with some of the axes pp, dp and tp, in this order; None for a single process, and for a model that
+    fully_shard
+        has sharded.
     lr: the learning rate, which torch's schedulers change in `param_groups`; None if each `step` is given its own.
-    average: whether each dp rank's loss is the mean over its own samples, so that gradients are averaged over dp, or
-        its share of a mean over all ranks' samples, so that they are summed. To be said where there are several dp
-        ranks, unless the model is wrapped in DistributedDataParallel or cut by fully_shard: these average.
-    rule: how weights change; AdamW with its defaults unless given. Give each optimizer its own.
+    average: True if each dp rank's loss is the mean over its own samples, so that gradients are averaged over dp; False
+        if it is the rank's share of a mean over all ranks' samples, so that they are summed. Required if there are
+        several
+        dp ranks, unless the model is wrapped in DistributedDataParallel or sharded by fully_shard: these average.
+    rule: the update rule; AdamW with its defaults unless given. Each optimizer needs its own.
     groups: factors of learning rate and weight decay by logical name; biases and norms do not decay by default.
-    clip: the largest global norm of the gradients; 0 to leave them as they are. norm: which one, 2, inf or any p >= 1.
-    zero_size: neighbouring dp ranks that share one copy of masters and averages (ZeRO-1): 0 for all of them, 1 for
-        none. It must divide the number of dp ranks.
-    overlap: sums over dp begin within the backward pass that `expect` announces, and weights are collected beside the
-        next forward pass; `wait` before looking at weights in between, and before letting go of the optimizer: what
-        nobody waits for any more would be taken for the next message.
-    bucket: elements that a sum or a collection takes at a time, or as many more as its last parameter has.
+    clip: the largest global norm of the gradients; 0 disables clipping. norm: its order, 2, inf or any p >= 1.
+    zero_size: number of neighbouring dp ranks that share one copy of masters and moments (ZeRO-1): 0 for all dp ranks,
+        1 for no sharding. It must divide the number of dp ranks.
+    overlap: the reduction over dp starts during the backward pass that `expect` announces, and weights are all-gathered
+        during the next forward pass. Call `wait` before reading weights in between, and before discarding the
+        optimizer:
+        later collectives would be matched with those that were never waited for.
+    bucket: elements of a reduction or an all-gather; the last parameter of a bucket may exceed this number.
     seed: of stochastic rounding.
-    native: AdamW on a CPU by kernels that a C compiler makes, wherever masters, gradients and averages are FP32 and
-        weights FP32 or rounded to bf16 nearest; the results are the same but for the last bits of the norm.
-    observers: called at each step's moments; more may be added to the attribute of this name.
-    Raises UserError for what does not fit together.
+    native: AdamW on a CPU by kernels that a C compiler builds, wherever masters, gradients and moments are FP32 and
+        weights are FP32 or rounded to nearest bf16. The results are equal except for the last bits of the norm.
+    observers: called at each moment of a step; more may be added to the attribute of this name.
+    Raises UserError for inconsistent arguments.
     """
 
     def __init__(
@@ -107,25 +111,25 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self.clip, self.weight_decay, self.seed = clip, weight_decay, seed
         self.rule: UpdateRule = rule or AdamW()
         if not norm >= 1:
-            raise UserError(f"norm {norm}: give 2, inf or another number from 1 on")
+            raise UserError(f"norm {norm}: must be 2, inf or another number of at least 1")
         ranks = Ranks.of(mesh, parts)
         self.pp, self.dp, self.tp, self.world, self.device = ranks.pp, ranks.dp, ranks.tp, ranks.world, ranks.device
         require_known(parts, self.tp.size)
         self.average = averages(parts, self.dp, average)
         self.shards = Axis.cut(mesh, "dp", zero_size or Axis.of(mesh, "dp").size, "zero")
-        plan, self.marked = self._understood(parts, plan, groups)  # the latter: logical names
+        plan, self.marked = self._understood(parts, plan, groups)  # marked: logical names
         self.plan = plan
         self.kernels = kernels_for(self.rule, self.device) if native else None
         self.scaler = make_scaler(plan.scaling, self.device)
-        self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # applied so far
-        self.stop = False  # set it on any rank: the next step's report has it on all of them
+        self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # number of applied steps
+        self.stop = False  # if any rank sets it, the next step's report has it on all ranks
         self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay)
         super().__init__(self._groups.values(), {})
         disable_ddp_sync(parts)
         require_nothing_left(parts, overlap, zero_size)
         names, average = self.rule.names, self.average
         memory = ModelBuffers(parts, plan, mesh, ranks, self.shards, groups, bucket, names, seed, average)
-        self._memory, self._tied, self.buffers = memory, memory.tied, memory.chunks  # the last: by model chunk
+        self._memory, self._tied, self.buffers = memory, memory.tied, memory.chunks  # buffers: by model chunk
         self._slices = [
             (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
         ]
@@ -140,7 +144,10 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     def _understood(
         self, parts: Sequence[nn.Module], plan: PrecisionPlan, groups: Sequence[Group]
     ) -> tuple[PrecisionPlan, tuple[str, ...]]:
-        """The plan with what is marked FP32, and that. Raises UserError for patterns that match nothing anywhere."""
+        """Return the plan with marked parameters in FP32, and their logical names.
+
+        Raises UserError for patterns that match nothing on any rank.
+        """
         laid_out = (parameter for part in parts for parameter in part.parameters() if has_layout(parameter))
         names = sorted({n.name for p in laid_out for n in layout_of(p).parts})
         require_used("precision.keep_fp32", plan.keep_fp32, names, self.world, self.device)
@@ -148,7 +155,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         return keeping_marked(parts, plan, self.world, self.device)
 
     def _fp8_masters(self) -> FP8Masters | None:
-        """The masters of weights that are kept in FP8, if any are; their codes are collected as other weights are."""
+        """Return the masters of weights that are stored in FP8, or None. Codes are all-gathered like other weights."""
         in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
         if not in_codes:
             return None
@@ -156,35 +163,35 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         return FP8Masters(collect, self._weights.settle, self.shards, self.tp)
 
     def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Tile]:
-        """A slice as it is updated: whole if the kernels can, else in runs that suit the device."""
+        """Return the tiles of a slice: a single one if the C kernels support it, else runs that suit the device."""
         whole = list(buffer.blocks(s.first, s.last, s.last - s.first))
         if self.kernels is not None and self.kernels.updates(whole[0]):
             return whole
         return list(buffer.blocks(s.first, s.last))
 
     def all_buffers(self) -> list[Buffer]:
-        """Every buffer of this rank, in an order that all dp ranks share."""
+        """Return every buffer of this rank, in an order that all dp ranks share."""
         return self._memory.all
 
     @property
     def scale(self) -> Tensor:
-        """What the loss of this step is to be multiplied by: float32 of shape [], the same on every rank."""
+        """Return the factor for the loss of this step: float32 of shape [], the same on every rank."""
         return self.scaler.scale
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Memory that this rank keeps for each element of its own weights: theirs, gradients, masters and averages."""
+        """Return this rank's bytes of weights, gradients, masters and moments for each element of its weights."""
         buffers = self.all_buffers()
         return sum(b.num_bytes() for b in buffers) / max(1, sum(b.size for b in buffers))
 
     def numbers(self) -> dict[str, Any]:
-        """What is not a tensor of the model: plain numbers, the same on every rank."""
+        """Return the state that is not a tensor of the model: plain numbers, the same on every rank."""
         rates = {"param_groups": kept} if (kept := saved(self._groups)) else {}
         return {"steps": int(self.steps.item()), "scaler": self.scaler.state_dict(), "rule": self.rule.scalars, **rates}
 
     @torch.no_grad()
     def load_numbers(self, numbers: dict[str, Any]) -> None:
-        """Takes up saved numbers, and makes the weights from the masters as they now are."""
+        """Load saved numbers, and compute the weights from the present masters."""
         self.wait()
         self.steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
@@ -198,65 +205,70 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """All of the state, whole on every rank: `numbers` and, by "kind/logical name", tensors on the CPU.
+        """Return the whole state on every rank: `numbers` and, by "kind/logical name", tensors on the CPU.
 
-        Collective over the mesh. For what does not fit into the memory of each rank: `megaprec.checkpoint`.
+        Collective over the mesh. For a state that does not fit into the memory of each rank, use `megaprec.checkpoint`.
         """
         return {**self.numbers(), "tensors": gather_tensors(self.all_buffers(), self.world, self.device)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a state of any layout. Raises UserError, before anything is changed, if it is of another model."""
+        """Load a state of any layout. Raise UserError, before anything is changed, if it belongs to another model."""
         if lacking := [key for key in ("tensors", "steps", "scaler") if key not in state]:
-            raise UserError(f"this is no state of an optimizer: it has no {' and no '.join(lacking)}")
+            raise UserError(f"this is not an optimizer state: it has no {' and no '.join(lacking)}")
         self.wait()
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_numbers(state)
 
     def expect(self, chunk: int = 0) -> None:
-        """The next backward pass through model chunk `chunk` completes its gradients. With `overlap` each buffer's
-        sums begin when the pass is done with it."""
+        """Announce that the next backward pass through model chunk `chunk` completes its gradients.
+
+        With `overlap`, the reduction of each buffer starts when its gradients are complete.
+        """
         self._sums.expect(chunk)
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
-        """Once per step, when the gradients of model chunk `chunk` are complete: sums them over tp and dp, or with
-        `overlap` begins to; then `step` waits for it."""
+        """Reduce the complete gradients of model chunk `chunk` over tp and dp. To be called once per step.
+
+        With `overlap` the reduction is only started, and `step` waits for it.
+        """
         self._sums.reduce(chunk)
 
     def wait(self) -> None:
-        """Returns when the layers' weights are those of the last step. A model's forward calls it by itself."""
+        """Wait until the layers have the weights of the last step. A model's forward waits by itself."""
         self._weights.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of this step, which `step` does by itself. Collective where sums are under way."""
+        """Discard the gradients of this step, as `step` does by itself. Collective while reductions are running."""
         self._sums.drop()
         self._memory.forget_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Is for torch's constructor alone. Raises UserError later, for the parameters lie side by side by then."""
+        """Add a group, in torch's constructor only. Raise UserError later: the buffers are then fixed."""
         if hasattr(self, "buffers"):
-            raise UserError("parameters cannot be added to an optimizer that is built: build it over all of them")
+            raise UserError("parameters cannot be added to an existing optimizer: build it over all of them")
         super().add_param_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Is asked for by torch.amp.GradScaler alone. Raises UserError."""
+        """Raise UserError: only torch.amp.GradScaler reads this attribute."""
         raise UserError(
-            "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: leave the "
-            "GradScaler out, call (loss * optimizer.scale).backward() and optimizer.step()"
+            "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: remove the "
+            "GradScaler and call (loss * optimizer.scale).backward() and optimizer.step()"
         )
 
     @torch.no_grad()
     def step(self, lr: float | None = None, loss: Tensor | None = None) -> StepReport:  # pyright: ignore
-        """Applies or skips the step and forgets the gradients, after reducing those that `reduce` was not called for.
+        """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are reduced first.
 
-        lr: the learning rate; None if the optimizer was built with one, for then that of `param_groups` counts.
-        loss: of this rank (unscaled), None for no share: with `average` its own mean, else its share of the global
-            mean loss, so that the sum over all ranks is that loss.
-        Raises UserError unless the learning rate is given once; RuntimeError on every rank, with nothing changed, if
-        the ranks came with different scalers or with gradients of different parameters, or if parameters were moved
-        out of the optimizer's memory; NonFiniteStep if the plan says so.
+        lr: the learning rate; None if the optimizer was built with one, because then `param_groups` has it.
+        loss: of this rank (unscaled), None for no share: with `average` the mean of its own samples, else its share of
+        the
+            global mean loss, so that the sum over all ranks is that loss.
+        Raises UserError unless the learning rate is given once. Raises RuntimeError on every rank, with nothing
+        changed, if the ranks have different scalers or gradients of different parameters, or if parameters were moved
+        out of the optimizer's memory. Raises NonFiniteStep if the plan says so.
         """
         rates(self._groups, lr)
         self._finish_sums()
@@ -265,7 +277,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         return self._conclude(self._agree(loss), lr)
 
     def _conclude(self, agreed_on: Tensor, lr: float | None) -> StepReport:
-        """Does with the gradients what `agreed_on`, the numbers of `_agree`, says, and forgets them."""
+        """Decide, update and report a step from `agreed_on`, the reduced numbers of `_agree`; discard the gradients."""
         agreed = self._agreement.read(agreed_on)
         scale = self.scale.clone()
         norm = agreed.norm / scale
@@ -287,7 +299,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         return report
 
     def _finish_sums(self) -> None:
-        """Afterwards the gradients in the own slices are those of the whole model, and nothing is under way."""
+        """Complete all reductions, so that the gradients in this rank's slices are those of the whole model."""
         self.wait()
         require_in_place(self.all_buffers())
         self._memory.take_gradients()
@@ -296,11 +308,11 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
             axis.sum_(buffer.own(buffer.grads))
 
     def _agree(self, loss: Tensor | None) -> Tensor:
-        """The numbers of `StepConsensus`, summed over the whole mesh."""
+        """Return the numbers of `StepConsensus`, summed over the whole mesh."""
         return self.world.sum_(self._own_numbers(loss))
 
     def _own_numbers(self, loss: Tensor | None) -> Tensor:
-        """What this rank has to say of its gradients, to be summed over the whole mesh."""
+        """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
         agreement, missing = self._agreement, grad_presence.missing(self.all_buffers())
         counted = statistics(self._counted, self._copies, self.device, self.kernels)
         norm = counted[0] if agreement.p == 2 else norm_of(self._counted, agreement.p, self.device)
@@ -309,26 +321,26 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         return agreement.pack(counted, loss, scaler, grad_presence.digest(missing), norm, self.stop)
 
     def _forbidden(self, agreed: Consensus) -> Tensor:
-        """float32 [], 1 if this step may change nothing."""
+        """Return float32 [], 1 if this step must change nothing."""
         allowed = agreed.same_scaler & agreed.same_parameters
         if self.plan.on_nonfinite != "ignore":
             allowed = allowed & agreed.finite
         return allowed.logical_not().float()
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
-        """At most 1; 1 for a norm that is not finite, which only a plan that ignores this makes use of."""
+        """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan ignores overflows."""
         if self.clip <= 0:
             return torch.ones_like(norm)
         return torch.where(norm.isfinite(), (self.clip / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
     def _update(self, lr: float | None, divisor: Tensor, found: Tensor) -> None:
-        """The rule applied to gradient / divisor, or nothing at all where `found` is 1."""
+        """Apply the rule to gradient / divisor, or change nothing if `found` is 1."""
         self.steps += 1 - found
-        if self.device.type != "cpu" or not found:  # a GPU is not asked: what it computes leaves all as it is
+        if self.device.type != "cpu" or not found:  # no wait for `found` on a GPU: a skipped update changes nothing
             self._apply(lr, divisor, found, self._update_block)
 
     def _apply(self, lr: float | None, divisor: Tensor, found: Tensor, update: Callable[[Tile, Step], None]) -> None:
-        """The update, block by block, as the step number `steps`, and the collection of weights."""
+        """Update all tiles as step number `steps`, and all-gather the weights."""
         steps, rates_of = self.steps.clamp(min=1), rates(self._groups, lr)
         for buffer, parts in self._slices:
             for s, blocks in parts:
@@ -336,13 +348,13 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
                 for block in blocks:
                     update(block, step)
             if not buffer.in_codes:
-                self._weights.begin(buffer)  # while the next buffer is updated
+                self._weights.begin(buffer)  # overlaps with the update of the next buffer
         self._weights.settle()
         self._memory.give_back()
         self.rule.advance(found)
 
     def _update_block(self, block: Tile, step: Step) -> None:
-        """May leave anything in the block's gradients but what makes non-finite ones finite."""
+        """Update one tile. Its gradients may be overwritten, but non-finite ones stay non-finite."""
         if self.kernels is not None and self.kernels.updates(block):
             assert isinstance(self.rule, AdamW)
             self.kernels.adamw_(block, self.rule, step)
@@ -352,7 +364,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         block.keep(weights, state, self.steps)
 
     def _report(self, agreed: Consensus, norm: Tensor, scale: Tensor, lr: float | None) -> StepReport:
-        """The only place where the host waits for the device. A skipped step's gradients are looked into."""
+        """Return the report of the step, with offenders if it was skipped. Here alone the host waits for the device."""
         flags = torch.stack((agreed.finite, agreed.same_scaler, agreed.same_parameters)).double()
         numbers = torch.cat((torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros))
         loss, size, scaled_by, stops, finite, same_scaler, same_parameters, *zeros = numbers.tolist()

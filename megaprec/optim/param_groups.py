@@ -1,9 +1,9 @@
-"""The optimizer's parameter groups as torch knows them, from which schedulers read rates and into which they write.
+"""The optimizer's parameter groups in torch's format, in which schedulers read and write learning rates.
 
-Parameters that share factors of learning rate and weight decay (`megaprec.optim.group_factors`) are a group; its
-"lr" and "weight_decay" are the numbers really used, factors included. The learning rate comes from one place: from here
-if the optimizer was built with `lr`, and from the caller of each step otherwise. Then no group has an "lr", and whoever
-asks for one, as a scheduler does, is told so.
+Parameters that share factors of learning rate and weight decay (`megaprec.optim.group_factors`) form a group. Its "lr"
+and "weight_decay" are the effective values, including the factors. The learning rate has one source: these groups if
+the optimizer was built with `lr`, and the caller of each step otherwise. In the second case no group has an "lr", and
+reading it, as a scheduler does, raises an error that says so.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ class ParamGroup(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         if key == "lr":
             raise UserError(
-                "the optimizer has no learning rate of its own, for it was built without lr: give "
+                "the optimizer has no learning rate, because it was built without lr: give "
                 "ParallelAMPOptimizer(lr=...) for torch's LR schedulers, or each step its rate, step(lr=...)"
             )
         raise KeyError(key)
@@ -33,10 +33,10 @@ class ParamGroup(dict[str, Any]):
 def param_groups(
     parameters: Iterable[nn.Parameter], groups: Sequence[Group], lr: float | None, weight_decay: float
 ) -> dict[Factors, ParamGroup]:
-    """A group for each pair of factors of learning rate and weight decay. The first one is that of factors 1, also on a
-    rank that has no such parameter.
+    """Return a group for each pair of factors of learning rate and weight decay.
 
-    A parameter of several logical tensors lies in the group of the first one's factors; the others' are there too.
+    The first group has factors 1, even on a rank that has no such parameter. A parameter of several logical tensors
+    lies in the group of the first tensor's factors; the groups of the other tensors' factors exist too.
     """
     pairs = {parameter: [factors(part, groups) for part in layout_of(parameter).parts] for parameter in parameters}
     made: dict[Factors, ParamGroup] = {}
@@ -50,16 +50,16 @@ def param_groups(
 
 
 def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rates]:
-    """Learning rate and weight decay by factors. lr: of this step, for an optimizer that was built without.
+    """Return learning rate and weight decay by factors. lr: of this step, for an optimizer that was built without.
 
     Raises UserError unless the rate is given once.
     """
     if callable(lr):
-        raise UserError("step takes a learning rate, not a closure: run forward and backward before")
+        raise UserError("step takes a learning rate, not a closure: run forward and backward before step")
     if lr is not None and any("lr" in group for group in of.values()):
         raise UserError(
             "step(lr=...) of an optimizer that was built with lr: the rate is that of its param_groups, which LR "
-            "schedulers change; leave one of the two out"
+            "schedulers change; give the rate in one place only"
         )
     if lr is None:
         return {pair: (float(group["lr"]), float(group["weight_decay"])) for pair, group in of.items()}
@@ -67,7 +67,7 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
 
 
 def saved(of: dict[Factors, ParamGroup]) -> list[dict[str, Any]]:
-    """What is to be kept of groups that have a learning rate: plain values, with the factors that name the group."""
+    """Return the groups that have a learning rate as plain values, with the factors that identify each group."""
     return [
         {"factors": list(pair), **{key: value for key, value in group.items() if key != "params"}}
         for pair, group in of.items()
@@ -76,7 +76,7 @@ def saved(of: dict[Factors, ParamGroup]) -> list[dict[str, Any]]:
 
 
 def take_up(kept: Iterable[dict[str, Any]], of: dict[Factors, ParamGroup]) -> None:
-    """Takes up saved rates, by factors. Groups that are new in this run keep their own; none has one without `lr`."""
+    """Load saved rates, by factors. Groups that are new in this run, and groups without "lr", stay unchanged."""
     for values in kept:
         first, second = values["factors"]
         group = of.get((first, second))

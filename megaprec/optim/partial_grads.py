@@ -1,8 +1,8 @@
-"""Gradients that are shares: several tp ranks hold the same slice, and each saw only part of what flows into it.
+"""Partial gradients: several tp ranks hold the same slice, and each computes only one addend of its gradient.
 
-Under sequence parallelism a norm's weight is used on a part of the sequence on every rank; a key/value head that
-is shared by several ranks serves other query heads on each. The gradient is the SUM of the shares, always, and
-everyone who holds the slice must have it before norms are taken.
+Under sequence parallelism every rank applies a norm's weight to a part of the sequence; a key/value head that several
+ranks share serves different query heads on each of them. The gradient is always the SUM of the partial gradients, and
+every holder of the slice needs this sum before gradient norms are computed.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megaprec.comm.layout import Part, layout_of
 
 
 def sum_partial(parameters: Sequence[nn.Parameter], tp: Axis) -> None:
-    """Sums the shares in the parameters' `main_grad` over tp, in one packed all-reduce."""
+    """Sum the partial gradients in the parameters' `main_grad` over tp, in one packed all-reduce."""
     shares = [share for p in parameters for share in _shares(p)] if tp.size > 1 else []
     if not shares:
         return
@@ -35,7 +35,7 @@ def _shares(parameter: nn.Parameter) -> list[tuple[Part, Tensor]]:
 
 
 def _slots(part: Part, values: Tensor) -> Tensor:
-    """One slot per different slice, ours filled in: the sum over tp then adds only copies of the same slice."""
+    """Return one slot per different slice, with this rank's filled in: the sum over tp adds equal slices only."""
     slots = values.new_zeros(part.shards, values.numel())
     slots[part.shard] = values
     return slots.view(-1)

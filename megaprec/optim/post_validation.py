@@ -1,16 +1,17 @@
-"""The optimistic step: taken on a guess while the ranks are still agreeing on it, and taken back if it was wrong.
+"""The optimistic step: applied on a guess while the ranks still agree, and undone if the guess was wrong.
 
-The agreement of `optimizer` makes every stage of a pipeline wait for the slowest. Here a step guesses what will be
-agreed on: that all is finite, that no two ranks disagree and that nothing is clipped. It needs no communication and is
-the same on all ranks, so either all were right or all go back. The numbers travel beside the next step's first forward
-passes; whoever runs these calls `settle` before the first backward pass, for the gradients are needed until then.
+The all-reduce of `megaprec.optim.optimizer` makes every stage of a pipeline wait for the slowest. An optimistic step
+instead guesses its result: all gradients are finite, no two ranks disagree, and nothing is clipped. The guess needs no
+communication and is equal on all ranks, so either all ranks were right or all undo the step. The numbers are reduced
+during the next step's first forward passes. The caller must call `settle` before the first backward pass, because the
+gradients are needed until then.
 
-Going back is exact to the last bit, for arithmetic cannot undo an update: as each block is updated it is copied, and
-the copy is put back. Then the step is taken, or skipped, as if nobody had guessed. A guess costs that copy: as much
-memory again as weights, masters and averages of the own slice.
+Undoing is exact to the last bit. Arithmetic cannot invert an update, so each tile is copied before its update, and the
+copy is restored. Then the step is applied, or skipped, without a guess. The cost is this copy: as much memory again as
+weights, masters and moments of this rank's slices.
 
-A run that clips every step would never guess right. So a guess is made only if the last one was right, or would have
-been: after a clipped or skipped step the next one waits for the agreement, as it does without all this.
+A run that clips every step would always guess wrong. So a step is guessed only if the last guess was right, or would
+have been right: after a clipped or skipped step the next one waits for the all-reduce, as in the base class.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from megaprec.precision.plan import OnNonfinite
 
 @dataclass(frozen=True)
 class _Guessed:
-    """A step that is taken but not agreed on. finish: waits for `numbers`. The rest is as it was before the step."""
+    """A step that is applied but not validated. finish: waits for `numbers`. The others are from before the step."""
 
     lr: float
     numbers: Tensor
@@ -44,19 +45,19 @@ class _Guessed:
 
 @dataclass(frozen=True)
 class Settled:
-    """A step whose outcome is known. stands: whether it is as guessed; if not, weights and scale are other ones now."""
+    """A step whose outcome is known. stands: True if the guess was right; else weights and scale have changed again."""
 
     report: StepReport
     stands: bool
 
 
 def conflicts(on_nonfinite: OnNonfinite, recipe: FP8Recipe | None) -> Iterator[str]:
-    """Yield a line for each setting of precision that post-validation cannot go with."""
+    """Yield a line for each setting of precision that is incompatible with post-validation."""
     after = 'optimizer.validation = "after" finds a bad step when the next one has begun'
     if on_nonfinite == "raise":
         yield f'{after}, too late for precision.on_nonfinite = "raise": use "skip", or optimizer.validation = "before"'
     if recipe is not None and recipe.kind == "delayed":
-        yield f'{after}, and delayed scales have moved on: use fp8.kind = "current", or optimizer.validation = "before"'
+        yield f'{after}, and delayed scales have advanced: use fp8.kind = "current", or optimizer.validation = "before"'
     if recipe is not None and recipe.parameters:
         yield (
             'optimizer.validation = "after" undoes a bad step, but weights that are kept in FP8 are then rounded a '
@@ -65,12 +66,12 @@ def conflicts(on_nonfinite: OnNonfinite, recipe: FP8Recipe | None) -> Iterator[s
 
 
 class PostValidationOptimizer(ParallelAMPOptimizer):
-    """A ParallelAMPOptimizer whose steps come in two halves, `take` and `settle`; its arguments are the same.
+    """A ParallelAMPOptimizer whose steps have two halves, `take` and `settle`; its arguments are the same.
 
-    `step`, which does all at once, is there as well, and all come out the same, bit for bit. Observers are told of a
-    guess as of a decision, and of the true one again if the guess was wrong. Between the two halves
-    no gradient may be made and no state saved. Raises UserError for a plan that raises on what is not finite, for by
-    then the next step has begun.
+    `step`, which does both at once, is available as well, and the results are equal bit for bit. Observers see a guess
+    as a decision, and see the true decision afterwards if the guess was wrong. Between the two halves no gradient may
+    be accumulated and no state saved. Raises UserError for a plan that raises on non-finite steps, because by then the
+    next step has begun.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -80,29 +81,29 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         if problems := [*conflicts(self.plan.on_nonfinite, self.plan.fp8)]:
             raise UserError(*problems)
         self._guessed: _Guessed | None = None
-        self._guesses = True  # whether the last guess was right, or would have been
-        self._copies_of: dict[int, list[Tensor]] = {}  # by block: what it held before the guess
+        self._guesses = True  # True if the last guess was right, or would have been
+        self._copies_of: dict[int, list[Tensor]] = {}  # by tile: its tensors before the guess
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As before; raises RuntimeError while a step is not settled, for its gradients are needed until then."""
+        """Discard the gradients; raise RuntimeError while a step is not settled, because it still needs them."""
         self.require_settled()
         super().zero_grad(set_to_none)
 
     def expect(self, chunk: int = 0) -> None:
-        """As before; raises RuntimeError while a step is not settled, for this is a pass of the next one."""
+        """Announce the last backward pass; raise RuntimeError while the step before is not settled."""
         self.require_settled()
         super().expect(chunk)
 
     def reduce(self, chunk: int = 0) -> None:
-        """As before; raises RuntimeError while a step is not settled, for these are the gradients of the next one."""
+        """Reduce a chunk; raise RuntimeError while the step before is not settled."""
         self.require_settled()
         super().reduce(chunk)
 
     @torch.no_grad()
     def take(self, lr: float, loss: Tensor | None = None) -> StepReport | None:
-        """The first half of a step; arguments as in `step`. Returns the report if the step was not guessed.
+        """Run the first half of a step; arguments as in `step`. Return the report, or None if the step was guessed.
 
-        Raises RuntimeError as `step` does, if it was not guessed, and if the step before is not settled.
+        Raises RuntimeError as `step` does, if the step was not guessed, and if the step before is not settled.
         """
         self.require_settled()
         self._finish_sums()
@@ -128,9 +129,10 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
 
     @torch.no_grad()
     def settle(self) -> Settled | None:
-        """The second half, which may wait for the other ranks' first halves; None if there is nothing to settle.
+        """Run the second half of a step, if one is not settled; otherwise return None.
 
-        Raises RuntimeError as `step` does, with nothing changed by the step.
+        It may wait for the first halves of other ranks. Raises RuntimeError as `step` does, with nothing changed by the
+        step.
         """
         guessed, self._guessed = self._guessed, None
         if guessed is None:
@@ -148,26 +150,26 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         return Settled(self._conclude(guessed.numbers, guessed.lr), stands=False)
 
     def num_copied_bytes(self) -> int:
-        """Memory that a guess takes on this rank, in bytes; it is kept from the first one on."""
+        """Return the memory of the copies on this rank, in bytes; it is kept from the first guess on."""
         return sum(values.nbytes for block in self._blocks() for values in block.changed())
 
     def wait(self) -> None:
-        """As before; raises RuntimeError while a step is not settled, for its weights may be wrong."""
+        """Wait for the weights; raise RuntimeError while a step is not settled, because its weights may be wrong."""
         self.require_settled()
         super().wait()
 
     def numbers(self) -> dict[str, Any]:
-        """As before; raises RuntimeError while a step is not settled, for they may be wrong."""
+        """Return the plain state; raise RuntimeError while a step is not settled, because the numbers may be wrong."""
         self.require_settled()
         return super().numbers()
 
     def require_settled(self) -> None:
-        """Raises RuntimeError if a step was taken that is not settled."""
+        """Raise RuntimeError if the last step is not settled."""
         if self._guessed is not None:
             raise RuntimeError("the last step is not settled: call `settle` first")
 
     def _as_guessed(self, agreed: Consensus, scale: Tensor | None = None) -> bool:
-        """Whether what was agreed on is what any guess says. scale: of the step, if not the present one."""
+        """Return True if the guess is valid. scale: loss scale of the step, if not the present one."""
         unclipped = self._clip_factor(agreed.norm / (self.scale if scale is None else scale)) == 1
         return bool(agreed.finite & agreed.same_scaler & agreed.same_parameters & unclipped)
 
@@ -175,22 +177,22 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         return (block for _, parts in self._slices for _, blocks in parts for block in blocks)
 
     def _counters(self) -> list[Tensor]:
-        """What a step changes besides what the blocks hold and the scalars of the rule."""
+        """Return the tensors that a step changes besides those of the tiles; the scalars of the rule are separate."""
         return [self.steps, *self.scaler.tensors()]
 
     def _update_copied(self, block: Tile, step: Step) -> None:
-        """Updates the block after copying what that is going to change. The gradients stay as they are."""
+        """Copy everything that an update of the tile changes, then update it. The gradients are not changed."""
         changed = block.changed()
         copies = self._copies_of.setdefault(id(block), [])
         if not copies:
             copies += map(torch.empty_like, changed)
         for copy, values in zip(copies, changed, strict=True):
             copy.copy_(values)
-        reads = self.kernels is not None and self.kernels.updates(block)  # and does not write to the gradients
+        reads = self.kernels is not None and self.kernels.updates(block)  # the C kernels do not write to the gradients
         self._update_block(block if reads else replace(block, grads=block.grads.clone()), step)
 
     def _go_back(self, guessed: _Guessed) -> None:
-        """Afterwards all is as it was before the guess, bit for bit, on this rank and in the weights of the others."""
+        """Restore the state before the guess, bit for bit, on this rank and in the weights of the others."""
         self.wait()
         for block in self._blocks():
             for values, copy in zip(block.changed(), self._copies_of[id(block)], strict=True):

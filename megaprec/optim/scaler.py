@@ -1,13 +1,13 @@
 """Loss scaling: multiply the loss so that half-precision gradients neither vanish nor overflow.
 
-The scale searches for the largest value that does not overflow. Every overflow uses up one of `hysteresis`
-tolerated ones; when none is left the scale falls by `backoff_factor` and goes on falling with every further
-overflow. After `growth_interval` good steps in a row it grows by `growth_factor`, and only then (with the
-refill rule "growth", which is what Megatron-LM does) are the tolerated overflows refilled. The rule
-"good_step" refills them after every good step, so that only overflows in a row count.
+The scale searches for the largest value that does not overflow. Every overflow uses up one of `hysteresis` tolerated
+ones; when none is left the scale falls by `backoff_factor` and goes on falling with every further overflow. After
+`growth_interval` good steps in a row it grows by `growth_factor`, and only then (with the refill rule "growth", which
+is what Megatron-LM does) are the tolerated overflows refilled. The rule "good_step" refills them after every good step,
+so that only consecutive overflows count.
 
-All state is tensors on the device of the gradients; an update never waits for the host. Whoever divides
-by the scale must read it *before* `update`: the factor divided out is the one that was multiplied in.
+All state is tensors on the device of the gradients; an update never waits for the host. A caller that divides by the
+scale must read it *before* `update`, so that it divides by the scale that multiplied the loss.
 """
 
 from typing import Literal, Protocol
@@ -22,7 +22,7 @@ _SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # powers of two that float32 can hold
 
 
 class GradScaler(Protocol):
-    """What the optimizer needs of a scaler. `scale` and `inv_scale` are float32 tensors of shape []."""
+    """The interface of a scaler that the optimizer uses. `scale` and `inv_scale` are float32 tensors of shape []."""
 
     @property
     def scale(self) -> Tensor: ...
@@ -35,7 +35,7 @@ class GradScaler(Protocol):
 
 
 class ConstantGradScaler:
-    """A scale that never changes; steps with a non-finite gradient are still skipped, by the optimizer."""
+    """A loss scale that never changes; the optimizer still skips steps with a non-finite gradient."""
 
     def __init__(self, scale: float = 1.0, device: torch.device | str = "cpu") -> None:
         if not _SMALLEST <= scale <= _LARGEST:
@@ -56,12 +56,15 @@ class ConstantGradScaler:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Keeps its own scale: what a checkpoint's scaler had found means nothing to a constant one."""
+        """Keep the constant scale: the state of a dynamic scaler in a checkpoint does not apply to it."""
 
 
 class DynamicGradScaler:
-    """Raises UserError unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**127, growth_factor > 1,
-    0 < backoff_factor < 1 and growth_interval, hysteresis >= 1. Without `max_scale` the scale may reach 2**127."""
+    """A loss scale that falls after overflows and grows after good steps.
+
+    Raises UserError unless 2**-126 <= min_scale <= initial_scale <= max_scale <= 2**127, growth_factor > 1, 0 <
+    backoff_factor < 1 and growth_interval, hysteresis >= 1. Without `max_scale` the scale may reach 2**127.
+    """
 
     def __init__(
         self,
@@ -105,11 +108,11 @@ class DynamicGradScaler:
         return _inverse(self.scale)
 
     def update(self, found_inf: Tensor) -> None:
-        """After each step. found_inf: [] or [1], non-zero if any gradient anywhere was not finite."""
+        """Update the scale after a step. found_inf: [] or [1], non-zero if any gradient on any rank was not finite."""
         found = found_inf.reshape(()) != 0
         tolerated = torch.where(found, self.hysteresis_tracker - 1, self.hysteresis_tracker)
         good = torch.where(found, 0, self.growth_tracker + 1)
-        # ">=", not "==": after a resume with a shorter interval the tracker may already lie beyond it.
+        # ">=", not "==": after a resume with a shorter interval the tracker may already exceed it.
         grows = good >= self.growth_interval
         grown = (self.scale * self.growth_factor).clamp(max=self.max_scale)
         fallen = (self.scale * self.backoff_factor).clamp(min=self.min_scale)
@@ -119,11 +122,11 @@ class DynamicGradScaler:
         self.growth_tracker.copy_(torch.where(grows, 0, good))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of the state, which must be equal on all ranks."""
+        """Return all of the state, which must be equal on all ranks."""
         return self.scale, self.growth_tracker, self.hysteresis_tracker
 
     def state_dict(self) -> dict[str, float]:
-        """The three numbers of Megatron's scaler, as plain numbers."""
+        """Return the three numbers of Megatron's scaler, as plain numbers."""
         return {
             "scale": self.scale.item(),
             "growth_tracker": self.growth_tracker.item(),
@@ -131,7 +134,7 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Takes up a saved search; nothing changes if `state` is a constant scaler's empty one."""
+        """Load a saved search; nothing changes if `state` is the empty one of a constant scaler."""
         if state:
             self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
             self.growth_tracker.fill_(int(state["growth_tracker"]))
@@ -139,7 +142,7 @@ class DynamicGradScaler:
 
 
 def make_scaler(scaling: LossScaling, device: torch.device | str = "cpu") -> GradScaler:
-    """The scaler that a plan asks for; "none" is a constant scale of one."""
+    """Return the scaler that a plan asks for; "none" is a constant scale of one."""
     if scaling.kind != "dynamic":
         return ConstantGradScaler(scaling.initial if scaling.kind == "constant" else 1.0, device)
     return DynamicGradScaler(
@@ -156,5 +159,5 @@ def make_scaler(scaling: LossScaling, device: torch.device | str = "cpu") -> Gra
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """1 / scale, divided in float64 and then rounded once."""
+    """Return 1 / scale, divided in float64 and then rounded once."""
     return scale.double().reciprocal().float()

@@ -1,7 +1,7 @@
-"""What a training step tells: one record, from which the log line, the JSON line and the progress bar are drawn.
+"""The report of a training step: one record, the source of the log line, the JSON line and the progress bar.
 
-Because they are drawn from one record they cannot disagree: a step whose gradient norm is not finite is not
-"applied", whichever precision it ran in.
+Because all three have one source they cannot disagree: a step whose gradient norm is not finite is never "applied",
+whatever its precision.
 """
 
 import json
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Outcome = Literal["applied", "skipped_overflow", "applied_nonfinite"]
-LOSS = "loss"  # the offender that is no parameter
+LOSS = "loss"  # the only offender that is not a parameter
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Offender:
     """A slice of a logical tensor with non-finite gradient elements, as one tp rank of a pipeline rank saw it.
 
     name: of the tensor, or LOSS: the step's loss, unscaled. stage: the pipeline rank. infs, nans: how many of its
-    `elements`. largest_finite: the largest magnitude of the others, still scaled.
-    traced: whether the step was replayed to find where it began. If so,
-    microbatch, dp_rank: after which micro-batch, and on which dp rank, it first was not finite; None if it stayed
-    finite on every rank: then only the ranks' sum was not, or what happened does not happen again.
+    `elements`. largest_finite: the largest magnitude of the finite elements, including the loss scale.
+    traced: True if the step was replayed to find its origin. If so,
+    microbatch, dp_rank: the first micro-batch, and its dp rank, after which the tensor was not finite. None if it
+    stayed finite on every rank: then only the sum over ranks was not, or the failure is not reproducible.
     samples: [first, last + 1) of that micro-batch, as numbers within the global batch.
     """
 
@@ -39,15 +39,15 @@ class Offender:
 
     @property
     def bad(self) -> int:
-        """Elements that are not finite."""
+        """Return the number of elements that are not finite."""
         return self.infs + self.nans
 
     @property
     def origin(self) -> str:
-        """Where it began, in words; empty if nobody looked."""
+        """Return the origin of the non-finite values, in words; empty if the step was not replayed."""
         if self.samples is None:
             return (
-                "in no micro-batch when run again: only the ranks' sum is bad, or it was chance" if self.traced else ""
+                "in no micro-batch of the replay: only the ranks' sum is bad, or it was chance" if self.traced else ""
             )
         first, end = self.samples
         where = f"micro-batch {self.microbatch} of dp rank {self.dp_rank}"
@@ -58,15 +58,15 @@ class Offender:
 class StepReport:
     """The outcome of one step, the same on every rank.
 
-    outcome: applied, or skipped_overflow: some gradient or the loss was not finite, and no weight changed; or
-        applied_nonfinite: the same, but the plan says to ignore it.
+    outcome: applied; skipped_overflow: a gradient or the loss was not finite, and no weight changed; or
+        applied_nonfinite: not finite either, but the plan says to ignore it.
     loss: mean over the step's tokens. grad_norm: before clipping, without the loss scale; the L2 norm unless the
         optimizer was given another.
     num_zeros, zero_ratio: gradient elements that are exactly zero, each logical element counted once.
     stage_zeros: the same count by pipeline rank.
-    loss_scale: that this step's loss was multiplied by. lr: the learning rate of the step.
+    loss_scale: the factor of this step's loss. lr: the learning rate of the step.
     offenders: of a skipped step, the tensors with the most non-finite elements, worst first.
-    stop: whether a rank was told to stop and said so with this step.
+    stop: True if some rank was asked to stop before this step was agreed on.
     """
 
     outcome: Outcome
@@ -82,12 +82,12 @@ class StepReport:
 
     @property
     def changed(self) -> bool:
-        """Whether weights changed."""
+        """Return True if the step changed weights."""
         return self.outcome != "skipped_overflow"
 
 
 class NonFiniteStep(FloatingPointError):
-    """A step was not finite and was to raise; nothing was changed by it. `report` is what is known of the step."""
+    """A step that was not finite under a plan that raises; it changed nothing. `report` describes the step."""
 
     def __init__(self, report: StepReport) -> None:
         super().__init__(f"a gradient or the loss is not finite\n{describe(report)}")
@@ -95,7 +95,7 @@ class NonFiniteStep(FloatingPointError):
 
 
 def describe(report: StepReport) -> str:
-    """A step and, if it was skipped, what broke it, in a line or a few."""
+    """Return a step and, if it was skipped, its offenders, in one line or several."""
     numbers = f"loss {report.loss:g}, gradient norm {report.grad_norm:g}, loss scale {report.loss_scale:g}"
     return "\n".join([f"{report.outcome}: {numbers}", *map(_accuse, report.offenders)])
 
@@ -107,7 +107,7 @@ def _accuse(o: Offender) -> str:
 
 
 def to_json(record: dict[str, object]) -> str:
-    """One line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf", "-inf" and "nan"."""
+    """Return one line of strict JSON; inf and NaN, which JSON lacks, become the strings "inf", "-inf" and "nan"."""
     return json.dumps(_strict(record), allow_nan=False)
 
 
@@ -120,7 +120,7 @@ def _strict(value: object) -> object:
 
 
 def report_fields(report: StepReport) -> dict[str, object]:
-    """What the report says of the step by name, in order; offenders are an event of their own."""
+    """Return the fields of the report by name, in order; offenders are a separate event."""
     fields = asdict(report)
     del fields["offenders"], fields["stop"]
     return fields

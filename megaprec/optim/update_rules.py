@@ -1,10 +1,10 @@
-"""How a step changes weights: update rules that treat every element alike and alone.
+"""Update rules: elementwise formulas by which a step changes weights.
 
-Such a rule may be given any slice of a parameter, in any pieces, and gives what it would give for the whole. That is
-what lets a dp rank keep a slice of the state, and a CPU work in blocks that stay in its cache. A rule that looks at
-a whole matrix (Adafactor, Muon, LARS) cannot be used so and is refused.
+An elementwise rule may be applied to any slice of a parameter, in any pieces, with the same result as for the whole.
+This allows a dp rank to keep a shard of the state, and a CPU to work in blocks that stay in its cache. A rule that
+needs a whole matrix (Adafactor, Muon, LARS) cannot be sharded so and is refused.
 
-A rule gets flat tensors of one dtype, FP32 or wider, and changes them in place; `state` holds its averages in the
+A rule receives flat tensors of one dtype, FP32 or wider, and changes them in place; `state` holds its moments in the
 order of `names`, all zero before the first step.
 """
 
@@ -21,10 +21,10 @@ from megaprec.errors import UserError
 
 @dataclass(frozen=True)
 class Step:
-    """What all elements of a group share in one step.
+    """The numbers that all elements of a group share in one step.
 
-    divisor: float64 [], what gradients are divided by first: loss scale over clip factor. found: float32 [], 1 if
-    nothing may change. steps: float32 [], the number of this step among those applied, from 1 on.
+    divisor: float64 [], the divisor of the gradients: loss scale over clip factor. found: float32 [], 1 if nothing may
+    change. steps: float32 [], the number of this step among the applied ones, from 1 on.
     """
 
     lr: float
@@ -35,7 +35,10 @@ class Step:
 
 
 class UpdateRule(Protocol):
-    """names: of the averages it keeps. scalars: numbers it keeps besides, the same for all elements."""
+    """The interface of an update rule.
+
+    names: of the moments that it keeps. scalars: further numbers that it keeps, the same for all elements.
+    """
 
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -54,10 +57,10 @@ class _Stateless:
         return {}
 
     def advance(self, found: Tensor) -> None:
-        """After all elements of a step."""
+        """Do nothing after all elements of a step are updated."""
 
     def load_scalars(self, scalars: dict[str, float]) -> None:
-        """There are none."""
+        """Do nothing: the rule has no scalars."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,10 @@ class SGD(_Stateless):
 
 
 def _folded(grads: Tensor, step: Step) -> Tensor | None:
-    """The divisor for a fused kernel, which reads it in FP32: too coarse for FP64 gradients, which are divided here."""
+    """Return the divisor for a fused kernel, or None if this function has divided the gradients.
+
+    A fused kernel reads the divisor in FP32. FP64 gradients need more precision and are divided here.
+    """
     if grads.dtype != torch.float64:
         return step.divisor.clamp(max=torch.finfo(torch.float32).max).float()
     grads.div_(torch.where(step.found == 0, step.divisor, 1.0))
@@ -119,12 +125,12 @@ def _folded(grads: Tensor, step: Step) -> Tensor | None:
 
 
 class Torch:
-    """Any elementwise optimizer class of torch, by the state it keeps for a slice.
+    """Any elementwise optimizer class of torch, applied to slices with its state.
 
-    Which averages it keeps, and whether it is elementwise, is found by trying it on a few numbers, whole and cut.
-    Raises UserError if it is not, or if it makes something of nothing: padding must stay zero. The numbers that it
-    keeps besides must not depend on learning rate and weight decay, for they are the same for all groups. It waits for
-    the device once a step.
+    Its moments, and the property of being elementwise, are determined by a trial on a few numbers, whole and cut.
+    Raises UserError if it is not elementwise, or if it changes zero weights with zero gradients: padding must stay
+    zero. The further numbers that it keeps must not depend on learning rate and weight decay, because they are the same
+    for all groups. It waits for the device once a step.
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any] | None = None) -> None:
@@ -132,7 +138,7 @@ class Torch:
         if given := {"lr", "weight_decay", "params"} & self.options.keys():
             raise UserError(f"{self._says}: {sorted(given)[0]} is not one of its options here; it comes with each step")
         self._decays = "weight_decay" in inspect.signature(kind).parameters
-        self._scalars: dict[str, Tensor] = {}  # as they are before this step; none before the first one
+        self._scalars: dict[str, Tensor] = {}  # values from before this step; empty before the first step
         self.names, self._scalar_names = self._probe()
 
     @property
@@ -152,25 +158,25 @@ class Torch:
                 values.copy_(made[name])
 
     def advance(self, found: Tensor) -> None:
-        """After all elements of a step: the scalars move on, once, also on a rank that has no elements."""
+        """Advance the scalars after all elements of a step, once, also on a rank that has no elements."""
         if not bool(found):
             weights, grads, *state = torch.zeros(2 + len(self.names), 1).unbind()
             made = self._step_once(weights, grads, self._kept(state, not self._scalars), 1.0, 0.0)
             self._scalars = {name: value for name, value in made.items() if name not in self.names}
 
     def _kept(self, state: Sequence[Tensor], first: bool) -> dict[str, Tensor] | None:
-        """All that the optimizer kept before this step; the scalars as copies, for other slices need them too."""
+        """Return all state from before this step; the scalars are copies, because other slices need them too."""
         if first:
             return None
         if self._scalars.keys() != self._scalar_names:
             had, needs = (", ".join(sorted(names)) or "nothing" for names in (self._scalars, self._scalar_names))
-            raise UserError(f"{self._says} keeps {needs}, but the loaded state has {had}: it is of another one")
+            raise UserError(f"{self._says} keeps {needs}, but the loaded state has {had}: it is of another optimizer")
         return dict(zip(self.names, state, strict=True)) | {n: value.clone() for n, value in self._scalars.items()}
 
     def _step_once(
         self, weights: Tensor, grads: Tensor, state: dict[str, Tensor] | None, lr: float, weight_decay: float
     ) -> dict[str, Tensor]:
-        """Steps `weights` in place and returns all that the optimizer then keeps. No `state`: its first step."""
+        """Step `weights` in place and return the state that the optimizer keeps. Without `state`: its first step."""
         decay = {"weight_decay": weight_decay} if self._decays else {}
         weights.grad = grads
         optimizer = self.kind([weights], **{"lr": lr, **self.options, **decay})  # type: ignore[arg-type]
@@ -182,7 +188,7 @@ class Torch:
 
     @torch.no_grad()
     def _probe(self) -> tuple[tuple[str, ...], set[str]]:
-        """The names of the averages and of the scalars. Raises UserError unless slices come out as the whole does."""
+        """Return the names of moments and scalars. Raise UserError unless a slice is updated like the whole."""
         generator = torch.Generator().manual_seed(0)
         whole = torch.randn(12, dtype=torch.float64, generator=generator)
         slices, nothing = [part.clone() for part in whole.split([5, 7])], torch.zeros(3, dtype=torch.float64)
@@ -201,15 +207,15 @@ class Torch:
         scalars = kept.keys() - set(names)
         if not torch.allclose(whole, torch.cat(slices), rtol=1e-12, atol=1e-14):
             raise UserError(
-                f"{self._says} is not elementwise: a slice stepped alone comes out otherwise than within the whole, so "
-                "its state cannot be cut over ranks; use one like AdamW, RAdam or Adagrad"
+                f"{self._says} is not elementwise: a slice updated alone differs from the same slice of the whole, so "
+                "its state cannot be sharded over ranks; use one like AdamW, RAdam or Adagrad"
             )
         if nothing.count_nonzero():
-            raise UserError(f"{self._says} moves weights of 0 whose gradients are 0, so padding would not stay padding")
+            raise UserError(f"{self._says} moves weights of 0 whose gradients are 0, so padding would not stay zero")
         if differing := [name for name in sorted(scalars) if not torch.equal(kept[name], unmoved[name])]:
             raise UserError(
-                f"{self._says} keeps {differing[0]}, one number for all elements that is not the same for all learning "
-                "rates, weight decays and gradients; use one like AdamW, RAdam or Adagrad"
+                f"{self._says} keeps {differing[0]}, one number for all elements that depends on learning rate, weight "
+                "decay or gradients; use one like AdamW, RAdam or Adagrad"
             )
         return names, scalars
 
@@ -219,7 +225,10 @@ class Torch:
 
 
 def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
-    """The rule of that name: adamw, sgd, or an optimizer class of torch.optim. Raises UserError, naming the options."""
+    """Return the rule of that name: adamw, sgd, or an optimizer class of torch.optim.
+
+    Raises UserError for an unknown name, and for options that the rule does not have.
+    """
     known = {"adamw": AdamW, "sgd": SGD}
     kind = getattr(torch.optim, name, None)
     try:

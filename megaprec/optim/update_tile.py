@@ -1,7 +1,7 @@
-"""A run of elements of a buffer's own slice, as an update sees it: FP32 or wider, however they are kept.
+"""Tiles: runs of elements of a buffer's own slice, given to an update in FP32 or wider, whatever their stored dtype.
 
-A CPU updates memory in runs that stay in a core's cache, so that rounding the new masters into the weights
-costs no second trip to memory; a GPU, which pays for each launch, takes long ones.
+A CPU updates memory in runs that stay in a core's cache, so that rounding the new masters to the weights needs no
+second read of memory; a GPU, on which each launch has a cost, uses long runs.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from megaprec.comm.layout import Part
 from megaprec.comm.random import bits, key, places
 from megaprec.precision.rounding import join, split, stochastic
 
-Wide = tuple[Tensor, Tensor, list[Tensor]]  # masters, gradients, averages, all FP32 or wider
+Wide = tuple[Tensor, Tensor, list[Tensor]]  # masters, gradients, moments, all FP32 or wider
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Random numbers for stochastic rounding: by logical place and step, so they are alike in all layouts.
+    """Random numbers for stochastic rounding: by logical place and step, so that they are equal in all layouts.
 
-    spans: (part, its first element here, first and last + 1 as positions in the block).
+    spans: (part, first element of the part in the block, first and last + 1 as positions in the block).
     """
 
     seed: int
@@ -30,7 +30,7 @@ class Draw:
     device: torch.device
 
     def bits(self, what: str, steps: Tensor) -> Tensor:
-        """int64 [length]. what: is rounded. steps: taken so far."""
+        """Return int64 [length]. what: name of the rounded tensor. steps: number of steps so far."""
         drawn = torch.zeros(self.length, dtype=torch.int64, device=self.device)
         for part, start, first, last in self.spans:
             index = places(part, start, start + last - first, self.device)
@@ -41,11 +41,12 @@ class Draw:
 
 @dataclass(frozen=True)
 class Tile:
-    """Views [n] of what is kept of the same n elements.
+    """Views [n] of everything that is stored for the same n elements.
 
-    masters: None if the weights and their 16-bit remainder make them, the weights themselves if the dtypes agree.
-    nearest: whether the layers' weights are rounded to nearest. Averages narrower than FP32 never are: they would
-    stand still.
+    masters: None if the masters are the weights with their 16-bit remainder, the weights themselves if the dtypes
+    agree.
+    nearest: True if the layers' weights are rounded to nearest. Moments narrower than FP32 are always rounded
+    stochastically: rounded to nearest they would stop changing.
     """
 
     weights: Tensor
@@ -57,25 +58,25 @@ class Tile:
     nearest: bool
 
     def wide(self) -> Wide:
-        """Masters, gradients and averages, to be updated in place: what is kept if it is wide enough, else copies."""
+        """Return masters, gradients and moments for an update in place, copied if narrower than FP32."""
         return self.wide_weights(), _widened(self.grads), [_widened(values) for _, values in self.state]
 
     def changed(self) -> list[Tensor]:
-        """Views of all that an update changes, each element once."""
+        """Return views of all tensors that an update changes, each element once."""
         alone = self.masters is not None and self.masters.data_ptr() != self.weights.data_ptr()
         masters = [self.masters] if alone else []
         kept = (self.weights, *masters, self.remainder, *(values for _, values in self.state))
         return [values for values in kept if values is not None]
 
     def wide_weights(self) -> Tensor:
-        """The masters, FP32 or wider."""
+        """Return the masters, FP32 or wider."""
         if self.masters is not None:
             return _widened(self.masters)
         assert self.remainder is not None
         return join(self.weights, self.remainder)
 
     def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
-        """Takes back what `wide` gave, after step number `steps`, and rounds the masters into the layers' weights."""
+        """Store the tensors of `wide` after step number `steps`, and round the masters to the layers' weights."""
         for (name, kept), values in zip(self.state, state, strict=True):
             if kept.dtype != values.dtype:
                 kept.copy_(stochastic(values, self.draw.bits(name, steps)))
@@ -83,7 +84,7 @@ class Tile:
             self.keep_weights(weights, steps)
 
     def keep_weights(self, wide: Tensor, steps: Tensor | None = None) -> None:
-        """Stores masters, and what the layers see of them. Without `steps` weights are rounded to nearest."""
+        """Store the masters, and the layers' rounded weights. Without `steps` weights are rounded to nearest."""
         if self.remainder is not None:
             split(wide, self.weights, self.remainder)
             return
@@ -93,7 +94,7 @@ class Tile:
             self.weights.copy_(wide)
         else:
             drawn = stochastic(wide, self.draw.bits("weight", steps))
-            self.weights.copy_(torch.where(steps > 0, drawn, wide.bfloat16()))  # nearest, as at the start
+            self.weights.copy_(torch.where(steps > 0, drawn, wide.bfloat16()))  # to nearest at the start
 
 
 def _widened(values: Tensor) -> Tensor:

@@ -256,10 +256,10 @@ def test_layers_need_the_state_of_the_plans_recipe_and_come_before_the_first_pas
     model, _, x = pair()
     with model.fp8.autocast():
         model(x)
-    with pytest.raises(RuntimeError, match=r"late.weight came after the first pass"):
+    with pytest.raises(RuntimeError, match=r"late.weight was registered after the first pass"):
         model.fp8.register(parts("late.weight"))
     with (
-        pytest.raises(ValueError, match="decided where the layers are built"),
+        pytest.raises(ValueError, match="fixed when the layers are built"),
         model.fp8.autocast(fp8_recipe=FP8Recipe("mx")),
     ):
         pass

@@ -245,7 +245,7 @@ def test_products_outside_of_fp8_are_made_of_what_the_codes_stand_for() -> None:
 def test_stale_codes_are_not_used_outside_of_a_pass() -> None:
     engine = engine_of(kept())
     engine.step(share_of(None, batches(kept())[0]), 1e-2, 0)
-    with pytest.raises(RuntimeError, match="kept in FP8, and rounded anew when a pass begins"):
+    with pytest.raises(RuntimeError, match="stored in FP8, and its codes are out of date"):
         engine.stages[0](torch.zeros(4, 1, dtype=torch.int64))
 
 
@@ -269,7 +269,7 @@ def test_split_masters_are_whole_where_no_bf16_weight_has_the_other_half() -> No
 
 def test_what_cannot_be_kept_in_fp8_is_refused() -> None:
     for kind in ("rowwise", "mx"):
-        with pytest.raises(UserError, match=f"with fp8.kind = {kind} a weight has other codes"):
+        with pytest.raises(UserError, match=f"with fp8.kind = {kind} a weight has different codes"):
             FP8State.over(None, FP8Recipe(kind, parameters=True), 1)
     with pytest.raises(UserError, match="masters are the only wide weights"):
         plan("bf16", masters="none", fp8=FP8Recipe(parameters=True))

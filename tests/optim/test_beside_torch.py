@@ -215,15 +215,15 @@ def test_what_cannot_be_trained_right_is_refused_in_one_line_that_says_what_to_d
         "not said": "average=True if each rank's loss is the mean over its own samples",
         "other axes": "the mesh has the axes data: name them with mesh_dim_names, some of pp, dp, tp",
         "no layout": "0.weight: a parameter of shape (7, 5) has no layout: give it one with "
-        "megaprec.comm.layout.attach_whole(model)",
+        "megaprec.attach_whole(model)",
         "fsdp1": "_flat_param is a flat parameter of FSDP1",
         "fsdp1 kept": "0.weight is a flat parameter of FSDP1",
         "fsdp2 sum": "leave average out",
-        "fsdp2 overlap": "overlap = True: 0.weight is cut over ranks by fully_shard",
-        "fsdp2 zero": "zero_size = 2: 0.weight is cut over ranks by fully_shard",
+        "fsdp2 overlap": "overlap = True: 0.weight is sharded over ranks by fully_shard",
+        "fsdp2 zero": "zero_size = 2: 0.weight is sharded over ranks by fully_shard",
         "fsdp2 dtype": "0.weight is held in fp32 by fully_shard, but the plan has parameters = bf16: make the plan "
         'with parameters="fp32"',
-        "fsdp2 gradients": "0.weight: fully_shard adds gradients up in bf16, in which it holds the parameter, but the "
+        "fsdp2 gradients": "0.weight: fully_shard accumulates gradients in bf16, the dtype of the parameter, but the "
         'plan has gradients = fp32: make the plan with gradients="bf16"',
         "fsdp2 reduce": "leave reduce out",
     }

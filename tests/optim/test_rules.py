@@ -90,8 +90,8 @@ def test_every_class_of_torch_is_taken_or_refused() -> None:
 
 
 REFUSED = {
-    "Adafactor": "is not elementwise: a slice stepped alone comes out otherwise",
-    "ASGD": "keeps eta, one number for all elements that is not the same for all learning rates",
+    "Adafactor": "is not elementwise: a slice updated alone differs",
+    "ASGD": "keeps eta, one number for all elements that depends on learning rate",
     "LBFGS": "cannot step a flat slice of a parameter: .*closure",
     "Muon": "cannot step a flat slice of a parameter: .*2D",
     "SparseAdam": "cannot step a flat slice of a parameter: .*dense gradients",
@@ -135,7 +135,7 @@ class Restless(Made):
 
 @pytest.mark.parametrize("kind", [Normalized, ClippedByItself])
 def test_a_class_that_looks_at_the_whole_tensor_is_refused(kind: type[Made]) -> None:
-    with pytest.raises(UserError, match=f"{kind.__name__} is not elementwise.*cannot be cut over ranks"):
+    with pytest.raises(UserError, match=f"{kind.__name__} is not elementwise.*cannot be sharded over ranks"):
         Torch(kind)
 
 
@@ -177,7 +177,9 @@ def test_a_class_of_ones_own_that_counts_no_steps_is_resumed() -> None:
 def test_averages_of_another_class_with_the_same_names_are_not_taken_for_its_own() -> None:
     """Adam counts steps itself, which our AdamW leaves to the optimizer."""
     state = momentum(AdamW(), 3).state_dict()  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="Adam keeps step, but the loaded state has nothing: it is of another one"):
+    with pytest.raises(
+        UserError, match="Adam keeps step, but the loaded state has nothing: it is of another optimizer"
+    ):
         momentum(Torch(torch.optim.Adam), 1, state)
 
 

@@ -175,7 +175,7 @@ def test_the_learning_rate_is_given_in_one_place() -> None:
         lr_scheduler.StepLR(without, 1)
     with pytest.raises(UserError, match=r"built without lr: .*step\(lr=\.\.\.\)"):
         without.step()
-    with pytest.raises(UserError, match="leave one of the two out"):
+    with pytest.raises(UserError, match="give the rate in one place only"):
         has.step(lr=0.1)
     with pytest.raises(UserError, match="not a closure"):
         has.step(lambda: 1.0)  # type: ignore[arg-type]

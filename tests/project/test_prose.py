@@ -21,6 +21,8 @@ DONE = (
     "megaprec/data",
     "megaprec/diagnose",
     "megaprec/dialects",
+    "megaprec/fp8",
+    "megaprec/optim",
     "megaprec/precision",
     "tools",
     "tools/bench",

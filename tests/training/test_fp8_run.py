@@ -113,7 +113,7 @@ def test_damaged_scales_are_refused(
             "precision.compute = fp64: FP8 products accumulate in FP32",
         ),
         (["fp8.kind=mx", 'fp8.wide=["layers.9.*"]'], 'fp8.wide has "layers.9.*", but no weight has such a name; names'),
-        (["fp8.kind=mx", 'fp8.wide=["*.key.weight"]'], "are one weight, of which patterns match a part: match all or"),
+        (["fp8.kind=mx", 'fp8.wide=["*.key.weight"]'], "are one weight, but patterns match only a part of it"),
         (["fp8.kind=current", "fp8.margin=1"], "fp8.margin = 1: only delayed scales need room for an amax to grow"),
         (["fp8.kind=mx", "fp8.backend=transformer_engine"], 'fp8.backend = "transformer_engine": supports only kind'),
         (["fp8.kind=mx", "fp8.calibrate=2"], "fp8.calibrate = 2: only delayed scales"),

@@ -171,5 +171,5 @@ def test_as_many_sends_are_kept_under_way_as_a_schedule_needs() -> None:
 
 
 def test_what_nobody_receives_is_named() -> None:
-    with pytest.raises(UserError, match=r"nobody receives sA0\.0"):
+    with pytest.raises(UserError, match=r"no rank receives sA0\.0"):
         simulate(placed((0, 1), "F0.0 sA0.0", ""))

@@ -309,8 +309,7 @@ class ModelConfig(BaseModel):
         return experts * one + self.hidden * self.experts if self.experts else one
 
     def flops_per_token(self, seq_length: int) -> int:
-        """Return the FLOPs of the matrix products of one forward pass, per token; training takes three times as many.
-        """
+        """Return the FLOPs of the matrix products of a forward pass, per token; training takes three times as many."""
         return self.layers * self.layer_flops(seq_length) + self.head_flops()
 
     def layer_flops(self, seq_length: int) -> int:

@@ -217,7 +217,7 @@ class ModelConfig(BaseModel):
             fits = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
             yield f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose one of {fits}"
         if self.positions != "rope" and (self.rope_scaling.kind != "none" or self.rotary_fraction != 1):
-            yield f'positions "{self.positions}": rope_scaling and rotary_fraction are of positions = "rope"'
+            yield f'positions "{self.positions}": rope_scaling and rotary_fraction need positions = "rope"'
         yield from self._window_problems()
         if self.experts:
             yield from self._expert_problems()
@@ -226,18 +226,18 @@ class ModelConfig(BaseModel):
         if self.window_layers and not self.window:
             yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
         if sorted({*self.window_layers} & {*range(self.layers)}) != [*self.window_layers]:
-            yield f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1}, rising"
+            yield f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1} in increasing order"
 
     def _rotary_problems(self) -> Iterator[str]:
         turning, scaling = self.rotary_dims, self.rope_scaling.kind
         if turning % 2 or not turning:
-            part = f"{self.rotary_fraction:g} of it turn" if self.rotary_fraction < 1 else "all of it turn"
+            part = f"{self.rotary_fraction:g} of it" if self.rotary_fraction < 1 else "all of it"
             yield (
-                f"head_dim {self.head_dim}: rotary positions turn pairs, so the features that turn must be an even "
-                f"number, but {part}, {turning} features: change head_dim or rotary_fraction"
+                f"head_dim {self.head_dim}: rotary positions rotate pairs of features, so their number must be "
+                f"even and above 0, but it is {turning} ({part}): change head_dim or rotary_fraction"
             )
         elif scaling == "dynamic" and turning == 2:
-            yield "rope_scaling.kind dynamic needs more than one pair that turns: raise head_dim or rotary_fraction"
+            yield "rope_scaling.kind dynamic needs more than one rotated pair: raise head_dim or rotary_fraction"
 
     def _expert_problems(self) -> Iterator[str]:
         if self.experts_per_token > self.experts:

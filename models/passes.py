@@ -249,7 +249,8 @@ def require_steady_scales(fp8: FP8State, purpose: str) -> None:
     """Raise UserError if FP8 scales depend on earlier micro-batches. purpose: the task that needs them steady."""
     if fp8.by_microbatch:
         raise UserError(
-            f'fp8.history = "te": cannot {purpose}, because its scales change with every micro-batch; set fp8.history = "step"'
+            f'fp8.history = "te": cannot {purpose}, because the scales change with every micro-batch; '
+            'set fp8.history = "step"'
         )
 
 

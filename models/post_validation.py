@@ -1,8 +1,8 @@
 """Training steps in which no stage waits for the other ranks' verdict: see `megaprec/optim/post_validation.py`.
 
 `update` takes the step speculatively. The next `accumulate` learns whether the step was valid, between its warm-up and
-its first backward pass. If it was not valid, the weights are restored, and the warm-up is abandoned and repeated with
-the right weights. A step's report is therefore known during the next step, or when `settle` asks for it.
+its first backward pass. If it was not valid, the weights are corrected, and the warm-up is abandoned and repeated with
+them. A step's report is therefore known during the next step, or when `settle` asks for it.
 
 The engine does not depend on this module: it only provides passes and explanations of skipped steps.
 """
@@ -56,7 +56,7 @@ class PostValidation:
             yield report
 
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> StepReport | None:
-        """Run all passes, the warm-up possibly twice. Returns the report of the last step unless it is known already."""
+        """Run all passes, the warm-up possibly twice. Returns the last step's report unless it is known already."""
         spans = recording.spans if recording else None
         with self.engine.fp8.autocast():
             run, executor = self._warm_up(share, number, spans)

@@ -67,7 +67,7 @@ class RopeScaling(BaseModel):
         for name, value in self.model_dump(exclude_defaults=True).items():
             if name not in ("kind", *used):
                 would = f"it reads {', '.join(used)}" if used else "it reads no other key"
-                yield f'{name} {value} means nothing to kind "{self.kind}": {would}'
+                yield f'{name} {value} has no effect with kind "{self.kind}": {would}'
         if ORIGINAL in used and not self.original_max_position_embeddings:
             yield f'{ORIGINAL} is missing: kind "{self.kind}" needs it'
         if self.high_freq_factor <= self.low_freq_factor:

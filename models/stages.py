@@ -235,7 +235,7 @@ def best_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: floa
 
 MakeStage = Callable[[ModelConfig, Context, Cut, tuple[int, ...]], Stage]
 """A function that builds one stage, or any module with a Stage's `forward` and `losses`. Its last argument is the
-pipeline ranks among which the embedding is tied; empty if it is untied, or if both ends of the model lie on one rank."""
+pipeline ranks that share a tied embedding; empty if it is untied, or if both ends of the model are on one rank."""
 
 
 def build(

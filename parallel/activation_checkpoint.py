@@ -143,7 +143,7 @@ class _Call:
                 self.made[self.RESULT] = result.detach()
         except _Stop:
             pass
-        assert len(made) == self.count, f"recomputed {len(made)} of {self.count} tensors: the computation differs"
+        assert len(made) == self.count, f"recomputed {len(made)} of {self.count} tensors: not the same computation"
         self.made |= enumerate(made)
 
 

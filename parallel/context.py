@@ -43,7 +43,7 @@ class Context:
 
     def __post_init__(self) -> None:
         if self.plan.fp8 != self.fp8.recipe:
-            raise ValueError("the plan and the FP8State have different recipes: give both the same one")
+            raise ValueError("the plan and fp8 have different recipes: give the context an FP8State of the same recipe")
         if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
             raise UserError(
                 'fp8.history = "te" advances the scales before a layer is recomputed: recompute modules instead of '

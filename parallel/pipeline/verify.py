@@ -72,9 +72,9 @@ def _faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
         elif i not in due:
             yield _Fault(rank, at, f"{i} has no purpose here")
         elif seen[i] > 1:
-            yield _Fault(rank, at, f"{i} stands here for the second time")
+            yield _Fault(rank, at, f"{i} occurs here for the second time")
         elif late := [need for need in _needs(i, due) if need not in seen and need in there]:
-            yield _Fault(rank, at, f"{i} stands before {late[0]}")
+            yield _Fault(rank, at, f"{i} comes before {late[0]}")
     for i in sorted(due, key=lambda i: i.op not in COMPUTATIONS):  # stable
         if i not in there:
             yield _Fault(rank, len(program), f"{i} is missing")

@@ -22,6 +22,10 @@ DONE = (
     "megaprec/diagnose",
     "megaprec/dialects",
     "megaprec/precision",
+    "models",
+    "models/estimate",
+    "parallel",
+    "parallel/pipeline",
 )
 BEGINNINGS = ("What", "Whose", "Of", "Whether", "Who", "Whom", "Which", "How", "Why", "Where", "Those", "The same")
 PRIVATE = {

@@ -29,10 +29,10 @@ def worthwhile(query: Tensor) -> bool:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, rows: int = _ROWS) -> Tensor:
-    """Return softmax(query @ key.T / sqrt(d)) @ value, where a token attends to itself and earlier ones: bf16 [b, n, s,
-    d] each.
+    """Return causal attention, softmax(query @ key.T / sqrt(d)) @ value: bf16 [b, n, s, d] each.
 
-    attn_mask: bool [s, s] or [b, 1, s, s], True where a token (row) attends to another; None: causal attention.
+    attn_mask: bool [s, s] or [b, 1, s, s], True where a token (row) attends to another; None: to itself and all earlier
+        ones.
     rows: the number of query rows that are computed at a time.
     """
     return _Attend.apply(query, key, value, attn_mask, rows)

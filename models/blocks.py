@@ -79,9 +79,7 @@ class Attention(nn.Module):
     def _attend(
         self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: MicrobatchInfo | None, attn_mask: Tensor | None
     ) -> Tensor:
-        """Map the output of the query-key-value projection, [s, b, own features], to the input of the output
-        projection.
-        """
+        """Map the query-key-value projection's output, [s, b, own features], to the output projection's input."""
         query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)

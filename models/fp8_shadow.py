@@ -70,12 +70,11 @@ class Shadow:
 
 
 def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
-    """Compare the first micro-batch of step `number` on each dp rank with FP8 and without. The step must be the next
-    one.
+    """Compare the first micro-batch of step `number` on each dp rank with FP8 and without.
 
-    The micro-batch is run two extra times, without FP8 and with it, with the same weights, scales and dropout. The
-    training step is unaffected. The comparison needs as much extra memory as the gradients of the FP8 weights.
-    Collective over the whole mesh.
+    The step must be the next one. The micro-batch is run two extra times, without FP8 and with it, with the same
+    weights, scales and dropout. The training step is unaffected. The comparison needs as much extra memory as the
+    gradients of the FP8 weights. Collective over the whole mesh.
     """
     fp8, optimizer = passes.fp8, passes.optimizer
     require_steady_scales(fp8, "compare a micro-batch with itself")

@@ -123,8 +123,9 @@ class WithLoss(torch.autograd.Function):
 
 
 class Take(torch.autograd.Function):
-    """x[index]: [n, h] -> [m, h]. places [n, k]: the copies of each row of x, so that the gradient is summed in a fixed
-    order.
+    """x[index]: [n, h] -> [m, h].
+
+    places [n, k]: the rows of the result that come from each row of x, so that the gradient is summed in a fixed order.
     """
 
     @staticmethod

@@ -22,10 +22,10 @@ from parallel.context import Context
 
 
 def stage_maker(factory: str) -> MakeStage:
-    """Return the function that builds a stage: the one that `factory` names, with its results validated, or Stage if it
-    is empty.
+    """Return the function that builds a stage: the one that `factory` names, or Stage if `factory` is empty.
 
-    Runs the user's code. Raises UserError if the function cannot be found.
+    Stages that the user's function returns are validated. Runs the user's code. Raises UserError if the function cannot
+    be found.
     """
     if not factory:
         return Stage

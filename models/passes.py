@@ -205,9 +205,7 @@ class Passes:
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
-        """Set up gradients for passes that belong to no step: all gradients start at zero, and are discarded at the
-        end.
-        """
+        """Provide gradients for passes that belong to no step: they start at zero and are discarded at the end."""
         buffers = self.optimizer.all_buffers()
         for buffer in buffers:
             buffer.grads.zero_()

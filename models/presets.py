@@ -113,8 +113,9 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
 
 
 def preset(name: str, **overrides: Any) -> ModelConfig:
-    """Return the named model with some fields changed: `preset("gpt2", layers=2)`. Raises UserError for an unknown
-    name.
+    """Return the named model with some fields changed: `preset("gpt2", layers=2)`.
+
+    Raises UserError for an unknown name.
     """
     if name not in PRESETS:
         raise UserError(f'no preset "{name}": there are {", ".join(PRESETS)}')

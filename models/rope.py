@@ -30,10 +30,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 
 
 class RopeScaling(BaseModel):
-    """Scaling of rotary positions to longer sequences. Keys are named as in Hugging Face's `rope_scaling`, except
-    `kind`.
+    """Scaling of rotary positions to longer sequences.
 
-    Raises pydantic's ValidationError (a ValueError) that lists every problem with the fields.
+    Keys are named as in Hugging Face's `rope_scaling`, except `kind`. Raises pydantic's ValidationError (a ValueError)
+    that lists every problem with the fields.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -105,9 +105,7 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
 
 
 def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
-    """Return the frequencies of fast pairs (slowness 0) unchanged, of slow pairs (1) divided by `factor`, and a mixture
-    between.
-    """
+    """Divide the frequencies of slow pairs (slowness 1) by `factor`, keep fast pairs (0), and blend pairs between."""
     return plain * (1 - slowness) + plain / factor * slowness
 
 

@@ -1,5 +1,4 @@
-"""Activation checkpointing: activations are recomputed in the backward pass instead of kept, which trades time for
-memory.
+"""Activation checkpointing: activations are recomputed in the backward pass instead of kept, to save memory.
 
 The recomputed part is a function of tensors that are kept. Autograd's hooks for saved tensors store a number in place
 of each tensor that the function would save. The first number that the backward pass asks for calls the function a

@@ -30,9 +30,9 @@ class MicrobatchInfo:
 
 
 def dropout(x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None) -> Tensor:
-    """Apply dropout to activations x [s, b, hidden], or to this rank's shard of the sequence under sequence
-    parallelism.
+    """Apply dropout to activations x [s, b, hidden].
 
+    Under sequence parallelism x is this rank's shard of the sequence.
     place: the micro-batch; None (evaluation) keeps every element.
     """
     if place is None or probability == 0:

@@ -90,12 +90,11 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x @ W.T + b with the input features sharded over tp; the products are summed over tp before the bias is
-    added.
+    """y = x @ W.T + b with the input features sharded over tp.
 
-    x: [s, b, own features], or without `input_is_parallel` [s, b, input_size]. Returns (y, None), or with
-    `skip_bias_add` (y without bias, b). y is [s, b, output_size], or [s / tp, b, output_size] under sequence
-    parallelism.
+    The products are summed over tp before the bias is added. x: [s, b, own features], or without `input_is_parallel`
+    [s, b, input_size]. Returns (y, None), or with `skip_bias_add` (y without bias, b). y is [s, b, output_size], or [s
+    / tp, b, output_size] under sequence parallelism.
     Raises ValueError if input features do not divide by tp, and for an input that is not parallel under sequence
     parallelism.
     """
@@ -138,13 +137,12 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding table [vocab, hidden] whose rows are sharded over tp; each rank looks up its own ids, and the
-    results are summed.
+    """An embedding table [vocab, hidden] whose rows are sharded over tp.
 
-    ids: int64 [s, b]. Returns [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
-    parallelism. The table is padded to a multiple of tp rows; padding rows are zero and are never looked up. An id
-    outside the vocabulary puts NaN into its row, on every device and without a synchronization, so that no step is
-    applied with it.
+    Each rank looks up the ids that it holds, and the results are summed over tp. ids: int64 [s, b]. Returns [s, b,
+    hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence parallelism. The table is padded
+    to a multiple of tp rows; padding rows are zero and are never looked up. An id outside the vocabulary puts NaN into
+    its row, on every device and without a synchronization, so that no step is applied with it.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""The linear product y = x @ W.T as one differentiable function that overlaps its collectives and accumulates into the
-main gradient.
+"""The linear product y = x @ W.T as one differentiable function with overlapped collectives.
 
 The weight gradient is added to `weight.main_grad`, the FP32 view of the gradient buffer, as soon as it is computed;
 autograd never holds a weight gradient. The all-reduce of the input gradient runs while the weight gradient is computed.
@@ -102,8 +101,9 @@ def _start_keeping(ctx: Any, saved: Factor) -> Callable[[], Factor]:
 
 
 def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable[[], Tensor]:
-    """Compute the input gradient and start its all-reduce or reduce-scatter over tp; the returned function waits for
-    it.
+    """Compute the input gradient and start its all-reduce or reduce-scatter over tp.
+
+    The returned function waits for the result.
     """
     grad_x = ctx.products.input_gradient(grad, ctx.weight, ctx.dtype).view(*shape[:-1], ctx.weight.shape[1])
     if ctx.lies is Input.SEQUENCE:
@@ -113,7 +113,10 @@ def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable
 
 
 def weight_gradient(products: GemmProvider, weight: nn.Parameter, grad: Factor, x: Factor) -> Tensor | None:
-    """Return the weight gradient, or add it to the main gradient, if there is one, and return None."""
+    """Return the weight gradient.
+
+    If the weight has a main gradient, the weight gradient is added to it instead, and None is returned.
+    """
     if not has_main_grad(weight):
         return products.weight_gradient(grad, x).to(weight.dtype)
     main, first = begin_accumulation(weight)
@@ -122,8 +125,9 @@ def weight_gradient(products: GemmProvider, weight: nn.Parameter, grad: Factor, 
 
 
 def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
-    """Return the sum of `rows` [tokens, n], or add it to the main gradient of `vector`, if there is one, and return
-    None.
+    """Return the sum of `rows` [tokens, n], the gradient of `vector` [n].
+
+    If `vector` has a main gradient, the sum is added to it instead, and None is returned.
     """
     if not has_main_grad(vector):
         return rows.sum(0).to(vector.dtype)
@@ -133,10 +137,9 @@ def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
 
 
 class Add(torch.autograd.Function):
-    """x [s, b, n] + parameter [n], or + rows of a table parameter, in the dtype of x. rows: a slice of s rows, or int64
-    [s, b].
+    """x [s, b, n] + parameter [n], or x + rows of a table parameter, in the dtype of x.
 
-    The backward pass sums over tokens in the dtype of the main gradient.
+    rows: a slice of s rows, or int64 [s, b]. The backward pass sums over tokens in the dtype of the main gradient.
     """
 
     @staticmethod

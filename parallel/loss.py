@@ -23,9 +23,9 @@ _BLOCK = 1 << 17  # elements of FP32 logits at a time on a CPU: they stay in cac
 def cross_entropy(
     logits: Tensor, targets: Tensor, vocabulary: Part, tp: Axis, sensitive: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the loss of each token, in the `sensitive` dtype, with the shape of `targets`; it is the same on every tp
-    rank.
+    """Return the loss of each token, in the `sensitive` dtype, with the shape of `targets`.
 
+    The loss is the same on every tp rank.
     logits: [..., padded own rows].
     targets: int64 [...], ids of the whole vocabulary.
     vocabulary: this rank's slice of the vocabulary.
@@ -79,9 +79,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _local(targets: Tensor, vocabulary: Part) -> tuple[Tensor, Tensor]:
-    """Return (local, here): the own column of each target, and True where this rank holds it; the column is 0
-    elsewhere.
-    """
+    """Return each target's column on this rank, 0 if another rank holds it, and True where this rank holds it."""
     local = targets - vocabulary.start
     here = (local >= 0) & (local < vocabulary.local[0])
     return local.masked_fill(~here, 0), here

@@ -34,10 +34,10 @@ class RMSNorm(nn.Module):
 
 
 class _Normalize(torch.autograd.Function):
-    """RMSNorm that saves only x and one number per row for the backward pass, in half as many passes over memory as
-    autograd.
+    """RMSNorm that saves only x and one number per row for the backward pass.
 
-    By type promotion, products of x with tensors of the sensitive dtype are in the sensitive dtype.
+    It makes half as many passes over memory as autograd would. By type promotion, products of x with tensors of the
+    sensitive dtype are in the sensitive dtype.
     """
 
     @staticmethod
@@ -76,8 +76,6 @@ class LayerNorm(nn.Module):
 
 
 def vector(context: Context, name: str, hidden: int, value: float, own: bool = False) -> nn.Parameter:
-    """Return a parameter [hidden], replicated on every tp rank and filled with `value`. own: each rank has a partial
-    gradient.
-    """
+    """Return a parameter [hidden], replicated over tp, filled with `value`. own: each rank has a partial gradient."""
     whole = Part.cut(name, (hidden,), None, context.tp)
     return parameter(context, [whole], 0.0, context.cut_sequence or own, mean=value)

@@ -1,5 +1,4 @@
-"""Tensor parallelism for an existing torch module: its linear layers, embeddings and norms are replaced by parallel
-ones.
+"""Tensor parallelism for an existing torch module: parallel layers replace its linear layers, embeddings and norms.
 
     stage = parallelize(stage, context, {"*.up": "column", "*.down": "row", "embedding": "vocab"}, prefix="stage0.")
 

@@ -78,10 +78,10 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
-    """Return the 1F1B schedule: forwards until the pipeline is full, then one forward per backward, then the remaining
-    backwards.
+    """Return the 1F1B schedule.
 
-    It is as fast as GPipe, but rank r holds the activations of only min(microbatches, ranks - r) micro-batches.
+    It runs forwards until the pipeline is full, then one forward per backward, then the remaining backwards. It is as
+    fast as GPipe, but rank r holds the activations of only min(microbatches, ranks - r) micro-batches.
     """
     return complete([_alternate(rank, microbatches, ranks - rank - 1) for rank in range(ranks)], range(ranks))
 
@@ -116,8 +116,9 @@ def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) ->
 
 
 def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> Schedule:
-    """Return the V schedule: stages s and 2 * ranks - 1 - s share a rank; no waiting as in zb-h2, in the memory of
-    1F1B.
+    """Return the V schedule, in which stages s and 2 * ranks - 1 - s share a rank.
+
+    No rank waits, as in zb-h2, and it takes the memory of 1F1B.
     """
     orders = [_v_order(rank, ranks, microbatches) for rank in range(ranks)]
     rank_of_stage = [*range(ranks), *reversed(range(ranks))]

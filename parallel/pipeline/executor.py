@@ -186,8 +186,9 @@ def _completing(program: Sequence[Instruction]) -> set[Instruction]:
 
 
 def _await(device: torch.device) -> None:
-    """Wait until the device has finished this rank's computation, but not for messages in flight, which may depend on
-    later work.
+    """Wait until the device has finished the computation it was given.
+
+    Messages in flight are not waited for, because they may depend on later work.
     """
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()

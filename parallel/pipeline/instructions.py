@@ -217,9 +217,7 @@ def _with_transfers(i: Instruction, rank_of_stage: Sequence[int]) -> Iterator[In
 
 
 def picture(programs: Mapping[int, Sequence[Instruction]], at: Mapping[int, int], notes: Mapping[int, str]) -> str:
-    """Return one line per rank: instruction number `at[rank]` in brackets, its neighbours in the program, and the
-    rank's note.
-    """
+    """Return a line per rank: its instruction number `at[rank]` in brackets, those around it, and the rank's note."""
     around = 4
     rows = []
     for rank, program in programs.items():

@@ -61,8 +61,7 @@ class P2P:
         match: Match | None = None,
         sends: int = SENDS_UNDER_WAY,
     ) -> "P2P":
-        """Open the connections of this rank. Collective over the world: every rank calls this with its own pipeline
-        axis.
+        """Open the connections of this rank. Collective over the world: every rank passes its own pipeline axis.
 
         match: the way in which receives find their sends; None: by tag on gloo, by order on other backends.
         """
@@ -112,9 +111,7 @@ class P2P:
         pending.append((work, tensor))
 
     def post_recv(self, i: Instruction) -> None:
-        """Start to receive the message of instruction `i`. `receive` must follow, for each channel in the order of
-        these calls.
-        """
+        """Start to receive the message of `i`; `receive` must follow, per channel in the order of these calls."""
         channel, tag = self._route(i)
         tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         work = dist.irecv(tensor, group=self.groups[channel], src=self._world_rank(channel.source), tag=tag)
@@ -184,8 +181,9 @@ def _pipelines(mine: Sequence[int], device: torch.device) -> list[list[int]]:
 
 
 def _connect(group: dist.ProcessGroup, source: int, destination: int, device: torch.device) -> None:
-    """Make the first transfer now. NCCL connects both ends in the first transfer, and then even a send waits for its
-    receive.
+    """Make the first transfer of a communicator now.
+
+    NCCL connects both ends in the first transfer, in which even a send waits for its receive.
     """
     greeting = torch.zeros(1, device=device)
     if dist.get_rank() == source:

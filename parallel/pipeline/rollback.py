@@ -20,8 +20,7 @@ def warmup(program: Sequence[Instruction]) -> Program:
 
 
 def unread(schedule: Schedule) -> tuple[Program, ...]:
-    """Return, by rank, the receives of messages that other ranks send in their warm-up but the rank does not receive in
-    its own.
+    """Return, by rank, the receives of messages that are sent in a warm-up but not received in the rank's own warm-up.
 
     Raises UserError if these receives could deadlock, however far each rank had come in its warm-up.
     """

@@ -76,11 +76,11 @@ def simulate(
     communicator: Communicator = lambda m: m,
     sends: int = SENDS_UNDER_WAY,
 ) -> list[Span]:
-    """Return the time span of each instruction. The cost of a send is its message's transfer time; a receive costs
-    nothing.
+    """Return the time span of each instruction.
 
-    Every message has its own communicator unless `communicator` says otherwise. A rank waits while one communicator has
-    `sends` unfinished sends of it. Raises Refused with a picture of all ranks if some instruction can never run.
+    The cost of a send is the transfer time of its message; a receive costs nothing. Every message has its own
+    communicator unless `communicator` says otherwise. A rank waits while one communicator has `sends` unfinished sends
+    of it. Raises Refused with a picture of all ranks if some instruction can never run.
     """
     clockwork = _Clockwork(schedule, cost, communicator, sends)
     while sum(clockwork.run(rank) for rank in range(len(schedule.programs))):  # not any(): every rank has its turn
@@ -128,9 +128,9 @@ def _by_rank(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def peak(schedule: Schedule, growth: Cost, within: Cost = lambda i: 0, message: float = 0) -> list[float]:
-    """Return, by rank, the peak memory of its activations, if instruction i adds growth(i) to it, and within(i) while
-    it runs.
+    """Return, by rank, the peak memory of its activations.
 
+    Instruction i adds growth(i) to the memory, and within(i) while it runs.
     message: size of one message between stages. Besides messages that are received and not used yet, a rank holds one
         for the posted receive and, on each channel, those of the unfinished sends.
     """
@@ -168,9 +168,7 @@ def _travelling(schedule: Schedule, program: Sequence[Instruction], message: flo
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """Return, by rank, the largest number of activations held at once: forwards whose weight gradients are still to
-    come.
-    """
+    """Return, by rank, the most activations held at once: forwards whose weight gradients are still to come."""
     return [int(most) for most in peak(schedule, lambda i: (i.op is Op.FORWARD) - (i.op in WEIGHT_GRADIENTS))]
 
 
@@ -194,7 +192,7 @@ class _Clockwork:
         self.receiving: set[int] = set()  # ranks that asked for a message and wait for it
         self.crowded: dict[int, Hashable] = {}  # ranks that wait until a communicator can take one more send
         self.queues: dict[Hashable, dict[int, deque[_Posted]]] = defaultdict(lambda: defaultdict(deque))
-        self.free_at: dict[Hashable, float] = defaultdict(float)  # when a communicator's last transfer was over
+        self.free_at: dict[Hashable, float] = defaultdict(float)  # end of a communicator's last transfer
         self.spans: list[Span] = []
 
     def run(self, rank: int) -> bool:

@@ -1,8 +1,8 @@
 """A decoder layer: attention, a column-parallel and a row-parallel layer, followed by a feed-forward or experts.
 
-Shapes: s sequence, b micro-batch, h hidden, n heads of this rank, d head_dim. Activations are [s, b, h], and [s / tp,
-b, h] between blocks under sequence parallelism. A rank has heads / tp query heads; if there are fewer key/value heads
-than ranks, neighbouring ranks hold the same one.
+Shapes: s sequence, b micro-batch, h hidden, n heads of this rank, d head_dim. Activations are [s, b, h]. Under sequence
+parallelism they are [s / tp, b, h] between blocks. A rank has heads / tp query heads; if there are fewer key/value
+heads than ranks, neighbouring ranks hold the same one.
 """
 
 from functools import partial
@@ -135,9 +135,10 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), or both branches on the norm of the same x; with optional dropout.
+    """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of the same x.
 
-    The residual stream x, input and output, has its own dtype; the branches compute in the dtype of products.
+    Dropout is optional. The residual stream x, input and output, has its own dtype; the branches compute in the dtype
+    of products.
     """
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:

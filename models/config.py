@@ -276,7 +276,7 @@ class ModelConfig(BaseModel):
 
     @property
     def undrawn(self) -> "ModelConfig":
-        """Return this model with initial weights of zero, which take no time to draw, if their values are not needed."""
+        """Return this model with initial weights of zero, which take no time to draw, if their values do not matter."""
         return self.model_copy(update={"init_std": 0.0, "init": InitialStd()})
 
     @property

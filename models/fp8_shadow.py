@@ -1,4 +1,4 @@
-"""A comparison of one micro-batch with FP8 and without: the loss, each weight gradient, and the losses of the casts.
+"""A comparison of one micro-batch with FP8 and without: the loss, each weight gradient, and the values that casts lose.
 
 The cosine between a weight's gradients with and without FP8 measures how much of the FP8 gradient is the true gradient:
 independent noise of relative size r makes a cosine of 1 / sqrt(1 + r^2). Gradients of dp ranks are not summed before
@@ -78,7 +78,7 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
     """
     fp8, optimizer = passes.fp8, passes.optimizer
     require_steady_scales(fp8, "compare a micro-batch with itself")
-    fp8.roll()  # otherwise the step itself would start with this
+    fp8.roll()  # as at the start of the step itself
     buffers, names = optimizer.all_buffers(), fp8.narrow
     with passes.gradients_aside(), fp8.autocast(enabled=False):
         wide_loss = _first_alone(passes, share, number)

@@ -139,10 +139,12 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """An embedding table [vocab, hidden] whose rows are sharded over tp.
 
-    Each rank looks up the ids that it holds, and the results are summed over tp. ids: int64 [s, b]. Returns [s, b,
-    hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence parallelism. The table is padded
-    to a multiple of tp rows; padding rows are zero and are never looked up. An id outside the vocabulary puts NaN into
-    its row, on every device and without a synchronization, so that no step is applied with it.
+    Each rank looks up the ids that it holds, and the results are summed over tp. The table is padded to a multiple of
+    tp rows; padding rows are zero and are never looked up. An id outside the vocabulary puts NaN into its row, on every
+    device and without a synchronization, so that no step is applied with it.
+
+    ids: int64 [s, b]. Returns [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
+    parallelism.
     """
 
     def __init__(

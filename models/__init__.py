@@ -1,6 +1,6 @@
 """Transformer models by configuration, and the engine that trains them on any mesh.
 
-The smallest whole use, on one process:
+The smallest whole use, in one process:
 
     from parallel.pipeline import schedule
 

@@ -1,12 +1,12 @@
 """Attention in bf16 on a CPU: matrix products, head by head.
 
-torch's fused kernel for the CPU takes as long in bf16 as in FP32, but its matrix product has the bf16 instructions of
-recent processors. So each head's scores are multiplied out, for as many query rows at a time as stay in a core's cache
-with them, and made once more in the backward pass: between the two only query, key and value are kept. Scores and
-weights are rounded to bf16, as the unfused attention of Megatron-LM does; softmax and the sums inside of products are
-FP32.
+torch's fused kernel for the CPU takes as long in bf16 as in FP32, but torch's matrix product uses the bf16 instructions
+of recent processors. The scores of each head are therefore computed by matrix products, for as many query rows at a
+time as stay in a core's cache together with their scores. The backward pass recomputes the scores: only query, key and
+value are kept. Scores and weights are rounded to bf16, as in the unfused attention of Megatron-LM; softmax and the sums
+inside products are FP32.
 
-Each head is computed alone, so its numbers do not depend on how many a rank has.
+Each head is computed separately, so its numbers do not depend on how many heads a rank has.
 """
 
 import math
@@ -17,22 +17,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ROWS = 512  # of queries at a time: their scores for as many keys take half a megabyte
+_ROWS = 512  # query rows at a time: their scores for as many keys take half a megabyte
 _SHORT = 128  # tokens: with fewer, the many small products take longer than the fused kernel
 
 
 def worthwhile(query: Tensor) -> bool:
-    """Whether `attend` is the faster way: bf16 [b, n, s, d] on a processor with instructions for products of it."""
+    """Return True if `attend` is the faster way: query is bf16 [b, n, s, d] on a CPU with bf16 matrix instructions."""
     if query.dtype != torch.bfloat16 or query.device.type != "cpu" or query.shape[2] < _SHORT:
         return False
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, rows: int = _ROWS) -> Tensor:
-    """softmax(query @ key.T / sqrt(d)) @ value over the tokens up to each one's own: bf16 [b, n, s, d] each.
+    """Return causal attention, softmax(query @ key.T / sqrt(d)) @ value: bf16 [b, n, s, d] each.
 
-    attn_mask: bool [s, s] or [b, 1, s, s], True where a token (row) attends to another; None: to all up to its own.
-    rows: of queries taken at a time.
+    attn_mask: bool [s, s] or [b, 1, s, s], True where a token (row) attends to another; None: to itself and all earlier
+        ones.
+    rows: the number of query rows that are computed at a time.
     """
     return _Attend.apply(query, key, value, attn_mask, rows)
 
@@ -43,7 +44,7 @@ class _Attend(torch.autograd.Function):
         q, k, v = (x.contiguous() for x in (query, key, value))
         ctx.save_for_backward(q, k, v)
         ctx.attn_mask, ctx.rows = attn_mask, rows
-        mixed = torch.empty_like(query)  # strided as the query, so that the next layer needs no copy
+        mixed = torch.empty_like(query)  # with the query's strides, so that the next layer needs no copy
         for b, n, first, last, bias in _runs(query, attn_mask, rows):
             weights = _weights(q[b, n, first:last], k[b, n, :last], bias)
             torch.mm(weights, v[b, n, :last], out=mixed[b, n, first:last])
@@ -66,7 +67,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _runs(query: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[tuple[int, int, int, int, Tensor]]:
-    """Sample, head, rows [first, last) of queries, and what is added to their scores for keys [0, last)."""
+    """Yield sample, head, query rows [first, last), and the bias that is added to their scores for keys [0, last)."""
     samples, heads, length, _ = query.shape
     for first in range(0, length, rows):
         last = min(first + rows, length)

@@ -1,8 +1,8 @@
-"""A decoder layer: attention, which is a column-parallel and a row-parallel layer, then a feed-forward or experts.
+"""A decoder layer: attention, a column-parallel and a row-parallel layer, followed by a feed-forward or experts.
 
-Shapes: s sequence, b micro-batch, h hidden, n heads of this rank, d head_dim. Activations are [s, b, h], and
-[s / tp, b, h] between blocks under sequence parallelism. A rank has heads / tp query heads; when there are fewer
-key/value heads than ranks, neighbours hold the same one.
+Shapes: s sequence, b micro-batch, h hidden, n heads of this rank, d head_dim. Activations are [s, b, h]. Under sequence
+parallelism they are [s / tp, b, h] between blocks. A rank has heads / tp query heads; if there are fewer key/value
+heads than ranks, neighbouring ranks hold the same one.
 """
 
 from functools import partial
@@ -25,17 +25,17 @@ from parallel.norms import LayerNorm, RMSNorm
 
 
 def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
-    """The norm of the family, over the hidden features"""
+    """Return the norm of the model's family, over the hidden features."""
     kind = RMSNorm if config.norm == "rms" else LayerNorm
     return kind(context, config.hidden, name=name, eps=config.norm_eps)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads, of all tokens before or the last `window` ones.
+    """Causal self-attention with grouped key/value heads, over all earlier tokens or the last `window` ones.
 
-    Query, key and value enter its two products in the plan's `attention` dtype, whatever the layers compute in. Scores
-    and weights are in the sensitive dtype, or rounded to that of `scores`.
-    attn_mask: bool [b, 1, s, s], True where a token (row) attends to another, if that is not the same in all samples.
+    Query, key and value enter the two attention products in the plan's `attention` dtype, independently of the layers'
+    dtype. Scores and weights are in the sensitive dtype, or rounded to the plan's `scores` dtype.
+    attn_mask: bool [b, 1, s, s], True where a token (row) attends to another, if the mask differs between samples.
     """
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
@@ -79,7 +79,7 @@ class Attention(nn.Module):
     def _attend(
         self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: MicrobatchInfo | None, attn_mask: Tensor | None
     ) -> Tensor:
-        """From what the product with query, key and value makes, [s, b, own features], to what the output's takes."""
+        """Map the query-key-value projection's output, [s, b, own features], to the output projection's input."""
         query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -87,17 +87,20 @@ class Attention(nn.Module):
             query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
         query, key, value = (z.permute(1, 2, 0, 3).to(self.context.plan.attention) for z in (query, key, value))
         if rotary is not None or self.config.qk_norm:
-            value = value.contiguous()  # a view would keep all of the product that it is a part of
+            value = value.contiguous()  # a view would keep the whole product that it belongs to
         return self._mix(query, key, value, place, attn_mask).permute(2, 0, 1, 3).flatten(2)
 
     def _mix(
         self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        """[b, n, s, d] each, with fewer key/value heads. Returns [b, n, s, d] in the dtype of products."""
+        """Return attention of query, key, value [b, n, s, d] each, as [b, n, s, d] in the dtype of products.
+
+        Key and value may have fewer heads than query.
+        """
         groups = query.shape[1] // key.shape[1]
         if groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        plan, by_products = self.context.plan, bf16_attention.worthwhile(query)  # which rounds them in any case
+        plan, by_products = self.context.plan, bf16_attention.worthwhile(query)  # by_products always rounds scores
         rounded = plan.scores != plan.sensitive and not by_products
         if rounded or (place is not None and self.config.attention_dropout > 0):
             return self._mix_plainly(query, key, value, place, attn_mask).to(plan.compute)
@@ -113,8 +116,11 @@ class Attention(nn.Module):
     def _mix_plainly(
         self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, attn_mask: Tensor | None
     ) -> Tensor:
-        """Written out: the fused kernel draws its dropout from a generator that knows nothing of layouts, and rounds
-        neither scores nor weights. Returns the dtype of the weights."""
+        """Return unfused attention, in the dtype of the weights.
+
+        The fused kernel draws its dropout from a generator that does not know the layout, and it rounds neither scores
+        nor weights.
+        """
         rounded = self.context.plan.scores
         made = torch.promote_types(rounded, torch.float32) if slow_half(query) else rounded
         scores = query.to(made) @ key.to(made).transpose(2, 3) / self.config.head_dim**0.5
@@ -124,14 +130,15 @@ class Attention(nn.Module):
         return weights.to(made) @ value.to(made)
 
     def _mask(self, query: Tensor) -> Tensor:
-        """The mask that is the same in all samples: bool [s, s]."""
+        """Return the mask that is the same in all samples: bool [s, s]."""
         return causal_mask(query.shape[2], self.config.window, None, query.device)
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), or both norms of the same x; with dropout where it is asked for.
+    """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of the same x.
 
-    x, the residual stream, and what comes of it, are in a dtype of their own; the branches compute in that of products.
+    Dropout is optional. The residual stream x, input and output, has its own dtype; the branches compute in the dtype
+    of products.
     """
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:

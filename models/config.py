@@ -1,12 +1,12 @@
-"""What a model is: its family, its sizes and the switches by which the families differ.
+"""The configuration of a model: its family, its sizes and the switches by which the families differ.
 
-`ModelConfig` is resolved the moment it exists: what is not given follows from the family or from the sizes
-given before it, and no field means "decide later". The one exception is `vocab`, which only a tokenizer
-knows: 0 until `with_vocab`. Counts of parameters and FLOPs are exact functions of the fields, so a run can
-be planned without building anything.
+`ModelConfig` is resolved as soon as it exists: fields that are not given follow from the family or from earlier sizes,
+and no field means "decide later". The one exception is `vocab`, which only a tokenizer knows: it is 0 until
+`with_vocab`. The counts of parameters and FLOPs are exact functions of the fields, so a run can be planned without
+building a model.
 
-Norms are counted as their family builds them: "rms" has a weight, "layer" a weight and a bias. The output head
-never has a bias, nor have experts and their router.
+Norm parameters are counted as the family has them: "rms" has a weight, "layer" a weight and a bias. The output head,
+the experts and their router never have biases.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from megaprec.errors import UserError
 from models.initial_weights import InitialStd, Matrix
 from models.rope import RopeScaling
 
-FFN_MULTIPLE = 64  # a derived feed-forward width is rounded up to this, so that tensor parallelism can cut it
+FFN_MULTIPLE = 64  # a derived feed-forward width is rounded up to this, so that tensor parallelism can shard it
 
 
 def _by_family(usual: Any, **others: Any) -> Callable[[dict[str, Any]], Any]:
@@ -30,7 +30,10 @@ def _as_bias(known: dict[str, Any]) -> bool:
 
 
 def _default_ffn(known: dict[str, Any]) -> int:
-    """Four times hidden; a gated feed-forward has three matrices for two, so two thirds of that."""
+    """Return the default feed-forward width: four times hidden, or two thirds of that for a gated feed-forward.
+
+    A gated feed-forward has three matrices instead of two, so both have the same number of parameters.
+    """
     hidden: int = known["hidden"]
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE if known["mlp"] == "swiglu" else 4 * hidden
 
@@ -38,7 +41,7 @@ def _default_ffn(known: dict[str, Any]) -> int:
 class ModelConfig(BaseModel):
     """A decoder-only transformer.
 
-    Raises pydantic's ValidationError (a ValueError) that lists everything wrong with the fields.
+    Raises pydantic's ValidationError (a ValueError) that lists every problem with the fields.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -212,9 +215,9 @@ class ModelConfig(BaseModel):
             yield from self._rotary_problems()
         if self.heads % self.kv_heads:
             fits = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
-            yield f"kv_heads {self.kv_heads} does not divide heads {self.heads}: {fits} would"
+            yield f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose one of {fits}"
         if self.positions != "rope" and (self.rope_scaling.kind != "none" or self.rotary_fraction != 1):
-            yield f'positions "{self.positions}": rope_scaling and rotary_fraction are of positions = "rope"'
+            yield f'positions "{self.positions}": rope_scaling and rotary_fraction need positions = "rope"'
         yield from self._window_problems()
         if self.experts:
             yield from self._expert_problems()
@@ -223,40 +226,40 @@ class ModelConfig(BaseModel):
         if self.window_layers and not self.window:
             yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
         if sorted({*self.window_layers} & {*range(self.layers)}) != [*self.window_layers]:
-            yield f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1}, rising"
+            yield f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1} in increasing order"
 
     def _rotary_problems(self) -> Iterator[str]:
         turning, scaling = self.rotary_dims, self.rope_scaling.kind
         if turning % 2 or not turning:
-            part = f"{self.rotary_fraction:g} of it turn" if self.rotary_fraction < 1 else "all of it turn"
+            part = f"{self.rotary_fraction:g} of it" if self.rotary_fraction < 1 else "all of it"
             yield (
-                f"head_dim {self.head_dim}: rotary positions turn pairs, so the features that turn must be an even "
-                f"number, but {part}, {turning} features: change head_dim or rotary_fraction"
+                f"head_dim {self.head_dim}: rotary positions rotate pairs of features, so their number must be "
+                f"even and above 0, but it is {turning} ({part}): change head_dim or rotary_fraction"
             )
         elif scaling == "dynamic" and turning == 2:
-            yield "rope_scaling.kind dynamic needs more than one pair that turns: raise head_dim or rotary_fraction"
+            yield "rope_scaling.kind dynamic needs more than one rotated pair: raise head_dim or rotary_fraction"
 
     def _expert_problems(self) -> Iterator[str]:
         if self.experts_per_token > self.experts:
             yield (
                 f"experts_per_token {self.experts_per_token} is more than experts {self.experts}: "
-                f"at most {self.experts} would do"
+                f"choose at most {self.experts}"
             )
         if self.mlp_bias:
             yield f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = false"
 
     def with_vocab(self, vocab: int) -> "ModelConfig":
-        """The same model over a vocabulary of `vocab` tokens."""
+        """Return this model with a vocabulary of `vocab` tokens."""
         return ModelConfig(**{**self.model_dump(), "vocab": vocab})
 
     def of_layer(self, number: int) -> "ModelConfig":
-        """The model as one layer sees it: the same, or without the window that this layer does not have."""
+        """Return this model as layer `number` sees it: without the window if the layer has none."""
         has_none = self.window_layers and number not in self.window_layers
         return self.model_copy(update={"window": 0, "window_layers": ()}) if has_none else self
 
     @property
     def num_parameters(self) -> int:
-        """Logical parameters of the whole model, a tied head counted once. The vocabulary must be known."""
+        """Return the number of logical parameters, a tied head counted once. The vocabulary must be known."""
         assert self.vocab > 0, "with_vocab() first"
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         learned = self.max_positions * self.hidden if self.positions == "learned" else 0
@@ -264,21 +267,21 @@ class ModelConfig(BaseModel):
 
     @property
     def rotary_dims(self) -> int:
-        """Features of each head that rotary positions turn."""
+        """Return the number of features of each head that rotary positions turn."""
         return int(self.head_dim * self.rotary_fraction)
 
     def initial_std(self, matrix: Matrix, layer: int = 0) -> float:
-        """Standard deviation of the initial weights of a kind of matrix, in the layer of this number from 0."""
+        """Return the standard deviation of the initial weights of a kind of matrix in layer `layer`, from 0."""
         return self.init.std(matrix, self.init_std, self.layers, layer)
 
     @property
     def undrawn(self) -> "ModelConfig":
-        """The same model with initial weights of zero, which take no time to draw: where nobody looks at them."""
+        """Return this model with initial weights of zero, which take no time to draw, if their values do not matter."""
         return self.model_copy(update={"init_std": 0.0, "init": InitialStd()})
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one block."""
+        """Return the number of parameters of one block."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         up = (self._mlp_matrices - 1) * self.ffn
         biases = self.qkv_bias * qkv + self.output_bias * self.hidden + self.mlp_bias * (up + self.hidden)
@@ -295,39 +298,49 @@ class ModelConfig(BaseModel):
 
     @property
     def _attention_weights(self) -> int:
-        """Elements of the matrices of query and output, key and value."""
+        """Return the number of elements of the matrices of query, key, value and output."""
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     def _mlp_weights(self, experts: int) -> int:
-        """Elements of the matrices of the feed-forward, or of the router and so many of the experts."""
+        """Return the elements of the feed-forward matrices, or of the router and `experts` experts."""
         one = self.hidden * self._mlp_matrices * self.ffn
         return experts * one + self.hidden * self.experts if self.experts else one
 
     def flops_per_token(self, seq_length: int) -> int:
-        """FLOPs of the matrix products of one forward pass, per token; training takes three times as many."""
+        """Return the FLOPs of the matrix products of a forward pass, per token; training takes three times as many."""
         return self.layers * self.layer_flops(seq_length) + self.head_flops()
 
     def layer_flops(self, seq_length: int) -> int:
-        """Forward FLOPs of one block, per token. Attention counts the whole seq_length or window, as if not causal."""
+        """Return the forward FLOPs of one block, per token.
+
+        Attention counts the whole seq_length or window, as if it were not causal.
+        """
         weights = self._attention_weights + self._mlp_weights(self.experts_per_token)
         return 2 * weights + self.attention_flops(seq_length)
 
     def attention_flops(self, seq_length: int) -> int:
-        """Those of one block's attention that have no weight, likewise; of the mean block, if some have a window."""
+        """Return the forward FLOPs of one block's attention products that have no weight, per token.
+
+        If only some layers have a window, this is the mean over the layers. Attention is counted as if it were not
+        causal.
+        """
         windowed = len(self.window_layers) or self.layers
         seen = windowed * min(seq_length, self.window or seq_length) + (self.layers - windowed) * seq_length
         return 4 * seen * self.heads * self.head_dim // self.layers
 
     def again_flops(self, seq_length: int) -> int:
-        """Those of one block that is made again as a whole in its backward pass, likewise. A block ends with a product
-        that nothing there needs the result of, unless it is dropped out or weighted."""
+        """Return the FLOPs, per token, of recomputing one whole block in its backward pass.
+
+        The last product of a block is not recomputed, because no gradient needs its result, unless dropout or expert
+        weights are applied to it.
+        """
         unneeded = 0 if self.experts or self.dropout else 2 * self.hidden * self.ffn
         return self.layer_flops(seq_length) - unneeded
 
     def embedding_flops(self) -> int:
-        """Of the embedding, per token: it looks up, and its gradient adds one number per feature."""
+        """Return the FLOPs of the embedding, per token: its gradient adds one number per feature; a lookup is free."""
         return self.hidden
 
     def head_flops(self) -> int:
-        """Forward FLOPs of the output head, per token."""
+        """Return the forward FLOPs of the output head, per token."""
         return 2 * self.hidden * self.vocab

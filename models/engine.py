@@ -1,9 +1,9 @@
-"""A model placed on a mesh, ready to train: stages, schedule, links and optimizer put together.
+"""The engine: a model placed on a mesh, ready to train, with its stages, schedule, connections and optimizer.
 
-This is the whole of a training step. It knows batches, not where they come from; what to log, when to save and
-when to stop is the trainer's.
+It does the whole of a training step. It takes batches and does not know their source; the trainer decides when to log,
+to save and to stop.
 
-A step that was skipped is run a second time, to learn in which micro-batch it went wrong (`models.replay`).
+A skipped step is run a second time to find the micro-batch in which it became non-finite (`models.replay`).
 """
 
 import math
@@ -42,11 +42,13 @@ SUMMING = partial(ParallelAMPOptimizer, average=False)
 class Engine:
     """Trains a model of `config` over a (pp, dp, tp) mesh, by `schedule`, in micro-batches of `micro_batch` samples.
 
-    trace: whether a skipped step is run again to find the micro-batch and the samples that broke it.
-    make_optimizer: builds the optimizer over this rank's stages, one that sums over dp: each rank's loss is divided by
-    the tokens of the global batch. layers: how many each stage has; by cost if empty.
-    recompute: which activations are not kept for the backward pass. make_stage: builds each of this rank's stages.
-    observers: of the optimizer's steps, besides its own.
+    trace: run a skipped step again to find the micro-batch and the samples that broke it.
+    make_optimizer: builds the optimizer over this rank's stages. It must sum over dp, because each rank's loss is
+        divided by the tokens of the global batch.
+    layers: the number of layers of each stage; empty: decided by cost.
+    recompute: the activations that the backward pass recomputes.
+    make_stage: builds each of this rank's stages.
+    observers: additional observers of the optimizer's steps.
     """
 
     def __init__(
@@ -87,27 +89,27 @@ class Engine:
         self.passes = Passes(
             config, schedule, self.stages, self.optimizer, self.fp8, links, context.deferred, micro_batch
         )
-        self.last, self.micro_batch = self.passes.last, micro_batch  # the former: number of the model's last stage
+        self.last, self.micro_batch = self.passes.last, micro_batch  # last: number of the model's last stage
         self._evaluation = evaluation.programs[self.pp.rank]
         self.optimizer.observers += observers
 
     def step(self, share: Share, lr: float, number: int, recording: Recording | None = None) -> StepReport:
-        """One training step, the `number`-th; every rank gets the same report. Collective over the whole mesh.
+        """Run training step `number`; every rank gets the same report. Collective over the whole mesh.
 
-        recording: receives when each instruction ran.
-        Raises NonFiniteStep, on every rank, if the plan says so of a step that is not finite.
+        recording: receives the time span of each instruction.
+        Raises NonFiniteStep, on every rank, if the step is not finite and the precision plan asks for an error.
         """
         return self.update(self.accumulate(share, number, recording), lr)
 
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
-        """The first half of `step`: all passes. Returns what the second half takes."""
+        """Run the first half of `step`: all passes. Returns the argument of the second half."""
         run = self.passes.begin(share, number, self.optimizer.scale)
         with self.fp8.autocast():
             self.passes.executor(run, spans=recording.spans if recording else None).run()
         return run
 
     def update(self, run: Running, lr: float) -> StepReport:
-        """The second half of `step`: applies or skips it."""
+        """Run the second half of `step`: apply or skip it."""
         try:
             return self.explain(self.optimizer.step(lr, run.loss), run)
         except NonFiniteStep as error:
@@ -115,7 +117,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, share: Share) -> float:
-        """Mean loss over the tokens of all shares. Collective over the whole mesh."""
+        """Return the mean loss over the tokens of all shares. Collective over the whole mesh."""
         self.optimizer.wait()
         run = self.passes.begin(share, None, self.optimizer.scale)
         with self.fp8.autocast():
@@ -126,10 +128,10 @@ class Engine:
         return loss
 
     def explain(self, report: StepReport, run: Running) -> StepReport:
-        """Returns the report of a skipped step with all that can be said of its offenders, and any other as it is.
-        Collective: the step may be run again.
+        """Return the report of a skipped step with its offenders traced, and any other report unchanged.
 
-        Raises OutsideVocabulary, on every rank, if the step was given ids that the vocabulary does not hold.
+        Collective: the step may be run again. Raises OutsideVocabulary, on every rank, if the step had ids outside the
+        vocabulary.
         """
         if math.isnan(report.loss):
             self.passes.require_ids(run)
@@ -145,7 +147,10 @@ class Engine:
         return replace(report, offenders=offenders)
 
     def _searching(self, report: StepReport) -> bool:
-        """Whether the scale is on its first way down: that it was too high says nothing of the samples."""
+        """Return True if the loss scale is still falling to its first usable value.
+
+        A skip is then due to the scale, and says nothing about the samples.
+        """
         scaling = self.optimizer.plan.scaling
         falls = scaling.kind == "dynamic" and report.loss_scale > scaling.minimum and math.isfinite(report.loss)
         return falls and self.optimizer.numbers()["steps"] == 0

@@ -1,9 +1,9 @@
-"""How far a micro-batch in FP8 is from the same one without it: the loss, each weight's gradient, what casts lose.
+"""A comparison of one micro-batch with FP8 and without: the loss, each weight gradient, and the values that casts lose.
 
-The cosine between a weight's gradients with and without FP8 says how much of what FP8 leaves is the gradient: noise of
-a relative size r that has nothing to do with it makes a cosine of 1 / sqrt(1 + r^2). Gradients of dp ranks are not
-summed before, so that each rank's micro-batch counts. Saturated is what lies beyond the largest number of its format,
-underflowed what is not zero and becomes so.
+The cosine between a weight's gradients with and without FP8 measures how much of the FP8 gradient is the true gradient:
+independent noise of relative size r makes a cosine of 1 / sqrt(1 + r^2). Gradients of dp ranks are not summed before
+the comparison, so each rank's micro-batch counts. A value is saturated if it is beyond the largest number of its
+format, and underflowed if it is not zero and is rounded to zero.
 """
 
 import math
@@ -27,11 +27,12 @@ Found = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Shadow:
-    """Of one micro-batch on each dp rank.
+    """The comparison of one micro-batch on each dp rank.
 
-    loss, wide_loss: with FP8 and without, the same part of a global mean. cosines: by logical weight; nan if a gradient
-    is zero or not finite. saturated, underflowed: ratios by "<first logical weight of a product>.<role>", the roles
-    being input, weight and gradient.
+    loss, wide_loss: the losses with FP8 and without, as the same part of a global mean.
+    cosines: by logical weight; nan if a gradient is zero or not finite.
+    saturated, underflowed: ratios by "<first logical weight of a product>.<role>", with the roles input, weight and
+        gradient.
     """
 
     loss: float
@@ -42,7 +43,7 @@ class Shadow:
 
     @staticmethod
     def of(loss: float, wide_loss: float, found: Found) -> "Shadow":
-        """found: what `compared` gives, of all stages."""
+        """Return the Shadow of two losses. found: the results of `compared` for all stages."""
         cosines, saturated, underflowed = {}, {}, {}
         for name, numbers in found.items():
             if len(numbers) == 3:
@@ -55,28 +56,29 @@ class Shadow:
 
     @property
     def gap(self) -> float:
-        """(loss - wide_loss) / wide_loss; inf where only the loss with FP8 is not finite."""
+        """Return (loss - wide_loss) / wide_loss; inf if only the loss with FP8 is not finite."""
         if not math.isfinite(self.loss) and math.isfinite(self.wide_loss):
             return math.inf
         return (self.loss - self.wide_loss) / self.wide_loss if self.wide_loss else math.nan
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The weight with the lowest cosine, and that; ("", nan) if there is none."""
+        """Return the weight with the lowest cosine, and that cosine; ("", nan) if there is none."""
         known = {name: cosine for name, cosine in self.cosines.items() if not math.isnan(cosine)}
         name = min(known, key=known.__getitem__, default="")
         return name, known.get(name, math.nan)
 
 
 def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
-    """What FP8 does to the first micro-batch, on each dp rank, of the `number`-th step, which must be the next one.
+    """Compare the first micro-batch of step `number` on each dp rank with FP8 and without.
 
-    The micro-batch is run twice more, without FP8 and with it: same weights, same scales, same dropout. The training
-    step is unaffected. Takes as much memory as the gradients of weights in FP8. Collective over the whole mesh.
+    The step must be the next one. The micro-batch is run two extra times, without FP8 and with it, with the same
+    weights, scales and dropout. The training step is unaffected. The comparison needs as much extra memory as the
+    gradients of the FP8 weights. Collective over the whole mesh.
     """
     fp8, optimizer = passes.fp8, passes.optimizer
     require_steady_scales(fp8, "compare a micro-batch with itself")
-    fp8.roll()  # or the step would begin so
+    fp8.roll()  # as at the start of the step itself
     buffers, names = optimizer.all_buffers(), fp8.narrow
     with passes.gradients_aside(), fp8.autocast(enabled=False):
         wide_loss = _first_alone(passes, share, number)
@@ -91,8 +93,10 @@ def run_shadow(passes: Passes, share: Share, number: int) -> Shadow:
 
 
 def _first_alone(passes: Passes, share: Share, number: int) -> Tensor:
-    """Runs the first micro-batch, forward and backward, through all stages; returns this rank's part of its loss.
-    Gradients are left, summed over tp but not over dp."""
+    """Run the first micro-batch, forward and backward, through all stages, and return this rank's part of its loss.
+
+    The gradients stay in the buffers, summed over tp but not over dp.
+    """
     run = passes.begin(share, number, passes.optimizer.scale)
     passes.executor(run, [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]).run()
     for buffer in passes.optimizer.all_buffers():
@@ -101,8 +105,10 @@ def _first_alone(passes: Passes, share: Share, number: int) -> Tensor:
 
 
 def weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:
-    """Views of what this rank has of the gradients of weights in FP8, flat, by logical name; empty where another tensor
-    rank counts the slice. names: of the first logical tensor in each parameter."""
+    """Return flat views of this rank's gradients of the FP8 weights, by logical name.
+
+    A view is empty if another tensor-parallel rank counts the slice. names: the first logical tensor of each parameter.
+    """
     return dict(span for b in buffers for p in b.parameters for span in _spans(p, names))
 
 
@@ -114,9 +120,10 @@ def _spans(parameter: torch.nn.Parameter, names: Set[str]) -> Iterator[tuple[str
 
 
 def lost_by_tensor(casts: Mapping[str, Tensor], names: Set[str], buffers: Sequence[Buffer]) -> dict[str, Tensor]:
-    """Counts of what casts lost, zeros where there was none; of weights that are kept in codes it is looked up.
+    """Return the counts of values that casts lost, with zeros for tensors without a cast.
 
-    casts: what `FP8State.watching` gave. names: as above.
+    For weights that are kept as FP8 codes the counts are read from the parameter. casts: the result of
+    `FP8State.watching`. names: as in `weight_gradients`.
     """
     none = torch.zeros(4, dtype=torch.float64, device=buffers[0].weights.device)
     nothing = {f"{name}.{role}": none for name in names for role in ROLES}
@@ -127,7 +134,7 @@ def lost_by_tensor(casts: Mapping[str, Tensor], names: Set[str], buffers: Sequen
 def compared(
     wide: Mapping[str, Tensor], narrow: Mapping[str, Tensor], lost: Mapping[str, Tensor], axes: Sequence[Axis]
 ) -> Found:
-    """Numbers of this stage that `Shadow.of` reads, summed over `axes`, whose ranks all have the same names."""
+    """Return this stage's numbers for `Shadow.of`, summed over `axes`, whose ranks all have the same names."""
     sums = {name: _products(values.double(), narrow[name].double()) for name, values in wide.items()}
     sums |= lost
     names = sorted(sums)

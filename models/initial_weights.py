@@ -1,8 +1,8 @@
-"""How the first weights are drawn: normal, with a standard deviation for each kind of matrix.
+"""The distribution of initial weights: normal, with a standard deviation for each kind of matrix.
 
-`model.init_std` holds for all of them unless `model.init` names another. Matrices that write into the residual stream
-begin smaller, so that the stream does not grow with depth: by the number of layers as in GPT-2, or by how deep the
-layer lies itself. Biases begin at zero, norms at one.
+`model.init_std` applies to all kinds unless `model.init` sets another value. Matrices that write into the residual
+stream start smaller, so that the stream does not grow with depth: scaled by the number of layers as in GPT-2, or by the
+depth of the layer itself. Biases start at zero, norm weights at one.
 """
 
 from typing import Literal
@@ -30,7 +30,7 @@ class InitialStd(BaseModel):
     )
 
     def std(self, matrix: Matrix, usual: float, layers: int, layer: int) -> float:
-        """The standard deviation of a matrix of layer `layer`, counted from 0, of `layers`. usual: if none is named."""
+        """Return the standard deviation of a matrix in layer `layer`, from 0, of `layers`. usual: the default."""
         std: float = getattr(self, matrix) or usual
         depth = {"model": layers, "layer": layer + 1, "none": 0}[self.shrink]
         return std / (2 * depth) ** 0.5 if depth and matrix in ("output", "down") else std

@@ -1,4 +1,4 @@
-"""The feed-forward of a decoder layer: a column-parallel and a row-parallel layer with an activation between."""
+"""The feed-forward of a decoder layer: a column-parallel and a row-parallel layer around an activation function."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
 
 
 class MLP(nn.Module):
-    """gelu(x up) down, or gated: (silu(x gate) * (x up)) down."""
+    """The feed-forward gelu(x up) down, or with a gate (silu(x gate) * (x up)) down."""
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__()
@@ -25,11 +25,11 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; the same for the result."""
+        """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of the same shape."""
         return self.recompute.run("activation", self.activate, self.inner(x)[0], into=lambda y: self.down(y)[0])
 
     def activate(self, y: Tensor) -> Tensor:
-        """y [..., own features of `inner`] -> [..., own features of `down`]."""
+        """Apply the activation function: y [..., own features of `inner`] -> [..., own features of `down`]."""
         if self.kind == "swiglu":
             return Swiglu.apply(y)
         return F.gelu(y, approximate="tanh" if self.kind == "gelu" else "none")
@@ -38,8 +38,8 @@ class MLP(nn.Module):
 class Swiglu(torch.autograd.Function):
     """y [..., 2 n] -> silu(first half) * second half, [..., n].
 
-    Autograd would keep silu(gate) too, a seventh of what a Llama layer keeps; it is made again, for the price of the
-    copy that would join the halves' gradients.
+    Autograd would also keep silu(gate), a seventh of the memory that a Llama layer keeps. It is recomputed here; the
+    cost equals that of the copy with which autograd would join the gradients of the halves.
     """
 
     @staticmethod

@@ -1,20 +1,21 @@
 """Mixture of experts: a router sends each token through a few of many feed-forwards, and no token is dropped.
 
-Every expert is cut over tp like an ordinary feed-forward, so all tp ranks work on all tokens and stay equally busy
-whatever the router does. There is one collective into the layer and one out of it, as for one feed-forward: from
-the first to the last everything on a tp rank is a share, the router's gradient included, and the shares are summed.
+Every expert is sharded over tp like an ordinary feed-forward, so all tp ranks work on all tokens and stay equally busy
+whatever the router does. There is one collective into the layer and one out of it, as for one feed-forward. Between
+them, every result on a tp rank is a partial sum, the router's gradient included, and the partial sums are reduced at
+the end.
 
-Two losses keep a router healthy. Both are means over the positions of one sample, then over the samples of the
-global batch, and are added up over the layers:
+Two losses keep a router healthy. Both are means over the positions of one sample, then over the samples of the global
+batch, and they are summed over the layers:
 
-    balance   experts * sum over experts of (share of the sample's choices) * (mean probability); 1 if balanced
+    balance   experts * sum over experts of (fraction of the sample's choices) * (mean probability); 1 if balanced
     z         square of the log of the sum of the exponentials of the logits
 
-Because no layout cuts a sample, they are the same number in every layout and with every size of micro-batch. (The
-loss of Hugging Face's Mixtral multiplies means over whole micro-batches and all layers, so it depends on how the
-batch is cut; for one sample and one layer it is `experts_per_token` times ours.) Tokens that the loss leaves
-out count, for they are routed too. Only the gradient of these losses is made: it enters where the router is, on any
-pipeline stage, times the same loss scale as every other gradient.
+No layout cuts a sample, so these losses are the same in every layout and for every micro-batch size. (The loss of
+Hugging Face's Mixtral multiplies means over whole micro-batches and all layers, so it depends on the micro-batch size;
+for one sample and one layer it is `experts_per_token` times this one.) Tokens that the loss mask excludes count,
+because they are routed too. Only the gradient of these losses is computed: it enters at the router, on any pipeline
+stage, multiplied by the same loss scale as every other gradient.
 """
 
 from typing import Any
@@ -34,9 +35,10 @@ from parallel.linear import Input, Linear, Widen
 
 
 class Expert(MLP):
-    """A feed-forward without biases that leaves the collectives to others, forward and backward.
+    """A feed-forward without biases and without collectives, forward and backward; the caller does these.
 
-    x: tokens [n, hidden] that every tp rank has. The result is this rank's share, and so is the gradient of x.
+    x: tokens [n, hidden], replicated on every tp rank. The result is this rank's partial sum, and so is the gradient of
+    x.
     """
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
@@ -52,7 +54,7 @@ class Expert(MLP):
 
 
 class MixtureOfExperts(nn.Module):
-    """Sum over a token's experts of their weight times their result, with the router in the sensitive dtype."""
+    """The sum over a token's experts of weight times result, with the router in the sensitive dtype."""
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class MixtureOfExperts(nn.Module):
         )
 
     def forward(self, x: Tensor, place: MicrobatchInfo | None) -> Tensor:
-        """x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism; the same for the result."""
+        """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of the same shape."""
         tp, cut = self.context.tp, self.context.cut_sequence
         whole = collectives.gather(x, tp) if cut else collectives.copy(x, tp)
         weights, chosen = self._route(whole, place)
@@ -72,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         return collectives.scatter(y, tp) if cut else collectives.reduce(y, tp)
 
     def _route(self, x: Tensor, place: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
-        """Weights, in the sensitive dtype, and numbers of each token's experts, both [s, b, experts_per_token]."""
+        """Return the weights (sensitive dtype) and numbers of each token's experts, both [s, b, experts_per_token]."""
         wide = self.context.plan.sensitive
         logits = F.linear(x.to(wide), Widen.apply(self.router, wide))
         probabilities = logits.softmax(-1)
@@ -87,8 +89,8 @@ class MixtureOfExperts(nn.Module):
         return weights, chosen
 
     def _through_experts(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """tokens [t, hidden], weights and chosen [t, k] -> [t, hidden], this rank's share."""
-        order = chosen.flatten().argsort(stable=True)  # of all t * k pairs of a token and an expert, by expert
+        """Map tokens [t, hidden], weights and chosen [t, k] to this rank's partial sum [t, hidden]."""
+        order = chosen.flatten().argsort(stable=True)  # the t * k pairs of a token and an expert, sorted by expert
         inverse = order.argsort()
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         sent = Take.apply(tokens, order // chosen.shape[1], inverse.view(chosen.shape))
@@ -98,7 +100,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def router_losses(config: ModelConfig, logits: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
-    """[b]: the weighted losses of each sample. logits, probabilities [s, b, experts]; chosen [s, b, k]."""
+    """Return the weighted losses of each sample, [b]. logits, probabilities: [s, b, experts]; chosen: [s, b, k]."""
     hits = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
     shares = hits.mean(0) / config.experts_per_token
     balance = config.experts * (shares * probabilities.mean(0)).sum(-1)
@@ -107,7 +109,7 @@ def router_losses(config: ModelConfig, logits: Tensor, probabilities: Tensor, ch
 
 
 class WithLoss(torch.autograd.Function):
-    """x; on the way back `weight` times the gradient of `loss` goes along with that of x. Both are scalars."""
+    """The identity on x, whose backward pass also gives `loss` the gradient `weight`. loss, weight: scalars."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
@@ -121,7 +123,10 @@ class WithLoss(torch.autograd.Function):
 
 
 class Take(torch.autograd.Function):
-    """x[index]: [n, h] -> [m, h]. places [n, k]: where each row of x went, so that the gradient is a sum in order."""
+    """x[index]: [n, h] -> [m, h].
+
+    places [n, k]: the rows of the result that come from each row of x, so that the gradient is summed in a fixed order.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, places: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""A model of the user's own, built from the parallel layers: `model.factory = "my_model.py:build"`.
+"""Custom models, which users build from the parallel layers: `model.factory = "my_model.py:build"`.
 
 The function is called once for each pipeline stage that a rank holds, as `build(config, context, cut, tied)`, and
-returns a module that does what `models.stages.Stage` does. docs/parity.md says what that is, with an example.
+returns a module with the interface of `models.stages.Stage`. docs/parity.md describes this interface, with an example.
 """
 
 import importlib
@@ -22,9 +22,10 @@ from parallel.context import Context
 
 
 def stage_maker(factory: str) -> MakeStage:
-    """What builds a stage: the function that `factory` names, its work looked over, or our own if it is empty.
+    """Return the function that builds a stage: the one that `factory` names, or Stage if `factory` is empty.
 
-    Runs the user's code. Raises UserError if it cannot be found.
+    Stages that the user's function returns are validated. Runs the user's code. Raises UserError if the function cannot
+    be found.
     """
     if not factory:
         return Stage
@@ -39,7 +40,7 @@ def stage_maker(factory: str) -> MakeStage:
 
 
 def require_builtin(model: ModelConfig, what: str) -> None:
-    """Raises UserError if the model is the user's own, which `what` knows nothing of."""
+    """Raise UserError if the model is a custom one, which the feature named `what` does not support."""
     if model.factory:
         raise UserError(f'model.factory = "{model.factory}": {what} knows the built-in families only')
 
@@ -62,18 +63,18 @@ def _find(factory: str) -> Any:
 
 @cache
 def _from_file(path: Path) -> ModuleType:
-    """The module in a file, executed once a process."""
+    """Return the module in a file, executed once per process."""
     spec = importlib.util.spec_from_file_location(f"own_model_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
+    sys.modules[spec.name] = module  # dataclasses look the module up here
     spec.loader.exec_module(module)
     return module
 
 
 def _require_stage(factory: str, stage: Any, cut: Cut) -> None:
-    """Raises UserError for what a stage must be and this one is not."""
+    """Raise UserError if `stage` lacks a property that a stage must have."""
     made = f'model.factory = "{factory}": stage {cut.stage}'
     if not isinstance(stage, nn.Module):
         raise UserError(f"{made} is {type(stage).__name__}, not a torch.nn.Module")

@@ -1,8 +1,7 @@
-"""The passes of a share of a batch through the stages that a rank holds, and the loss that they come to.
+"""The forward and backward passes of one dp rank's samples through the stages of a rank, and their loss.
 
-Whatever runs passes (a training step, an evaluation, a step that is run again to be looked at) begins with a `Running`,
-and has an executor carry out instructions with it. No pass changes a weight; gradients add up in the optimizer's
-buffers.
+Every caller of passes (a training step, an evaluation, the replay of a step) starts with a `Running` and lets an
+executor run instructions with it. No pass changes a weight; gradients accumulate in the optimizer's buffers.
 """
 
 import math
@@ -32,10 +31,12 @@ from parallel.weight_grad_queue import WeightGradQueue
 
 @dataclass(frozen=True)
 class Share:
-    """One dp rank's share of a global batch.
+    """The part of a global batch that one dp rank trains on.
 
-    tokens, targets: int64 [micro-batches * micro_batch, s]. mask: float [same], which targets count; None for all.
-    first: number of the share's first sample within the global batch. packing: of these samples, known on every stage.
+    tokens, targets: int64 [micro-batches * micro_batch, s].
+    mask: float of the same shape, the weights of the targets in the loss; None: all count.
+    first: the number of the first of these samples within the global batch.
+    packing: the document boundaries of these samples, required on every stage.
     """
 
     tokens: Tensor
@@ -45,7 +46,7 @@ class Share:
     packing: Packing = WHOLE
 
     def on(self, device: torch.device) -> "Share":
-        """The same on a device."""
+        """Return this share on a device."""
         mask = None if self.mask is None else sent(self.mask, device)
         return replace(
             self,
@@ -58,10 +59,13 @@ class Share:
 
 @dataclass
 class Running:
-    """A share whose passes are under way. step: its number, None in evaluation. num_tokens: of the global batch.
+    """A share whose passes are in progress.
 
-    scale: what the loss is multiplied by. loss: this rank's part of the mean, before it is scaled. outside: bool
-    [rows, s], where the share has ids that the vocabulary does not hold.
+    step: number of the training step; None in evaluation.
+    num_tokens: the number of tokens in the loss, over the global batch.
+    scale: factor of the loss (the loss scale).
+    loss: this rank's part of the mean loss, without the scale.
+    outside: bool [rows, s], True where the share has ids outside the vocabulary.
     """
 
     share: Share
@@ -73,9 +77,9 @@ class Running:
 
 
 class OutsideVocabulary(UserError):
-    """A step was given an id that the vocabulary does not hold; nothing was changed by it.
+    """A step had an id outside the vocabulary; the step changed nothing.
 
-    sample: the first such one's number within the global batch.
+    sample: the number of the first such sample within the global batch.
     """
 
     def __init__(self, sample: int, vocab: int) -> None:
@@ -87,9 +91,9 @@ class OutsideVocabulary(UserError):
 
 @dataclass(frozen=True)
 class Passes:
-    """A rank's stages, by number, with all that passes through them need.
+    """A rank's stages, by number, with everything that passes through them need.
 
-    deferred: the queue that the stages' layers leave weight gradients in.
+    deferred: the queue in which the stages' layers put weight gradients.
     """
 
     config: ModelConfig
@@ -103,17 +107,17 @@ class Passes:
 
     @cached_property
     def program(self) -> Program:
-        """This rank's instructions of a training step."""
+        """Return this rank's instructions of a training step."""
         return self.schedule.programs[self.optimizer.pp.rank]
 
     @cached_property
     def last(self) -> int:
-        """The number of the model's last stage."""
+        """Return the number of the model's last stage."""
         return len(self.schedule.rank_of_stage) - 1
 
     @cached_property
     def _rows(self) -> int:
-        """How many samples a share has."""
+        """Return the number of samples of a share."""
         return self.schedule.microbatches * self.micro_batch
 
     @cached_property
@@ -122,14 +126,16 @@ class Passes:
 
     @cached_property
     def _shares_ends(self) -> bool:
-        """Whether the embedding and a head that is tied to it are two stages of this rank. Then the head adds to the
-        first stage's gradients, perhaps after the first stage is done: these are reduced by the optimizer's step, which
-        takes what is left."""
+        """Return True if the embedding and a tied head are in two different stages of this rank.
+
+        The head then accumulates into the gradients of the first stage, possibly after that stage has finished. The
+        gradients of the first stage are therefore reduced by the optimizer's step, which reduces all that are left.
+        """
         ends = {self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]}
         return self.config.tied and ends == {self.optimizer.pp.rank} and self.last > 0
 
     def begin(self, share: Share, step: int | None, scale: Tensor) -> Running:
-        """Prepares the passes of a share. Collective over dp."""
+        """Prepare the passes of a share. Collective over dp."""
         if len(share.tokens) != self._rows:
             raise ValueError(f"a share has {len(share.tokens)} samples, but the schedule takes {self._rows}")
         device = self.optimizer.device
@@ -147,8 +153,12 @@ class Passes:
         spans: list[Span] | None = None,
         after: Callable[[Instruction], None] | None = None,
     ) -> Executor:
-        """What carries out instructions with the passes of `run`. program: this rank's of a training step, unless
-        given. spans: as in `Executor`. after: called after each instruction."""
+        """Return an executor for the passes of `run`.
+
+        program: the instructions; None: this rank's program of a training step.
+        spans: as in `Executor`.
+        after: called after each instruction.
+        """
         return Executor(
             self.program if program is None else program,
             self.links,
@@ -161,7 +171,7 @@ class Passes:
         )
 
     def forward(self, run: Running, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        """One micro-batch through one stage, as `Executor` asks for it."""
+        """Run one micro-batch through one stage, as `Executor` requires."""
         rows = slice(microbatch * self.micro_batch, (microbatch + 1) * self.micro_batch)
         place = None
         if run.step is not None:
@@ -173,18 +183,20 @@ class Passes:
         return y.to(plan.pipeline) if stage < self.last else self.scaled_loss(run, stage, y, rows)
 
     def scaled_loss(self, run: Running, stage: int, logits: Tensor, rows: slice) -> Tensor:
-        """A micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo` scales losses of routers."""
+        """Return a micro-batch's part of the mean loss, times the loss scale. `MicrobatchInfo` scales router losses."""
         losses = self.stages[stage].losses(logits, self._inside(run.share.targets[rows]))
         if run.share.mask is not None:
             losses = losses * _columns(run.share.mask[rows]).to(losses.dtype)
         loss = losses.sum() / run.num_tokens.to(losses.dtype)
-        if self.optimizer.tp.rank == 0:  # other tp ranks hold the same loss, and shares are summed over the world
+        if self.optimizer.tp.rank == 0:  # other tp ranks hold the same loss, and losses are summed over the world
             run.loss += loss.detach()
         return loss * run.scale
 
     def require_ids(self, run: Running) -> None:
-        """Raises OutsideVocabulary if some rank's samples hold such an id. Collective, so only asked where the loss is
-        not a number."""
+        """Raise OutsideVocabulary, on every rank, if the samples of some rank have ids outside the vocabulary.
+
+        Collective, so it is called only if the loss is NaN.
+        """
         wrong = (run.outside.any(1).nonzero()[:, 0] + run.share.first).tolist()
         first = torch.tensor(-min(wrong, default=math.inf), dtype=torch.float64, device=self.optimizer.device)
         sample = -self.optimizer.world.max_(first).item()
@@ -193,7 +205,7 @@ class Passes:
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
-        """For passes that are no step's: gradients are zero at first, also where none comes, and forgotten after."""
+        """Provide gradients for passes that belong to no step: they start at zero and are discarded at the end."""
         buffers = self.optimizer.all_buffers()
         for buffer in buffers:
             buffer.grads.zero_()
@@ -204,12 +216,15 @@ class Passes:
                 reset_accumulation(buffer.parameters)
 
     def _outside(self, ids: Tensor) -> Tensor:
-        """Where the vocabulary does not hold an id, bool [rows, s]. The loss is NaN then, and so all ranks learn of it
-        with what they agree on anyway: no step is taken."""
+        """Return bool [rows, s], True where an id is outside the vocabulary.
+
+        The loss is NaN in that case. All ranks thus learn of it from the values that they reduce anyway, and no step is
+        taken.
+        """
         return (ids < 0) | (ids >= self.config.vocab)
 
     def _inside(self, ids: Tensor) -> Tensor:
-        """Ids of a micro-batch with each that the vocabulary does not hold replaced by one that it does."""
+        """Return the ids of a micro-batch, with each id outside the vocabulary replaced by one inside."""
         return _columns(ids.clamp(0, self.config.vocab - 1))
 
     def _complete(self, stage: int) -> None:
@@ -221,7 +236,7 @@ class Passes:
             self.optimizer.reduce(self._chunk[stage])
 
     def _after(self, run: Running, then: Callable[[Instruction], None] | None, i: Instruction) -> None:
-        """Where FP8's histories advance with each micro-batch of a step, they do after its passes."""
+        """Advance FP8's amax histories after the passes of a step, if they advance with each micro-batch."""
         if run.step is not None and i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             self.fp8.advance()
         if then is not None:
@@ -229,13 +244,14 @@ class Passes:
 
 
 def require_steady_scales(fp8: FP8State, purpose: str) -> None:
-    """Raises UserError where scales come of the micro-batches before. purpose: what a micro-batch is run alone for."""
+    """Raise UserError if FP8 scales depend on earlier micro-batches. purpose: the task that needs them steady."""
     if fp8.by_microbatch:
         raise UserError(
-            f'fp8.history = "te": to {purpose} is not possible, for its scales come of others; "step" would do'
+            f'fp8.history = "te": cannot {purpose}, because the scales change with every micro-batch; '
+            'set fp8.history = "step"'
         )
 
 
 def _columns(samples: Tensor) -> Tensor:
-    """[b, s] of the data set to [s, b] of the model."""
+    """Return samples [b, s] of the data set as [s, b] of the model."""
     return samples.t().contiguous()

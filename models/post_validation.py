@@ -1,10 +1,10 @@
-"""Training steps in which no stage waits for the others to agree: see `megaprec/optim/post_validation.py`.
+"""Training steps in which no stage waits for the other ranks' verdict: see `megaprec/optim/post_validation.py`.
 
-`update` takes the step on a guess, and the next `accumulate` learns whether it was right, between its warm-up and its
-first backward pass. If it was wrong all weights are other ones now: the warm-up is abandoned and made again. A step's
-report is thus known during the next step, or when `settle` asks for it.
+`update` takes the step speculatively. The next `accumulate` learns whether the step was valid, between its warm-up and
+its first backward pass. If it was not valid, the weights are corrected, and the warm-up is abandoned and repeated with
+them. A step's report is therefore known during the next step, or when `settle` asks for it.
 
-The engine knows nothing of this: it is asked for passes and for an explanation of skipped steps, as anyone may.
+The engine does not depend on this module: it only provides passes and explanations of skipped steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +20,11 @@ from parallel.pipeline.timeline import Recording
 
 
 class PostValidation:
-    """Takes the steps of `engine`, whose optimizer must be a PostValidationOptimizer; the model comes out the same as
-    by `engine.step`, bit for bit. Raises UserError for a schedule whose warm-up cannot be abandoned."""
+    """Takes the steps of `engine`, whose optimizer must be a PostValidationOptimizer.
+
+    The trained model is the same as by `engine.step`, bit for bit. Raises UserError for a schedule whose warm-up cannot
+    be abandoned, and TypeError for another optimizer.
+    """
 
     def __init__(self, engine: Engine) -> None:
         if not isinstance(engine.optimizer, PostValidationOptimizer):
@@ -29,7 +32,7 @@ class PostValidation:
         self.engine, self.optimizer = engine, engine.optimizer
         self._warmup = len(warmup(engine.passes.program))
         self._unread = unread(engine.schedule)[engine.pp.rank]
-        self._run: Running | None = None  # of the last step
+        self._run: Running | None = None  # the passes of the last step
 
     def step(
         self,
@@ -39,10 +42,10 @@ class PostValidation:
         wants_outcome: Callable[[], bool],
         recording: Recording | None = None,
     ) -> Iterator[StepReport]:
-        """Takes one step. Yields the report of each step whose outcome becomes known, that of the last one first.
+        """Take one step. Yields the report of each step whose outcome becomes known, the report of the last step first.
 
-        lr, wants_outcome: asked for when the first of them is taken note of: the learning rate, and whether this step's
-        own outcome is needed at its end.
+        lr, wants_outcome: called after the first report, if any, has been consumed: the learning rate, and True if this
+            step's own outcome is needed at its end.
         """
         if before := self.accumulate(share, number, recording):
             yield before
@@ -53,7 +56,7 @@ class PostValidation:
             yield report
 
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> StepReport | None:
-        """All passes, the warm-up perhaps twice. Returns the report of the step before, unless it is known already."""
+        """Run all passes, the warm-up possibly twice. Returns the last step's report unless it is known already."""
         spans = recording.spans if recording else None
         with self.engine.fp8.autocast():
             run, executor = self._warm_up(share, number, spans)
@@ -72,20 +75,20 @@ class PostValidation:
         return report
 
     def _warm_up(self, share: Share, number: int, spans: list[Span] | None) -> tuple[Running, Executor]:
-        """The passes before the first backward pass, and what carries out the rest."""
+        """Run the passes before the first backward pass, and return the executor that runs the rest."""
         run = self.engine.passes.begin(share, number, self.optimizer.scale)
         executor = self.engine.passes.executor(run, spans=spans)
         executor.carry_out(0, self._warmup)
         return run, executor
 
     def update(self, lr: float) -> StepReport | None:
-        """Applies or skips the step, or takes it on a guess; then its report, None, is not known yet."""
+        """Apply or skip the step, or take it speculatively; the report is then not known yet, and None is returned."""
         assert self._run is not None, "update comes after accumulate"
         report = self.optimizer.take(lr, self._run.loss)
         return None if report is None else self._explain(report)
 
     def settle(self) -> StepReport | None:
-        """The report of the last step, if it was not known. To be called before evaluating or saving."""
+        """Return the report of the last step, or None if it was known before. Call this before evaluating or saving."""
         settled = self.optimizer.settle()
         return None if settled is None else self._explain(settled.report)
 

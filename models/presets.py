@@ -1,6 +1,7 @@
-"""Models known by name, from what a laptop trains in minutes to the published sizes.
+"""Named model presets, from sizes that a laptop trains in minutes to published sizes.
 
-Each is what its family does not already say. The demos take their vocabulary from the tokenizer.
+Each preset has only the fields that differ from the defaults of its family. The demos take their vocabulary from the
+tokenizer.
 """
 
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Si
 
 
 def _longer(factor: float) -> Sizes:
-    """What Llama 3.1 and 3.2 change: sequences sixteen times as long."""
+    """Return the fields that Llama 3.1 and 3.2 change for sequences sixteen times as long."""
     scaling = {"kind": "llama3", "factor": factor, "original_max_position_embeddings": 8192}
     return {"max_positions": 131072, "rope_scaling": scaling}
 
@@ -112,7 +113,10 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
 
 
 def preset(name: str, **overrides: Any) -> ModelConfig:
-    """A model known by name, some fields changed: `preset("gpt2", layers=2)`. Raises UserError on another name."""
+    """Return the named model with some fields changed: `preset("gpt2", layers=2)`.
+
+    Raises UserError for an unknown name.
+    """
     if name not in PRESETS:
         raise UserError(f'no preset "{name}": there are {", ".join(PRESETS)}')
     return ModelConfig(**{**PRESETS[name], **overrides})

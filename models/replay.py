@@ -1,8 +1,8 @@
-"""A step that was skipped, run again: in which micro-batch it went wrong, and in which module.
+"""The replay of a skipped step, which finds the micro-batch and the module in which it became non-finite.
 
-Nothing has changed since: no weight, and dropout depends on the step's number and the samples alone. So the gradients
-grow as they did before, but are looked at after each micro-batch and are never reduced. Steps that are applied cost
-nothing more.
+A skipped step changes no weight, and dropout depends only on the step's number and the samples, so the replay computes
+the same gradients again. They are examined after each micro-batch and are never reduced. Applied steps have no extra
+cost.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from parallel.pipeline.instructions import Instruction, Message, Op
 def trace_offenders(
     passes: Passes, offenders: Sequence[Offender], scale: float, skipped: Running
 ) -> tuple[Offender, ...]:
-    """Runs the skipped step again, with the scale it had, to find where each offender began. Collective."""
+    """Run the skipped step again, with the loss scale it had, to find the origin of each offender. Collective."""
     optimizer = passes.optimizer
     run = passes.begin(skipped.share, skipped.step, torch.tensor(scale, device=optimizer.device))
     onset = Onset(offenders, optimizer.all_buffers(), run.loss)
@@ -38,7 +38,7 @@ def trace_offenders(
 
 
 def _dated(offender: Offender, moment: int | None, firsts: Sequence[int], micro_batch: int) -> Offender:
-    """firsts: the number of each dp rank's first sample within the global batch."""
+    """Return the offender with its micro-batch and samples. firsts: each dp rank's first sample in the global batch."""
     if moment is None:
         return replace(offender, traced=True)
     microbatch, dp_rank = divmod(moment, len(firsts))
@@ -47,16 +47,15 @@ def _dated(offender: Offender, moment: int | None, firsts: Sequence[int], micro_
 
 
 def trace_modules(passes: Passes, share: Share, number: int, microbatch: int, scale: float) -> Trace:
-    """Runs one micro-batch of the `number`-th step alone, forward and backward, and watches all that passes through the
-    model.
+    """Run one micro-batch of step `number` alone, forward and backward, and observe all tensors in the model.
 
-    For a model of one stage. No weight is changed and no gradient is left.
+    For a model of one stage. No weight is changed and no gradient is left. Raises ValueError for more stages.
     """
     if passes.last:
         raise ValueError(f"a micro-batch is examined on one stage, not on {passes.last + 1}")
     require_steady_scales(passes.fp8, "look at a micro-batch alone")
     run = passes.begin(share, number, torch.tensor(scale, device=passes.optimizer.device))
-    passes.fp8.roll()  # the step that this is of has done so
+    passes.fp8.roll()  # the replayed step has done this too
     with passes.gradients_aside(), passes.fp8.replayed(), Trace(passes.stages[0]) as trace:
         scaled = passes.forward(run, 0, microbatch, None)
         trace.look("the loss", run.loss)

@@ -1,11 +1,11 @@
-"""Rotary positions: each head turns pairs of its features by angles that grow with the position.
+"""Rotary positions: each head rotates pairs of its features by angles that grow with the position.
 
-Pair i of n turns by position * base ** (-i / n). The pairs are (x[i], x[i + n]), halves of the features that turn,
-as in Hugging Face's `rotate_half`, and not neighbours (x[2i], x[2i + 1]) as in Meta's first Llama. If only a
-fraction of a head's features turns, it is the first of them.
+Pair i of n rotates by position * base ** (-i / n). The pairs are (x[i], x[i + n]), the halves of the rotated features,
+as in Hugging Face's `rotate_half`, and not neighbours (x[2i], x[2i + 1]) as in Meta's first Llama. If only a fraction
+of a head's features is rotated, it is the first ones.
 
-A model that was trained on short sequences is stretched to long ones by turning its slow pairs less: `RopeScaling`.
-All angles are computed in float64, whatever the model is in.
+`RopeScaling` extends a model that was trained on short sequences to long ones: its slow pairs rotate less. All angles
+are computed in float64, in every dtype of the model.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch import Tensor
 from megaprec.errors import UserError
 
 ORIGINAL = "original_max_position_embeddings"
-# What each kind reads. Every other key must be left alone.
+# The keys that each kind reads. All other keys must keep their defaults.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
@@ -30,9 +30,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 
 
 class RopeScaling(BaseModel):
-    """How rotary positions are stretched. Keys are named as in Hugging Face's `rope_scaling`, but for `kind`.
+    """Scaling of rotary positions to longer sequences.
 
-    Raises pydantic's ValidationError (a ValueError) that lists everything wrong with the fields.
+    Keys are named as in Hugging Face's `rope_scaling`, except `kind`. Raises pydantic's ValidationError (a ValueError)
+    that lists every problem with the fields.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -66,7 +67,7 @@ class RopeScaling(BaseModel):
         for name, value in self.model_dump(exclude_defaults=True).items():
             if name not in ("kind", *used):
                 would = f"it reads {', '.join(used)}" if used else "it reads no other key"
-                yield f'{name} {value} means nothing to kind "{self.kind}": {would}'
+                yield f'{name} {value} has no effect with kind "{self.kind}": {would}'
         if ORIGINAL in used and not self.original_max_position_embeddings:
             yield f'{ORIGINAL} is missing: kind "{self.kind}" needs it'
         if self.high_freq_factor <= self.low_freq_factor:
@@ -78,17 +79,17 @@ class RopeScaling(BaseModel):
 def rotary_tables(
     scaling: RopeScaling, base: float, dims: int, length: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(cosine, sine), each [length, 1, 1, dims / 2], for `dims` features that turn in sequences of `length` tokens."""
+    """Return (cosine, sine), each [length, 1, 1, dims / 2], for `dims` rotated features and `length` positions."""
     angle = torch.arange(length, dtype=torch.float64)[:, None, None, None] * frequencies(scaling, base, dims, length)
     stretch = attention_factor(scaling)
     return (angle.cos() * stretch).to(dtype), (angle.sin() * stretch).to(dtype)
 
 
 def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Tensor:
-    """float64 [dims / 2]: radians per position of each pair, in sequences of `length` tokens.
+    """Return float64 [dims / 2]: radians per position of each pair, in sequences of `length` tokens.
 
-    Only under dynamic scaling does the length matter, and then it is that of this very sequence; Hugging Face takes
-    the longest that a model has seen so far, which is the same where all are equally long.
+    The length matters only under dynamic scaling, which here uses the length of the current sequence. Hugging Face uses
+    the longest sequence that the model has seen so far, which is the same if all sequences are equally long.
     """
     if scaling.kind == "dynamic":
         excess = scaling.factor * max(length / scaling.original_max_position_embeddings, 1) - (scaling.factor - 1)
@@ -104,22 +105,22 @@ def frequencies(scaling: RopeScaling, base: float, dims: int, length: int) -> Te
 
 
 def _blend(plain: Tensor, factor: float, slowness: Tensor) -> Tensor:
-    """Fast pairs (slowness 0) as they are, slow pairs (1) divided by `factor`, and between them a mixture."""
+    """Divide the frequencies of slow pairs (slowness 1) by `factor`, keep fast pairs (0), and blend pairs between."""
     return plain * (1 - slowness) + plain / factor * slowness
 
 
 def _slowness_by_wavelength(scaling: RopeScaling, plain: Tensor) -> Tensor:
-    """Of Llama 3: by how often the wavelength fits into the original length."""
+    """Return the slowness of Llama 3: a ramp over the number of wavelengths in the original length."""
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     fast = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return 1 - fast.clamp(0, 1)
 
 
 def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
-    """Of YaRN (Peng et al., 2023): a ramp over the number of the pair, from beta_fast turns to beta_slow turns."""
+    """Return the slowness of YaRN (Peng et al., 2023): a ramp over the pairs from beta_fast to beta_slow turns."""
 
     def pair(turns: float) -> float:
-        """The number of the pair that turns that often over the original length."""
+        """Return the index of the pair that makes `turns` turns over the original length."""
         return dims * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
@@ -131,7 +132,7 @@ def _slowness_by_turns(scaling: RopeScaling, base: float, dims: int) -> Tensor:
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What turned queries and keys are multiplied by: one, but for YaRN."""
+    """Return the factor of rotated queries and keys: 1, except for YaRN."""
     if scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor:
@@ -146,9 +147,10 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 class Rotate(torch.autograd.Function):
-    """Turns the first features of x by the angles of their position, in FP32 or wider, whatever the tables are held in.
+    """Rotates the first features of x by the angles of their position, in FP32 or wider, in every dtype of the tables.
 
-    x [s, b, n, d]; cosine, sine [s, 1, 1, r / 2], where r <= d features turn. The backward pass turns the other way.
+    x [s, b, n, d]; cosine, sine [s, 1, 1, r / 2], where the first r <= d features are rotated. The backward pass
+    rotates in the opposite direction.
     """
 
     @staticmethod
@@ -166,7 +168,7 @@ def _turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     half = cosine.shape[-1]
     turning, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
     cosine, sine = (table.to(torch.promote_types(table.dtype, torch.float32)) for table in (cosine, sine))
-    first, second = turning.to(cosine.dtype).chunk(2, -1)  # at once: promotion would widen each factor anew
+    first, second = turning.to(cosine.dtype).chunk(2, -1)  # once: promotion would widen each factor again
     turned = torch.empty_like(x)
     turned[..., :half] = (first * cosine).addcmul_(second, sine, value=-1)
     turned[..., half : 2 * half] = (second * cosine).addcmul_(first, sine)

@@ -1,7 +1,7 @@
 """A decoder cut into pipeline stages.
 
-A stage is a run of consecutive layers; the first stage also embeds, the last also has the final norm and the
-head. Where to cut is decided by cost, with the head counted, so that the slowest stage is as fast as it can be.
+A stage is a run of consecutive layers; the first stage also has the embedding, the last one the final norm and the
+head. The cut is chosen by cost, including the head, so that the slowest stage is as fast as possible.
 
 Logical names, the same for every layout:
 
@@ -11,9 +11,9 @@ Logical names, the same for every layout:
     layers.N.mlp_norm.weight|bias           layers.N.mlp.gate|up|down.weight|bias, or with experts
                                             layers.N.mlp.router.weight [experts, hidden]
                                             layers.N.mlp.experts.E.gate|up|down.weight
-    final_norm.weight|bias                  head.weight [vocab, hidden] (none if tied: then it is embedding.weight)
+    final_norm.weight|bias                  head.weight [vocab, hidden] (a tied head is embedding.weight)
 
-Weights are [output features, input features]. Rows of query and key are in the order in which `models.rope` turns.
+Weights are [output features, input features]. Rows of query and key are in the order of `models.rope`'s rotation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ from parallel.loss import cross_entropy
 
 @dataclass(frozen=True)
 class Cut:
-    """Which layers a stage has. The first stage embeds, the last has the head."""
+    """The layers of one stage. The first stage has the embedding, the last one the head."""
 
     stage: int
     layers: range
@@ -52,7 +52,7 @@ class Stage(nn.Module):
     """One pipeline stage. forward: int64 ids [s, b] (first stage) or activation -> activation or logits (last stage).
 
     Activations are [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
-    parallelism; logits [s, b, own vocabulary].
+    parallelism; logits are [s, b, own vocabulary].
     """
 
     def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
@@ -101,7 +101,7 @@ class Stage(nn.Module):
         return self.config.of_layer(int(n)).window
 
     def _masks(self, length: int, device: torch.device, documents: Tensor | None) -> dict[int, Tensor]:
-        """Attention masks by the windows that layers here have; empty if samples are taken whole."""
+        """Return the attention masks of the layers of this stage, by window; empty if each sample is one document."""
         if documents is None:
             return {}
         windows = {self._window(n) for n in self.layers}
@@ -116,7 +116,7 @@ class Stage(nn.Module):
             own = slice(first, first + len(x))
             x = Add.apply(x, self.positions, own if positions is None else positions.t()[own])
         if self.config.dropout_at == "stream":
-            return x  # the first block drops all that enters it
+            return x  # the first block applies dropout to its input
         return dropout(x, self.config.embedding_dropout, self.context, "embedding", place)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -130,15 +130,20 @@ class Stage(nn.Module):
         )
 
     def _hand_out(self, logits: Tensor, place: MicrobatchInfo | None) -> Tensor:
-        """Logits in the plan's `output`. Training does without widening them: it would change no number of the loss,
-        which is computed in the sensitive dtype in any case."""
+        """Return the logits in the plan's `output` dtype.
+
+        Training does not widen them: that would not change the loss, which is computed in the sensitive dtype in any
+        case.
+        """
         output = self.context.plan.output
         widens = torch.promote_types(logits.dtype, output) == output
         return logits if place is not None and widens else logits.to(output)
 
     def _rotary(self, length: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given positions [b, s]. Made once for each length: under
-        dynamic scaling the angles depend on it."""
+        """Return the cosine and sine tables, [s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given positions [b, s].
+
+        The tables are computed once per length, because under dynamic scaling the angles depend on the length.
+        """
         if self._tables is None or len(self._tables[0]) != length:
             c, dtype = self.config, self.context.plan.buffers
             made = rotary_tables(c.rope_scaling, c.rope_base, c.rotary_dims, length, dtype)
@@ -147,13 +152,13 @@ class Stage(nn.Module):
         return (cosine, sine) if positions is None else (cosine[positions.t(), 0], sine[positions.t(), 0])
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Last stage: the loss of each token, in the sensitive dtype, [s, b] like `targets`."""
+        """Return the loss of each token on the last stage, in the sensitive dtype, [s, b] like `targets`."""
         vocabulary = layout_of(self.head).parts[0]
         return cross_entropy(logits, targets, vocabulary, self.context.tp, self.context.plan.sensitive)
 
 
 class ScaleGradient(torch.autograd.Function):
-    """x, whose gradient is multiplied by `scale`."""
+    """The identity, whose gradient is multiplied by `scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -173,11 +178,13 @@ def cuts(
     rank_of_stage: Sequence[int] = (),
     recompute: Recompute = KEEP,
 ) -> list[Cut]:
-    """The cut of a model into `stages` stages under which the busiest rank has least to do in both passes; each has a
-    layer or more.
+    """Return the cut of a model into `stages` stages that gives the busiest rank the least work in both passes.
 
-    given: how many layers each stage has, if not that is to decide. rank_of_stage: who holds each stage; a rank of its
-    own unless given. recompute: what the backward pass makes again.
+    Each stage gets at least one layer.
+    given: the number of layers of each stage; empty: decided by cost.
+    rank_of_stage: the rank of each stage; empty: each stage has its own rank.
+    recompute: the activations that the backward pass recomputes.
+    Raises ValueError if `given` does not fit.
     """
     ends = config.embedding_flops(), 3 * config.head_flops()
     counts = given or best_cut(
@@ -193,20 +200,23 @@ def cuts(
 
 
 def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
-    """FLOPs of both passes of a layer, per token: the backward pass takes twice the forward pass, and what it makes
-    again. A fraction of a stage's layers that is made again is one of each layer here; a fixed number of them, the same
-    in every stage, tells no stage from another."""
+    """Return the FLOPs of both passes of a layer, per token: three times the forward pass, plus the recomputation.
+
+    If a fraction of a stage's layers is recomputed, each layer bears this fraction. A fixed number of recomputed layers
+    is the same in every stage, so it does not affect the cut and is left out.
+    """
     share = 0.0 if recompute.layers else recompute.fraction
     attention = config.attention_flops(seq_length) if "attention" in recompute.modules else 0
     return 3 * config.layer_flops(seq_length) + share * config.again_flops(seq_length) + attention
 
 
 def best_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: float = 0, last: float = 0) -> list[int]:
-    """How many of `layers` layers, which cost the same, each stage gets, so that the rank with most to do has least.
+    """Return the number of layers of each stage that gives the busiest rank the least work; all layers cost the same.
 
-    Each gets one at least. `first` and `last` are what the first and the last stage cost besides. Each other layer goes
-    to the least busy rank, and there to its smallest stage: no other way makes the busiest rank less busy, since one
-    more layer costs any rank the same. Among equals early stages get more: they run first and wait longest.
+    Each stage gets at least one layer. `first` and `last` are the extra costs of the first and the last stage. Each
+    further layer goes to the least busy rank, and there to its smallest stage. No other assignment makes the busiest
+    rank less busy, because one more layer costs every rank the same. Among equals, early stages get more layers: they
+    run first and wait longest.
     """
     stages = len(rank_of_stage)
     if not 1 <= stages <= layers:
@@ -224,8 +234,8 @@ def best_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: floa
 
 
 MakeStage = Callable[[ModelConfig, Context, Cut, tuple[int, ...]], Stage]
-"""Builds one stage, or any module with a Stage's `forward` and `losses`. The last argument: pipeline ranks among which
-the embedding is tied; empty if it is not, or if both ends of the model lie on one rank."""
+"""A function that builds one stage, or any module with a Stage's `forward` and `losses`. Its last argument is the
+pipeline ranks that share a tied embedding; empty if it is untied, or if both ends of the model are on one rank."""
 
 
 def build(
@@ -236,7 +246,7 @@ def build(
     pp_rank: int,
     make: MakeStage = Stage,
 ) -> Mapping[int, Stage]:
-    """The stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank is a tied copy."""
+    """Return the stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank is a tied copy."""
     ends = (rank_of_stage[0], rank_of_stage[-1])
     tied = ends if config.tied and ends[0] != ends[1] else ()
     stages = {cut.stage: make(config, context, cut, tied) for cut in all_cuts if rank_of_stage[cut.stage] == pp_rank}

@@ -1,6 +1,6 @@
 """Tensor- and sequence-parallel layers, pipelines, and the mesh of ranks that they run on.
 
-The smallest whole use; `examples/pretrain.py` is a program of it:
+The smallest whole use (`examples/pretrain.py` is the complete program):
 
     with world():                                              # joins the ranks that torchrun started
         mesh = make_mesh(tp=2, dp=2)

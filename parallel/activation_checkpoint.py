@@ -1,16 +1,17 @@
-"""Activations that are not kept for the backward pass but made again in it: memory for time.
+"""Activation checkpointing: activations are recomputed in the backward pass instead of kept, to save memory.
 
-What is made again is a function of tensors that are kept. Autograd's hooks for saved tensors replace what it would
-save in the function by numbers, and the first number that the backward pass asks for calls the function a second time.
-That call ends as soon as it has made everything that was saved; its own graph is thrown away, so each gradient is
-still made once, from the graph of the first call.
+The recomputed part is a function of tensors that are kept. Autograd's hooks for saved tensors store a number in place
+of each tensor that the function would save. The first number that the backward pass asks for calls the function a
+second time. That call ends as soon as it has computed every saved tensor; its own graph is discarded, so each gradient
+is still computed once, from the graph of the first call.
 
-What comes after the function often saves its result: the product behind a norm or an activation. `into` names it, and
-then the result is not kept either. (`torch.utils.checkpoint` has no such thing, and its first use imports torch's
-compiler, which takes 75 MB and two seconds of each rank.)
+The operation after the function often saves the function's result: for example the matrix product after a norm or an
+activation function. `into` names that operation, and then the result is not kept either. (`torch.utils.checkpoint` has
+no such option, and its first use imports torch's compiler, which costs each rank 75 MB and two seconds.)
 
-Numbers do not change by a bit. Dropout is a function of logical places and draws nothing, losses that live in the
-graph enter it once, and what a layer only notes, like largest magnitudes, is noted twice with the same value.
+Recomputation does not change a single bit. Dropout is a function of logical coordinates and draws nothing from a
+generator, a loss that lives in the graph enters it once, and a statistic such as amax is recorded twice with the same
+value.
 """
 
 from collections.abc import Callable
@@ -23,16 +24,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 Module = Literal["attention", "activation", "norm"]
 MODULES: tuple[Module, ...] = get_args(Module)
-"""Parts of a layer that can be made again by themselves: all between attention's products, the activation function
-between those of a feed-forward or expert, and the norms before both and before the head."""
+"""Parts of a layer that can be recomputed separately: everything between attention's two projections, the activation
+function of a feed-forward or expert, and the norms before attention, before the feed-forward and before the head."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What a stage makes again.
+    """The activations that a stage recomputes in its backward pass.
 
-    modules: some of MODULES, in every layer. fraction, layers: of a stage's layers, the first so many as a whole: the
-    share, rounded down, or, if it is not 0, the number.
+    modules: members of MODULES; these parts are recomputed in every layer.
+    fraction, layers: the number of a stage's first layers that are recomputed as a whole: `layers` if it is not 0,
+        otherwise this fraction of the stage's layers, rounded down.
     """
 
     modules: tuple[Module, ...] = ()
@@ -40,12 +42,14 @@ class Recompute:
     layers: int = 0
 
     def whole(self, layers: int) -> int:
-        """How many of a stage's layers are made again as a whole, the first ones."""
+        """Return how many of a stage's `layers` layers are recomputed as a whole; they are the first ones."""
         return min(self.layers, layers) if self.layers else int(layers * self.fraction)
 
     def within(self, whole: bool) -> "Recompute":
-        """For a layer. In one that is made again as a whole, the activation function is made again from the product
-        before it all the same: then that product is the last thing that the layer makes again, and not the one after.
+        """Return the setting for the inside of one layer. whole: the layer is recomputed as a whole.
+
+        Such a layer also recomputes its activation function from the product before it. That product is then the last
+        operation that the layer recomputes, and the product after the activation function is not computed again.
         """
         return Recompute(("activation",)) if whole else Recompute(self.modules)
 
@@ -56,20 +60,21 @@ class Recompute:
         x: Tensor,
         into: Callable[[Tensor], Tensor] = lambda made: made,
     ) -> Tensor:
-        """into(function(x)), where `function` is of the module of this name."""
+        """Return into(function(x)), recomputing `function` in the backward pass if `module` is one of `modules`."""
         return recomputed(function, x, into) if module in self.modules else into(function(x))
 
 
 KEEP = Recompute()
-"""Nothing is made again."""
+"""No activation is recomputed."""
 
 
 def recomputed(
     function: Callable[[Tensor], Tensor], x: Tensor, into: Callable[[Tensor], Tensor] = lambda made: made
 ) -> Tensor:
-    """into(function(x)), of which only x is kept, and what `into` saves besides the result of `function`.
+    """Return into(function(x)), keeping only x and what `into` saves apart from the result of `function`.
 
-    function: always does the same. In evaluation, and where x has no gradient, nothing is made again.
+    function: must compute the same values in every call.
+    Nothing is recomputed in evaluation or if x needs no gradient.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return into(function(x))
@@ -80,17 +85,17 @@ def recomputed(
 
 
 class _Stop(Exception):
-    """Everything that is needed has been made."""
+    """Signal that every tensor that the backward pass needs has been recomputed."""
 
 
 class _Call:
-    """A call of `function`: what autograd would have saved in it, by number, and its result."""
+    """One call of `function`: the tensors that autograd would have saved in it, by number, and its result."""
 
     RESULT = -1
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.function = function
-        self.input: Any = _Keep.apply(x)  # the tensor, for in torch 2.11 its grad_fn does not outlive it
+        self.input: Any = _Keep.apply(x)  # keep the tensor: in torch 2.11 its grad_fn does not outlive it
         self.count = 0
         self.wants_result = False
         self.made: dict[int, Tensor] = {}
@@ -105,12 +110,12 @@ class _Call:
         return self.made.pop(number)
 
     def hand(self, result: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
-        """into(result), which asks for the result again where it would save it."""
+        """Return into(result), where the backward pass recomputes the result if `into` would save it."""
         storage, size, in_order = result.untyped_storage()._cdata, result.numel(), result.is_contiguous()
 
         def pack(tensor: Tensor) -> Tensor | torch.Size:
             views = tensor.untyped_storage()._cdata == storage and tensor.numel() == size
-            same = views and in_order and tensor.is_contiguous()  # else the shape alone does not say which elements
+            same = views and in_order and tensor.is_contiguous()  # otherwise the shape does not identify the elements
             self.wants_result |= same
             return tensor.shape if same else tensor
 
@@ -121,12 +126,12 @@ class _Call:
             return into(result)
 
     def _make(self) -> None:
-        """Calls the function again, to its end or until it has made all that was saved."""
+        """Call the function again, to its end or until it has recomputed every saved tensor."""
         (x,) = self.input.grad_fn.saved_tensors
         made: list[Tensor] = []
 
         def collect(tensor: Tensor) -> None:
-            made.append(tensor.detach())  # with its graph it would hold this call, and the call it, for ever
+            made.append(tensor.detach())  # detached: its graph and this call would keep each other alive
             if len(made) == self.count and not self.wants_result:
                 raise _Stop
 
@@ -137,16 +142,16 @@ class _Call:
                 self.made[self.RESULT] = result.detach()
         except _Stop:
             pass
-        assert len(made) == self.count, f"made {len(made)} tensors again of {self.count}: not the same computation"
+        assert len(made) == self.count, f"recomputed {len(made)} of {self.count} tensors: not the same computation"
         self.made |= enumerate(made)
 
 
 def _no_graph(packed: object) -> Tensor:
-    raise AssertionError("what is made again has no backward pass of its own")
+    raise AssertionError("a recomputation has no backward pass of its own")
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps x as any operator keeps what its backward pass needs, so that what encloses it can make x again too."""
+    """Save x as operators save their inputs, so that an enclosing recomputation can recompute x too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -155,4 +160,4 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
-        raise AssertionError("nothing is computed from this")
+        raise AssertionError("no gradient flows through a placeholder")

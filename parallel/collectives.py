@@ -1,18 +1,19 @@
-"""Collectives over tp that know their own backward pass.
+"""Differentiable collectives over the tp axis.
 
-Each is a linear map between what all ranks hold together, where a tensor that every rank holds alike counts
-once, and its backward pass is the transpose:
+Each collective is a linear map on the tensors that all ranks hold together, where a tensor that is replicated on every
+rank counts once. Its backward pass is the transpose of that map:
 
     forward                         backward
-    copy        (nothing)           sum            replicated input of a column-parallel layer
-    reduce      sum                 (nothing)      output of a row-parallel layer
-    gather      concatenate dim 0   sum, own part  sequence parallelism, into a column-parallel layer
-    scatter     sum, own part       concatenate    sequence parallelism, out of a row-parallel layer
-    split       own part, dim d     concatenate    replicated to cut
-    join        concatenate, dim d  own part       cut to replicated
+    copy        (nothing)           all-reduce         replicated input of a column-parallel layer
+    reduce      all-reduce          (nothing)          output of a row-parallel layer
+    gather      all-gather, dim 0   reduce-scatter     sequence parallelism, into a column-parallel layer
+    scatter     reduce-scatter      all-gather, dim 0  sequence parallelism, out of a row-parallel layer
+    split       own shard, dim d    all-gather         replicated to sharded
+    join        all-gather, dim d   own shard          sharded to replicated
 
-`gather` is for what each rank goes on to use differently, so that its gradients are shares to be summed; `join`
-is for what every rank goes on to use alike, so that every rank already holds the whole gradient.
+Use `gather` if each rank goes on to compute something different with the result: the gradients are then partial
+gradients, which must be summed. Use `join` if every rank computes the same with the result: every rank then already
+holds the whole gradient.
 """
 
 from typing import Any
@@ -24,32 +25,32 @@ from megaprec.comm.axis import Axis
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """Forward nothing, backward a sum."""
+    """Return x; the backward pass all-reduces the gradient over the axis."""
     return _Copy.apply(x, axis) if axis.size > 1 else x
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Forward a sum, backward nothing."""
+    """Return x all-reduced (summed) over the axis; the backward pass passes the gradient on."""
     return _Reduce.apply(x, axis) if axis.size > 1 else x
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
-    """[n, ...] to [size * n, ...]."""
+    """All-gather [n, ...] along dim 0 to [size * n, ...]; the backward pass is a reduce-scatter."""
     return _Gather.apply(x, axis) if axis.size > 1 else x
 
 
 def scatter(x: Tensor, axis: Axis) -> Tensor:
-    """[size * n, ...] to [n, ...]."""
+    """Reduce-scatter [size * n, ...] along dim 0 to [n, ...]; the backward pass is an all-gather."""
     return _Scatter.apply(x, axis) if axis.size > 1 else x
 
 
 def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """dim of size * n to n."""
+    """Return this rank's shard of x: dimension `dim` shrinks from size * n to n; the backward pass is an all-gather."""
     return _Split.apply(x, axis, dim) if axis.size > 1 else x
 
 
 def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """dim of n to size * n."""
+    """All-gather x along `dim`, from n to size * n; the backward pass keeps this rank's shard of the gradient."""
     return _Join.apply(x, axis, dim) if axis.size > 1 else x
 
 

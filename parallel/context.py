@@ -1,4 +1,4 @@
-"""What every parallel layer is told about where it runs, as one frozen value."""
+"""The context of the parallel layers: precision plan, tensor-parallel axis and options, as one frozen value."""
 
 from dataclasses import dataclass, field, replace
 
@@ -18,11 +18,19 @@ from parallel.weight_grad_queue import WeightGradQueue
 
 @dataclass(frozen=True)
 class Context:
-    """plan: dtypes of products, weights and sensitive operators.
-    tp: the tensor-parallel axis. sequence: activations between blocks are cut along the sequence over tp.
-    seed: of initial weights and dropout. deferred: where layers leave weight gradients that can wait; the executor
-    that runs a schedule with split backwards must be given the same. recompute: which activations are made again.
-    fp8: what the layers' products in FP8 share; to be given if the plan has any.
+    """The settings that every parallel layer of a model shares.
+
+    plan: dtypes of products, weights and sensitive operators.
+    tp: the tensor-parallel axis.
+    sequence: activations between blocks are sharded over tp along the sequence (sequence parallelism).
+    seed: seed of initial weights and dropout.
+    deferred: the queue for weight gradients that can wait; the executor of a schedule with split backwards must be
+        given the same queue.
+    recompute: the activations that the backward pass recomputes.
+    fp8: the state that the FP8 products of all layers share; required if the plan has FP8 products.
+
+    Raises ValueError if `fp8` has another recipe than the plan, and UserError if whole layers are recomputed although
+    FP8 scales advance with every micro-batch.
     """
 
     plan: PrecisionPlan
@@ -35,15 +43,15 @@ class Context:
 
     def __post_init__(self) -> None:
         if self.plan.fp8 != self.fp8.recipe:
-            raise ValueError("products of the plan are in FP8: give the context the FP8State of the same recipe")
+            raise ValueError("the plan and fp8 have different recipes: give the context an FP8State of the same recipe")
         if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
             raise UserError(
-                'fp8.history = "te" moves scales on before a layer is made again: recompute modules and no layers, or '
-                'use "step"'
+                'fp8.history = "te" advances the scales before a layer is recomputed: recompute modules instead of '
+                'whole layers, or set fp8.history = "step"'
             )
 
     def products(self, weight: nn.Parameter) -> GemmProvider:
-        """Who makes the products with a layer's weight [n, k]. What comes out is activations."""
+        """Return the provider of the matrix products with a layer's weight [n, k]. Their results are activations."""
         parts = layout_of(weight).parts
         name = parts[0].name
         wide = Gemm(self.plan.compute_dtype(name), self.plan.compute, self.plan.tf32)
@@ -58,12 +66,12 @@ class Context:
         return FP8Gemm(self.fp8, eligible, parts[0].dim, wide, held)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
-        """The same for what comes out as logits, which stay in the dtype of the products; never FP8."""
+        """Return the products of an output head. Logits stay in the dtype of the products; a head is never in FP8."""
         dtype = self.plan.compute_dtype(name)
         return Gemm(dtype, dtype, self.plan.tf32, grad_scale)
 
     def in_fp32(self) -> "Context":
-        """The same for layers that are held and compute in the sensitive dtype throughout."""
+        """Return this context for layers that hold and compute everything in the sensitive dtype."""
         wide = self.plan.sensitive
         dtypes = dict.fromkeys(("compute", "residual", "attention", "scores"), wide)
         plan = replace(self.plan, **dtypes, keep_fp32=("*",), fp8=None)
@@ -71,5 +79,5 @@ class Context:
 
     @property
     def cut_sequence(self) -> bool:
-        """Whether activations between blocks are really cut."""
+        """Return True if activations between blocks are sharded along the sequence: it is requested, and tp > 1."""
         return self.sequence and self.tp.size > 1

@@ -1,8 +1,8 @@
 """Dropout that drops the same elements in every layout.
 
-Whether an element is kept is a function of the seed, the step, the layer's name and the element's logical
-coordinates: which sample of the global batch, which position, which feature or head. So tp, pp, dp, the
-micro-batch size and recomputation cannot change it.
+An element is kept or dropped by a function of the seed, the step, the layer's name and the element's logical
+coordinates: the sample within the global batch, the position, and the feature or head. The result therefore does not
+depend on tp, pp, dp, the micro-batch size or recomputation.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ from parallel.context import Context
 
 @dataclass(frozen=True)
 class MicrobatchInfo:
-    """Where in the run a micro-batch stands.
+    """The identity of a micro-batch within the run.
 
-    step: number of the training step. samples: int64 [b], each sample's number within the global batch.
-    weight: scalar, what a loss of one sample is multiplied by: the loss scale over the samples of the global batch.
-        Needed by layers that have a loss of their own.
+    step: number of the training step.
+    samples: int64 [b], the number of each sample within the global batch.
+    weight: scalar factor for a loss per sample: the loss scale divided by the number of samples of the global batch.
+        Required by layers that have a loss of their own, such as routers.
     """
 
     step: int
@@ -29,7 +30,11 @@ class MicrobatchInfo:
 
 
 def dropout(x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None) -> Tensor:
-    """x [s, b, hidden], or this rank's part of the sequence if that is cut. None for `place` (evaluation) keeps all."""
+    """Apply dropout to activations x [s, b, hidden].
+
+    Under sequence parallelism x is this rank's shard of the sequence.
+    place: the micro-batch; None (evaluation) keeps every element.
+    """
     if place is None or probability == 0:
         return x
     first = context.tp.rank * x.shape[0] if context.cut_sequence else 0
@@ -42,7 +47,7 @@ def dropout(x: Tensor, probability: float, context: Context, name: str, place: M
 def attention_dropout(
     weights: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None
 ) -> Tensor:
-    """weights [b, own heads, query, key]."""
+    """Apply dropout to attention weights [b, own heads, query, key]. place: as in `dropout`."""
     if place is None or probability == 0:
         return weights
     _, heads, queries, keys = weights.shape
@@ -56,6 +61,6 @@ def _drop(
 ) -> Tensor:
     secret = key(context.seed, place.step, name)
     index = torch.zeros((), dtype=torch.int64, device=x.device)
-    for coordinate in coordinates:  # mixed one dim at a time, so the sizes of the others do not matter
+    for coordinate in coordinates:  # one dimension at a time: the result does not depend on the sizes of the others
         index = bits(secret, index).unsqueeze(-1) + coordinate
     return torch.where(keep(secret, index, 1 - probability), x / (1 - probability), 0)

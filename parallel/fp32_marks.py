@@ -1,9 +1,10 @@
-"""Parts marked FP32 (`megaprec.precision.marks`) of a model that is built from the parallel layers.
+"""Model parts marked FP32 (`megaprec.precision.marks`) in a model that is built from the parallel layers.
 
-A layer has decided when it was built in what it computes: it holds a Context, or who makes its products. In a marked
-part both are exchanged for those of FP32, so that nothing between its layers is rounded, and none of its products is in
-FP8. What goes into it comes in FP32, and what comes out has the dtype that went in: of products, or of the residual
-stream. The optimizer holds its weights, gradients and masters in FP32, by their names, on every rank.
+A layer fixes its dtypes when it is built: it holds a Context or a provider of its products. In a marked part both are
+replaced by FP32 ones. No value between the layers of the part is rounded, and none of its products is in FP8. Inputs of
+the part are cast to FP32. Its outputs are cast back to the dtype of the input, of the products or of the residual
+stream. The optimizer holds the part's weights, gradients and master weights in FP32 on every rank; it finds them by
+their names.
 """
 
 from torch import nn
@@ -20,15 +21,15 @@ from parallel.norms import LayerNorm, RMSNorm
 
 
 def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
-    """Has the marked parts of `model`, which was built by `plan`, compute in the sensitive dtype.
+    """Make the marked parts of `model`, which was built by `plan`, compute in the sensitive dtype.
 
-    To be called once, before its optimizer is made. Raises UserError for a part that casts itself.
+    Call this once, before the optimizer is made. Raises UserError for a part that casts itself.
     """
     for path, module in model.named_modules():
         if isinstance(module, NaiveAMPModel | PlannedModel):
             raise UserError(
-                f"{path or 'the model'} is a {type(module).__name__}, which rounds weights before masters are made of "
-                "them: leave it out, [precision] casts the model; set_fp32_attr_to_module works without it"
+                f"{path or 'the model'} is a {type(module).__name__}, which rounds weights before master weights "
+                "are made: leave it out, [precision] casts the model; set_fp32_attr_to_module works without it"
             )
     for _, part in marked_parts(model):
         for module in part.modules():
@@ -38,7 +39,7 @@ def compute_marked_in_fp32(model: nn.Module, plan: PrecisionPlan) -> None:
 
 
 def _widen(module: nn.Module, plan: PrecisionPlan) -> None:
-    """One module, without those in it."""
+    """Convert one module, without its submodules."""
     for name, value in list(vars(module).items()):
         if isinstance(value, Context):
             setattr(module, name, value.in_fp32())

@@ -1,12 +1,12 @@
-"""Layers whose weights are cut over tp.
+"""Layers whose weights are sharded over tp.
 
-A pair of them needs one sum: the column-parallel layer cuts its output features, so each rank goes on with
-its own; the row-parallel layer cuts its input features to match, and sums the ranks' products. Between
-pairs the activation is the same on every rank, or, under sequence parallelism, cut along the sequence: then the
-sum becomes a reduce-scatter and the next pair begins with an all-gather, and what lies between (norms, dropout,
-residuals) is computed and stored once instead of tp times.
+A pair of layers needs one all-reduce. The column-parallel layer shards its output features, so each rank goes on with
+its own. The row-parallel layer shards its input features to match and sums the products of all ranks. Between pairs the
+activation is replicated on every rank, or, under sequence parallelism, sharded along the sequence. The all-reduce then
+becomes a reduce-scatter, the next pair begins with an all-gather, and everything between the pairs (norms, dropout,
+residual additions) is computed and stored once instead of tp times.
 
-Activations are [sequence, batch, features], so that a cut along the sequence is contiguous.
+Activations are [sequence, batch, features], so that a shard of the sequence is contiguous.
 """
 
 import math
@@ -28,9 +28,10 @@ from parallel.linear import Add, Input, Linear
 
 @dataclass(frozen=True)
 class Rows:
-    """A logical matrix among those stacked in one column-parallel weight: its name, and its number of output rows.
+    """One of the logical matrices stacked in a column-parallel weight: its name and its number of output rows.
 
-    shards: how many slices it is cut into over tp, if fewer than there are ranks (key/value heads).
+    shards: the number of slices over tp, if it is smaller than the number of ranks (key/value heads); None: one slice
+        per rank.
     """
 
     name: str
@@ -39,11 +40,12 @@ class Rows:
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x @ W.T + b with the output features cut over tp.
+    """y = x @ W.T + b with the output features sharded over tp.
 
-    x: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Returns (y, None), or (y without
-    bias, b) with `skip_bias_add`; y is [s, b, own features], or [s, b, output features] with `gather_output`.
+    x: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Returns (y, None), or with
+    `skip_bias_add` (y without bias, b). y is [s, b, own features], or with `gather_output` [s, b, output features].
     output: the number of output features of the logical tensor `name`.weight, or several such tensors.
+    Raises ValueError if output features do not divide by tp, and for `gather_output` under sequence parallelism.
     """
 
     def __init__(
@@ -88,10 +90,13 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x @ W.T + b with the input features cut over tp; the products are summed over tp, then the bias is added.
+    """y = x @ W.T + b with the input features sharded over tp.
 
-    x: [s, b, own features], or [s, b, input_size] without `input_is_parallel`. Returns (y, None), or (y without
-    bias, b) with `skip_bias_add`; y is [s, b, output_size], or [s / tp, b, output_size] under sequence parallelism.
+    The products are summed over tp before the bias is added. x: [s, b, own features], or without `input_is_parallel`
+    [s, b, input_size]. Returns (y, None), or with `skip_bias_add` (y without bias, b). y is [s, b, output_size], or [s
+    / tp, b, output_size] under sequence parallelism.
+    Raises ValueError if input features do not divide by tp, and for an input that is not parallel under sequence
+    parallelism.
     """
 
     def __init__(
@@ -132,11 +137,14 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a [vocab, hidden] table cut over tp; each rank looks up the ids it has and the results are summed.
+    """An embedding table [vocab, hidden] whose rows are sharded over tp.
+
+    Each rank looks up the ids that it holds, and the results are summed over tp. The table is padded to a multiple of
+    tp rows; padding rows are zero and are never looked up. An id outside the vocabulary puts NaN into its row, on every
+    device and without a synchronization, so that no step is applied with it.
 
     ids: int64 [s, b]. Returns [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
-    parallelism. The table is padded to a multiple of tp rows; padding rows are zero and never looked up. An id outside
-    of the vocabulary makes its row hold NaN, on any device and without a wait, so that no step is applied with it.
+    parallelism.
     """
 
     def __init__(
@@ -160,9 +168,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class Lookup(torch.autograd.Function):
-    """weight[ids] of `dtype`, zero where `foreign`, with NaN in a row where `nowhere`.
+    """weight[ids] in `dtype`, zero where `foreign` is True, and with a NaN in each row where `nowhere` is True.
 
-    The gradient's rows are summed in the main gradient's own dtype.
+    foreign: ids that another tp rank holds. nowhere: ids outside the vocabulary.
+    The backward pass sums the rows of the gradient in the dtype of the main gradient.
     """
 
     @staticmethod
@@ -180,7 +189,7 @@ class Lookup(torch.autograd.Function):
         if foreign is not None:
             rows.masked_fill_(foreign.unsqueeze(-1), 0)
         if nowhere is not None:
-            rows[..., 0].masked_fill_(nowhere, math.nan)  # one number is enough: the first norm or product spreads it
+            rows[..., 0].masked_fill_(nowhere, math.nan)  # one is enough: the first norm or product spreads it
         return rows
 
     @staticmethod
@@ -202,9 +211,10 @@ def parameter(
     tied: tuple[int, ...] = (),
     mean: float = 0.0,
 ) -> nn.Parameter:
-    """A parameter made of `parts`, in the dtype of its masters: mean + std * normal, keyed by logical name and place.
+    """Return a parameter made of `parts`, in the dtype of its master weights: mean + std * normal.
 
-    It lies on the CPU until an optimizer's buffer or `module.to` moves it. Padding is zero.
+    The random numbers are keyed by logical name and coordinates, so they are the same in every layout. The parameter
+    lies on the CPU until an optimizer's buffer or `module.to` moves it. Padding is zero.
     """
     held, masters = context.plan.param_dtype(parts[0].name), context.plan.masters
     dtype = masters if masters.itemsize > held.itemsize else held

@@ -1,9 +1,9 @@
-"""y = x @ W.T as one differentiable step that knows its collectives and adds straight into the main gradient.
+"""The linear product y = x @ W.T as one differentiable function with overlapped collectives.
 
-The weight's gradient is added into `weight.main_grad`, the FP32 view of the gradient buffer, as soon as it is made;
-autograd never holds one. The input's gradient is summed over tp while the weight's gradient is still being computed,
-and an input that is cut along the sequence is gathered while the input's gradient is. Nothing waits for the weight's
-gradient, so a pipeline schedule may put it off (`deferred.py`).
+The weight gradient is added to `weight.main_grad`, the FP32 view of the gradient buffer, as soon as it is computed;
+autograd never holds a weight gradient. The all-reduce of the input gradient runs while the weight gradient is computed.
+An input that is sharded along the sequence is all-gathered while the input gradient is computed. No other stage waits
+for the weight gradient, so a pipeline schedule may defer it (`weight_grad_queue.py`).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from parallel.weight_grad_queue import WeightGradQueue
 
 
 class Input(Enum):
-    """How the input of a linear layer lies over tp."""
+    """The layout of a linear layer's input over tp."""
 
     OWN = "each rank its own features"
     COPIED = "all of it on every rank"
@@ -31,9 +31,10 @@ class Input(Enum):
 class Linear(torch.autograd.Function):
     """x [s, b, k] in the compute dtype, weight [n, k], bias [n] or None -> [s', b, n]; s' = tp * s for SEQUENCE.
 
-    deferred: where the gradient of a weight that has a main gradient is put off; a bias's never is.
-    products: the matrix products of this layer; in the dtype of x if None. What they keep of x is saved, but not
-        under SEQUENCE: then x itself is, of which the backward pass gathers the whole again.
+    deferred: the queue for the gradient of a weight that has a main gradient; bias gradients are never deferred.
+    products: the matrix products of this layer; None: products in the dtype of x.
+    The backward pass keeps what the products need of x. Under SEQUENCE it keeps this rank's shard of x and all-gathers
+    it again.
     """
 
     @staticmethod
@@ -58,7 +59,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Detached, for with their graph what is put off would hold all of it, down to the stage's input.
+        # Detached: deferred work would otherwise keep the whole graph alive, down to the stage's input.
         saved: Factor = tuple(tensor.detach() for tensor in ctx.saved_tensors)
         weight, products = ctx.weight, ctx.products
         kept = _start_keeping(ctx, saved)
@@ -71,7 +72,7 @@ class Linear(torch.autograd.Function):
 
         grad_weight = None
         if not has_main_grad(weight):
-            grad_weight = make_weight_gradient()  # autograd itself wants it, now
+            grad_weight = make_weight_gradient()  # autograd needs it now
         else:
             ctx.deferred.run(make_weight_gradient)
         grad_bias = None if ctx.bias is None else add_gradient(ctx.bias, rows)
@@ -79,7 +80,7 @@ class Linear(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., k] -> [m, k]."""
+    """Return x [..., k] as a matrix [m, k]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -87,8 +88,11 @@ def _none() -> None: ...
 
 
 def _start_keeping(ctx: Any, saved: Factor) -> Callable[[], Factor]:
-    """Starts to gather what the weight's gradient needs of the input, where it is cut along the sequence; the returned
-    function waits for it. What is put off gathers later: else the whole of it would be kept."""
+    """Start to all-gather the input for the weight gradient, if it is sharded along the sequence.
+
+    The returned function waits for the result. Deferred work gathers later, because the whole input would otherwise be
+    kept.
+    """
     if ctx.lies is not Input.SEQUENCE:
         return lambda: saved
     products, tp = ctx.products, ctx.tp
@@ -97,7 +101,10 @@ def _start_keeping(ctx: Any, saved: Factor) -> Callable[[], Factor]:
 
 
 def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable[[], Tensor]:
-    """Computes the input's gradient and starts its sum over tp; the returned function waits for it."""
+    """Compute the input gradient and start its all-reduce or reduce-scatter over tp.
+
+    The returned function waits for the result.
+    """
     grad_x = ctx.products.input_gradient(grad, ctx.weight, ctx.dtype).view(*shape[:-1], ctx.weight.shape[1])
     if ctx.lies is Input.SEQUENCE:
         return ctx.tp.start_scatter_sum(grad_x)
@@ -106,7 +113,10 @@ def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable
 
 
 def weight_gradient(products: GemmProvider, weight: nn.Parameter, grad: Factor, x: Factor) -> Tensor | None:
-    """The weight's gradient, added into the main gradient if there is one (then None is returned)."""
+    """Return the weight gradient.
+
+    If the weight has a main gradient, the weight gradient is added to it instead, and None is returned.
+    """
     if not has_main_grad(weight):
         return products.weight_gradient(grad, x).to(weight.dtype)
     main, first = begin_accumulation(weight)
@@ -115,7 +125,10 @@ def weight_gradient(products: GemmProvider, weight: nn.Parameter, grad: Factor, 
 
 
 def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
-    """Sum of `rows` [tokens, n], added into the main gradient of a vector if there is one (then None is returned)."""
+    """Return the sum of `rows` [tokens, n], the gradient of `vector` [n].
+
+    If `vector` has a main gradient, the sum is added to it instead, and None is returned.
+    """
     if not has_main_grad(vector):
         return rows.sum(0).to(vector.dtype)
     main = cleared(vector)
@@ -124,9 +137,9 @@ def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
 
 
 class Add(torch.autograd.Function):
-    """x [s, b, n] + vector [n], or + rows of a table, in the dtype of x: a slice of s rows, or int64 [s, b].
+    """x [s, b, n] + parameter [n], or x + rows of a table parameter, in the dtype of x.
 
-    Sums over tokens go unrounded into the main gradient.
+    rows: a slice of s rows, or int64 [s, b]. The backward pass sums over tokens in the dtype of the main gradient.
     """
 
     @staticmethod
@@ -150,7 +163,7 @@ class Add(torch.autograd.Function):
 
 
 class Widen(torch.autograd.Function):
-    """A parameter in a wider dtype, whose gradient goes into the main gradient without being narrowed first."""
+    """A parameter cast to a wider dtype, whose gradient is added to the main gradient without being rounded first."""
 
     @staticmethod
     def forward(ctx: Any, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,9 @@
-"""Cross entropy over a vocabulary that is cut over tp, in FP32, without ever gathering the logits.
+"""Cross entropy in FP32 over a vocabulary that is sharded over tp, without an all-gather of the logits.
 
-Each rank knows the logits of its own rows. The largest logit (one MAX over tp), the sum of exponentials and
-the target's logit (one SUM of both) are all it takes, so what travels is three numbers a token. Padding rows of
-the vocabulary are left out, as if their logits were minus infinity. A target outside of the vocabulary has no logit:
-its loss is NaN, so that no step is applied with it.
+Each rank holds the logits of its own vocabulary rows. The loss needs the largest logit (an all-reduce MAX over tp), the
+sum of the exponentials and the target's logit (one all-reduce SUM for both), so the communication is three numbers per
+token. Padding rows of the vocabulary are excluded, as if their logits were minus infinity. A target outside the
+vocabulary has no logit: its loss is NaN, so that no step is applied with it.
 """
 
 import math
@@ -17,15 +17,18 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
 from parallel.layers import ColumnParallelLinear
 
-_BLOCK = 1 << 17  # elements of FP32 logits at a time on a CPU: they stay in cache and need no fresh memory
+_BLOCK = 1 << 17  # elements of FP32 logits at a time on a CPU: they stay in cache and reuse memory
 
 
 def cross_entropy(
     logits: Tensor, targets: Tensor, vocabulary: Part, tp: Axis, sensitive: torch.dtype = torch.float32
 ) -> Tensor:
-    """Loss of each token, in the `sensitive` dtype, with the shape of `targets`; the same on every tp rank.
+    """Return the loss of each token, in the `sensitive` dtype, with the shape of `targets`.
 
-    logits: [..., padded own rows]. targets: int64 [...], ids of the whole vocabulary. vocabulary: this rank's slice.
+    The loss is the same on every tp rank.
+    logits: [..., padded own rows].
+    targets: int64 [...], ids of the whole vocabulary.
+    vocabulary: this rank's slice of the vocabulary.
     """
     return CrossEntropy.apply(logits, targets, vocabulary, tp, sensitive)
 
@@ -37,7 +40,7 @@ def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor]
 
 
 class CrossEntropy(torch.autograd.Function):
-    """`cross_entropy`, and (softmax - one at the target) for the way back."""
+    """The autograd function of `cross_entropy`; the gradient of the logits is softmax minus one at the target."""
 
     @staticmethod
     def forward(
@@ -49,7 +52,7 @@ class CrossEntropy(torch.autograd.Function):
         largest = tp.max_(own.amax(-1).to(sensitive)) if own.shape[1] else tp.max_(_lowest(rows, sensitive))
         sums = torch.zeros(2, len(rows), dtype=sensitive, device=rows.device)
         for some in _blocks(rows):
-            wide = own[some].to(sensitive, copy=True).sub_(largest[some, None])  # the logits stay as they are
+            wide = own[some].to(sensitive, copy=True).sub_(largest[some, None])  # a copy: the logits are not modified
             if own.shape[1]:
                 sums[1, some] = torch.where(here[some], wide.gather(1, local[some, None]).squeeze(1), 0)
             sums[0, some] = wide.exp_().sum(-1)
@@ -63,7 +66,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        """(softmax - one at the target) * grad, rounded to the logits' dtype."""
+        """Return (softmax - one at the target) * grad, rounded to the dtype of the logits."""
         rows, local, here, log_sum = ctx.saved_tensors
         grad = grad.reshape(-1, 1)
         result = torch.empty_like(rows)
@@ -76,7 +79,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _local(targets: Tensor, vocabulary: Part) -> tuple[Tensor, Tensor]:
-    """Own column of each target, and whether it is ours; 0 where it is not."""
+    """Return each target's column on this rank, 0 if another rank holds it, and True where this rank holds it."""
     local = targets - vocabulary.start
     here = (local >= 0) & (local < vocabulary.local[0])
     return local.masked_fill(~here, 0), here

@@ -1,8 +1,8 @@
-"""The mesh: every rank has a place (pp, dp, tp), and tp is the fastest.
+"""The device mesh: every rank has coordinates (pp, dp, tp), and tp varies fastest.
 
-Ranks of one tensor-parallel group talk most, so they are neighbours and share a host; pipeline stages talk
-least and lie farthest apart. Rank = (pp * data + dp) * tensor + tp. The same call builds the mesh on gloo
-and on NCCL, under torchrun or under local ranks.
+Ranks of one tensor-parallel group communicate most, so they are neighbours and share a host; pipeline stages
+communicate least and lie farthest apart. Rank = (pp * data + dp) * tensor + tp. The same call builds the mesh on gloo
+and on NCCL, under torchrun and under local ranks.
 """
 
 import json
@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megaprec.comm.axis import AXES
 from megaprec.errors import UserError
 
-PATIENCE = timedelta(days=7)  # tokenizing a large text takes long; stores do not count beyond 24 days
-PARTING = 10.0  # seconds that a rank which failed waits for what it has under way with others
+PATIENCE = timedelta(days=7)  # tokenizing a large text takes long; a store's timeout overflows beyond 24 days
+PARTING = 10.0  # seconds that a failed rank waits for its communication in progress
 
 
 def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu") -> DeviceMesh:
-    """A mesh of pp * dp * tp ranks over all ranks of the joined world.
+    """Return a mesh of pp * dp * tp ranks over all ranks of the joined world.
 
-    Raises UserError when the world has another size.
+    Raises UserError if the world has another size.
     """
     world = dist.get_world_size()
     if world != pp * dp * tp:
@@ -40,12 +40,12 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu") -> Dev
 
 @contextmanager
 def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
-    """Joins the world that the environment describes (torchrun's variables) and leaves it at the end.
+    """Join the world that the environment describes (torchrun's variables), and leave it at the end.
 
-    Without such variables the world is this process alone. On CUDA each local rank takes its own device: the only one
-    that it sees, if there is but one. Yields the store that all ranks share. `minutes` bound each collective.
+    Without these variables the world is this process alone. On CUDA each local rank takes its own device; a rank that
+    sees a single device takes that one. Yields the store that all ranks share. minutes: time limit of each collective.
 
-    After an exception the world is left if that is possible soon, see `_part`.
+    After an exception the world is left if that is possible within a few seconds (see `_part`).
     """
     own = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)
@@ -61,16 +61,17 @@ def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
 
 
 def _part(own: torch.device | None) -> None:
-    """Leaves the world, or gives up after PARTING; `dist.is_initialized()` then says that this process is still in it.
+    """Leave the world, or give up after PARTING seconds; `dist.is_initialized()` is then still True.
 
-    NCCL first waits for all that is under way. That is well where all ranks end together; but if this one alone has
-    failed, others wait for it, and nobody would hear of the failure before their patience ends. Nor does the process
-    end by itself then, for in its last moments the same is done again: it must leave by os._exit.
+    NCCL first waits for all work in progress. That is right if all ranks end together. If this rank alone has failed,
+    however, the other ranks wait for it, and no rank would learn of the failure before the collectives time out. The
+    process would not end by itself either, because NCCL waits again at exit: after a failed `_part` the process must
+    end with os._exit.
     """
 
     def leave() -> None:
         if own is not None:
-            torch.cuda.set_device(own)  # which each thread has to say
+            torch.cuda.set_device(own)  # the current device is a setting of each thread
         dist.destroy_process_group()
 
     parting = Thread(target=leave, daemon=True)
@@ -79,9 +80,9 @@ def _part(own: torch.device | None) -> None:
 
 
 def told_by_first(store: dist.Store, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` returns on rank 0, on every rank; the others wait for it, for days if it takes that long.
+    """Return on every rank what `make` returns on rank 0. The other ranks wait for it, for days if necessary.
 
-    If `make` raises UserError, every rank does. Once for each store.
+    If `make` raises UserError, every rank raises it. Can be called once per store.
     """
     key = "told by rank 0"
     if dist.get_rank() == 0:
@@ -100,7 +101,7 @@ def told_by_first(store: dist.Store, make: Callable[[], dict[str, Any]]) -> dict
 
 
 def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Store, rank and number of ranks."""
+    """Return the store, the rank and the number of ranks."""
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
     return next(iter(dist.rendezvous("env://", timeout=timeout)))
@@ -110,6 +111,6 @@ def _own_device() -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local if torch.cuda.device_count() > 1 else 0)
     torch.cuda.set_device(device)
-    # Messages of stages have communicators of their own (`parallel.links`): torch need not warn that they might not.
+    # Pipeline messages have their own communicators (`parallel.pipeline.p2p`), so torch's warning does not apply.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     return device

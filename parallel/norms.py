@@ -1,7 +1,8 @@
 """Norms over the features, always computed in the plan's `sensitive` dtype.
 
-Their weights are whole on every tp rank. Under sequence parallelism each rank normalises its own part of the
-sequence, and a norm of queries or keys always its own heads: then each rank's gradient is a share.
+Norm weights are replicated on every tp rank. Under sequence parallelism each rank normalizes its own shard of the
+sequence, and a norm of queries or keys always normalizes the rank's own heads. In these cases each rank has a partial
+gradient.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from parallel.linear import Widen, add_gradient
 class RMSNorm(nn.Module):
     """x [..., hidden] / root mean square * weight, in the dtype of products.
 
-    own: x is this rank's own though the sequence is not cut, as heads are.
+    own: x differs between tp ranks although the sequence is not sharded, as attention heads do.
     """
 
     def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5, own: bool = False) -> None:
@@ -33,9 +34,10 @@ class RMSNorm(nn.Module):
 
 
 class _Normalize(torch.autograd.Function):
-    """RMSNorm that keeps only x and one number a row for the way back, and makes half as many passes as autograd would.
+    """RMSNorm that saves only x and one number per row for the backward pass.
 
-    Products of x with what is in the sensitive dtype are in that dtype, by promotion.
+    It makes half as many passes over memory as autograd would. By type promotion, products of x with tensors of the
+    sensitive dtype are in the sensitive dtype.
     """
 
     @staticmethod
@@ -59,7 +61,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / standard deviation * weight + bias over the last dim, in the dtype of products."""
+    """(x - mean) / standard deviation * weight + bias over the last dimension, in the dtype of products."""
 
     def __init__(self, context: Context, hidden: int, *, name: str, eps: float = 1e-5) -> None:
         super().__init__()
@@ -74,6 +76,6 @@ class LayerNorm(nn.Module):
 
 
 def vector(context: Context, name: str, hidden: int, value: float, own: bool = False) -> nn.Parameter:
-    """A parameter [hidden] that every tp rank holds, filled with `value`. own: each uses it on what it alone has."""
+    """Return a parameter [hidden], replicated over tp, filled with `value`. own: each rank has a partial gradient."""
     whole = Part.cut(name, (hidden,), None, context.tp)
     return parameter(context, [whole], 0.0, context.cut_sequence or own, mean=value)

@@ -1,15 +1,15 @@
-"""A ready torch module made tensor-parallel: its linear layers, embeddings and norms replaced by parallel ones.
+"""Tensor parallelism for an existing torch module: parallel layers replace its linear layers, embeddings and norms.
 
     stage = parallelize(stage, context, {"*.up": "column", "*.down": "row", "embedding": "vocab"}, prefix="stage0.")
 
-Each parameter is named by its path in the module, and each rank keeps its slice of the values that the module has. So
-all ranks must build the module with the same values: call `torch.manual_seed` with one seed on all of them.
+Each parameter is named by its path in the module, and each rank keeps its shard of the module's values. All ranks must
+therefore build the module with the same values: call `torch.manual_seed` with one seed on all of them.
 
 The styles are those of Megatron-LM (arXiv:1909.08053):
 
-    column    nn.Linear: the output features are cut over tp; what follows sees this rank's features
-    row       nn.Linear: the input features are cut over tp; the output is summed over tp
-    vocab     nn.Embedding: the rows are cut over tp
+    column    nn.Linear: output features are sharded over tp; the next layer sees this rank's features
+    row       nn.Linear: input features are sharded over tp; the output is summed over tp
+    vocab     nn.Embedding: rows are sharded over tp
 """
 
 from collections.abc import Mapping
@@ -30,17 +30,17 @@ NORMS = (nn.RMSNorm, nn.LayerNorm)
 
 
 def parallelize(module: nn.Module, context: Context, styles: Mapping[str, Style], prefix: str = "") -> nn.Module:
-    """Replace layers of `module` in place by parallel ones of the same values, and return it.
+    """Replace layers of `module` in place by parallel layers with the same values, and return the module.
 
-    styles: by pattern of paths in the module ("*" matches any characters). Each nn.Linear and nn.Embedding must match
-        one; norms are always replaced. Other parameters are held whole by every rank.
-    prefix: goes before each path; pipeline stages need different ones, for names are unique in the whole model.
-    Activations are [sequence, batch, features] if `context.sequence` cuts them.
-    Raises UserError, naming paths, for layers without a style, patterns that match nothing, and layers that have no
+    styles: a style for each pattern of paths in the module ("*" matches any characters). Each nn.Linear and
+        nn.Embedding must match a pattern; norms are always replaced. All other parameters are replicated on every rank.
+    prefix: text before each path. Pipeline stages need different prefixes, because names are unique in the whole model.
+    Activations are [sequence, batch, features] if `context.sequence` shards them.
+    Raises UserError, naming paths, for layers without a style, patterns that match no layer, and layers that have no
     parallel form.
     """
     if _has_parallel_form(module):
-        raise UserError(f"{type(module).__name__} is to be replaced within a module: wrap it, e.g. in nn.Sequential")
+        raise UserError(f"{type(module).__name__} cannot be replaced in place: wrap it, e.g. in nn.Sequential")
     found = {path: layer for path, layer in module.named_modules() if _has_parallel_form(layer)}
     chosen = {path: _style_of(path, layer, styles) for path, layer in found.items()}
     problems = [f"{path}: {chosen[path]}" for path in found if chosen[path] not in ("column", "row", "vocab", "norm")]
@@ -73,7 +73,7 @@ def _has_parallel_form(layer: nn.Module) -> bool:
 
 
 def _style_of(path: str, layer: nn.Module, styles: Mapping[str, Style]) -> str:
-    """The style of a layer, or what is wrong with it."""
+    """Return the style of a layer, or a description of the problem with it."""
     if isinstance(layer, NORMS):
         affine = layer.weight is not None and (isinstance(layer, nn.RMSNorm) or layer.bias is not None)
         ok = affine and len(layer.normalized_shape) == 1
@@ -89,12 +89,12 @@ def _style_of(path: str, layer: nn.Module, styles: Mapping[str, Style]) -> str:
 
 
 def _left_over(module: nn.Module, found: Mapping[str, nn.Module], context: Context) -> list[str]:
-    """Problems of parameters that no parallel layer takes over."""
+    """Return the problems of the parameters that no parallel layer replaces."""
     plan = context.plan
     taken = {id(parameter) for layer in found.values() for parameter in layer.parameters()}
     rest = [name for name, parameter in module.named_parameters() if id(parameter) not in taken]
     if rest and context.cut_sequence:
-        return [f"{rest[0]}: under sequence parallelism a parameter of no parallel layer would miss its gradient's sum"]
+        return [f"{rest[0]}: under sequence parallelism a parameter outside parallel layers would miss its all-reduce"]
     if rest and plan.compute != plan.parameters:
         return [f"{rest[0]}: a plan that computes in another dtype than that of parameters needs parallel layers only"]
     return []

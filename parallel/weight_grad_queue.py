@@ -1,7 +1,8 @@
-"""Work of a backward pass that can wait: the gradients of weights, for which no other stage waits.
+"""The queue of deferred weight gradients, the part of a backward pass that no other stage waits for.
 
-Layers say what could be done later, `deferred.run(work)`, and whoever runs the backward pass decides: unless he
-collects it, it is done at once. What a layer puts off must hold all that it needs, for the graph is gone by then.
+Layers offer deferrable work by `deferred.run(work)`. The caller of the backward pass decides when the work runs: at
+once, unless the caller collects it. Deferred work must hold every tensor that it needs, because the graph is freed by
+then.
 """
 
 from collections import deque
@@ -12,13 +13,13 @@ Work = deque[Callable[[], object]]
 
 
 class WeightGradQueue:
-    """What the layers of a rank and its executor share: where work goes that can wait."""
+    """The queue that a rank's layers and its executor share for deferred weight gradients."""
 
     def __init__(self) -> None:
         self._collected: Work | None = None
 
     def run(self, work: Callable[[], object]) -> None:
-        """Does `work` now, or leaves it to whoever collects."""
+        """Run `work` now, or append it to the collected work."""
         if self._collected is None:
             work()
         else:
@@ -26,12 +27,12 @@ class WeightGradQueue:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether `run` leaves work to someone."""
+        """Return True if `run` defers work."""
         return self._collected is not None
 
     @contextmanager
     def collect(self) -> Iterator[Work]:
-        """Inside, `run` puts off; the work gathers, in order, in the deque that is given."""
+        """Collect work instead of running it. Yields the deque to which `run` appends inside the context, in order."""
         self._collected = work = deque()
         try:
             yield work

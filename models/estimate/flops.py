@@ -1,9 +1,9 @@
-"""What one micro-batch costs each stage of a model, known before anything is built.
+"""The FLOPs of one micro-batch in each stage of a model, computed before anything is built.
 
-FLOPs of the matrix products: the backward pass of a product y = x W.T makes two products of the same size, one for x
-(the input gradient) and one for W (the weight gradient). Attention's own products have no weight, so both of theirs
-belong to the input gradient, and so does what is made again for it. Norms, softmax and activation functions are not
-counted.
+Only matrix products are counted. The backward pass of a product y = x W.T has two products of the same size, one for x
+(the input gradient) and one for W (the weight gradient). Attention's own products have no weight, so both of their
+backward products belong to the input gradient, and so does recomputation. Norms, softmax and activation functions are
+not counted.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,11 @@ from parallel.pipeline.instructions import Instruction, Op
 
 @dataclass(frozen=True)
 class StageCost:
-    """forward, input, weight: FLOPs of one micro-batch. parameters: elements, a tied head counted where it lies."""
+    """The cost of one stage.
+
+    forward, input, weight: FLOPs of the forward, the input gradient and the weight gradient of one micro-batch.
+    parameters: number of elements; a tied head is counted in the stage that holds it.
+    """
 
     cut: Cut
     forward: float
@@ -26,7 +30,7 @@ class StageCost:
     parameters: int
 
     def of(self, i: Instruction) -> float:
-        """FLOPs of an instruction of this stage."""
+        """Return the FLOPs of an instruction of this stage."""
         costs = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.input + self.weight,
@@ -39,7 +43,7 @@ class StageCost:
 def stage_costs(
     config: ModelConfig, cuts: Sequence[Cut], seq_length: int, micro_batch: int, recompute: Recompute = KEEP
 ) -> list[StageCost]:
-    """The cost of each stage, over all of its tp ranks together. The vocabulary must be known."""
+    """Return the cost of each stage, summed over its tp ranks. The vocabulary must be known."""
     return [_stage_cost(config, cut, seq_length, seq_length * micro_batch, recompute) for cut in cuts]
 
 
@@ -65,6 +69,6 @@ def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int, rec
 
 
 def _again(config: ModelConfig, recompute: Recompute, layers: int, seq_length: int) -> int:
-    """FLOPs of what a stage of so many layers makes again, per token."""
+    """Return the FLOPs, per token, that a stage of `layers` layers recomputes."""
     attention = config.attention_flops(seq_length) if "attention" in recompute.modules else 0
     return recompute.whole(layers) * config.again_flops(seq_length) + layers * attention

@@ -1,10 +1,11 @@
-"""How many bytes of activations a stage takes for one micro-batch, found by running it on tensors without memory.
+"""The activation memory of a stage for one micro-batch, measured by running the stage on tensors without storage.
 
-The stage is built and run for real, forward, loss and both halves of the backward pass, under torch's fake tensors,
-which have shapes and dtypes but no storage and cost no time. What is alive is counted as operators make it and as the
-last reference to it goes: what is kept from one instruction of a schedule to another, and what an instruction needs
-while it runs, activations that it makes again among it. Gradients of weights have a place of their own and do not
-count. What experts keep depends on the tokens that are sent to them, so of a model with experts nothing is known.
+The stage is built and run for real (forward, loss and both halves of the backward pass) under torch's fake tensors,
+which have shapes and dtypes but no storage and need no time. Live bytes are counted when operators create tensors and
+when the last reference to a tensor is dropped. The result has the bytes that stay between the instructions of a
+schedule, and the extra bytes that an instruction needs while it runs, recomputed activations included. Weight gradients
+are allocated elsewhere and are not counted. The memory of experts depends on the number of tokens that are routed to
+them, so it cannot be predicted for a model with experts.
 """
 
 import weakref
@@ -34,9 +35,12 @@ from parallel.weight_grad_queue import Work
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes of one micro-batch on one rank. activations: from the forward to the backward, or to its first half.
-    put_off: between the halves of a split backward, inputs and gradients of the outputs of products.
-    forward, backward, input, weight: the most that each, a backward or its halves, adds to what was there before.
+    """Bytes of one micro-batch on one rank.
+
+    activations: kept from the forward to the backward, or to its first half.
+    put_off: kept between the halves of a split backward: the inputs of products and the gradients of their outputs.
+    forward, backward, input, weight: the peak that a forward, a whole backward, or its input or weight half adds to the
+        memory in use before it.
     """
 
     activations: int
@@ -47,7 +51,7 @@ class Kept:
     weight: int
 
     def growth(self, i: Instruction) -> int:
-        """What an instruction of this stage adds to the memory in use."""
+        """Return the change of the memory in use after an instruction of this stage."""
         changes = {
             Op.FORWARD: self.activations,
             Op.BACKWARD: -self.activations,
@@ -57,7 +61,7 @@ class Kept:
         return changes.get(i.op, 0)
 
     def within(self, i: Instruction) -> int:
-        """The most that it adds while it runs."""
+        """Return the peak memory that an instruction adds while it runs."""
         most = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
@@ -77,11 +81,11 @@ def kept_bytes(
     sequence: bool = False,
     recompute: Recompute = KEEP,
 ) -> list[Kept]:
-    """What each stage keeps on each of `tp` ranks. The vocabulary must be known.
+    """Return the bytes that each stage keeps on each of `tp` ranks. The vocabulary must be known.
 
-    sequence: activations between blocks are cut along the sequence.
+    sequence: activations between blocks are sharded along the sequence.
     """
-    recipe = plan.fp8 and replace(plan.fp8, backend="torch")  # which keeps as much, and can be asked without numbers
+    recipe = plan.fp8 and replace(plan.fp8, backend="torch")  # keeps as many bytes, and runs without real values
     axis, held = _Alone("tp", 0, tp), replace(plan, masters=plan.parameters, fp8=recipe)
     config = config.undrawn
     known: dict[tuple[int, bool, bool], Kept] = {}
@@ -98,24 +102,24 @@ def kept_bytes(
 def message_bytes(
     config: ModelConfig, plan: PrecisionPlan, seq_length: int, micro_batch: int, tp: int = 1, sequence: bool = False
 ) -> int:
-    """What one stage sends another of a micro-batch."""
+    """Return the size of the message that one stage sends to the next for one micro-batch."""
     return seq_length // (tp if sequence else 1) * micro_batch * config.hidden * plan.pipeline.itemsize
 
 
 class _Alone(Axis):
-    """An axis without its other ranks: what comes of its collectives has the right shape and no meaning."""
+    """An axis without its other ranks: the results of its collectives have the right shapes and arbitrary values."""
 
     def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         return lambda: whole
 
     def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        received = torch.empty_like(tensor)  # on a CPU: what all ranks send for this one's part is then added up
+        received = torch.empty_like(tensor)  # as on a CPU: received from all ranks, then summed
         return lambda: received.unflatten(0, (self.size, -1)).sum(0)
 
 
 class _Alive(TorchDispatchMode):
-    """Counts the bytes of what is made inside and still alive. most: since `begin`."""
+    """Counts the live bytes of tensors that are created inside. most: the peak since `begin`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +146,7 @@ class _Alive(TorchDispatchMode):
         self.now -= size
 
     def begin(self) -> int:
-        """What is alive now, from where `most` is to be counted anew."""
+        """Return the bytes that are live now, and restart the peak from there."""
         self.most = self.now
         return self.now
 
@@ -151,13 +155,13 @@ def _kept(stage: Stage, seq_length: int, micro_batch: int) -> Kept:
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
     with torch.no_grad():
-        stage(_input(stage, seq_length, micro_batch))  # makes what is kept once for all
+        stage(_input(stage, seq_length, micro_batch))  # allocates the buffers that are kept for good
     whole, halves = (_passes(stage, seq_length, micro_batch, split) for split in (False, True))
     return replace(halves, backward=whole.backward)
 
 
 def _passes(stage: Stage, seq_length: int, micro_batch: int, split: bool) -> Kept:
-    """Runs a micro-batch as the executor does. split: the backward pass in halves; `backward` is then 0."""
+    """Run a micro-batch as the executor does. split: the backward pass in halves; `backward` is then 0."""
     deferred = stage.context.deferred
     with _Alive() as alive:
         x = _input(stage, seq_length, micro_batch)
@@ -178,7 +182,7 @@ def _passes(stage: Stage, seq_length: int, micro_batch: int, split: bool) -> Kep
 
 
 def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
-    """Token ids, or an activation as it comes from the stage before."""
+    """Return token ids, or an activation such as the stage before sends."""
     if stage.cut.first:
         return torch.zeros(seq_length, micro_batch, dtype=torch.int64)
     context = stage.context
@@ -187,7 +191,7 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
 
 
 def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
-    """What is sent to the next stage, or the loss."""
+    """Return the activation for the next stage, or the loss."""
     plan = stage.context.plan
     place = MicrobatchInfo(0, torch.arange(x.shape[1]))  # as in training
     y = stage(x if stage.cut.first else x.to(plan.residual), place)

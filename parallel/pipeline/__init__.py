@@ -1,8 +1,8 @@
-"""Pipeline schedules as data, their proof, simulation and execution.
+"""Pipeline schedules as data: their construction, proof, simulation and execution.
 
-plan = schedule("1f1b", ranks=4, microbatches=8)           # who does what, in which order
-check(plan)                                                # raises unless it does everything once, and ends
-bubble(simulate(plan))                                     # the share of time that ranks idle
+plan = schedule("1f1b", ranks=4, microbatches=8)           # the instructions of each rank, in order
+check(plan)                                                # raises unless each runs once and the schedule finishes
+bubble(simulate(plan))                                     # the longest wait of a rank, over the time it computes
 """
 
 from parallel.pipeline.builders import KINDS, schedule

@@ -1,8 +1,8 @@
-"""The kinds of pipeline schedules: in which order a rank runs the forwards and backwards of its stages.
+"""The builders of pipeline schedules: the order in which each rank runs the forwards and backwards of its stages.
 
-With p ranks and m micro-batches, what they cost (F, I, W: time of a forward, an input gradient, a weight gradient):
+Costs with p ranks and m micro-batches (F, I, W: time of a forward, an input gradient, a weight gradient):
 
-    kind         stages a rank  rank waits for              rank holds at most
+    kind         stages a rank  idle time of a rank        activations held by a rank, at most
     gpipe        1              (p - 1)(F + I + W)          m micro-batches
     1f1b         1              (p - 1)(F + I + W)          p
     interleaved  v              (p - 1)(F + I + W) / v      p + (p - 1) / v, a little more if p does not divide m
@@ -10,11 +10,11 @@ With p ranks and m micro-batches, what they cost (F, I, W: time of a forward, an
     zb-h2        1              (p - 1)(F + I - 2 W)        2 p - 1
     zb-v         2              0 (F = I = W)               p
 
-The zero-bubble kinds split a backward: the input gradient, for which the stage before waits, is made as early as
-possible, and the weight gradients, for which nobody waits, fill the time in which a rank would wait
-(Qi, Wan, Huang and Lin, "Zero bubble pipeline parallelism", 2023). For them m must be large enough: p for zb-h1,
-2 p - 1 for the other two. In interleaved schedules stages go round the ranks (Narayanan et al., 2021), in zb-v
-they go down and up again, so that the first and the last stage lie on rank 0.
+The zero-bubble kinds split a backward. The input gradient, which the stage before waits for, is computed as early as
+possible. Weight gradients, which no stage waits for, fill the time in which a rank would idle (Qi, Wan, Huang and Lin,
+"Zero bubble pipeline parallelism", 2023). They need enough micro-batches: m >= p for zb-h1, m >= 2 p - 1 for the other
+two. In interleaved schedules the stages are assigned to ranks round-robin (Narayanan et al., 2021). In zb-v they go
+down the ranks and up again, so that the first and the last stage lie on rank 0.
 """
 
 from collections import Counter, deque
@@ -26,20 +26,22 @@ from megaprec.errors import UserError
 from parallel.pipeline.instructions import Cost, Instruction, Op, Schedule, complete
 from parallel.pipeline.simulation import simulate
 
-Order = list[Instruction]  # of one rank, forwards and backwards alone
+Order = list[Instruction]  # the forwards and backwards of one rank, without transfers
 Done = Callable[[Instruction], bool]
 
 
 def equal(i: Instruction) -> float:
-    """All forwards and both halves of all backwards last equally long."""
+    """Return 1: all forwards, input gradients and weight gradients take equally long."""
     return 1
 
 
 def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Cost = equal) -> Schedule:
-    """The schedule named `kind`, a key of `KINDS`. chunks: stages on each rank; 0 for what is usual.
+    """Return the schedule named `kind`, a key of `KINDS`.
 
-    cost: how long a forward, an input gradient and a weight gradient take, by which weight gradients are placed; as
-    if all were equal, if that ends earlier. Raises UserError that lists all that does not fit.
+    chunks: stages on each rank; 0: the default of the kind.
+    cost: the time that a forward, an input gradient and a weight gradient take; weight gradients are placed by it. They
+        are placed as if all costs were equal, if that schedule ends earlier.
+    Raises UserError that lists every argument that does not fit.
     """
     counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
     problems = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
@@ -53,12 +55,12 @@ def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Co
 
 
 def default_chunks(kind: str) -> int:
-    """Stages on each rank, where nobody asks for another number."""
+    """Return the number of stages on each rank that this kind of schedule has by default."""
     return 2 if kind in ("interleaved", "zb-v") else 1
 
 
 def chunk_problems(kind: str, chunks: int) -> list[str]:
-    """What is wrong with `chunks` stages on each rank in a schedule of this kind, or with the kind."""
+    """Return the problems with `chunks` stages on each rank in a schedule of this kind, or with the kind itself."""
     if kind not in KINDS:
         return [f"no schedule is called {kind!r}: choose one of {', '.join(KINDS)}"]
     if chunks < 0:
@@ -71,23 +73,24 @@ def chunk_problems(kind: str, chunks: int) -> list[str]:
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
-    """Every forward, then every backward. All micro-batches' activations are held at once."""
+    """Return the GPipe schedule: every forward, then every backward. A rank holds all micro-batches' activations."""
     return complete([_alternate(rank, microbatches, warmup=microbatches) for rank in range(ranks)], range(ranks))
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
-    """Forwards until the pipe is full, then one forward for one backward, then the remaining backwards.
+    """Return the 1F1B schedule.
 
-    As fast as GPipe, but rank r holds the activations of only min(microbatches, ranks - r) micro-batches.
+    It runs forwards until the pipeline is full, then one forward per backward, then the remaining backwards. It is as
+    fast as GPipe, but rank r holds the activations of only min(microbatches, ranks - r) micro-batches.
     """
     return complete([_alternate(rank, microbatches, ranks - rank - 1) for rank in range(ranks)], range(ranks))
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) -> Schedule:
-    """1F1B over `chunks` stages on each rank, `ranks` apart: the pipe fills in 1 / chunks of the time.
+    """Return 1F1B over `chunks` stages on each rank, `ranks` apart: the pipeline fills in 1 / chunks of the time.
 
-    A rank takes each group of micro-batches through one of its stages, then through the next. A group has at least
-    as many micro-batches as there are ranks, so that the first comes round as the last leaves.
+    A rank runs each group of micro-batches through one of its stages, then through its next stage. A group has at least
+    as many micro-batches as there are ranks, so that the first one comes back to a rank as the last one leaves it.
     """
     visits = _visits(microbatches, _groups(ranks, microbatches), chunks)
     first_group = max(_groups(ranks, microbatches))
@@ -101,19 +104,22 @@ def interleaved(ranks: int, microbatches: int, chunks: int, cost: Cost = equal) 
 
 
 def zb_h1(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
-    """1F1B with the backward split; no rank holds more than rank 0 of 1F1B, which is `ranks` micro-batches."""
+    """Return 1F1B with split backwards; no rank holds more than rank 0 of 1F1B does, which is `ranks` micro-batches."""
     orders = [_alternate(rank, microbatches, ranks - rank - 1, Op.BACKWARD_INPUT) for rank in range(ranks)]
     return complete(fill(orders, range(ranks), limit=ranks, cost=cost), range(ranks))
 
 
 def zb_h2(ranks: int, microbatches: int, chunks: int = 1, cost: Cost = equal) -> Schedule:
-    """As zb-h1, but twice as far ahead: no rank waits between its first and its last instruction."""
+    """Return zb-h1 with twice the warm-up: no rank waits between its first and its last instruction."""
     orders = [_alternate(rank, microbatches, 2 * (ranks - rank - 1), Op.BACKWARD_INPUT) for rank in range(ranks)]
     return complete(fill(orders, range(ranks), limit=2 * ranks - 1, cost=cost), range(ranks))
 
 
 def zb_v(ranks: int, microbatches: int, chunks: int = 2, cost: Cost = equal) -> Schedule:
-    """Stage s and stage 2 * ranks - 1 - s share a rank: no waiting as in zb-h2, in the memory of 1F1B."""
+    """Return the V schedule, in which stages s and 2 * ranks - 1 - s share a rank.
+
+    No rank waits, as in zb-h2, and it takes the memory of 1F1B.
+    """
     orders = [_v_order(rank, ranks, microbatches) for rank in range(ranks)]
     rank_of_stage = [*range(ranks), *reversed(range(ranks))]
     return complete(fill(orders, rank_of_stage, limit=2 * ranks, cost=cost), rank_of_stage)
@@ -135,19 +141,19 @@ def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BAC
 
 
 def _interlace(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """`warmup` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    """Return `warmup` forwards, then forwards and backwards in turn, then the remaining backwards."""
     steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     return [*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]]
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
-    """Sizes of the groups of micro-batches: as equal as can be, each `ranks` or more if there are so many."""
+    """Return the sizes of the groups of micro-batches: nearly equal, each at least `ranks` if there are that many."""
     groups = max(1, microbatches // ranks)
     return [microbatches // groups + (n < microbatches % groups) for n in range(groups)]
 
 
 def _visits(microbatches: int, groups: Sequence[int], chunks: int) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) in the order in which a rank visits them: a group through all chunks, then the next."""
+    """Return (chunk, micro-batch) pairs in a rank's order: one group through all chunks, then the next group."""
     visits, first = [], 0
     for size in groups:
         visits += [(chunk, m) for chunk in range(chunks) for m in range(first, first + size)]
@@ -156,9 +162,11 @@ def _visits(microbatches: int, groups: Sequence[int], chunks: int) -> list[tuple
 
 
 def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
-    """Forwards on the way down until the first micro-batch comes back up, then on both ways until its gradient comes.
+    """Return the forwards and input gradients of one rank of a V schedule, in order.
 
-    Gradients come to the stage on the way up first, and last to the one on the way down.
+    The rank runs forwards of its downward stage until the first micro-batch returns on the upward stage, then forwards
+    of both stages until the first gradient arrives. Gradients arrive at the upward stage first and at the downward
+    stage last.
     """
     down, up = rank, 2 * ranks - 1 - rank
     pattern = [(Op.FORWARD, down)] * (2 * (ranks - rank) - 1)
@@ -174,10 +182,10 @@ def _v_order(rank: int, ranks: int, microbatches: int) -> Order:
 
 
 def fill(orders: Sequence[Order], rank_of_stage: Sequence[int], limit: int, cost: Cost = equal) -> list[Order]:
-    """Adds to each rank's forwards and input gradients the weight gradients, wherever the rank would wait.
+    """Add the weight gradients to each rank's forwards and input gradients, wherever the rank would wait.
 
-    It would wait for another rank, or because it holds `limit` activations, each from its forward to its weight
-    gradient. The forwards and input gradients stay in order. cost: whole numbers compare exactly.
+    A rank waits for another rank, or because it holds `limit` activations, each from its forward to its weight
+    gradient. The order of forwards and input gradients is kept. cost: use whole numbers, which compare exactly.
     """
     ranks = [_Filling(order, len(rank_of_stage) - 1, limit) for order in orders]
     now, free_at = 0.0, [0.0] * len(ranks)
@@ -192,7 +200,7 @@ def fill(orders: Sequence[Order], rank_of_stage: Sequence[int], limit: int, cost
 
 
 class _Filling:
-    """One rank in `fill`: what it has yet to do and what it has done."""
+    """One rank in `fill`: its remaining instructions and its finished order."""
 
     def __init__(self, order: Order, last_stage: int, limit: int) -> None:
         self.order, self.last_stage, self.limit = deque(order), last_stage, limit
@@ -201,7 +209,7 @@ class _Filling:
         self.filled: Order = []
 
     def take(self, done: Done) -> Instruction | None:
-        """The instruction that this rank begins now, if any can be run after those that are done."""
+        """Return the instruction that this rank starts now, or None if none can run after the finished ones."""
         if self.order and self._can_run(self.order[0], done):
             i = self.order.popleft()
         elif self.put_off:

@@ -1,13 +1,13 @@
-"""Carries out one rank's share of a pipeline schedule.
+"""The executor, which runs one rank's program of a pipeline schedule.
 
-It knows no schedule: it does what each instruction says, in order. Whatever passes from one stage to the next is
-a message, left in `_mail` until someone takes it: a send takes it away to another rank, a receive brings one, and
-a next stage on the same rank simply finds it there. The last stage leaves itself the gradient of the loss, one.
+It knows no kind of schedule: it runs each instruction in order. A tensor that passes from one stage to the next is a
+message, which stays in `_mail` until an instruction takes it: a send moves it to another rank, a receive adds one, and
+the next stage on the same rank finds it there. The last stage leaves the gradient of the loss, one, for itself.
 
-Between its forward and its backward a stage keeps its input and the place in the autograd graph where its
-output stood, not the output itself: the next stage has that. Between the two halves of a split backward it keeps what
-the layers put off (`deferred.py`): for each product its input and the gradient of its output. The gradients of
-biases, norms and embeddings cost little and are made in the first half.
+Between its forward and its backward a stage keeps its input and the edge of the autograd graph at its output, not the
+output itself, which the next stage holds. Between the halves of a split backward it keeps the work that its layers
+deferred (`weight_grad_queue.py`): for each product its input and the gradient of its output. The gradients of biases,
+norms and embeddings are cheap and are computed in the first half.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,22 +28,22 @@ After = Callable[[Instruction], None]
 
 
 class Executor:
-    """Runs `program`, the share of pipeline rank `links.axis.rank` in a schedule.
+    """Runs `program`, the instructions of pipeline rank `links.axis.rank` in a schedule.
 
-    forward(stage, microbatch, received): `received` is the activation of the stage before, with the shape and
-        dtype of `links`, None for stage 0. Returns the activation to send on (the same shape and dtype), or on
-        the last stage the loss to back-propagate, a scalar that is already scaled.
-    reduce(stage): called when the gradients of `stage` are final. Needed only if the program says REDUCE.
-    complete(stage): if given, called before the backward pass that completes the gradients of `stage`, if one does and
-        the program then says REDUCE; a split backward has no such pass.
-    spans: if given, receives when each instruction ran, in seconds of this process's clock. A GPU is then waited for
-        after each one, or these would be the times at which it was told what to do.
-    deferred: the one that the stages' layers were given (`Context.deferred`). Layers that know of none make all
-        gradients in the first half of a split backward, which is right as well, but gains nothing.
-    after(instruction): if given, called after each one, at its place in the program.
+    forward(stage, microbatch, received): `received` is the activation of the stage before, with the shape and dtype of
+        `links`; None for stage 0. Returns the activation to send on (same shape and dtype), or on the last stage the
+        scalar loss to back-propagate, already scaled.
+    reduce(stage): called when the gradients of `stage` are final. Required only if the program has REDUCE.
+    complete(stage): if given, called before the backward pass that completes the gradients of `stage`, provided that
+        the program then has REDUCE; a split backward has no such pass.
+    spans: if given, receives the time span of each instruction, in seconds of this process's clock. The executor then
+        synchronizes a GPU after each instruction; otherwise the spans would be launch times.
+    deferred: the queue that the stages' layers were given (`Context.deferred`). Layers without a queue compute all
+        gradients in the first half of a split backward, which is correct but gains no time.
+    after(instruction): if given, called after each instruction, at its place in the program.
 
-    Gradients accumulate wherever autograd puts them. Under `torch.no_grad()` nothing is kept for a backward, so a
-    program of forwards alone (`schedule.forward_only`) evaluates; `forward` then collects what it wants.
+    Gradients accumulate where autograd puts them. Under `torch.no_grad()` nothing is kept for a backward, so a program
+    of forwards alone (`instructions.forward_only`) evaluates; `forward` then collects the results.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Executor:
         self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
         self._deferred = deferred or WeightGradQueue()
         self._put_off: dict[tuple[int, int], Work] = {}  # by stage and micro-batch
-        self._to_expect: Iterator[Instruction] = iter(())  # receives that are not begun
+        self._to_expect: Iterator[Instruction] = iter(())  # receives that are not posted yet
         self._carry_out: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -79,16 +79,19 @@ class Executor:
         }
 
     def run(self) -> None:
-        """One step, or one evaluation: every instruction, in order, over the pipeline axis of `links`.
+        """Run one step or one evaluation: every instruction, in order, over the pipeline axis of `links`.
 
-        Raises RuntimeError that names the instruction and the rank, from whatever went wrong in it.
+        Raises RuntimeError, chained to the original exception, that names the instruction and the rank.
         """
         self.carry_out(0, len(self.program))
         self.finish()
 
     def carry_out(self, first: int, last: int) -> None:
-        """The part [first, last) of `run`. Where `links` can, each receive is begun when the one before it is over, not
-        when its message is needed: one message travels while the stages compute."""
+        """Run the part [first, last) of the program.
+
+        If `links.early`, each receive is posted when the receive before it has finished, not when its message is
+        needed, so one message travels while the stages compute.
+        """
         self._to_expect = (i for i in self.program[first:last] if i.op in RECEIVES and self.links.early)
         self._expect_next()
         for at, i in enumerate(self.program[first:last], first):
@@ -105,14 +108,17 @@ class Executor:
                 self.after(i)
 
     def abandon(self, unread: Sequence[Instruction]) -> None:
-        """Forgets what was carried out, so that it can begin anew. unread: receives of what others sent meanwhile."""
+        """Discard the results of the instructions so far, so that the program can start again.
+
+        unread: the receives of messages that other ranks have sent in the meantime.
+        """
         self._mail.clear()
         self._begun.clear()
         for i in unread:
             self.links.receive(i)
 
     def finish(self) -> None:
-        """The end of `run`, when every instruction is carried out."""
+        """Wait for all sends, and assert that no message, graph or weight gradient is left."""
         self.links.finish()
         left = [*self._mail, *self._begun, *self._put_off]
         assert not left, f"left over: messages, graphs or weight gradients of {left}"
@@ -174,13 +180,16 @@ class Executor:
 
 
 def _completing(program: Sequence[Instruction]) -> set[Instruction]:
-    """The last backward pass of each stage that is reduced, where that pass makes the gradients of weights as well."""
+    """Return the last backward pass of each reduced stage, if that pass also computes the weight gradients."""
     last = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
     return {last[i.stage] for i in program if i.op is Op.REDUCE and last[i.stage].op is Op.BACKWARD}
 
 
 def _await(device: torch.device) -> None:
-    """Returns when a device has done what it was given here: not messages under way, which may wait for what comes."""
+    """Wait until the device has finished the computation it was given.
+
+    Messages in flight are not waited for, because they may depend on later work.
+    """
     if device.type != "cpu":
         torch.accelerator.current_stream(device).synchronize()
 

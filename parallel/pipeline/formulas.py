@@ -1,7 +1,7 @@
-"""What the textbooks say of each kind of schedule, to hold a simulated or measured one against.
+"""Textbook formulas for each kind of schedule, as a reference for simulated and measured schedules.
 
 p ranks, m micro-batches, v stages (chunks) a rank; F, I, W: time of a forward, an input gradient and a weight gradient
-of all of a rank's stages. The formulas hold for equal stages, free transfers and enough micro-batches (`kinds.py`).
+of all of a rank's stages. The formulas hold for equal stages, free transfers and enough micro-batches (`builders.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -9,31 +9,33 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """What the formulas speak of."""
+    """The variables of the formulas."""
 
     p: int
     m: int
     v: int = 1
     F: float = 1.0
-    I: float = 1.0  # noqa: E741  # as it is written everywhere
+    I: float = 1.0  # noqa: E741  # the usual symbol
     W: float = 1.0
 
     @property
     def work(self) -> float:
-        """Time that a rank computes."""
+        """Return the time that a rank computes."""
         return self.m * (self.F + self.I + self.W)
 
 
 class Formula(NamedTuple):
-    """As it is written, and its value."""
+    """A formula as text and as a function."""
 
     text: str
     value: Callable[[Sizes], float]
 
 
 class Textbook(NamedTuple):
-    """bubble: the longest wait of a rank between its first and last instruction, over the time it computes.
-    held: the most micro-batches whose activations, of all its stages, a rank holds.
+    """The textbook properties of a kind of schedule.
+
+    bubble: the longest wait of a rank between its first and last instruction, over the time it computes.
+    held: the largest number of micro-batches whose activations, of all its stages, a rank holds.
     """
 
     bubble: Formula

@@ -1,15 +1,15 @@
-"""Pipeline schedules as data: what every pipeline rank does, in order.
+"""Pipeline schedules as data: the instructions of every pipeline rank, in order.
 
-The model is cut into stages, the batch into micro-batches. A rank's program is a list of instructions such as
-`F0.3`, the forward of stage 0 on micro-batch 3; a schedule is one program per rank and the place of each stage.
-Nothing here touches a tensor or a process. The same value is what `simulate.py` times and proves, what
-`executor.py` carries out and what a picture draws, so they cannot disagree.
+The model is cut into stages, the batch into micro-batches. A rank's program is a list of instructions such as `F0.3`,
+the forward of stage 0 on micro-batch 3. A schedule is one program per rank and the rank of each stage. This module
+touches no tensor and no process. The simulation (`simulation.py`), the proof (`verify.py`), the executor
+(`executor.py`) and the pictures all read the same schedule, so they cannot disagree.
 
-A kind of schedule (`kinds.py`) decides only the order of forwards and backwards. `complete` adds what that order
-implies: the transfers between ranks, and `REDUCE` where a stage's gradients have become final.
+A kind of schedule (`builders.py`) decides only the order of forwards and backwards. `complete` adds the instructions
+that this order implies: the transfers between ranks, and `REDUCE` where the gradients of a stage are final.
 
-As text a schedule is one line a rank, which reads back as the same schedule; blank lines and what follows a `#`
-do not count. A text that names computations alone is completed, so this is a whole schedule of one's own:
+As text, a schedule is one line per rank, which parses to the same schedule; blank lines and text after a `#` are
+ignored. A text with computations alone is completed, so this is a whole custom schedule:
 
     F0.0 F0.1 B0.0 B0.1     # rank 0
     F1.0 B1.0 F1.1 B1.1     # rank 1
@@ -26,10 +26,10 @@ from megaprec.errors import UserError
 
 
 class Op(StrEnum):
-    """What an instruction does; the value is its short name in text."""
+    """The operation of an instruction; the value is its short name in text."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # both of the next two at once
+    BACKWARD = "B"  # the next two in one instruction
     BACKWARD_INPUT = "I"  # the gradient of the stage's input, which the stage before waits for
     BACKWARD_WEIGHT = "W"  # the gradients of the stage's weights, which can wait
     REDUCE = "R"
@@ -40,7 +40,7 @@ class Op(StrEnum):
 
 
 class MessageType(StrEnum):
-    """What travels: activations to the next stage, their gradients back."""
+    """The type of a message: an activation for the next stage, or its gradient for the stage before."""
 
     ACTIVATION = "A"
     GRADIENT = "G"
@@ -48,15 +48,15 @@ class MessageType(StrEnum):
 
 SENDS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
 RECEIVES = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
-INPUT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})  # after one of these the stage before can go on
-WEIGHT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after one of these a micro-batch is done with
+INPUT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})  # the stage before can continue after one of these
+WEIGHT_GRADIENTS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # a stage has finished a micro-batch after one of these
 COMPUTATIONS = INPUT_GRADIENTS | WEIGHT_GRADIENTS | {Op.FORWARD}
 NO_MICROBATCH = -1
-SENDS_UNDER_WAY = 2  # on one channel, or more if the schedule needs it: one travels while the next is made
+SENDS_UNDER_WAY = 2  # per channel, or more if the schedule needs it: one travels while the next is computed
 
 
 class Instruction(NamedTuple):
-    """One thing a rank does. `REDUCE` is about a whole stage and has no micro-batch."""
+    """One instruction of a rank. `REDUCE` applies to a whole stage and has no micro-batch."""
 
     op: Op
     stage: int
@@ -67,7 +67,7 @@ class Instruction(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The instruction whose text is `text`; UserError if there is none."""
+        """Return the instruction with this text. Raises UserError if the text is no instruction."""
         match = re.fullmatch(rf"({'|'.join(Op)})(\d+)(?:\.(\d+))?", text)
         if match:
             op, stage, microbatch = match.groups()
@@ -77,11 +77,11 @@ class Instruction(NamedTuple):
         raise UserError(f"{text!r} is no instruction: one of {', '.join(Op)}, then stage.micro-batch, as in F0.3 or R0")
 
 
-Cost = Callable[[Instruction], float]  # how long an instruction takes
+Cost = Callable[[Instruction], float]  # the time that an instruction takes
 
 
 class Message(NamedTuple):
-    """A tensor between two stages. Both ends of its transfer speak of the same message.
+    """A tensor that travels between two stages. The send and the receive refer to the same message.
 
     `stage` is the lower of the two stages: activations come from it, gradients go to it.
     """
@@ -92,7 +92,7 @@ class Message(NamedTuple):
 
     @classmethod
     def of(cls, i: Instruction) -> Self | None:
-        """What instruction `i` transfers, if it transfers at all."""
+        """Return the message that instruction `i` transfers, or None if it transfers none."""
         match i.op:
             case Op.SEND_ACTIVATION:
                 return cls(MessageType.ACTIVATION, i.stage, i.microbatch)
@@ -106,17 +106,17 @@ class Message(NamedTuple):
 
     @property
     def sender(self) -> Instruction:
-        """The instruction that sends it."""
+        """Return the instruction that sends this message."""
         if self.kind is MessageType.ACTIVATION:
             return Instruction(Op.SEND_ACTIVATION, self.stage, self.microbatch)
         return Instruction(Op.SEND_GRADIENT, self.stage + 1, self.microbatch)
 
 
 class Channel(NamedTuple):
-    """The way of one kind of message from one pipeline rank to another, in order.
+    """The ordered path of one type of message from one pipeline rank to another.
 
-    Where messages are matched by order (NCCL) each channel must be a communicator of its own: with one for
-    both kinds or both directions, the two ranks may wait for each other for ever.
+    If messages are matched by order (NCCL), each channel must be a communicator of its own: with one communicator for
+    both types or both directions, two ranks may deadlock.
     """
 
     source: int
@@ -125,7 +125,7 @@ class Channel(NamedTuple):
 
     @classmethod
     def of(cls, message: Message, rank_of_stage: Sequence[int]) -> Self:
-        """The channel that `message` takes when stage s lives on pipeline rank `rank_of_stage[s]`."""
+        """Return the channel of `message` if stage s lives on pipeline rank `rank_of_stage[s]`."""
         lower, upper = rank_of_stage[message.stage], rank_of_stage[message.stage + 1]
         return (
             cls(lower, upper, message.kind)
@@ -139,7 +139,7 @@ Program = tuple[Instruction, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """programs: by pipeline rank; rank_of_stage: the pipeline rank on which each stage lives."""
+    """A pipeline schedule. programs: by pipeline rank. rank_of_stage: the pipeline rank on which each stage lives."""
 
     programs: tuple[Program, ...]
     rank_of_stage: tuple[int, ...]
@@ -153,9 +153,9 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """The schedule whose text is `text`. Each stage lives on the first rank whose line names it.
+        """Return the schedule with this text. Each stage lives on the first rank whose line names it.
 
-        Raises UserError, line by line, for what is no instruction, and for stages that no line names.
+        Raises UserError that lists, line by line, words that are no instruction, and stages that no line names.
         """
         programs: list[Program] = []
         problems: list[str] = []
@@ -178,16 +178,16 @@ class Schedule:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of `schedule` and their transfers, for evaluation."""
+    """Return the forwards of `schedule` and their transfers, for evaluation."""
     forward = {Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION}
     return Schedule(tuple(tuple(i for i in p if i.op in forward) for p in schedule.programs), schedule.rank_of_stage)
 
 
 def complete(computations: Sequence[Sequence[Instruction]], rank_of_stage: Sequence[int]) -> Schedule:
-    """Adds to each rank's forwards and backwards the transfers and reductions that they imply.
+    """Return a schedule of these forwards and backwards with the transfers and reductions that they imply.
 
-    A receive stands directly before its use and a send directly after its making. REDUCE follows the last
-    weight gradient of a stage, but after the send of its gradient: the neighbour waits for that.
+    A receive stands directly before its use, and a send directly after the computation of its tensor. REDUCE follows
+    the last weight gradient of a stage, but after the send of its input gradient, because the neighbour waits for that.
     """
     programs = []
     for program in computations:
@@ -217,7 +217,7 @@ def _with_transfers(i: Instruction, rank_of_stage: Sequence[int]) -> Iterator[In
 
 
 def picture(programs: Mapping[int, Sequence[Instruction]], at: Mapping[int, int], notes: Mapping[int, str]) -> str:
-    """One line a rank: its instruction number `at[rank]` in brackets, what stands around it, and its note."""
+    """Return a line per rank: its instruction number `at[rank]` in brackets, those around it, and the rank's note."""
     around = 4
     rows = []
     for rank, program in programs.items():

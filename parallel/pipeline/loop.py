@@ -1,11 +1,12 @@
-"""`Pipeline`: one training step of a model of your own, on any mesh, as one call.
+"""`Pipeline`: one training step of a custom model, on any mesh, as one call.
 
     pipeline = Pipeline([stage], optimizer, loss_fn, microbatches=8, activation=(length, 1, hidden))
     report = pipeline.step(inputs, targets, lr=3e-4)
 
-It owns what a loop would have to get right by hand: the loss is a mean over the tokens of the whole batch, over
-micro-batches and data-parallel ranks, however many targets are ignored; it is multiplied by the loss scale; one rank of
-each tensor-parallel group reports it; gradients are reduced when the schedule says that they are final.
+It handles the details that are easy to get wrong in a training loop. The loss is the mean over the tokens of the whole
+batch, over micro-batches and data-parallel ranks, however many targets are ignored. The loss is multiplied by the loss
+scale. One rank of each tensor-parallel group reports it. Gradients are reduced when the schedule says that they are
+final.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,16 +32,17 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 class Pipeline:
-    """Trains a model whose stages are torch modules, each called with one tensor and returning one.
+    """Trains a model whose stages are torch modules, each of which takes one tensor and returns one.
 
-    stages: those of this pipeline rank, in order; one for most schedules, two or more for "interleaved" and "zb-v".
+    stages: the stages of this pipeline rank, in order; one for most schedules, two or more for "interleaved" and
+        "zb-v".
     optimizer: built over the same stages. It may average or sum gradients over dp.
     loss_fn: (output of the last stage, targets) -> the loss of each target, a tensor of the shape of `targets`.
-    microbatches: into how many the samples of this data-parallel rank are cut.
-    activation: shape of what one stage sends to the next for one micro-batch; not needed with one stage.
+    microbatches: the number of micro-batches into which the samples of this data-parallel rank are cut.
+    activation: shape of the tensor that one stage sends to the next for one micro-batch; not needed with one stage.
     schedule: one of `parallel.pipeline.KINDS`.
-    ignore_index: targets of this value have no loss and are not counted.
-    Raises UserError for what does not fit together. Collective over the whole mesh.
+    ignore_index: targets with this value have no loss and are not counted.
+    Raises UserError for arguments that do not fit together. Collective over the whole mesh.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Pipeline:
         inputs, targets: [sequence, samples, ...] of this data-parallel rank, the same on all its tensor and pipeline
             ranks. The samples are cut evenly into micro-batches.
         lr: the learning rate, unless the optimizer was built with one.
-        Raises NonFiniteStep if the plan says so of a step that is not finite.
+        Raises NonFiniteStep if a step is not finite and the precision plan asks for an error.
         """
         self._begin(inputs, targets, self.optimizer.scale)
         with self._context.fp8.autocast() if self._context else nullcontext():
@@ -129,7 +131,7 @@ class Pipeline:
         if losses.shape != targets.shape:
             raise UserError(
                 f"loss_fn returned {list(losses.shape)}, but must return the loss of each target, "
-                f'{list(targets.shape)}: leave out the mean, e.g. with reduction="none"'
+                f'{list(targets.shape)}: do not average it, e.g. use reduction="none"'
             )
         loss = (losses * counted).sum() * self._share.to(losses.dtype)
         if self.optimizer.tp.rank == 0:  # the other tp ranks hold the same loss
@@ -142,9 +144,9 @@ class Pipeline:
 
 
 def require_same_weights(stages: Sequence[nn.Module], dp: Axis, tp: Axis) -> None:
-    """Raise UserError, on every rank, if replicas of a model do not begin with the same weights.
+    """Raise UserError, on every rank, if the replicas of a model start from different weights.
 
-    Collective over dp and tp. Compared over dp: every parameter. Over tp: those that every tp rank holds whole.
+    Collective over dp and tp. Every parameter is compared over dp; replicated parameters are also compared over tp.
     """
     for axis in (dp, tp):
         whole = (p for p in parameters_of(stages) if not is_dtensor(p))

@@ -1,15 +1,16 @@
-"""How tensors travel between pipeline ranks.
+"""Point-to-point transfers of tensors between pipeline ranks.
 
-A send returns at once, for two ranks that both send before they receive must not wait for each other. Until
-the other side has it the tensor must live and its memory must not be reused, so it is kept, with its work (which
-may hold it too, but does not promise to), until the work is over. Of one channel at most `sends` are kept: one more
-waits for the oldest, which bounds memory (gloo has no way to ask whether a send is over). Over gloo a receive can be
-begun before its message is needed (`expect`), so that the message travels while the rank computes.
+A send returns at once, because two ranks that both send before they receive must not wait for each other. The tensor
+must stay alive and its memory must not be reused until the other side has received it. The tensor is therefore kept,
+with its work object (which may hold the tensor too, but does not promise to), until the work has finished. At most
+`sends` sends are kept per channel: one more waits for the oldest, which bounds memory (gloo cannot tell whether a send
+has finished). Over gloo a receive can be posted before its message is needed (`post_recv`), so that the message travels
+while the rank computes.
 
-A message must be known for what it is, not by when it comes: two ranks exchange activations and gradients of
-many micro-batches. Gloo matches by tag, so one process group serves. NCCL has no tags and matches by order, so
-each channel (source, destination, kind) has a communicator of its own; `simulate.check` proves for exactly
-these that nothing hangs.
+A message must be matched by its identity, not by its time of arrival: two ranks exchange activations and gradients of
+many micro-batches. Gloo matches by tag, so one process group suffices. NCCL has no tags and matches by order, so each
+channel (source, destination, type) has its own communicator; `verify.check` proves for exactly these communicators that
+no transfer deadlocks.
 """
 
 from collections import defaultdict, deque
@@ -32,11 +33,11 @@ Pending = deque[tuple[dist.Work, Tensor]]
 
 @dataclass(frozen=True)
 class P2P:
-    """This rank's ways to the other ranks of the pipeline axis; made by `P2P.open`.
+    """The connections of this rank to the other ranks of the pipeline axis; made by `P2P.open`.
 
-    shape, dtype, device: of every activation and gradient between stages. `dataclasses.replace(links,
-    shape=...)` carries another shape over the same communicators, as evaluation may need. sends: under way on one
-    channel at most; `simulate.sends_under_way` says what a schedule needs.
+    shape, dtype, device: those of every activation and gradient between stages. `dataclasses.replace(links, shape=...)`
+        transfers another shape over the same communicators, as evaluation may need.
+    sends: the largest number of unfinished sends per channel; `simulation.sends_under_way` computes it for a schedule.
     """
 
     axis: Axis
@@ -60,9 +61,9 @@ class P2P:
         match: Match | None = None,
         sends: int = SENDS_UNDER_WAY,
     ) -> "P2P":
-        """Collective over the world: every rank calls this with the pipeline axis that it is on.
+        """Open the connections of this rank. Collective over the world: every rank passes its own pipeline axis.
 
-        match: how receives find their sends; unless given, by tag on gloo and by order elsewhere.
+        match: the way in which receives find their sends; None: by tag on gloo, by order on other backends.
         """
         groups: Mapping[Channel, dist.ProcessGroup] = {}
         if axis.group is not None:
@@ -75,28 +76,28 @@ class P2P:
 
     @property
     def stages(self) -> int:
-        """How many stages the whole pipeline has."""
+        """Return the number of stages of the whole pipeline."""
         return len(self.rank_of_stage)
 
     @property
     def early(self) -> bool:
-        """Whether a receive may be begun long before its message is sent.
+        """Return True if a receive may be posted long before its message is sent.
 
-        NCCL waits for a message in a kernel. While one runs, CUDA may hold the host when it launches another kernel for
-        the first time or frees memory (CUDA C++ Programming Guide, "Lazy Loading"): if the message then depends on what
-        the host has still to launch, nothing ever moves again.
+        NCCL waits for a message in a kernel. While that kernel runs, CUDA may block the host when it launches another
+        kernel for the first time or frees memory (CUDA C++ Programming Guide, "Lazy Loading"). If the message depends
+        on work that the host has yet to launch, the ranks deadlock.
         """
         return self.match == "tag"
 
     def send(self, i: Instruction, tensor: Tensor) -> None:
-        """Sends `tensor` ([shape], dtype) as instruction `i` says and returns before it is received.
+        """Send `tensor` ([shape], dtype) as the message of instruction `i`, and return before it is received.
 
-        The caller may drop the tensor but must not write to it. Raises UserError for another shape or dtype,
-        which the receiver could not notice.
+        The caller may drop the tensor but must not write to it. Raises UserError for another shape or dtype, because
+        the receiver could not notice.
         """
         if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
             raise UserError(
-                f"{i} would send {list(tensor.shape)} {tensor.dtype}, but the stages were said to exchange "
+                f"{i} would send {list(tensor.shape)} {tensor.dtype}, but the stages exchange "
                 f"{list(self.shape)} {self.dtype}"
             )
         channel, tag = self._route(i)
@@ -110,8 +111,7 @@ class P2P:
         pending.append((work, tensor))
 
     def post_recv(self, i: Instruction) -> None:
-        """Begins to receive the message that instruction `i` names; `receive` is to follow, for each channel in the
-        order of these calls."""
+        """Start to receive the message of `i`; `receive` must follow, per channel in the order of these calls."""
         channel, tag = self._route(i)
         tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         work = dist.irecv(tensor, group=self.groups[channel], src=self._world_rank(channel.source), tag=tag)
@@ -119,7 +119,7 @@ class P2P:
         self.expected[channel, tag].append((work, tensor))
 
     def receive(self, i: Instruction) -> Tensor:
-        """A fresh tensor ([shape], dtype) with the message that instruction `i` names; waits for it."""
+        """Wait for the message of instruction `i` and return it as a new tensor ([shape], dtype)."""
         begun = self.expected[self._route(i)]
         if not begun:
             self.post_recv(i)
@@ -128,7 +128,7 @@ class P2P:
         return tensor
 
     def finish(self) -> None:
-        """Waits until every send is received, and lets go of the tensors."""
+        """Wait until every send is received, and release the tensors."""
         for pending in self.pending.values():
             while pending:
                 pending[0][0].wait()
@@ -137,8 +137,8 @@ class P2P:
     def _route(self, i: Instruction) -> tuple[Channel, int]:
         message = Message.of(i)
         assert message is not None, f"{i} transfers nothing"
-        # The kind need not be in it: it is given by the direction. From 1 on, for tag 0 is that of whoever sends
-        # without tags in this group (megaprec/comm/gloo.py).
+        # The direction implies the message type, so the tag omits it. Tags start at 1, because tag 0 belongs to
+        # transfers without tags in this group (megaprec/comm/gloo.py).
         tag = 1 + message.microbatch * self.stages + message.stage
         return Channel.of(message, self.rank_of_stage), tag if self.match == "tag" else 0
 
@@ -156,11 +156,11 @@ def _channels(rank_of_stage: Sequence[int]) -> list[Channel]:
 def _communicators(
     group: dist.ProcessGroup, channels: Sequence[Channel], device: torch.device
 ) -> dict[Channel, dist.ProcessGroup]:
-    """One communicator for each channel that begins or ends at this rank. Collective over the world.
+    """Return a communicator for each channel that starts or ends at this rank. Collective over the world.
 
-    Every rank makes the groups of every pipeline, in the same order, as `new_group` asks for. Its
-    `use_local_synchronization` would spare the others, but names a group by how many groups a rank has: a
-    middle stage has more than its neighbours and would wait for ever.
+    Every rank makes the groups of every pipeline, in the same order, as `new_group` requires. The option
+    `use_local_synchronization` would spare the other ranks, but it names a group by the number of groups that a rank
+    has made. A middle stage has made more groups than its neighbours, so it would deadlock.
     """
     mine = dist.get_process_group_ranks(group)
     groups = {}
@@ -175,13 +175,16 @@ def _communicators(
 
 
 def _pipelines(mine: Sequence[int], device: torch.device) -> list[list[int]]:
-    """The ranks of every pipeline of the world, [pipelines, pp], in the same order everywhere."""
+    """Return the ranks of every pipeline of the world, [pipelines, pp], in the same order on every rank."""
     world = Axis("world", dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     return world.gather(torch.tensor([mine], device=device)).unique(dim=0).tolist()
 
 
 def _connect(group: dist.ProcessGroup, source: int, destination: int, device: torch.device) -> None:
-    """The first transfer, made now: in it NCCL connects both ends, which makes even a send wait for its receive."""
+    """Make the first transfer of a communicator now.
+
+    NCCL connects both ends in the first transfer, in which even a send waits for its receive.
+    """
     greeting = torch.zeros(1, device=device)
     if dist.get_rank() == source:
         dist.send(greeting, group=group, dst=destination)

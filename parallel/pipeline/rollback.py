@@ -1,8 +1,8 @@
-"""The forward passes that a rank makes before its first backward pass: what can be done again.
+"""The warm-up of a program, the forward passes before its first backward pass, which a rank can abandon and repeat.
 
-They change nothing but what is held for the backward passes. If they turn out to have been made with wrong weights,
-each rank drops what it holds, receives what others have sent it meanwhile but it had not come to, so that no link
-carries anything old, and begins anew.
+Forward passes change nothing but the tensors that are held for the backward passes. If the warm-up turns out to have
+used wrong weights, each rank discards these tensors, receives the messages that other ranks have sent it but that it
+had not reached, so that no connection carries an old message, and starts again.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ _OPS = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)
 
 
 def warmup(program: Sequence[Instruction]) -> Program:
-    """The part of `program` before the first backward pass and what it waits for."""
+    """Return the part of `program` before the first backward pass and before the receive that this pass needs."""
     return tuple(takewhile(lambda i: i.op in _OPS, program))
 
 
 def unread(schedule: Schedule) -> tuple[Program, ...]:
-    """By rank, the receives of what other ranks send in their warm-up but the rank does not receive in its own.
+    """Return, by rank, the receives of messages that are sent in a warm-up but not received in the rank's own warm-up.
 
-    Raises UserError if these receives could hang, whatever of its warm-up each rank had come to.
+    Raises UserError if these receives could deadlock, however far each rank had come in its warm-up.
     """
     warmups = [warmup(program) for program in schedule.programs]
     received = {Message.of(i) for i in chain(*warmups) if i.op is Op.RECV_ACTIVATION}

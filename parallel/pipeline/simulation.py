@@ -1,11 +1,11 @@
-"""Times a schedule, before anything is launched.
+"""A simulation that times a schedule before anything is launched.
 
-Every rank runs its program in order. A send does not hold its rank up; a receive does, until its message is
-there. How messages reach each other is the communicators' affair: in one communicator transfers happen
-strictly in the order in which each end asks for them, and a send is over only when it is received, as in NCCL.
-If every message had a communicator of its own nothing would ever queue: that gives the times. With the
-communicators that `links.py` really uses, and its limit on sends under way, a schedule that still finishes
-cannot hang; that is the proof in `check.py`.
+Every rank runs its program in order. A send does not block its rank; a receive blocks its rank until the message
+arrives. The communicators determine how messages are matched: within one communicator, transfers happen strictly in the
+order in which each end asks for them, and a send finishes only when it is received, as in NCCL. If every message has
+its own communicator, no message queues behind another: this gives the times. If a schedule finishes with the
+communicators that `p2p.py` really uses, and its limit on unfinished sends, it cannot deadlock; this is the proof in
+`verify.py`.
 """
 
 from collections import Counter, defaultdict, deque
@@ -34,7 +34,7 @@ Communicator = Callable[[Message], Hashable]  # messages with the same value sha
 
 
 class Span(NamedTuple):
-    """When `rank` ran `instruction`, in the unit of the cost, or in seconds where it was measured."""
+    """The time span in which `rank` ran `instruction`, in the unit of the cost, or in seconds if it was measured."""
 
     rank: int
     instruction: Instruction
@@ -43,14 +43,18 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What is to be said of instruction number `at` of a rank's program; at its end if it has no more."""
+    """A note on instruction number `at` of a rank's program; `at` is the program's length for a note on its end."""
 
     at: int
     note: str
 
 
 class Refused(UserError):
-    """A schedule that cannot be run. spans: what would run before it hangs; marks: by rank, where it goes wrong."""
+    """A schedule that cannot be run.
+
+    spans: the instructions that would run before it deadlocks.
+    marks: the place of the fault, by rank.
+    """
 
     def __init__(self, *problems: str, schedule: Schedule, spans: Sequence[Span], marks: Mapping[int, Mark]) -> None:
         programs = dict(enumerate(schedule.programs))
@@ -61,7 +65,7 @@ class Refused(UserError):
 
 
 def textbook(i: Instruction) -> float:
-    """A forward costs one, each of both halves of a backward one, all else nothing."""
+    """Return the textbook cost: 1 for a forward and for each half of a backward, 0 for all other instructions."""
     costs = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
     return costs.get(i.op, 0.0)
 
@@ -72,10 +76,11 @@ def simulate(
     communicator: Communicator = lambda m: m,
     sends: int = SENDS_UNDER_WAY,
 ) -> list[Span]:
-    """When each instruction runs. The cost of a send is its message's time on the way; a receive costs nothing.
+    """Return the time span of each instruction.
 
-    Every message has a communicator of its own unless `communicator` says otherwise; a rank waits when one has
-    `sends` of its sends under way. Raises Refused with a picture of all ranks if some instruction can never run.
+    The cost of a send is the transfer time of its message; a receive costs nothing. Every message has its own
+    communicator unless `communicator` says otherwise. A rank waits while one communicator has `sends` unfinished sends
+    of it. Raises Refused with a picture of all ranks if some instruction can never run.
     """
     clockwork = _Clockwork(schedule, cost, communicator, sends)
     while sum(clockwork.run(rank) for rank in range(len(schedule.programs))):  # not any(): every rank has its turn
@@ -85,7 +90,7 @@ def simulate(
 
 
 def sends_under_way(schedule: Schedule) -> int:
-    """How many sends a channel must be able to have under way, so that no rank waits to send: two or more."""
+    """Return the number of unfinished sends that a channel must allow so that no rank waits to send: two or more."""
     changes: dict[Channel, list[tuple[float, int]]] = defaultdict(list)
     for span in simulate(schedule):
         if span.instruction.op in SENDS and (message := Message.of(span.instruction)):
@@ -95,7 +100,7 @@ def sends_under_way(schedule: Schedule) -> int:
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """The longest time that a rank waits between its first and its last computation, over the time it computes.
+    """Return the longest time that a rank waits between its first and its last computation, over the time it computes.
 
     (p - 1) / m for GPipe and 1F1B on p ranks of equal cost with m micro-batches. REDUCE counts as a computation.
     """
@@ -107,14 +112,14 @@ def bubble(spans: Sequence[Span]) -> float:
 
 
 def idle(spans: Sequence[Span]) -> list[float]:
-    """By rank: the share of the step, from the first computation of all ranks to the last, without one."""
+    """Return, by rank, the idle fraction of the step, from the first computation of all ranks to the last."""
     ranks = _by_rank(spans)
     start, end = min(s.start for own in ranks for s in own), max(s.end for own in ranks for s in own)
     return [1 - sum(s.end - s.start for s in own) / (end - start) for own in ranks]
 
 
 def _by_rank(spans: Sequence[Span]) -> list[list[Span]]:
-    """The computations of each rank that has any."""
+    """Return the computations of each rank that has any."""
     found: dict[int, list[Span]] = {}
     for span in spans:
         if Message.of(span.instruction) is None:
@@ -123,11 +128,11 @@ def _by_rank(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def peak(schedule: Schedule, growth: Cost, within: Cost = lambda i: 0, message: float = 0) -> list[float]:
-    """By rank: the most memory that its activations take, if running instruction i adds growth(i) to it, and adds
-    within(i) while it runs.
+    """Return, by rank, the peak memory of its activations.
 
-    message: size of what one stage sends another. Besides what was received and is not used yet, a rank holds one for
-    the receive that is begun and, on each channel, those of the sends that may be under way.
+    Instruction i adds growth(i) to the memory, and within(i) while it runs.
+    message: size of one message between stages. Besides messages that are received and not used yet, a rank holds one
+        for the posted receive and, on each channel, those of the unfinished sends.
     """
     sends = sends_under_way(schedule)
     return [
@@ -145,7 +150,7 @@ def _in_use(program: Sequence[Instruction], growth: Cost, within: Cost, travelli
 
 
 def _travelling(schedule: Schedule, program: Sequence[Instruction], message: float, sends: int) -> Iterator[float]:
-    """What a rank holds of messages while it runs each instruction."""
+    """Yield the memory that a rank holds for messages while it runs each instruction."""
     sent: Counter[Channel] = Counter()
     unused: set[Message] = set()
     to_come = sum(i.op in RECEIVES for i in program)
@@ -163,7 +168,7 @@ def _travelling(schedule: Schedule, program: Sequence[Instruction], message: flo
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """By rank: the most forwards whose weight gradients are still to come, that is, activations held at once."""
+    """Return, by rank, the most activations held at once: forwards whose weight gradients are still to come."""
     return [int(most) for most in peak(schedule, lambda i: (i.op is Op.FORWARD) - (i.op in WEIGHT_GRADIENTS))]
 
 
@@ -177,7 +182,7 @@ class _Posted(NamedTuple):
 
 
 class _Clockwork:
-    """All ranks of a schedule under way."""
+    """The state of the simulation of all ranks."""
 
     def __init__(self, schedule: Schedule, cost: Cost, communicator: Communicator, sends: int) -> None:
         self.schedule, self.cost, self.communicator, self.sends = schedule, cost, communicator, sends
@@ -187,7 +192,7 @@ class _Clockwork:
         self.receiving: set[int] = set()  # ranks that asked for a message and wait for it
         self.crowded: dict[int, Hashable] = {}  # ranks that wait until a communicator can take one more send
         self.queues: dict[Hashable, dict[int, deque[_Posted]]] = defaultdict(lambda: defaultdict(deque))
-        self.free_at: dict[Hashable, float] = defaultdict(float)  # when a communicator's last transfer was over
+        self.free_at: dict[Hashable, float] = defaultdict(float)  # end of a communicator's last transfer
         self.spans: list[Span] = []
 
     def run(self, rank: int) -> bool:
@@ -222,7 +227,7 @@ class _Clockwork:
         return True
 
     def _transfer(self, communicator: Hashable) -> None:
-        """Carries out what stands first in the queues of both ends."""
+        """Run the transfers that are first in the queues of both ends."""
         while True:
             ends = [queue for queue in self.queues[communicator].values() if queue]
             if len(ends) < 2 or ends[0][0].message != ends[1][0].message:
@@ -243,14 +248,14 @@ class _Clockwork:
         if ended and not under_way:
             return
         notes = {r: self._waits_for(r) for r, p in enumerate(self.programs) if self.at[r] < len(p)}
-        notes |= {p.rank: f"nobody receives {p.instruction}" for p in under_way if p.rank not in notes}
+        notes |= {p.rank: f"no rank receives {p.instruction}" for p in under_way if p.rank not in notes}
         marks = {rank: Mark(self.at[rank], note) for rank, note in sorted(notes.items())}
         raise Refused("this schedule cannot finish", schedule=self.schedule, spans=self.spans, marks=marks)
 
     def _waits_for(self, rank: int) -> str:
         i = self.programs[rank][self.at[rank]]
         message = Message.of(i)
-        assert message is not None, f"{i} waits for nobody"
+        assert message is not None, f"{i} waits for no rank"
         channel, queues = Channel.of(message, self.schedule.rank_of_stage), self.queues[self.communicator(message)]
         if i.op in SENDS:
             return f"waits for rank {channel.destination} to receive {queues[rank][0].instruction}"

@@ -1,7 +1,7 @@
-"""When each instruction of a real step ran, on all ranks of a pipeline, on one clock.
+"""Recorded times of the instructions of a real step, on all ranks of a pipeline, on one clock.
 
-Clocks of different machines need not agree, so each rank counts from the moment at which it leaves a barrier of the
-pipeline; ranks leave it within the time that a small message takes.
+Clocks of different machines need not agree, so each rank measures from the moment at which it leaves a barrier of the
+pipeline; ranks leave the barrier within the time that a small message takes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from parallel.pipeline.simulation import Span
 
 @dataclass
 class Recording:
-    """One step under record: hand `spans` to the executor that runs it. Made by `Recording.start`."""
+    """The recording of one step: pass `spans` to the executor that runs the step. Made by `Recording.start`."""
 
     pp: Axis
     zero: float
@@ -25,12 +25,12 @@ class Recording:
 
     @staticmethod
     def start(pp: Axis) -> "Recording":
-        """Collective over `pp`, the pipeline axis."""
+        """Start a recording. Collective over `pp`, the pipeline axis."""
         pp.barrier()
         return Recording(pp, perf_counter())
 
     def gather(self, schedule: Schedule, device: torch.device) -> list[Span]:
-        """The spans of all ranks, in seconds from the start. Collective over the pipeline axis."""
+        """Return the spans of all ranks, in seconds from the start. Collective over the pipeline axis."""
         times = torch.zeros(max(map(len, schedule.programs)), 2, dtype=torch.float64, device=device)
         own = [(span.start - self.zero, span.end - self.zero) for span in self.spans]
         times[: len(own)] = torch.tensor(own, dtype=torch.float64)

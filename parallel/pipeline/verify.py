@@ -1,7 +1,8 @@
-"""Proves, before anything is launched, that a schedule does everything once, in a right order, and finishes.
+"""A proof, before anything is launched, that a schedule runs everything once, in a correct order, and finishes.
 
-The first is a property of each program by itself: what it must hold follows from the stages that live on its rank.
-The second is a run of all programs together (`simulate.py`) over the communicators that `links.py` uses.
+The first two are properties of each program by itself: the stages that live on a rank determine the instructions that
+its program must have. The last one is shown by a simulation of all programs together (`simulation.py`) over the
+communicators that `p2p.py` uses.
 """
 
 from collections import Counter
@@ -26,11 +27,12 @@ HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 def check(schedule: Schedule) -> None:
-    """Raises Refused, with a picture of all ranks, unless the schedule does everything once and finishes.
+    """Raise Refused, with a picture of all ranks, unless the schedule runs everything once and finishes.
 
-    Each stage runs on its own rank; each forward and backward (no backward at all is a schedule for
-    evaluation), whole or as two halves, with its transfers and REDUCE is there once, after what it needs; and the
-    whole ends without a deadlock where messages of one channel are matched by order and sends wait for their receives.
+    Each stage must run on its own rank. Each forward and each backward, whole or in two halves, must occur once, after
+    the instructions that it needs, with its transfers and REDUCE; a schedule without any backward is one for
+    evaluation. The schedule must finish without a deadlock if messages of one channel are matched by order and sends
+    wait for their receives.
     """
     faults = list(chain.from_iterable(_faults(schedule, rank) for rank in range(len(schedule.programs))))
     if faults:
@@ -42,7 +44,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _before(schedule: Schedule, marks: Mapping[int, Mark]) -> Sequence[Span]:
-    """What would run if each rank stopped at its mark."""
+    """Return the spans of the instructions that would run if each rank stopped at its mark."""
     programs = (p[: marks[rank].at] if rank in marks else p for rank, p in enumerate(schedule.programs))
     try:
         return simulate(replace(schedule, programs=tuple(programs)))
@@ -51,7 +53,7 @@ def _before(schedule: Schedule, marks: Mapping[int, Mark]) -> Sequence[Span]:
 
 
 class _Fault(NamedTuple):
-    """What is wrong with instruction number `at` of `rank`."""
+    """The fault of instruction number `at` of `rank`."""
 
     rank: int
     at: int
@@ -70,16 +72,16 @@ def _faults(schedule: Schedule, rank: int) -> Iterator[_Fault]:
         elif i not in due:
             yield _Fault(rank, at, f"{i} has no purpose here")
         elif seen[i] > 1:
-            yield _Fault(rank, at, f"{i} stands here for the second time")
+            yield _Fault(rank, at, f"{i} occurs here for the second time")
         elif late := [need for need in _needs(i, due) if need not in seen and need in there]:
-            yield _Fault(rank, at, f"{i} stands before {late[0]}")
+            yield _Fault(rank, at, f"{i} comes before {late[0]}")
     for i in sorted(due, key=lambda i: i.op not in COMPUTATIONS):  # stable
         if i not in there:
             yield _Fault(rank, len(program), f"{i} is missing")
 
 
 def _due(schedule: Schedule, rank: int) -> dict[Instruction, None]:
-    """All instructions that `rank` must run, in no order that matters (a dict for its stable order)."""
+    """Return all instructions that `rank` must run; the order is stable but has no meaning."""
     trains = any(i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS for i in chain(*schedule.programs))
     split = {(i.stage, i.microbatch) for i in schedule.programs[rank] if i.op in HALVES}
     stages = [stage for stage, home in enumerate(schedule.rank_of_stage) if home == rank]
@@ -92,7 +94,7 @@ def _due(schedule: Schedule, rank: int) -> dict[Instruction, None]:
 
 
 def _needs(i: Instruction, due: dict[Instruction, None]) -> Iterator[Instruction]:
-    """What must have run on this rank before `i`: of these candidates, those that this rank runs at all."""
+    """Yield the instructions of this rank that must run before `i`, among those that the rank runs at all."""
     backward = ((Op.FORWARD, 0), (Op.RECV_GRADIENT, 0), (Op.BACKWARD, +1), (Op.BACKWARD_INPUT, +1))
     near = {
         Op.FORWARD: ((Op.RECV_ACTIVATION, 0), (Op.FORWARD, -1)),

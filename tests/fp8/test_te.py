@@ -256,7 +256,7 @@ def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], why: str) 
 
 
 def test_layers_that_are_made_again_are_refused() -> None:
-    with pytest.raises(UserError, match="before a layer is made again"):
+    with pytest.raises(UserError, match="before a layer is recomputed"):
         Context(plan("bf16", fp8=RECIPE), recompute=Recompute(layers=1), fp8=FP8State(RECIPE))
 
 

@@ -128,7 +128,7 @@ def test_sizes_that_do_not_fit_are_reported_together() -> None:
     with pytest.raises(ValidationError) as caught:
         ModelConfig(layers=1, hidden=100, heads=6, kv_heads=4)
     assert "hidden 100 is not a multiple of heads 6" in str(caught.value)
-    assert "kv_heads 4 does not divide heads 6: 1, 2, 3, 6 would" in str(caught.value)
+    assert "kv_heads 4 does not divide heads 6: choose one of 1, 2, 3, 6" in str(caught.value)
     with pytest.raises(ValidationError, match="hidden 100 is not a multiple of heads 6"):
         ModelConfig(layers=1, hidden=100, heads=6, head_dim=0)
     assert ModelConfig(family="gpt2", layers=1, hidden=20, heads=4).head_dim == 5  # learned positions turn nothing
@@ -140,20 +140,20 @@ SCALED = {"kind": "linear", "factor": 2.0}
 @pytest.mark.parametrize(
     ("switches", "problem"),
     [
-        ({"head_dim": 5}, "head_dim 5: rotary positions turn pairs, .* but all of it turn, 5 features"),
-        ({"rotary_fraction": 0.4}, "head_dim 8: rotary positions .* but 0.4 of it turn, 3 features"),
-        ({"rotary_fraction": 0.1}, "head_dim 8: rotary positions .* but 0.1 of it turn, 0 features"),
-        ({"positions": "learned", "rope_scaling": SCALED}, 'rope_scaling and rotary_fraction are of positions = "rope'),
-        ({"positions": "learned", "rotary_fraction": 0.5}, 'rope_scaling and rotary_fraction are of positions = "rope'),
-        ({"experts": 4, "experts_per_token": 5}, "experts_per_token 5 is more than experts 4: at most 4 would do"),
+        ({"head_dim": 5}, "head_dim 5: rotary positions rotate pairs .* but it is 5 .all of it.:"),
+        ({"rotary_fraction": 0.4}, "head_dim 8: rotary positions .* but it is 3 .0.4 of it.:"),
+        ({"rotary_fraction": 0.1}, "head_dim 8: rotary positions .* but it is 0 .0.1 of it.:"),
+        ({"positions": "learned", "rope_scaling": SCALED}, 'rope_scaling and rotary_fraction need positions = "rope'),
+        ({"positions": "learned", "rotary_fraction": 0.5}, 'rope_scaling and rotary_fraction need positions = "rope'),
+        ({"experts": 4, "experts_per_token": 5}, "experts_per_token 5 is more than experts 4: choose at most 4"),
         ({"experts": 4, "bias": True}, "mlp_bias true: the 4 experts have no biases; set mlp_bias = false"),
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "rope_scaling.original_max_position_embeddings is missing"),
-        ({"rope_scaling": {"factor": 2.0}}, 'rope_scaling.factor 2.0 means nothing to kind "none": .* no other key'),
-        ({"rope_scaling": {**SCALED, "mscale": 2.0}}, 'mscale 2.0 means nothing to kind "linear": it reads factor'),
+        ({"rope_scaling": {"factor": 2.0}}, 'rope_scaling.factor 2.0 has no effect with kind "none": .* no other key'),
+        ({"rope_scaling": {**SCALED, "mscale": 2.0}}, 'mscale 2.0 has no effect with kind "linear": it reads factor'),
         ({"rope_scaling": {**SCALED, "factor": 0.5}}, "greater than or equal to 1"),
         (
             {"head_dim": 2, "rope_scaling": {**SCALED, "kind": "dynamic", "original_max_position_embeddings": 4}},
-            "dynamic needs more than one pair",
+            "dynamic needs more than one rotated pair",
         ),
         ({"rope_scaling": {**SCALED, "kind": "llama3", "low_freq_factor": 4.0}}, "high_freq_factor 4.0 must be above"),
         ({"rope_scaling": {**SCALED, "kind": "yarn", "beta_slow": 32.0}}, "beta_fast 32.0 must be above beta_slow"),

@@ -185,7 +185,7 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
         (["lr.final=1.0"], "lr.final 1: must be between 0 and the peak, 0.0003"),
         (["precision.min_scale=4.0", "precision.initial_scale=2.0"], "precision.min_scale 4 is more than"),
         (["model.heads=5"], "model.hidden 256 is not a multiple of heads 5"),
-        (["model.kv_heads=3"], "model.kv_heads 3 does not divide heads 4: 1, 2, 4 would"),
+        (["model.kv_heads=3"], "model.kv_heads 3 does not divide heads 4: choose one of 1, 2, 4"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused_with_what_would(wrong: list[str], expected: str) -> None:

@@ -96,24 +96,24 @@ def test_stages_may_lie_anywhere_and_neighbours_on_one_rank_need_no_transfer() -
 
 
 FAULTS = {
-    "a backward before its forward": ("rA1.0 B1.0 F1.0 sG1.0 R1", "B1.0 stands before F1.0"),
-    "a forward before its activation": ("F1.0 rA1.0 B1.0 sG1.0 R1", "F1.0 stands before rA1.0"),
+    "a backward before its forward": ("rA1.0 B1.0 F1.0 sG1.0 R1", "B1.0 comes before F1.0"),
+    "a forward before its activation": ("F1.0 rA1.0 B1.0 sG1.0 R1", "F1.0 comes before rA1.0"),
     "a forward missing": ("rA1.0 sG1.0 R1", "F1.0 is missing"),
-    "a forward twice": ("rA1.0 F1.0 F1.0 B1.0 sG1.0 R1", "F1.0 stands here for the second time"),
+    "a forward twice": ("rA1.0 F1.0 F1.0 B1.0 sG1.0 R1", "F1.0 occurs here for the second time"),
     "a backward missing": ("rA1.0 F1.0 sG1.0 R1", "B1.0 is missing"),
-    "a backward twice": ("rA1.0 F1.0 B1.0 B1.0 sG1.0 R1", "B1.0 stands here for the second time"),
+    "a backward twice": ("rA1.0 F1.0 B1.0 B1.0 sG1.0 R1", "B1.0 occurs here for the second time"),
     "a send missing": ("rA1.0 F1.0 B1.0 R1", "sG1.0 is missing"),
     "a receive missing": ("F1.0 B1.0 sG1.0 R1", "rA1.0 is missing"),
     "a send to nobody": ("rA1.0 F1.0 sA1.0 B1.0 sG1.0 R1", "sA1.0 has no purpose here"),
     "a stage on two ranks": ("F0.0 rA1.0 F1.0 B1.0 sG1.0 R1", "F0.0 is for stage 0, which lives on rank 0"),
     "a stage that is not there": ("rA1.0 F1.0 B1.0 sG1.0 R1 F2.0", "F2.0 is for a stage that does not exist"),
     "half a backward": ("rA1.0 F1.0 I1.0 sG1.0 R1", "W1.0 is missing"),
-    "the later half first": ("rA1.0 F1.0 W1.0 I1.0 sG1.0 R1", "W1.0 stands before I1.0"),
+    "the later half first": ("rA1.0 F1.0 W1.0 I1.0 sG1.0 R1", "W1.0 comes before I1.0"),
     "a backward and its halves": ("rA1.0 F1.0 I1.0 sG1.0 W1.0 B1.0 R1", "B1.0 has no purpose here"),
-    "a gradient sent before it is made": ("rA1.0 F1.0 sG1.0 I1.0 W1.0 R1", "sG1.0 stands before I1.0"),
-    "REDUCE before the weights' gradient": ("rA1.0 F1.0 I1.0 sG1.0 R1 W1.0", "R1 stands before W1.0"),
+    "a gradient sent before it is made": ("rA1.0 F1.0 sG1.0 I1.0 W1.0 R1", "sG1.0 comes before I1.0"),
+    "REDUCE before the weights' gradient": ("rA1.0 F1.0 I1.0 sG1.0 R1 W1.0", "R1 comes before W1.0"),
     "REDUCE missing": ("rA1.0 F1.0 B1.0 sG1.0", "R1 is missing"),
-    "REDUCE early": ("rA1.0 F1.0 R1 B1.0 sG1.0", "R1 stands before B1.0"),
+    "REDUCE early": ("rA1.0 F1.0 R1 B1.0 sG1.0", "R1 comes before B1.0"),
 }
 
 
@@ -130,7 +130,7 @@ def test_a_faulty_schedule_is_refused_with_a_picture(second_rank: str, says: str
 def test_a_refused_schedule_tells_what_would_run_and_where_each_rank_goes_wrong() -> None:
     with pytest.raises(Refused) as refusal:
         check(placed((0, 1), "F0.0 sA0.0 rG0.0 B0.0 R0", "rA1.0 B1.0 F1.0 sG1.0 R1"))
-    assert refusal.value.marks == {1: Mark(1, "B1.0 stands before F1.0")}
+    assert refusal.value.marks == {1: Mark(1, "B1.0 comes before F1.0")}
     assert {str(span.instruction) for span in refusal.value.spans} == {"F0.0", "sA0.0", "rA1.0"}
 
 
@@ -171,5 +171,5 @@ def test_as_many_sends_are_kept_under_way_as_a_schedule_needs() -> None:
 
 
 def test_what_nobody_receives_is_named() -> None:
-    with pytest.raises(UserError, match=r"nobody receives sA0\.0"):
+    with pytest.raises(UserError, match=r"no rank receives sA0\.0"):
         simulate(placed((0, 1), "F0.0 sA0.0", ""))

@@ -20,8 +20,8 @@ from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParall
 from parallel.loss import cross_entropy, vocab_parallel_loss
 from parallel.mesh import make_mesh, world
 from parallel.norms import LayerNorm, RMSNorm
-from parallel.parallelize import parallelize
 from parallel.pipeline.loop import Pipeline
+from parallel.plain_modules import parallelize
 
 __all__ = [
     "ColumnParallelLinear",

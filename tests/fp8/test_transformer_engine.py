@@ -201,7 +201,10 @@ def test_a_known_release_will_do(version: str) -> None:
 
 def test_its_scales_are_of_whole_tensors() -> None:
     for kind in ("rowwise", "blockwise", "mx"):
-        with pytest.raises(UserError, match=f'backend = "transformer_engine": only of tensors .* not "{kind}"; use'):
+        with pytest.raises(
+            UserError,
+            match=f'backend = "transformer_engine": supports only kind .* one scale per tensor, not "{kind}"; use',
+        ):
             by("transformer_engine", kind=kind)
 
 
@@ -256,7 +259,7 @@ def test_one_that_errs_is_not_used(name: str, bug: Any, why: str) -> None:
         ),
         (
             stand_in.installed,
-            '"transformer_engine": it computes on CUDA devices, and train.device is "cpu"; use "torch"',
+            '"transformer_engine": it needs a CUDA device, and train.device is "cpu"; use "torch"',
         ),
     ],
     ids=["missing", "no GPU"],

@@ -21,23 +21,22 @@ def tensors(length: int = LENGTH) -> list[Tensor]:
     return [torch.randn(length, SAMPLES, HEADS, DIM).bfloat16().permute(1, 2, 0, 3) for _ in range(4)]
 
 
-def hidden(kind: str) -> Tensor | None:
-    """What a token does not attend to: all that comes later, and more."""
-    later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+def mask(kind: str) -> Tensor | None:
+    """Return the attention mask, True where a token attends: to no later token, and to fewer earlier ones."""
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     documents = torch.tensor([[0] * 50 + [1] * 80, [0] * 129 + [1]])
     return {
         "later": None,
-        "window": later | torch.ones_like(later).tril(-7),
-        "documents": later | (documents[:, None, :, None] != documents[:, None, None, :]),
+        "window": seen.triu(-6),
+        "documents": seen & (documents[:, None, :, None] == documents[:, None, None, :]),
     }[kind]
 
 
 def exact(kind: str) -> list[Tensor]:
     """Result and gradients in float64."""
     query, key, value, grad = (x.double().requires_grad_() for x in tensors())
-    later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    unseen = hidden(kind)
-    mixed = F.scaled_dot_product_attention(query, key, value, ~(later if unseen is None else unseen))
+    seen = mask(kind)
+    mixed = F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None)
     return [mixed, *torch.autograd.grad(mixed, (query, key, value), grad)]
 
 
@@ -45,7 +44,7 @@ def exact(kind: str) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["later", "window", "documents"])
 def test_result_and_gradients_are_those_of_float64_as_near_as_bf16_allows(kind: str, rows: int) -> None:
     query, key, value, grad = (x.requires_grad_() for x in tensors())
-    mixed = attend(query, key, value, hidden(kind), rows)
+    mixed = attend(query, key, value, mask(kind), rows)
     gradients = torch.autograd.grad(mixed, (query, key, value), grad)
     for made, true in zip([mixed, *gradients], exact(kind), strict=True):
         assert made.dtype == torch.bfloat16
@@ -55,9 +54,9 @@ def test_result_and_gradients_are_those_of_float64_as_near_as_bf16_allows(kind: 
 @pytest.mark.parametrize("kind", ["later", "window", "documents"])
 def test_what_a_token_does_not_see_has_no_gradient_at_all(kind: str) -> None:
     query, key, value, _ = (x.requires_grad_() for x in tensors())
-    mixed = attend(query, key, value, hidden(kind), 48)
-    token, unseen = 100, hidden(kind)
-    expected = torch.arange(LENGTH) <= token if unseen is None else ~unseen.expand(SAMPLES, 1, -1, -1)[0, 0, token]
+    mixed = attend(query, key, value, mask(kind), 48)
+    token, seen = 100, mask(kind)
+    expected = torch.arange(LENGTH) <= token if seen is None else seen.expand(SAMPLES, 1, -1, -1)[0, 0, token]
     for gradient in torch.autograd.grad(mixed[0, :, token].sum(), (key, value)):
         assert not gradient[1].any()
         assert torch.equal(gradient[0].ne(0).any(-1), expected.expand(HEADS, -1))
@@ -86,12 +85,12 @@ def test_a_number_that_is_not_finite_comes_out_of_every_token_that_it_reaches() 
 def test_a_layer_has_it_see_what_the_layer_sees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.bf16_attention.worthwhile", lambda query: True)
     config = ModelConfig(layers=1, hidden=16, heads=4, kv_heads=2, window=7 if kind == "window" else 0)
-    layer, unseen = Attention(config, Context(plan("bf16")), "attention").bfloat16(), hidden(kind)
+    layer, seen = Attention(config, Context(plan("bf16")), "attention").bfloat16(), mask(kind)
     x = torch.randn(LENGTH, SAMPLES, 16, dtype=torch.bfloat16, requires_grad=True)
-    (seen,) = torch.autograd.grad(layer(x, None, None, unseen if kind == "documents" else None)[100, 0].sum(), x)
-    expected = torch.arange(LENGTH) <= 100 if unseen is None else ~unseen.expand(SAMPLES, 1, -1, -1)[0, 0, 100]
-    assert torch.equal(seen[:, 0].ne(0).any(-1), expected)
-    assert not seen[:, 1].any()
+    (reached,) = torch.autograd.grad(layer(x, None, None, seen if kind == "documents" else None)[100, 0].sum(), x)
+    expected = torch.arange(LENGTH) <= 100 if seen is None else seen.expand(SAMPLES, 1, -1, -1)[0, 0, 100]
+    assert torch.equal(reached[:, 0].ne(0).any(-1), expected)
+    assert not reached[:, 1].any()
 
 
 def test_it_is_left_to_the_fused_kernel_where_that_is_the_faster_one() -> None:

@@ -104,6 +104,6 @@ def test_it_is_noticed_if_the_last_steps_gradients_are_added_to(monkeypatch: pyt
 
 
 def test_it_is_noticed_if_what_no_gradient_came_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_sync, "complete", lambda parameters: None)
+    monkeypatch.setattr(grad_sync, "zero_missing_grads", lambda parameters: None)
     with pytest.raises(AssertionError):
         test_what_no_gradient_came_for_counts_as_zero_and_what_came_twice_is_added()

@@ -112,7 +112,7 @@ def trained(
     attach_whole(model)
     groups, rule = [Group("two", lr=0.5, weight_decay=0.3)], AdamW((beta, 0.95))
     optimizer = ParallelAMPOptimizer(
-        [model], plan(compute, **changes), mesh, rule=rule, groups=groups, clip=clip, native=kernels
+        [model], plan(compute, **changes), mesh, average=False, rule=rule, groups=groups, clip=clip, native=kernels
     )
     assert (optimizer.kernels is not None) == kernels
     for number, scale in enumerate((1.0, 1e-4, INF, 1e-4, 30.0)):

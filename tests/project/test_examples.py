@@ -116,9 +116,11 @@ def test_the_job_of_slurm_has_as_many_tasks_as_the_run_has_ranks(run_file: Path)
 
 def test_pods_and_machines_are_started_by_the_same_words() -> None:
     script = (EXAMPLES / "torchrun.sh").read_text().split("exec ")[1].replace("\\\n", " ")
-    ours = [word for word in shlex.split(script) if word.startswith("-") or word in ("torchrun", "megaprec", "train")]
-    pods = [word for word in words_of_pod() if word.startswith("-") or word in ("torchrun", "megaprec", "train")]
+    ours = [word for word in shlex.split(script) if word.startswith("-") or word in ("torchrun", "train")]
+    pods = [word for word in words_of_pod() if word.startswith("-") or word in ("torchrun", "train")]
     assert pods == ours
+    assert "-m megaprec train" in script
+    assert " ".join(words_of_pod()).count("-m megaprec train") == 1
 
 
 @pytest.mark.slow

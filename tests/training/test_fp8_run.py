@@ -118,7 +118,10 @@ def test_damaged_scales_are_refused(
         (["fp8.kind=mx", "fp8.backend=transformer_engine"], 'fp8.backend = "transformer_engine": supports only kind'),
         (["fp8.kind=mx", "fp8.calibrate=2"], "fp8.calibrate = 2: only delayed scales"),
         (["fp8.kind=mx", "fp8.parameters=true"], "fp8.parameters = true (command line): with fp8.kind = mx a weight"),
-        (["fp8.kind=delayed", "fp8.parameters=true", "fp8.calibrate=1"], "fp8.parameters = true: steps that only"),
+        (
+            ["fp8.kind=delayed", "fp8.parameters=true", "fp8.calibrate=1"],
+            "fp8.parameters = true: calibration steps need",
+        ),
         (
             [*BF16, "fp8.parameters=true", "precision.masters=none"],
             "masters are the only wide weights",

@@ -250,7 +250,7 @@ def fail(args):
     with mesh.world():
         raise {{error}}
 
-cli._parser = lambda: argparse.ArgumentParser(argument_default=None, add_help=False)
+cli.parser_of_all = lambda: argparse.ArgumentParser(argument_default=None, add_help=False)
 argparse.Namespace.run = staticmethod(fail)
 sys.exit(cli.main([]))
 """

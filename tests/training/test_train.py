@@ -340,9 +340,9 @@ def until(true: Callable[[], bool], seconds: float = 60) -> None:
 
 def stopped_in_mid_save(folder: Path, pid: int) -> bool:
     """Whether rank 0 was stopped while its checkpoint was not whole; else it goes on."""
-    if any(folder.glob(".step_*.partial/*.safetensors")):
+    if any(folder.glob(".step_????????.partial/*.safetensors")):
         os.kill(pid, signal.SIGSTOP)
-        if any(folder.glob(".step_*.partial/*.safetensors")):
+        if any(folder.glob(".step_????????.partial/*.safetensors")):
             return True
         os.kill(pid, signal.SIGCONT)
     return False
@@ -445,7 +445,7 @@ def test_a_second_run_in_the_folder_is_refused_and_a_kill_in_mid_save_leaves_the
     until(lambda: stopped_in_mid_save(folder, launched.ranks["0"]))
     launched.process.kill()
     launched.end()  # ranks do not outlive what started them
-    (unfinished,) = folder.glob(".step_*.partial")
+    (unfinished,) = folder.glob(".step_????????.partial")
     last = checkpoint_folder.latest(folder)
     assert last is not None
     assert f".{last.name}.partial" < unfinished.name
@@ -647,7 +647,7 @@ def test_a_terminal_shows_the_data_being_built_and_one_line_of_progress(
     numbers = r"loss \d\.\d{4}  grad norm \S+  scale 1  [\d,]+ tokens/s  ETA \d:\d\d"
     bars = [line for line in shown if re.fullmatch(rf"step \d/6 \S+ {numbers}", line)]
     assert bars[-1].startswith("step 6/6")
-    assert max(map(len, shown)) <= 100
+    assert max(map(len, bars)) <= 100
     assert len([line for line in shown if re.fullmatch(r"step [36]/6  held-out loss \d\.\d{4}", line)]) == 2
 
 

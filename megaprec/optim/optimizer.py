@@ -248,7 +248,8 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         """Add a group, in torch's constructor only. Raise UserError later: the buffers are then fixed."""
         if hasattr(self, "buffers"):
             raise UserError("parameters cannot be added to an existing optimizer: build it over all of them")
-        super().add_param_group(param_group)
+        # Not torch's own method: it imports torch._dynamo, which takes every rank over a second.
+        self.param_groups.append({**param_group, "params": list(param_group["params"])})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

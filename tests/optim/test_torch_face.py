@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
+from tests.project.test_readme import ROOT
 
 LR, STEPS = 0.25, 6
 GROUPS = [Group("0.bias", lr=4.0), Group("2.weight", lr=0.5)]
@@ -236,3 +239,17 @@ def test_every_buffer_says_which_parameters_have_left_it() -> None:
     weight = model.get_parameter("2.weight")
     weight.data = weight.data.clone()
     assert [name for buffer in optimizer.all_buffers() for name in buffer.strayed()] == ["2.weight"]
+
+
+def test_building_and_stepping_import_no_compiler() -> None:
+    """It would take every rank of a run over a second."""
+    program = (
+        "import sys, torch, megaprec\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "megaprec.attach_whole(model)\n"
+        "optimizer = megaprec.ParallelAMPOptimizer([model], megaprec.plan('fp32'), lr=0.1)\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "assert optimizer.step().outcome == 'applied'\n"
+        "sys.exit('torch._dynamo' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

@@ -249,7 +249,8 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         if hasattr(self, "buffers"):
             raise UserError("parameters cannot be added to an existing optimizer: build it over all of them")
         # Not torch's own method: it imports torch._dynamo, which takes every rank over a second.
-        self.param_groups.append({**param_group, "params": list(param_group["params"])})
+        param_group["params"] = list(param_group["params"])
+        self.param_groups.append(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -36,7 +36,9 @@ def checkpoints(folder: Path) -> list[Path]:
     Raises UserError if the folder cannot be listed, or if an entry has the name of a checkpoint but is not one.
     """
     found = _named(folder)
-    if problems := [f"{path} is damaged: {why}: {remedy(path)}" for path in found if (why := _damage(path))]:
+    damage = {path: _damage(path) for path in found}
+    found = [path for path in found if os.path.lexists(path)]  # a run may have removed an old one in the meantime
+    if problems := [f"{path} is damaged: {damage[path]}: {remedy(path)}" for path in found if damage[path]]:
         raise UserError(*problems)
     return found
 

@@ -28,7 +28,7 @@ from megaprec.errors import UserError
 from tests.ranks import run_ranks
 from tools.commands import parity
 from tools.config.run_file import load_run
-from tools.parity.ranks import TODO, Run, carry_out
+from tools.parity.ranks import PENDING, Run, carry_out
 
 FAMILIES = ("gpt2", "gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "mixtral")  # the first is most at risk
 LAYOUTS = ("dp=2", "pp=2", "tp=2", "tp=2,pp=2", "pp=2,dp=2", "tp=2,dp=2", "dp=4", "tp=4", "pp=4",
@@ -85,7 +85,7 @@ def left(runs: Sequence[Run], folder: Path) -> None:
     for run in runs:
         run.folder.mkdir(parents=True)
         run.write()
-    (folder / TODO).write_text("\n".join(run.folder.name for run in runs))
+    (folder / PENDING).write_text("\n".join(run.folder.name for run in runs))
 
 
 def of_all(mesh: DeviceMesh, folder: Path) -> None:

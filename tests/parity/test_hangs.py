@@ -17,7 +17,7 @@ from tools.config.run_file import RunConfig, load_run
 from tools.parity import ranks
 from tools.parity.layouts import asked, fitted
 from tools.parity.progress import Watch, noting, odd, told
-from tools.parity.ranks import TODO, Run, corpus_of, run_together
+from tools.parity.ranks import PENDING, Run, corpus_of, run_together
 from tools.parity.record import Plan, record
 from tools.parity.runs import in_float64, made_ready, with_random_tokens
 from tools.parity.shrink import Most
@@ -111,7 +111,7 @@ class Launches:
 
     def __call__(self, argv: list[str], ranks: int, threads: int) -> int:
         folder, (done, code) = Path(argv[1]), self.codes.pop(0)
-        names = (folder / TODO).read_text().splitlines()
+        names = (folder / PENDING).read_text().splitlines()
         self.asked.append(names)
         for name in names[:done]:
             for rank in range(ranks):

@@ -21,7 +21,7 @@ from tools.parity.record import Plan, record
 from tools.training.corpus import Corpus, open_made
 from tools.training.launch import launch_local
 
-TODO = "todo"  # file with the names of the pending runs
+PENDING = "pending"  # file with the names of the pending runs
 STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # signals that ask a program to end
 FLAG = "--as-rank"  # option of `megaprec parity`: this process is a rank, and its argument a folder of runs
 
@@ -92,7 +92,7 @@ def run_together(runs: Sequence[Run], folder: Path, patience: float = PATIENCE) 
 
 def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
     """Launch the ranks once; return the failure of the first run that did not finish."""
-    (folder / TODO).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
+    (folder / PENDING).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
     ranks = runs[0].config.world_size
     with Watch(folder, ranks, patience) as watch:
         code = launch_local(["parity", str(folder), FLAG], ranks, threads=1)
@@ -120,7 +120,7 @@ def as_rank(folder: Path) -> int:
 
 def carry_out(folder: Path) -> None:
     """Take part in each pending run within `folder`, in a world that has been joined."""
-    for name in (folder / TODO).read_text(encoding="utf-8").splitlines():
+    for name in (folder / PENDING).read_text(encoding="utf-8").splitlines():
         run = Run.read(folder / name)
         p = run.config.parallel
         try:

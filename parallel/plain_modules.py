@@ -21,12 +21,21 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole, layout_of
 from megaprec.errors import UserError, did_you_mean
+from megaprec.precision.marks import module_has_fp32_attr
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from parallel.norms import LayerNorm, RMSNorm
 
 Style = Literal["column", "row", "vocab"]
 NORMS = (nn.RMSNorm, nn.LayerNorm)
+PLAIN = (nn.Linear, nn.Embedding, *NORMS)
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+)
 
 
 def parallelize(module: nn.Module, context: Context, styles: Mapping[str, Style], prefix: str = "") -> nn.Module:
@@ -36,12 +45,14 @@ def parallelize(module: nn.Module, context: Context, styles: Mapping[str, Style]
         nn.Embedding must match a pattern; norms are always replaced. All other parameters are replicated on every rank.
     prefix: text before each path. Pipeline stages need different prefixes, because names are unique in the whole model.
     Activations are [sequence, batch, features] if `context.sequence` shards them.
-    Raises UserError, naming paths, for layers without a style, patterns that match no layer, and layers that have no
-    parallel form.
+    A frozen parameter stays frozen. Raises UserError, naming paths, for layers without a style, patterns that match no
+    layer, and layers of which a parallel layer would lose something: tied parameters, a forward of their own, hooks,
+    FP32 marks.
     """
     if _has_parallel_form(module):
         raise UserError(f"{type(module).__name__} cannot be replaced in place: wrap it, e.g. in nn.Sequential")
-    found = {path: layer for path, layer in module.named_modules() if _has_parallel_form(layer)}
+    modules = module.named_modules(remove_duplicate=False)
+    found = {path: layer for path, layer in modules if _has_parallel_form(layer)}
     chosen = {path: _style_of(path, layer, styles) for path, layer in found.items()}
     problems = [f"{path}: {chosen[path]}" for path in found if chosen[path] not in ("column", "row", "vocab", "norm")]
     problems += [
@@ -49,7 +60,7 @@ def parallelize(module: nn.Module, context: Context, styles: Mapping[str, Style]
         for pattern in styles
         if not any(fnmatchcase(path, pattern) for path in found)
     ]
-    problems += _left_over(module, found, context)
+    problems += [*_tied(module, found), *_left_over(module, found, context)]
     if problems:
         raise UserError(*problems)
     for path, layer in found.items():
@@ -69,23 +80,53 @@ class _Row(RowParallelLinear):
 
 
 def _has_parallel_form(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear | nn.Embedding | nn.RMSNorm | nn.LayerNorm)
+    return isinstance(layer, PLAIN)
 
 
 def _style_of(path: str, layer: nn.Module, styles: Mapping[str, Style]) -> str:
     """Return the style of a layer, or a description of the problem with it."""
-    if isinstance(layer, NORMS):
+    if isinstance(layer, NORMS) and not _loss_in_replacing(layer):
         affine = layer.weight is not None and (isinstance(layer, nn.RMSNorm) or layer.bias is not None)
         ok = affine and len(layer.normalized_shape) == 1
         return "norm" if ok else "only norms over the last dim with all their parameters have a parallel form"
+    if lost := _loss_in_replacing(layer):
+        return lost
     style = next((style for pattern, style in styles.items() if fnmatchcase(path, pattern)), "")
     fits = ("vocab",) if isinstance(layer, nn.Embedding) else ("column", "row")
     if style not in fits:
         given = f"{style!r} is not a style of" if style else "no style is given to"
         return f"{given} {type(layer).__name__}: give it {' or '.join(map(repr, fits))}"
-    if isinstance(layer, nn.Embedding) and (layer.padding_idx is not None or layer.max_norm is not None):
-        return "padding_idx and max_norm of an embedding have no parallel form"
     return style
+
+
+def _loss_in_replacing(layer: nn.Module) -> str:
+    """Return what a parallel layer with the values of `layer` would lose; empty if it would lose nothing."""
+    if type(layer) not in PLAIN:
+        return f"{type(layer).__name__} is a subclass, whose own behaviour a parallel layer does not have"
+    if others := {name for name, _ in layer.named_parameters()} - {"weight", "bias"}:
+        return f"the parameter {min(others)} has no parallel form"
+    hooked = (layer, *layer.parameters())
+    if any(getattr(one, hooks, None) for one in hooked for hooks in HOOKS):
+        return "hooks of a layer and of its parameters would be lost: register them after parallelize"
+    if module_has_fp32_attr(layer):
+        return "the FP32 mark would be lost: mark the layer after parallelize"
+    given = [name for name in ("padding_idx", "max_norm") if getattr(layer, name, None) is not None]
+    given += [name for name in ("sparse", "scale_grad_by_freq") if getattr(layer, name, False)]
+    return f"{given[0]} of an embedding has no parallel form" if given else ""
+
+
+def _tied(module: nn.Module, found: Mapping[str, nn.Module]) -> list[str]:
+    """Return a line for each parameter of the layers to be replaced that has several paths."""
+    own = {id(parameter) for layer in found.values() for parameter in layer.parameters()}
+    paths: dict[int, list[str]] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(path)
+    return [
+        f"{' and '.join(same)} are one parameter, and parallel layers would have one each: untie them, or build the "
+        "module from parallel layers"
+        for key, same in paths.items()
+        if key in own and len(same) > 1
+    ]
 
 
 def _left_over(module: nn.Module, found: Mapping[str, nn.Module], context: Context) -> list[str]:
@@ -114,6 +155,7 @@ def _replacement(layer: nn.Module, style: str, context: Context, name: str) -> n
         new = LayerNorm(context, layer.normalized_shape[0], name=name, eps=layer.eps)
     for own, parameter in new.named_parameters():
         _copy_slice(parameter, layer.get_parameter(own))
+        parameter.requires_grad_(layer.get_parameter(own).requires_grad)
     return new
 
 

@@ -1,5 +1,6 @@
 """A plain torch module, made parallel and trained by `Pipeline`, takes the steps that torch takes on one process."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import megaprec
-from megaprec import Axis, ParallelAMPOptimizer, UserError, plan
+from megaprec import Axis, ParallelAMPOptimizer, UserError, plan, set_fp32_attr_to_module
 from parallel import Context, Pipeline, parallelize, vocab_parallel_loss
 from parallel.pipeline import KINDS
 from tests.ranks import run_ranks
@@ -173,3 +174,63 @@ def test_samples_that_do_not_make_whole_micro_batches_are_refused() -> None:
     pipeline = Pipeline([model], ParallelAMPOptimizer([model], plan("fp32")), lambda y, t: y[..., 0], microbatches=2)
     with pytest.raises(UserError, match="inputs have 3 samples"):
         pipeline.step(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long), lr=0.1)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+def hooked_weight() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.weight.register_post_accumulate_grad_hook(lambda _: None)
+    return layer
+
+
+def marked() -> nn.Module:
+    layer = nn.LayerNorm(4)
+    set_fp32_attr_to_module(layer)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "style", "line"),
+    [
+        (lambda: Doubled(4, 4), "column", "0: Doubled is a subclass"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "row", "0: ParametrizedLinear is a subclass"),
+        (lambda: nn.Embedding(4, 4, sparse=True), "vocab", "0: sparse of an embedding"),
+        (lambda: nn.Embedding(4, 4, padding_idx=1), "vocab", "0: padding_idx of an embedding"),
+        (lambda: nn.Embedding(4, 4, scale_grad_by_freq=True), "vocab", "0: scale_grad_by_freq of an embedding"),
+        (hooked, "column", "0: hooks of a layer"),
+        (hooked_weight, "column", "0: hooks of a layer"),
+        (marked, None, "0: the FP32 mark"),
+    ],
+)
+def test_what_a_parallel_layer_would_lose_is_refused_by_path(
+    make: Callable[[], nn.Module], style: Any, line: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        parallelize(nn.Sequential(make()), Context(plan("fp32")), {"0": style} if style else {})
+    assert refused.value.problems[0].startswith(line)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["one module twice", "one weight in two modules"])
+def test_tied_parameters_are_refused_by_both_paths(whole: bool) -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    model = nn.Sequential(first, first if whole else second)
+    with pytest.raises(UserError, match=r"0\.weight and 1\.weight are one parameter"):
+        parallelize(model, Context(plan("fp32")), {"*": "column"})
+
+
+def test_a_frozen_parameter_stays_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.requires_grad_(False)
+    parallelize(model, Context(plan("fp32")), {"*": "column"})
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["0.weight"]

@@ -41,6 +41,7 @@ from tools.training.fp8_summary import check_fp8
 from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.training.notes import add_strict, tell_notes
 from tools.training.resume import check_resumable, differences
+from tools.training.run_folder import LOCK
 from tools.training.trainer import Trainer
 
 
@@ -133,7 +134,7 @@ def _training(config: RunConfig) -> AbstractContextManager[None]:
 
 
 def _lock(config: RunConfig) -> Path:
-    return Path(config.train.folder) / ".lock"
+    return Path(config.train.folder) / LOCK
 
 
 def _check_initial(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from megaprec.checkpoint.reader import INDEX
-from megaprec.durable import describe, make_folder, sync
+from megaprec.durable import file_error, make_folder, sync
 from megaprec.errors import UserError
 
 NAME = re.compile(r"step_\d{8,}")
@@ -142,7 +142,7 @@ def remove_old(folder: Path, keep: int, new: Path) -> list[str]:
 
 
 def _cannot_remove(path: Path, error: OSError) -> str:
-    return f"{path} cannot be removed, and each later save tries again: {describe(error)}"
+    return f"{path} cannot be removed, and each later save tries again: {file_error(error)}"
 
 
 def _remove(path: Path) -> OSError | None:

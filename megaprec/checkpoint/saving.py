@@ -29,7 +29,7 @@ from megaprec.checkpoint.reader import FORMAT, INDEX
 from megaprec.checkpoint.shard_file import write_shard
 from megaprec.checkpoint.snapshot import take_snapshot
 from megaprec.comm.everyones import everyones
-from megaprec.durable import describe, named, sync, write_file
+from megaprec.durable import file_error, named, sync, write_file
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
@@ -166,7 +166,7 @@ class Saving:
         """Return the outcome, with the error of the first rank that has one."""
         problem = ""
         if failed:
-            own = {str(self._world.rank): describe(self._error)} if isinstance(self._error, OSError) else {}
+            own = {str(self._world.rank): file_error(self._error)} if isinstance(self._error, OSError) else {}
             problem = next(iter(everyones(own, self._world, self._device).values()))
         return Outcome(checkpoint_path(self.folder, self.step), problem, tuple(dict.fromkeys(self._warnings)))
 

@@ -7,6 +7,7 @@ Started by torchrun, Slurm or itself, it is one rank of the world that it joins.
 import argparse
 import os
 import socket
+import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megaprec.checkpoint.atomic import latest, require_room
 from megaprec.checkpoint.reader import INDEX
 from megaprec.data.files import alone, beside
+from megaprec.durable import file_error
 from megaprec.errors import UserError
 from models.own_model import require_builtin
 from parallel.mesh import make_mesh, told_by_first, world
@@ -173,7 +175,11 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
 
 
 def _plots(folder: Path) -> list[Path]:
-    return [plot for plot in (plot_run(folder), plot_shadow(folder)) if plot is not None]
+    try:
+        return [plot for plot in (plot_run(folder), plot_shadow(folder)) if plot is not None]
+    except OSError as error:
+        print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)
+        return []
 
 
 def _device(config: RunConfig) -> str:

@@ -29,7 +29,8 @@ def open_part(path: Path, size: int = 0) -> BinaryIO:
     """
     make_folder(path.parent)
     file = beside(path, ".part").open("r+b" if size else "wb")
-    file.truncate(size)
+    with named(Path(file.name)):
+        file.truncate(size)
     file.seek(size)
     return file
 
@@ -48,10 +49,13 @@ def publish(part: BinaryIO, path: Path) -> None:
 
 
 def discard(part: BinaryIO) -> None:
-    """Close and remove a temporary file that will not be published."""
+    """Close and remove a temporary file that will not be published. If it cannot be removed, the next attempt
+    overwrites it.
+    """
     with suppress(OSError):  # on a full disk, closing flushes the buffer and fails
         part.close()
-    Path(part.name).unlink(missing_ok=True)
+    with suppress(OSError):
+        Path(part.name).unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megaprec.durable import DISK, file_error
 from megaprec.errors import UserError
 from tools.commands import (
     compare,
@@ -66,10 +67,12 @@ def _run(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except UserError as error:
-        note_failure(error)
-        if must_tell():
-            print(*error.problems, sep="\n", file=sys.stderr)
-        return 2
+        return _refused(error)
+    except OSError as error:
+        if error.filename is None or error.errno not in DISK:
+            note_failure(error)
+            raise
+        return _refused(UserError(file_error(error)))
     except TrainingDiverged as stop:
         note_failure(stop)
         if must_tell():
@@ -82,6 +85,13 @@ def _run(args: argparse.Namespace) -> int:
     except Exception as error:
         note_failure(error)
         raise
+
+
+def _refused(error: UserError) -> int:
+    note_failure(error)
+    if must_tell():
+        print(*error.problems, sep="\n", file=sys.stderr)
+    return 2
 
 
 def parser_of_all() -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
 """Atomic checkpoints: a folder in which each checkpoint is either complete or absent.
 
 A checkpoint is written under a hidden name, and renaming it completes it. A process that is killed at any moment thus
-leaves all earlier checkpoints intact and, at worst, a hidden folder that the next save removes.
+leaves all earlier checkpoints intact and, at worst, a hidden folder that the next save removes. What cannot be removed
+is never in the way: it is told in a warning, a new save takes another name, and each later save tries again.
 
 Consequently a folder with the name of a checkpoint that is not a checkpoint was damaged later. It is refused, and so is
 a folder that cannot be listed: ignoring it would start training from scratch and overwrite what may be the only copy.
@@ -11,10 +12,12 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 from megaprec.checkpoint.reader import INDEX
+from megaprec.durable import file_error, make_folder, sync
 from megaprec.errors import UserError
 
 NAME = re.compile(r"step_\d{8,}")
@@ -25,9 +28,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
-def partial_path(folder: Path, step: int) -> Path:
-    """Return the hidden path of the checkpoint of `step` while it is being written."""
-    return folder / f".step_{step:08d}.partial"
+def partial_path(folder: Path, step: int, number: int = 1) -> Path:
+    """Return the hidden path of the checkpoint of `step` while it is being written.
+
+    number: from 2 on, if a leftover that cannot be removed has the names of smaller numbers.
+    """
+    return folder / f".step_{step:08d}{f'.{number}' if number > 1 else ''}.partial"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -77,32 +83,75 @@ def remedy(path: Path) -> str:
     return f"restore it, or move it away to {f'go on from {earlier[-1].name}' if earlier else 'start anew'}"
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Create the empty hidden folder for the checkpoint of `step` and return it; remove those of interrupted saves."""
-    for leftover in folder.glob(".step_*.partial"):
-        shutil.rmtree(leftover)
-    partial = partial_path(folder, step)
-    partial.mkdir(parents=True)
-    return partial
+def begin(folder: Path, step: int) -> int:
+    """Create an empty hidden folder for the checkpoint of `step`; return the number that `partial_path` needs.
+
+    Raises OSError.
+    """
+    make_folder(folder)
+    number = next(n for n in count(1) if not os.path.lexists(partial_path(folder, step, n)))
+    partial_path(folder, step, number).mkdir()
+    return number
 
 
-def commit(folder: Path, step: int, keep: int) -> Path:
-    """Rename the hidden folder to the checkpoint of `step`, then remove all complete ones but the newest `keep`."""
-    final = checkpoint_path(folder, step)
-    partial = partial_path(folder, step)
+def commit(folder: Path, step: int, partial: Path) -> Path:
+    """Rename the hidden folder `partial` to the checkpoint of `step` and return its path.
+
+    Raises OSError; then the checkpoints that were there before are still there, unless only the last flush failed.
+    """
+    final, hidden = checkpoint_path(folder, step), None
     sync(partial)
-    hidden = []
-    if os.path.lexists(final) and _damage(final):  # damaged since the run began
-        final.rename(_damaged_name(final))
-    elif final.exists():
-        hidden.append(_hide(final))
-    partial.rename(final)
+    if os.path.lexists(final):
+        if _damage(final):  # damaged since the run began
+            final.rename(_damaged_name(final))
+        else:
+            hidden = _hide(final)
+    try:
+        partial.rename(final)
+    except OSError:
+        if hidden is not None:
+            hidden.rename(final)
+        raise
     sync(folder)
-    whole = [path for path in _named(folder) if not _damage(path)]
-    hidden += [_hide(old) for old in whole[: -keep or None] if old != final]
-    for old in hidden:
-        shutil.rmtree(old)
     return final
+
+
+def remove_leftovers(folder: Path) -> list[str]:
+    """Remove hidden folders of interrupted saves and removals. Return a warning for each that cannot be removed."""
+    leftovers = sorted(folder.glob(".step_*.partial"))
+    return [_cannot_remove(path, error) for path in leftovers if (error := _remove(path))]
+
+
+def remove_old(folder: Path, keep: int, new: Path) -> list[str]:
+    """Remove all complete checkpoints but the newest `keep` and `new`, and all leftovers. Return a warning for each
+    that cannot be removed.
+    """
+    warnings = []
+    try:
+        whole = [path for path in _named(folder) if not _damage(path)]
+    except UserError as error:
+        return list(error.problems)
+    for old in whole[: -keep or None]:
+        if old == new:
+            continue
+        try:
+            _hide(old)
+        except OSError as error:
+            warnings.append(_cannot_remove(old, error))
+    return [*warnings, *remove_leftovers(folder)]
+
+
+def _cannot_remove(path: Path, error: OSError) -> str:
+    return f"{path} cannot be removed, and each later save tries again: {file_error(error)}"
+
+
+def _remove(path: Path) -> OSError | None:
+    """Remove a folder; return the error that prevented it."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        return error
+    return None
 
 
 def _named(folder: Path) -> list[Path]:
@@ -149,19 +198,13 @@ def _damage(path: Path) -> str:
 def _hide(path: Path) -> Path:
     """Rename a checkpoint to a hidden name before it is removed, so that a half-removed one is not taken for a
     complete one."""
-    return path.rename(path.with_name(f".{path.name}.removed.partial"))
+    return path.rename(_free(path, lambda n: f".{path.name}.removed{n if n > 1 else ''}.partial"))
 
 
 def _damaged_name(path: Path) -> Path:
     """Return the first unused path among *.damaged, *.damaged2, ..."""
-    names = (f"{path.name}.damaged{number if number > 1 else ''}" for number in count(1))
-    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
+    return _free(path, lambda n: f"{path.name}.damaged{n if n > 1 else ''}")
 
 
-def sync(path: Path) -> None:
-    """Wait until the file, or the list of files of the folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _free(path: Path, name: Callable[[int], str]) -> Path:
+    return next(free for n in count(1) if not os.path.lexists(free := path.with_name(name(n))))

@@ -8,7 +8,6 @@ same digests.
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,6 @@ def file_digest(file: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hex."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def tensors_digest(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256, in hex, that the safetensors file `file` must have, from its header and tensors in memory.
-
-    tensors: exactly the tensors of the file, by name, on the CPU.
-    """
-    with file.open("rb") as opened:
-        length = opened.read(8)
-        header = opened.read(int.from_bytes(length, "little"))
-    made = hashlib.sha256(length + header)
-    entries: dict[str, Any] = json.loads(header)
-    for name in sorted(tensors, key=lambda name: entries[name]["data_offsets"]):
-        made.update(raw(tensors[name]))
-    return made.hexdigest()
 
 
 def raw(values: Tensor) -> memoryview:

@@ -7,14 +7,13 @@ If amaxes are reduced over the dp ranks, these have the same history, and replic
 row. A run with FP8 can start from a checkpoint without these tensors, and one without FP8 from a checkpoint with them.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaprec.checkpoint.integrity import write_tensors
 from megaprec.checkpoint.reader import Store
+from megaprec.checkpoint.snapshot import Snapshot
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
@@ -23,28 +22,19 @@ Scales = dict[int, tuple[Tensor, Tensor]]
 """Scale [] and history [length] of tensors, by their index in the bank."""
 
 
-def write_fp8(folder: Path, name: str, state: FP8State, writes: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Write the file `name` on the rank with `writes`; return its tensors (key -> dtype, shape, chunk) and its digest.
+def add_fp8(snapshot: Snapshot, state: FP8State, rank: int, writes: bool) -> None:
+    """Add the scales and histories to what rank `rank` saves, if it is one that `writes`.
 
     Collective over the stage: amaxes recorded since the last roll are first reduced and rolled into the history.
     """
     state.roll()
     if not state.names:
-        return {}, {}
+        return
     scale, history = (state.dp.gather(x[None]).cpu() for x in (state.bank.scale, state.bank.history))
-    if not writes:
-        return {}, {}
-    tensors: dict[str, Tensor] = {}
-    for i, tensor in enumerate(state.names):
-        tensors[f"fp8/{tensor}.scale"] = scale[:, i].contiguous()
-        tensors[f"fp8/{tensor}.history"] = history[:, :, i].contiguous()
-    digest = write_tensors(folder / name, tensors)
-    return {key: _entry(name, values) for key, values in tensors.items()}, {name: digest}
-
-
-def _entry(file: str, values: Tensor) -> dict[str, Any]:
-    chunk = {"file": file, "offset": [0] * values.dim(), "shape": list(values.shape)}
-    return {"dtype": "float32", "shape": list(values.shape), "chunks": [chunk]}
+    for i, tensor in enumerate(state.names if writes else ()):
+        for what, values in (("scale", scale[:, i].clone()), ("history", history[:, :, i].clone())):
+            chunk = {"offset": [0] * values.dim(), "shape": list(values.shape)}
+            snapshot.add(f"fp8-{rank:05d}.safetensors", f"fp8/{tensor}.{what}", values, tuple(values.shape), chunk)
 
 
 def read_fp8(store: Store, state: FP8State) -> Scales:

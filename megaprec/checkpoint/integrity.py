@@ -8,22 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
-from megaprec.checkpoint.atomic import remedy, sync
-from megaprec.checkpoint.digests import file_digest, tensors_digest
+from megaprec.checkpoint.atomic import remedy
+from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
-
-
-def write_tensors(file: Path, tensors: dict[str, Tensor]) -> str:
-    """Write a safetensors file, wait until it is on the disk, and return its SHA-256."""
-    save_file(tensors, file, metadata={"format": "pt"})
-    digest = tensors_digest(file, tensors)
-    sync(file)
-    return digest
 
 
 def require_intact(

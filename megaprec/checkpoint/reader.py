@@ -1,22 +1,23 @@
 """Reader of checkpoints: logical tensors, or any rectangle of one, from the chunks in a checkpoint's files."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megaprec.checkpoint.digests import OTHERS, is_sealed
+from megaprec.checkpoint.ranges import Block, blocks, stored_shape
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 
 INDEX = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2  # 1: every chunk has its whole rectangle; 2: a chunk may have a flat range of it
 SCALER = {"scale", "growth_tracker", "hysteresis_tracker"}
 
 
@@ -31,6 +32,14 @@ class _Chunk(_Table):
     file: str
     offset: list[Count]
     shape: list[Count]
+    range: list[Count] | None = None
+
+    @model_validator(mode="after")
+    def _is_within(self) -> Self:
+        """Raise ValueError unless `range` is a range of the elements of the rectangle."""
+        if self.range is not None and not (len(self.range) == 2 and self.range[0] < self.range[1] <= prod(self.shape)):
+            raise ValueError(f"{self.range} is no range of the elements of {self.shape}")
+        return self
 
 
 class _Tensor(_Table):
@@ -126,8 +135,9 @@ class Store:
     def require(self, key: str, shape: Sequence[int]) -> None:
         """Raise UserError unless the whole tensor `key` is there. Reads only the headers of its files."""
         chunks = self.index["tensors"].get(key, {"chunks": ()})["chunks"]
-        there = [chunk for chunk in chunks if self._slice(chunk["file"], key).get_shape() == chunk["shape"]]
-        if sum(prod(chunk["shape"]) for chunk in there) != prod(shape):
+        there = [stored_shape(chunk) for chunk in chunks]
+        there = [s for s, chunk in zip(there, chunks, strict=True) if self._slice(chunk["file"], key).get_shape() == s]
+        if sum(map(prod, there)) != prod(shape):
             raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
 
     def read(self, kind: str, name: str) -> Tensor:
@@ -150,18 +160,7 @@ class Store:
         """Return the rectangle [*shape] at `offset` of the tensor `key`, assembled from its chunks."""
         found: Tensor | None = None
         filled = 0
-        for chunk in self.index["tensors"][key]["chunks"]:
-            if not len(chunk["offset"]) == len(chunk["shape"]) == len(shape):
-                raise UserError(f"{self.path} is damaged: {INDEX} has a part of {key} with another number of dims")
-            low = [max(a, b) for a, b in zip(offset, chunk["offset"], strict=True)]
-            high = [
-                min(a + n, b + m) for a, n, b, m in zip(offset, shape, chunk["offset"], chunk["shape"], strict=True)
-            ]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            piece = self._slice(chunk["file"], key)[
-                tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk["offset"], strict=True))
-            ]
+        for piece, low, high in self._overlaps(key, offset, shape):
             if list(piece.shape) == list(shape):
                 return piece
             found = torch.empty(*shape, dtype=piece.dtype) if found is None else found
@@ -170,6 +169,34 @@ class Store:
         if found is None or filled != prod(shape):
             raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
         return found
+
+    def _overlaps(
+        self, key: str, offset: Sequence[int], shape: Sequence[int]
+    ) -> Iterator[tuple[Tensor, list[int], list[int]]]:
+        """Yield the parts of a rectangle that the chunks have: values, first and last + 1 index along each dim."""
+        for chunk in self.index["tensors"][key]["chunks"]:
+            if not len(chunk["offset"]) == len(chunk["shape"]) == len(shape):
+                raise UserError(f"{self.path} is damaged: {INDEX} has a part of {key} with another number of dims")
+            for block in blocks(chunk):
+                low = [max(a, b) for a, b in zip(offset, block[0], strict=True)]
+                ends = zip(offset, shape, block[0], block[1], strict=True)
+                high = [min(a + n, b + m) for a, n, b, m in ends]
+                if all(a < b for a, b in zip(low, high, strict=True)):
+                    yield self._part(key, chunk, block, low, high), low, high
+
+    def _part(self, key: str, chunk: dict[str, Any], block: Block, low: list[int], high: list[int]) -> Tensor:
+        """Read a part of a rectangle of a chunk: of a flat one, only the rows that contain it."""
+        stored, (offset, shape, start) = self._slice(chunk["file"], key), block
+        if stored.get_shape() != stored_shape(chunk):
+            raise UserError(f"{self.path} lacks a part of {key}: it is damaged")
+        inner = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
+        if not chunk.get("range"):
+            return stored[inner]
+        if not shape:
+            return stored[start : start + 1].view(())
+        row = prod(shape[1:])
+        rows = stored[start + inner[0].start * row : start + inner[0].stop * row]
+        return rows.view(-1, *shape[1:])[:, *inner[1:]]
 
     def _slice(self, file: str, key: str) -> Any:
         kind, name = key.split("/", 1)
@@ -194,12 +221,12 @@ def _read(path: Path) -> tuple[bytes, Any]:
 
 
 def _require_known_format(path: Path, index: Any) -> None:
-    """Raise UserError unless the format is FORMAT. Every index that names the training data must also have digests."""
+    """Raise UserError unless the format is known. Every index that names the training data must also have digests."""
     found = index.get("format") if isinstance(index, dict) else None
     if type(found) is int and found > FORMAT:
-        raise newer_version(path, f"has checkpoint format {found}, and this one reads {FORMAT}")
-    if found != FORMAT or isinstance(found, bool):
-        raise UserError(f"{path} has checkpoint format {found!r}; this version reads {FORMAT}")
+        raise newer_version(path, f"has checkpoint format {found}, and this one reads up to {FORMAT}")
+    if type(found) is not int or found < 1:
+        raise UserError(f"{path} has checkpoint format {found!r}; this version reads 1 to {FORMAT}")
     if "data" in index and OTHERS not in index:
         raise UserError(f"{path} is damaged: {INDEX} has lost the digests that it was saved with: restore it")
 

@@ -1,11 +1,7 @@
-"""Saving and loading of the optimizer state: each rank writes its part of the logical tensors and reads its slices.
-
-Under ZeRO-1 a rank's shard begins and ends in the middle of a parameter. Such a parameter is written whole by the rank
-that has most of it, to which the others send their parts. All other parameters are written without communication.
+"""Saving and loading of the optimizer state: each rank writes what it owns of the logical tensors and reads its
+slices.
 """
 
-import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -14,14 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megaprec.checkpoint.atomic import begin, commit, partial_path, sync
-from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
-from megaprec.checkpoint.fp8_scales import Scales, read_fp8, take_up, write_fp8
-from megaprec.checkpoint.integrity import require_intact, write_tensors
-from megaprec.checkpoint.reader import FORMAT, INDEX, Store
+from megaprec.checkpoint.fp8_scales import Scales, read_fp8, take_up
+from megaprec.checkpoint.integrity import require_intact
+from megaprec.checkpoint.reader import Store
+from megaprec.checkpoint.saving import Saving
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
@@ -45,34 +39,15 @@ def save(
 
     extra: more JSON values for checkpoint.json, the same on every rank. files: files to copy into the checkpoint.
     fp8: state whose scales and amax histories are saved, if there is any. Returns the checkpoint's path.
+    Raises UserError on every rank, with nothing left of the checkpoint, if one of them could not write. Rank 0 warns of
+    an old checkpoint that cannot be removed.
     """
-    world = optimizer.world
-    partial = partial_path(folder, step)
-    copied: dict[str, str] = {}
-    if world.rank == 0:
-        begin(folder, step)
-        copied = {file.name: _copy(file, partial) for file in files}
-    world.barrier()
-    tensors, digests = _write_tensors(partial, world.rank, optimizer)
-    if fp8 is not None:
-        writes = optimizer.dp.rank == optimizer.tp.rank == 0
-        more, digest = write_fp8(partial, f"fp8-{world.rank:05d}.safetensors", fp8, writes)
-        tensors, digests = tensors | more, digests | digest
-    part = {"tensors": tensors, OTHERS: digests | copied}
-    (partial / f"index-{world.rank:05d}.json").write_text(json.dumps(part))
-    world.barrier()
-    if world.rank == 0:
-        numbers = {"optimizer": optimizer.numbers(), "fp8": {"rolls": fp8.rolls if fp8 else 0}}
-        _write_index(partial, world.size, {**extra, "step": step, **numbers})
-        commit(folder, step, keep)
-    world.barrier()
-    return folder / partial.name.removeprefix(".").removesuffix(".partial")
-
-
-def _copy(file: Path, folder: Path) -> str:
-    copy = Path(shutil.copy(file, folder))
-    sync(copy)
-    return file_digest(copy)
+    outcome = Saving(folder, step, optimizer, extra, keep, files, fp8).finish()
+    for warning in outcome.warnings:
+        warnings.warn(warning, stacklevel=2)
+    if outcome.problem:
+        raise UserError(f"{outcome.path} is not saved: {outcome.problem}")
+    return outcome.path
 
 
 def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> dict[str, Any]:
@@ -186,74 +161,3 @@ def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
     for piece, first, last in _overlaps(buffer):
         read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
         buffer.restore(kind, first - buffer.first, read)
-
-
-def _write_tensors(folder: Path, rank: int, optimizer: ParallelAMPOptimizer) -> tuple[dict[str, Any], dict[str, str]]:
-    """Write this rank's files; return their tensors (key -> dtype, shape and chunk), and their digests by name."""
-    files: dict[str, dict[str, Tensor]] = {}
-    chunks: dict[str, Any] = {}
-    for kind, piece, values in _written_here(optimizer):
-        name = f"{'model' if kind == 'weight' else 'optimizer'}-{rank:05d}.safetensors"
-        key = f"{kind}/{piece.part.name}"
-        files.setdefault(name, {})[piece.part.name if kind == "weight" else key] = values.view(piece.part.local)
-        offset = [piece.part.start if d == piece.part.dim else 0 for d in range(len(piece.part.shape))]
-        chunk = {"file": name, "offset": offset, "shape": piece.part.local}
-        chunks[key] = {"dtype": str(values.dtype).removeprefix("torch."), "shape": piece.part.shape, "chunks": [chunk]}
-    return chunks, {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
-
-
-def _written_here(optimizer: ParallelAMPOptimizer) -> Iterator[tuple[str, Piece, Tensor]]:
-    """Yield (kind, piece, its values on the CPU) for every piece that this rank writes."""
-    for buffer in optimizer.all_buffers():
-        for kind, values in buffer.saved().items():
-            for number, piece in enumerate(buffer.pieces):
-                if piece.counts and piece.start < piece.stop:
-                    whole = _collect(buffer, piece, values, number)
-                    if whole is not None:
-                        yield kind, piece, whole
-
-
-def _collect(buffer: Buffer, piece: Piece, values: Tensor, number: int) -> Tensor | None:
-    """Return the whole piece on the dp rank that writes it, None on the other dp ranks."""
-    shards = buffer.shards
-    if number % (buffer.dp.size // shards.size) != buffer.dp.rank // shards.size:
-        return None  # another replica's turn
-    length = buffer.last - buffer.first
-    held = {r: (max(piece.start, r * length), min(piece.stop, (r + 1) * length)) for r in range(shards.size)}
-    held = {r: (first, last) for r, (first, last) in held.items() if first < last}
-    writer = max(held, key=lambda r: (held[r][1] - held[r][0], -r))
-    if shards.rank == writer:
-        return torch.cat([_from_rank(buffer, values, r, *span) for r, span in held.items()])
-    if shards.rank in held:
-        first, last = held[shards.rank]
-        mine = values[first - buffer.first : last - buffer.first].contiguous()
-        dist.send(mine, group=shards.group, group_dst=writer)
-    return None
-
-
-def _from_rank(buffer: Buffer, values: Tensor, rank: int, first: int, last: int) -> Tensor:
-    if rank == buffer.shards.rank:
-        return values[first - buffer.first : last - buffer.first].cpu()
-    received = values.new_empty(last - first)
-    dist.recv(received, group=buffer.shards.group, group_src=rank)
-    return received.cpu()
-
-
-def _write_index(partial: Path, ranks: int, index: dict[str, Any]) -> None:
-    """Merge the ranks' lists of tensors into checkpoint.json."""
-    tensors: dict[str, Any] = {}
-    digests: dict[str, str] = {}
-    for rank in range(ranks):
-        file = partial / f"index-{rank:05d}.json"
-        part = json.loads(file.read_text())
-        for key, value in part["tensors"].items():
-            tensors.setdefault(key, {**value, "chunks": []})["chunks"] += value["chunks"]
-        digests |= part[OTHERS]
-        file.unlink()
-    for key, value in tensors.items():
-        if sum(prod(chunk["shape"]) for chunk in value["chunks"]) != prod(value["shape"]):
-            raise ValueError(f"{key} was written in part or twice: do parameters of two stages have the same name?")
-    files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    whole = {**index, "format": FORMAT, "files": files, OTHERS: digests, "tensors": tensors}
-    (partial / INDEX).write_bytes(sealed(whole))
-    sync(partial / INDEX)

@@ -25,6 +25,7 @@ from megaprec.data.text import Source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
+from megaprec.durable import named
 from megaprec.errors import UserError
 
 CHUNK_CHARS = 1 << 20  # of text that is encoded together; the boundaries of chunks change no byte of the result
@@ -104,7 +105,8 @@ def build(
     wanted, resume = made_of(source, tokenizer), beside(prefix, ".resume")
     state = _interrupted_state(prefix, wanted)
     try:
-        _write(source, tokenizer, prefix, wanted, state, workers, on_progress or (lambda *totals: None))
+        with named(prefix):
+            _write(source, tokenizer, prefix, wanted, state, workers, on_progress or (lambda *totals: None))
     except Exception as error:
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
@@ -114,8 +116,12 @@ def build(
             ) from error
         raise
     counts = asdict(state.counts)
-    content = json.dumps(wanted | counts | _digests(prefix), indent=2)
-    write_whole(beside(prefix, ".json"), f"{content}\n".encode())
+    try:
+        content = json.dumps(wanted | counts | _digests(prefix), indent=2)
+        write_whole(beside(prefix, ".json"), f"{content}\n".encode())
+    except OSError:
+        beside(prefix, ".idx").unlink(missing_ok=True)  # without its record, the set could not be built again
+        raise
     resume.unlink(missing_ok=True)
     return BuildResult(prefix, tokenizer.path, tokenizer.vocab_size, tokenizer.eos, **counts)
 

@@ -2,7 +2,7 @@
 
 A data set is a handful of files with one prefix: `PREFIX.bin`, `PREFIX.idx`, `PREFIX.model`, `PREFIX.json`. Each is
 written under a temporary name (`….part`), flushed to the disk and only then renamed, so that a file with the final name
-is always complete, even after a kill or a power cut.
+is always complete, even after a kill or a power cut; the folder is flushed too, so that the name lasts.
 
 All processes use the same temporary name, so only one process at a time may write (`alone`).
 """
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from megaprec.durable import make_folder, named, sync
 
 
 def beside(prefix: Path, suffix: str) -> Path:
@@ -25,33 +27,43 @@ def open_part(path: Path, size: int = 0) -> BinaryIO:
 
     size: bytes of a temporary file of an earlier attempt that are kept; writing continues after them.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     file = beside(path, ".part").open("r+b" if size else "wb")
-    file.truncate(size)
+    with named(Path(file.name)):
+        file.truncate(size)
     file.seek(size)
     return file
 
 
 def publish(part: BinaryIO, path: Path) -> None:
-    """Flush `part` to the disk, close it and give it its final name `path`, replacing what was there."""
-    part.flush()
-    os.fsync(part.fileno())
-    part.close()
+    """Flush `part` to the disk, close it and give it its final name `path`, replacing what was there.
+
+    Raises OSError with the path.
+    """
+    with named(Path(part.name)):
+        part.flush()
+        os.fsync(part.fileno())
+        part.close()
     os.replace(part.name, path)
+    sync(path.parent)
 
 
 def discard(part: BinaryIO) -> None:
-    """Close and remove a temporary file that will not be published."""
+    """Close and remove a temporary file that will not be published. If it cannot be removed, the next attempt
+    overwrites it.
+    """
     with suppress(OSError):  # on a full disk, closing flushes the buffer and fails
         part.close()
-    Path(part.name).unlink(missing_ok=True)
+    with suppress(OSError):
+        Path(part.name).unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically, so that no reader ever sees part of it."""
     part = open_part(path)
     try:
-        part.write(content)
+        with named(Path(part.name)):
+            part.write(content)
         publish(part, path)
     except BaseException:
         discard(part)
@@ -66,7 +78,7 @@ def alone(lock: Path, busy: Callable[[], None]) -> Iterator[None]:
     otherwise this process waits for the lock. The system releases a lock when its process ends, for whatever reason. On
     a filesystem without locks there is no protection.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(lock.parent)
     with lock.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

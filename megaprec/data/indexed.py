@@ -134,10 +134,17 @@ class IndexedWriter:
         try:
             self._write_index(idx.write)
             idx_path.unlink(missing_ok=True)
+            self._publish(bin_path, idx, idx_path)
+        except BaseException:
+            discard(idx)
+            raise
+
+    def _publish(self, bin_path: Path, idx: BinaryIO, idx_path: Path) -> None:
+        try:
             publish(self._bin, bin_path)
             publish(idx, idx_path)
         except BaseException:
-            discard(idx)
+            idx_path.unlink(missing_ok=True)
             raise
 
     def _write_index(self, write: Callable[[bytes], object]) -> None:

@@ -256,8 +256,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "index is a list": (lambda path: (path / INDEX).write_text("[1]"), "format None"),
     "index is a number": (lambda path: (path / INDEX).write_text("1"), "format None"),
     "another format": (
-        partial(change_index, lambda index: index.update(format=2)),
-        "newer version .* checkpoint format 2, and this one reads 1: update",
+        partial(change_index, lambda index: index.update(format=3)),
+        "newer version .* checkpoint format 3, and this one reads up to 2: update",
     ),
     "no tensors": (partial(change_index, lambda index: index.pop("tensors")), "damaged.*\ntensors: Field required"),
     "no files": (partial(change_index, lambda index: index.pop("files")), "damaged.*\nfiles: Field required"),
@@ -309,8 +309,7 @@ def names(folder: Path) -> list[str]:
 def test_an_interrupted_save_is_never_taken_and_the_next_one_removes_it(tmp_path: Path) -> None:
     whole = saved(tmp_path, step=3)
     for step, files in ((4, ["model-00000.safetensors"]), (5, ["model-00000.safetensors", INDEX])):
-        leftover = begin(tmp_path, step) if step == 4 else partial_path(tmp_path, step)
-        leftover.mkdir(exist_ok=True)
+        leftover = partial_path(tmp_path, step, begin(tmp_path, step))
         for file in files:
             shutil.copy(whole / file, leftover)
     (tmp_path / "step_00000009.mine").mkdir()  # no checkpoint: it has not the name of one

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint import integrity
+from megaprec.checkpoint import integrity, shard_file
 from megaprec.checkpoint.atomic import checkpoints
-from megaprec.checkpoint.digests import file_digest, tensors_digest
-from megaprec.checkpoint.integrity import require_intact, write_tensors
+from megaprec.checkpoint.digests import file_digest, raw
+from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.checkpoint.save_load import load, save
+from megaprec.checkpoint.shard_file import write_shard
 from megaprec.errors import UserError
 from tests.checkpoint.test_checkpoint import MODEL, change_index, holds, require_refused, saved, small
 from tests.layouts import Run, make_engine
@@ -83,13 +85,12 @@ def test_the_checkpoint_before_it_is_named(path: Path) -> None:
 def test_a_byte_that_goes_wrong_on_the_way_to_the_disk_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = integrity.save_file
+    write = shard_file.write_all
 
-    def badly(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-        write(tensors, file, metadata=metadata)
-        flip(file, file.stat().st_size - 1)
+    def badly(descriptor: int, content: memoryview) -> None:
+        write(descriptor, memoryview(bytes([*content[:-1], content[-1] ^ 1])))
 
-    monkeypatch.setattr(integrity, "save_file", badly)
+    monkeypatch.setattr(shard_file, "write_all", badly)
     require_refused(saved(tmp_path), small(), "are not what was saved")
 
 
@@ -120,10 +121,15 @@ def test_what_is_hashed_in_memory_is_what_is_in_the_file(tmp_path: Path) -> None
         "flags": torch.tensor([True, False, True]),
         "long": torch.arange(3),
     }
-    digest = write_tensors(tmp_path / "x", tensors)
-    assert digest == file_digest(tmp_path / "x") == tensors_digest(tmp_path / "x", dict(reversed(tensors.items())))
+    digest = write_shard(tmp_path / "x", tensors)
+    assert digest == file_digest(tmp_path / "x")
+    with safe_open(tmp_path / "x", "pt") as read:
+        assert read.metadata() == {"format": "pt"} and set(read.keys()) == tensors.keys()
+        for name, values in tensors.items():
+            assert read.get_tensor(name).dtype == values.dtype and read.get_tensor(name).shape == values.shape
+            assert bytes(raw(read.get_tensor(name))) == bytes(raw(values))
     tensors["flags"][1] = True
-    assert tensors_digest(tmp_path / "x", tensors) != digest
+    assert write_shard(tmp_path / "x", tensors) != digest
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megaprec.checkpoint import atomic as module
-from megaprec.checkpoint.atomic import begin, checkpoint_at, checkpoints, commit, latest
+from megaprec.checkpoint.atomic import begin, checkpoint_at, checkpoints, commit, latest, partial_path, remove_old
 from megaprec.checkpoint.digests import OTHERS, OWN
 from megaprec.checkpoint.reader import INDEX
 from megaprec.errors import UserError
@@ -148,9 +148,9 @@ def test_one_that_is_damaged_in_mid_run_is_not_removed_by_a_save(tmp_path: Path)
         unlink(saved(tmp_path, step))
     assert names(saved(tmp_path, 2, keep=1).parent) == ["step_00000001", "step_00000002", "step_00000002.damaged"]
     assert names(tmp_path / "step_00000001") == names(tmp_path / "step_00000002.damaged")
-    begin(tmp_path, 3)
-    shutil.copy(tmp_path / "step_00000002" / INDEX, tmp_path / ".step_00000003.partial" / INDEX)
-    commit(tmp_path, 3, keep=1)
+    partial = partial_path(tmp_path, 3, begin(tmp_path, 3))
+    shutil.copy(tmp_path / "step_00000002" / INDEX, partial / INDEX)
+    assert not remove_old(tmp_path, 1, commit(tmp_path, 3, partial))
     assert names(tmp_path) == ["step_00000001", "step_00000002.damaged", "step_00000003"]
 
 
@@ -220,7 +220,7 @@ def test_what_may_not_be_read_is_not_nothing(
 
 
 def of_a_newer_version(index: dict[str, Any]) -> None:
-    index["format"] = 2
+    index["format"] = 3
 
 
 def with_a_key(table: str) -> Callable[[dict[str, Any]], None]:
@@ -230,7 +230,7 @@ def with_a_key(table: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (of_a_newer_version, "it has checkpoint format 2, and this one reads 1"),
+        (of_a_newer_version, "it has checkpoint format 3, and this one reads up to 2"),
         (with_a_key("model"), "it says model.newer"),
         (with_a_key("progress"), "it says progress.newer"),
         (with_a_key("watch"), "it says watch.newer"),

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint import atomic as checkpoint_folder
-from megaprec.checkpoint import integrity as checkpoint_intact
-from megaprec.checkpoint import save_load as checkpoint_state
+from megaprec.checkpoint import saving as checkpoint_state
+from megaprec.checkpoint import shard_file as checkpoint_file
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
@@ -253,8 +253,8 @@ def die(*arguments: object, **options: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_half(tensors: dict[str, Any], path: Path, metadata: dict[str, str]) -> None:
-    path.write_bytes(b"half of a file")
+def write_half(descriptor: int, content: memoryview) -> None:
+    os.write(descriptor, content[: len(content) // 2])
     die()
 
 
@@ -267,7 +267,7 @@ def _train_and_die(module: str, name: str, instead: Callable[..., None], file: P
 @pytest.mark.parametrize(
     ("module", "name", "instead", "step"),
     [
-        (checkpoint_intact, "save_file", write_half, 2),
+        (checkpoint_file, "write_all", write_half, 2),
         (checkpoint_state, "_write_index", die, 2),
         (checkpoint_state, "commit", die, 2),
         (checkpoint_folder.shutil, "rmtree", die, 4),  # of the checkpoint before, when the new one is whole

@@ -38,14 +38,19 @@ VOCAB = 8192
 def add_parser(subparsers: Any) -> None:
     """Add `train` to the measurements."""
     parser = subparsers.add_parser("train", help="tokens a second of training steps", description=__doc__)
+    add_options(parser)
+    parser.add_argument("--profile", action="store_true", help="print rank 0's operators by time, of one step more")
+    parser.set_defaults(run=main)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model, the layout and the number of steps as options."""
     _add_layout(parser)
     _add_sizes(parser)
     parser.add_argument("--precision", choices=DTYPES, default="bf16", help="(default: bf16)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="per rank (default: 1)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps that are not counted (default: 2)")
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps that are (default: 6)")
-    parser.add_argument("--profile", action="store_true", help="print rank 0's operators by time, of one step more")
-    parser.set_defaults(run=main)
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:

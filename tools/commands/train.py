@@ -7,6 +7,7 @@ Started by torchrun, Slurm or itself, it is one rank of the world that it joins.
 import argparse
 import os
 import socket
+import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from megaprec.checkpoint.atomic import latest, require_room
 from megaprec.checkpoint.reader import INDEX
 from megaprec.data.files import alone, beside
+from megaprec.durable import file_error
 from megaprec.errors import UserError
 from models.own_model import require_builtin
 from parallel.mesh import make_mesh, told_by_first, world
@@ -41,6 +43,7 @@ from tools.training.fp8_summary import check_fp8
 from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.training.notes import add_strict, tell_notes
 from tools.training.resume import check_resumable, differences
+from tools.training.run_folder import LOCK
 from tools.training.trainer import Trainer
 
 
@@ -133,7 +136,7 @@ def _training(config: RunConfig) -> AbstractContextManager[None]:
 
 
 def _lock(config: RunConfig) -> Path:
-    return Path(config.train.folder) / ".lock"
+    return Path(config.train.folder) / LOCK
 
 
 def _check_initial(config: RunConfig) -> None:
@@ -172,7 +175,11 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
 
 
 def _plots(folder: Path) -> list[Path]:
-    return [plot for plot in (plot_run(folder), plot_shadow(folder)) if plot is not None]
+    try:
+        return [plot for plot in (plot_run(folder), plot_shadow(folder)) if plot is not None]
+    except OSError as error:
+        print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)
+        return []
 
 
 def _device(config: RunConfig) -> str:

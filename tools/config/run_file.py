@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megaprec.dialects.translate import DIALECTS
+from megaprec.durable import make_folder, sync, write_file
 from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.precision.plan import PrecisionPlan
@@ -154,10 +155,11 @@ class RunConfig(BaseModel):
         path = folder / "run.toml"
         if path.exists() and not path.read_bytes().startswith(SAVED.encode()):
             path = folder / "run.resolved.toml"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(self._as_toml(), encoding="utf-8")
+        write_file(unfinished, self._as_toml().encode())
         os.replace(unfinished, path)
+        sync(folder)
         return path
 
     def _as_toml(self) -> str:

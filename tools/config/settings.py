@@ -270,6 +270,11 @@ class Checkpoint(Table):
         default=500, ge=0, description="Number of steps between checkpoints; 0: only at the end of the run."
     )
     keep: int = Field(default=2, gt=0, description="Number of newest checkpoints to keep; older ones are deleted.")
+    background: bool = Field(
+        default=True,
+        description="Write checkpoints beside the next steps, from a copy of the state in host memory; false: between "
+        "steps, without a copy.",
+    )
     resume: bool = Field(
         default=True,
         description="Resume from the newest checkpoint in train.folder; false: refuse to start if there is one.",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
 from megaprec.checkpoint.integrity import require_intact
+from megaprec.checkpoint.ranges import blocks, stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
@@ -86,7 +87,7 @@ def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> l
     filled = 0
     for chunk in entry["chunks"]:
         stored = files[chunk["file"]].get(name if kind == "weight" else key)
-        if stored is None or list(stored.shape) != chunk["shape"]:
+        if stored is None or list(stored.shape) != stored_shape(chunk):
             break
         values = stored.read()
         filled += values.numel()
@@ -94,8 +95,9 @@ def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> l
             whole = values
             continue
         whole = torch.empty(entry["shape"], dtype=values.dtype) if whole is None else whole
-        spans = zip(chunk["offset"], chunk["shape"], strict=True)
-        whole[tuple(slice(first, first + n) for first, n in spans)] = values
+        for offset, shape, start in blocks(chunk):
+            inside = tuple(slice(first, first + n) for first, n in zip(offset, shape, strict=True))
+            whole[inside] = values.view(-1)[start : start + prod(shape)].view(shape)
     if whole is None or filled != prod(entry["shape"]):
         raise UserError(f"{store.path} lacks a part of {key}: it is damaged")
     return [whole]

@@ -3,14 +3,16 @@
 import math
 import sys
 from collections import deque
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from megaprec.data.files import write_whole
+from megaprec.durable import file_error
 from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
+from tools.journal.lines import Lines
 from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines
 
 PACE = 20  # number of newest steps whose mean time the ETA is estimated from
@@ -42,24 +44,24 @@ class Journal(AbstractContextManager["Journal"]):
         self._bar = Steps(start, total) if progress and sys.stdout.isatty() else None
 
     def __exit__(self, *error: object) -> None:
-        if self._bar:
-            self._bar.stop()
-        self._metrics.close()
-        self._events.close()
-        if self._scalars:
-            self._scalars.close()
+        with ExitStack() as closing:  # whatever fails, the others are closed
+            if self._bar:
+                closing.callback(self._bar.stop)
+            closing.callback(self._metrics.close)
+            closing.callback(self._events.close)
+            if self._scalars:
+                closing.callback(self._scalars.close)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the record of a step. record: the fields of metrics.jsonl."""
-        _write_line(self._metrics, record)
-        if self._scalars:
-            _add_scalars(self._scalars, record)
+        self._metrics.write(to_json(record))
+        self._scalars = _added(self._scalars, record)
         self._pace.append(record["seconds"])
         self._show(record, (self._total - record["step"]) * sum(self._pace) / len(self._pace))
 
     def write_event(self, event: dict[str, Any]) -> None:
         """Write an event of the step event["step"] to events.jsonl."""
-        _write_line(self._events, event)
+        self._events.write(to_json(event))
 
     def _show(self, record: dict[str, Any], eta: float) -> None:
         """Print one line per step; on a terminal ordinary steps share one line that is redrawn."""
@@ -83,19 +85,14 @@ def _put_aside(*paths: Path) -> None:
             print(f"kept       {free}, of a run that left no checkpoint")
 
 
-def _reopen(path: Path, start: int) -> TextIO:
+def _reopen(path: Path, start: int) -> Lines:
     """Open a file of records for appending, without the records of steps after `start`, which are taken again."""
     lines = read_lines(path)
     kept = [line.content for line in lines if line.record is None or line.record["step"] <= start]
     write_whole(path, b"".join(content + b"\n" for content in kept))
     if note := odd_lines(path):
         print(f"note       {note}")
-    return path.open("a", encoding="utf-8")
-
-
-def _write_line(file: TextIO, record: dict[str, Any]) -> None:
-    file.write(to_json(record) + "\n")
-    file.flush()
+    return Lines(path)
 
 
 def _numbers(record: dict[str, Any]) -> str:
@@ -133,10 +130,18 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-def _add_scalars(scalars: Scalars, record: dict[str, Any]) -> None:
-    for name, value in record.items():
-        if isinstance(value, int | float) and name != "step":
-            scalars.add_scalar(name, value, record["step"])
+def _added(scalars: Scalars | None, record: dict[str, Any]) -> Scalars | None:
+    """Add the numbers of a record. Return the writer, None with a warning if its disk fails."""
+    if scalars is None:
+        return None
+    try:
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                scalars.add_scalar(name, value, record["step"])
+    except OSError as error:
+        print(f"warning    no more TensorBoard events: {file_error(error)}", file=sys.stderr, flush=True)
+        return None
+    return scalars
 
 
 def _tensorboard(folder: Path, start: int) -> Scalars | None:

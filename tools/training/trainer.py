@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
-from megaprec.checkpoint.save_load import load, save
+from megaprec.checkpoint.save_load import load
 from megaprec.data.blend import Blend
 from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
@@ -45,6 +45,8 @@ from tools.plots.shadow_plot import shadow_event, shadow_fields
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.changed_keys import keys_of
 from tools.training.corpus import Corpus
+from tools.training.run_folder import RunFolder
+from tools.training.saves import Saves
 from tools.training.signals import Stopped, listening
 from tools.training.skipped_steps import TrainingDiverged, overflow_event
 
@@ -110,6 +112,7 @@ class Trainer:
             self._resume(checkpoint)
         elif train.init_from:
             start_from(Path(train.init_from), self.engine.optimizer)
+        self._saves = Saves(config, self.engine.optimizer, self.engine.fp8)
         self._taken = self.progress.step
         self._shadows: dict[int, Shadow] = {}  # by step number, of steps whose outcome is not yet known
         self._seconds: deque[float] = deque()  # durations of steps whose outcome is not yet known
@@ -140,21 +143,28 @@ class Trainer:
                 self.config.save_resolved(Path(self.config.train.folder))
         with listening(self._ask_to_stop):
             with tf32(self.config.plan.tf32), self._journal() as journal:
-                self._take_steps(journal)
+                self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
+                self._saves.finish()
             self.engine.optimizer.wait()
             if self._stops and self.progress.step < self.config.train.steps:
                 self._leave()
 
-    def _take_steps(self, journal: Journal | None) -> None:
+    def _take_steps(self, journal: Journal | None, folder: RunFolder) -> None:
         while self.progress.step < self.config.train.steps and not self._stops:
             diverged = ""
+            self.engine.optimizer.stop |= folder.is_gone()
             for report, progress, seconds in self._timed_step():
                 self._write(journal, report, progress, seconds)
                 diverged = diverged or self._divergence()
             done = self.progress.step
+            if self._stops:
+                folder.require_there(done, self.engine.optimizer)
+            if done == self._taken:
+                self._saves.poll()
             if done == self._taken and (diverged or self._stops or self._saves_after(done)):
                 self._save()
             if diverged:
+                self._saves.finish(diverged)
                 raise TrainingDiverged(f"stopped after step {done}, state saved: {diverged}")
 
     def _ask_to_stop(self, number: int) -> None:
@@ -287,7 +297,8 @@ class Trainer:
     def _needs_outcome(self) -> bool:
         """Return True if the outcome of the step just taken must be known before the next step begins."""
         step = self._taken
-        return self._stops or self._evaluates_after(step) or self._saves_after(step) or self._shadowed(step + 1)
+        due = self._evaluates_after(step) or self._saves_after(step) or self._shadowed(step + 1)
+        return self._stops or due or self._saves.under_way
 
     def _lr(self) -> float:
         """Return the learning rate of the next step."""
@@ -351,5 +362,4 @@ class Trainer:
         files = [
             file for file in beside if file.is_file()
         ]  # tokenizer_config.json names the token that ends a document
-        folder, keep = self.config.checkpoint_folder, self.config.checkpoint.keep
-        save(folder, self.progress.step, self.engine.optimizer, extra, keep, files, self.engine.fp8)
+        self._saves.start(self.progress.step, extra, files)

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.checkpoint.atomic import sync
 from megaprec.checkpoint.digests import raw
+from megaprec.durable import sync
 from megaprec.errors import UserError
 from tools.convert.core.source import Source
 from tools.convert.core.tensors import fill

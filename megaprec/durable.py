@@ -1,0 +1,79 @@
+"""Files and folders that outlast a power cut, and errors of the filesystem that name their file.
+
+A file is on the disk after fsync, but its name is only there after fsync of its folder. So whoever creates a folder, or
+renames a file, flushes the folder above it as well.
+
+The system does not say which file a failed write or fsync belongs to; `named` adds it, so that every error of the
+filesystem can be told in one line.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+"""Errors that lie in the disk or its permissions, never in the program."""
+REMEDIES = {
+    errno.ENOSPC: "free some room there",
+    errno.EDQUOT: "free some room there, or raise the quota",
+    errno.EFBIG: "raise the limit of a file's size",
+    errno.EIO: "look at the disk",
+    errno.EROFS: "mount it for writing",
+    errno.EACCES: "allow it to be written to",
+    errno.EPERM: "allow it to be changed (lsattr shows whether it is immutable)",
+    errno.ENOENT: "it, or a folder above it, was removed in the meantime",
+    errno.EMFILE: "raise the number of open files (ulimit -n)",
+}
+
+
+def file_error(error: OSError) -> str:
+    """Return one line about an error of the filesystem: the file, the system's reason, and what to do."""
+    name = errno.errorcode.get(error.errno or 0, "no number")
+    what = " and ".join(str(path) for path in (error.filename, error.filename2) if path) or "a file"
+    remedy = REMEDIES.get(error.errno or 0, "look at that place")
+    return f"{what}: {error.strerror or error} ({name}): {remedy}"
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Add `path` to an OSError that names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Wait until the file, or the list of files of the folder, is on the disk. Raises OSError with the path."""
+    with named(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Create the folder and those above it, as far as they are missing, and flush each new name to the disk."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync(path.parent)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on the disk; its name may not be. Raises OSError with the path."""
+    with named(path), path.open("wb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(content))
+        os.fsync(file.fileno())
+
+
+def write_all(descriptor: int, content: memoryview) -> None:
+    """Write all bytes: the system may take only some of them at a time, as before a disk is full."""
+    while content:
+        content = content[os.write(descriptor, content) :]

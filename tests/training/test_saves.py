@@ -1,0 +1,313 @@
+"""The laws of the saves of a run: a save that fails costs a warning, unless it is the last; the steps beside a save are
+the steps without it; a run whose folder is gone stops.
+"""
+
+import errno
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.checkpoint import shard_file
+from megaprec.checkpoint.atomic import checkpoints, latest
+from megaprec.durable import write_all
+from megaprec.errors import UserError
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.observer import StepObserver
+from tests.ranks import run_ranks
+from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
+from tools.config.run_file import load_run
+from tools.journal.lines import Lines
+from tools.training import run_folder
+from tools.training.corpus import open_corpus
+from tools.training.signals import Stopped
+from tools.training.skipped_steps import TrainingDiverged
+from tools.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs"))
+
+
+class During(StepObserver):
+    """Calls `act` with the number of the step before the ranks agree on it."""
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self.act, self.step = act, 0
+
+    def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
+        self.step += 1
+        self.act(self.step)
+
+
+def train_with(mesh: DeviceMesh, file: Path, overrides: list[str], act: Callable[[int], None]) -> list[str]:
+    """Trains on this rank; returns the lines of the error that ended the run, if one did."""
+    config = load_run(file, overrides)
+    try:
+        Trainer(config, open_corpus(config), mesh, latest(config.checkpoint_folder), [During(act)]).run()
+    except UserError as error:
+        return list(error.problems)
+    except (Stopped, TrainingDiverged) as error:
+        return [str(error)]
+    return []
+
+
+def full(descriptor: int, content: memoryview) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def train_on_a_disk_that_fills(
+    mesh: DeviceMesh, file: Path, overrides: list[str], rank: int, until: int, stop: int = 0
+) -> list[str]:
+    """The disk of one rank is full until a step; before the step `stop` this rank is told to stop."""
+    if mesh.get_rank() == rank:
+        shard_file.write_all = full
+
+    def act(step: int) -> None:
+        if step > until:
+            shard_file.write_all = write_all
+        if step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return train_with(mesh, file, overrides, act)
+
+
+def told_on_a_disk_that_fills(mesh: DeviceMesh, **arguments: Any) -> list[str]:
+    """The lines of stderr of this rank."""
+    with redirect_stderr(StringIO()) as said:
+        assert train_on_a_disk_that_fills(mesh, **arguments) == []
+    return said.getvalue().splitlines()
+
+
+LAYOUT = ["parallel.tensor=2", "parallel.data=2"]
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_save_that_fails_costs_a_line_and_the_run_ends_as_if_it_had_not(
+    background: str, run_file: Path, tmp_path: Path
+) -> None:
+    given = [*LAYOUT, "checkpoint.every=2", "checkpoint.keep=9", f"checkpoint.background={background}"]
+    said = run_ranks(
+        told_on_a_disk_that_fills,
+        {"tp": 2, "dp": 2},
+        file=run_file,
+        overrides=[*given, f"train.folder={tmp_path / 'full'}"],
+        rank=2,
+        until=5,
+    )
+    assert said[1:] == [[]] * 3
+    for step, line in zip((2, 4), said[0], strict=True):
+        file = tmp_path / "full" / "checkpoints" / f".step_{step:08d}.partial" / "model-00002.safetensors"
+        assert line == (
+            f"warning    {checkpoint(tmp_path / 'full', step)} is not saved: {file}: No space left on device (ENOSPC): "
+            "free some room there; training goes on, and the next save is a new attempt"
+        )
+    assert os.listdir(tmp_path / "full" / "checkpoints") == ["step_00000006"]
+    train_on(run_file, *given, f"train.folder={tmp_path / 'whole'}", tensor=2, data=2)
+    assert steps(tmp_path / "full") == steps(tmp_path / "whole")
+    same_bits(tmp_path / "full", tmp_path / "whole", 6)
+
+
+def same_bits(one: Path, other: Path, step: int) -> None:
+    ours, theirs = (tensors(checkpoint(folder, step)) for folder in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("stop", [0, 5], ids=["at the end", "by a signal"])
+def test_a_run_whose_last_save_fails_says_where_the_same_command_goes_on(
+    stop: int, run_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    given = [*LAYOUT, f"train.folder={folder}"]
+    for newest, every in ((None, 9), (3, 3)):
+        if newest:
+            train_on(run_file, *given, "train.steps=3", tensor=2, data=2)
+        ends = run_ranks(
+            train_on_a_disk_that_fills,
+            {"tp": 2, "dp": 2},
+            file=run_file,
+            overrides=[*given, f"checkpoint.every={every}"],
+            rank=3,
+            until=9,
+            stop=stop and stop - (newest or 0),
+        )
+        (line,) = ends[0]
+        assert ends == [[line]] * 4
+        assert line.startswith(f"{checkpoint(folder, stop or 6)} is not saved: {folder}/checkpoints/.step_")
+        assert "/model-00003.safetensors: No space left on device (ENOSPC): free some room there; " in line
+        assert line.endswith(
+            f"the newest whole checkpoint is {checkpoint(folder, newest)}: the same command goes on from it"
+            if newest
+            else f"there is no whole checkpoint in {folder}/checkpoints: the same command starts anew"
+        )
+        assert checkpoints(folder / "checkpoints") == ([checkpoint(folder, newest)] if newest else [])
+
+
+def train_slowly_saving(mesh: DeviceMesh, file: Path, overrides: list[str]) -> list[int]:
+    """The steps before which a save was under way."""
+
+    def slowly(descriptor: int, content: memoryview) -> None:
+        time.sleep(0.01)
+        write_all(descriptor, content)
+
+    shard_file.write_all = slowly
+    beside = list[int]()
+
+    def act(step: int) -> None:
+        if any((Path(load_run(file, overrides).train.folder) / "checkpoints").glob(".step_*.partial")):
+            beside.append(step)
+
+    assert train_with(mesh, file, overrides, act) == []
+    return beside
+
+
+@pytest.mark.parametrize("validation", ["before", "after"])
+def test_steps_beside_a_save_are_the_steps_without_one_bit_for_bit(
+    validation: str, run_file: Path, tmp_path: Path
+) -> None:
+    given = ["parallel.pipeline=2", f"optimizer.validation={validation}", "checkpoint.keep=9", "checkpoint.every=2"]
+    given += ["optimizer.clip=0"]
+    for background, name in (("true", "beside"), ("false", "between")):
+        into = [f"checkpoint.background={background}", f"train.folder={tmp_path / name}"]
+        beside = run_ranks(train_slowly_saving, {"pp": 2}, file=run_file, overrides=[*given, *into])
+        assert bool(beside[0]) is (background == "true")
+    assert steps(tmp_path / "beside") == steps(tmp_path / "between")
+    for step in (2, 4, 6):
+        same_bits(tmp_path / "beside", tmp_path / "between", step)
+
+
+# --- the folder of a live run
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def replace(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.mkdir()
+
+
+def remove_lock(folder: Path) -> None:
+    (folder / run_folder.LOCK).unlink()
+
+
+def replace_lock(folder: Path) -> None:
+    remove_lock(folder)
+    (folder / run_folder.LOCK).touch()
+
+
+def train_and_lose(
+    mesh: DeviceMesh, file: Path, folder: Path, lose: Callable[[Path], None], options: list[str]
+) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    held = (folder / run_folder.LOCK).open("a")  # as the command holds it
+    torch.distributed.barrier()
+
+    def act(step: int) -> None:
+        if step == 2 and mesh.get_rank() == 1:
+            lose(folder)
+
+    with held:
+        return train_with(mesh, file, [*options, f"train.folder={folder}", "checkpoint.every=0"], act)
+
+
+@pytest.mark.parametrize("lose", [remove, replace, remove_lock, replace_lock])
+@pytest.mark.parametrize("options", [["parallel.tensor=2"], ["parallel.pipeline=2", "optimizer.validation=after"]])
+def test_a_run_whose_folder_is_gone_stops_on_all_ranks_and_saves_nothing(
+    lose: Callable[[Path], None], options: list[str], run_file: Path, tmp_path: Path
+) -> None:
+    if options[-1].startswith("optimizer"):
+        options = [*options, "optimizer.clip=0"]
+    axes = {"tp": 2} if "tensor" in options[0] else {"pp": 2}
+    ends = run_ranks(train_and_lose, axes, file=run_file, folder=tmp_path / "run", lose=lose, options=options)
+    (line,) = ends[0]
+    assert ends == [[line]] * 2
+    assert line.startswith(f"{tmp_path / 'run'} or its file .lock was removed or replaced while a run trained there: ")
+    assert line.endswith("nothing saved; put it back, or start a new run")
+    step = int(line.split("stopped after step ")[1].split(",")[0])
+    assert 3 <= step <= 5
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_folder_that_cannot_be_looked_at_for_a_moment_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = run_folder.RunFolder(tmp_path, 0)
+
+    def unknown(path: Path) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(run_folder.os, "stat", unknown)
+    assert not watched.is_gone()
+
+
+# --- records
+
+
+def test_records_that_cannot_be_written_are_kept_and_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines, write = Lines(path), os.write
+    lines.write("one")
+
+    def half(descriptor: int, content: bytes) -> int:
+        if len(content) < 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, content[: len(content) // 2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        lines.write("two")
+        lines.write("three, which is longer")
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"warning    {path}: No space left on device (ENOSPC): free some room there; its lines are kept in memory "
+        "until they can be written; training goes on"
+    ]
+    lines.write("four")
+    assert capsys.readouterr().err == f"note       {path}: all lines that were kept in memory are written\n"
+    lines.close()
+    assert path.read_text().splitlines() == ["one", "two", "three, which is longer", "four"]
+
+
+def test_records_that_are_lost_in_the_end_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Lines(tmp_path / "metrics.jsonl")
+
+    def fail(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", fail)
+    lines.write("one")
+    lines.write("two")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: No space left.*; the last 2 lines of it are lost"):
+        lines.close()
+
+
+def test_a_disk_that_is_full_at_the_start_is_told_in_one_line(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("run.tmp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        inner(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert train(run_file, f"train.folder={tmp_path}") == 2
+    line = f"{tmp_path}/run.tmp: No space left on device (ENOSPC): free some room there"
+    assert capsys.readouterr().err.splitlines() == [line]

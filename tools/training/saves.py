@@ -1,0 +1,85 @@
+"""The saves of a run: at most one is under way beside the steps, and one that fails does not end the run.
+
+A save that fails costs a warning: the run goes on, and the next save is a new attempt. Only if the last save of a run
+fails does the run end with an error, which names the checkpoint that the same command goes on from.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaprec.checkpoint.atomic import latest
+from megaprec.checkpoint.saving import Outcome, Saving
+from megaprec.errors import UserError
+from megaprec.fp8.state import FP8State
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from tools.config.run_file import RunConfig
+
+
+class Saves:
+    """The saves of the run of `config`. All methods are collective over the world."""
+
+    def __init__(self, config: RunConfig, optimizer: ParallelAMPOptimizer, fp8: FP8State | None) -> None:
+        self._config, self._optimizer, self._fp8 = config, optimizer, fp8
+        self._saving: Saving | None = None
+        self._problem = ""  # of the newest save, if it failed
+        self._told: set[str] = set()  # warnings
+
+    @property
+    def under_way(self) -> bool:
+        """Return True if a save is not finished yet. The same on every rank."""
+        return self._saving is not None
+
+    def start(self, step: int, extra: dict[str, Any], files: Sequence[Path]) -> None:
+        """Save the state after `step`. Waits for the save before, if that is not finished. extra, files: see `save`."""
+        self._wait()
+        c = self._config.checkpoint
+        folder, state = self._config.checkpoint_folder, (self._optimizer, extra, c.keep, files, self._fp8)
+        self._saving = Saving(folder, step, *state, background=c.background)
+        if not c.background:
+            self._wait()
+
+    def poll(self) -> None:
+        """Take note of the outcome of the save that is under way, if there is one."""
+        if self._saving is not None and (outcome := self._saving.poll()) is not None:
+            self._note(outcome)
+
+    def finish(self, stopped: str = "") -> None:
+        """Wait for the last save of the run. Raises UserError on every rank if it failed.
+
+        stopped: the reason why the run ends before its last step.
+        """
+        self._wait()
+        if self._problem:
+            lines = [f"{self._problem}; {_goes_on(self._config.checkpoint_folder)}"]
+            raise UserError(*([f"training stopped: {stopped}"] if stopped else []), *lines)
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            self._note(self._saving.finish())
+
+    def _note(self, outcome: Outcome) -> None:
+        self._saving = None
+        self._problem = f"{outcome.path} is not saved: {outcome.problem}" if outcome.problem else ""
+        self._warn(outcome.warnings)
+        if self._problem and self._optimizer.world.rank == 0:
+            again = "training goes on, and the next save is a new attempt"
+            print(f"warning    {self._problem}; {again}", file=sys.stderr, flush=True)
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        """Print each warning once, and again if it was gone in the meantime."""
+        for line in (line for line in warnings if line not in self._told):
+            print(f"warning    {line}", file=sys.stderr, flush=True)
+        self._told = set(warnings)
+
+
+def _goes_on(folder: Path) -> str:
+    """Return the place from which the same command goes on."""
+    try:
+        newest = latest(folder)
+    except UserError as error:
+        return str(error)
+    if newest is None:
+        return f"there is no whole checkpoint in {folder}: the same command starts anew"
+    return f"the newest whole checkpoint is {newest}: the same command goes on from it"

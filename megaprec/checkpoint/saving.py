@@ -99,7 +99,9 @@ class Saving:
         return self._outcome
 
     def finish(self) -> Outcome:
-        """Wait for the outcome. Collective. However slow the disk of one rank is, no rank waits in one collective."""
+        """Wait for the outcome. Collective. In the background, no rank waits long in one collective, however slow the
+        disk of another is; between steps, all wait for the slowest in the first.
+        """
         while (outcome := self.poll()) is None:
             if self._thread is not None:
                 self._thread.join(PAUSE)

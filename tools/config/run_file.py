@@ -9,7 +9,6 @@ An override is `table.key=value`, with the value in TOML's grammar. For a key th
 for others, text that TOML cannot read (`parallel.schedule=gpipe`) is taken as a string.
 """
 
-import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from megaprec.data.files import write_whole
 from megaprec.dialects.translate import DIALECTS
-from megaprec.durable import make_folder, sync, write_file
 from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.precision.plan import PrecisionPlan
@@ -155,11 +154,7 @@ class RunConfig(BaseModel):
         path = folder / "run.toml"
         if path.exists() and not path.read_bytes().startswith(SAVED.encode()):
             path = folder / "run.resolved.toml"
-        make_folder(folder)
-        unfinished = path.with_suffix(".tmp")
-        write_file(unfinished, self._as_toml().encode())
-        os.replace(unfinished, path)
-        sync(folder)
+        write_whole(path, self._as_toml().encode())
         return path
 
     def _as_toml(self) -> str:

@@ -55,11 +55,12 @@ class Reference(Inert):
 def limit() -> None:
     """Limit this process: little memory and time, no files to write, no child processes."""
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    limits = {resource.RLIMIT_AS: taken + MEMORY, resource.RLIMIT_CPU: SECONDS}
+    limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NPROC: 0}
+    for what, most in limits.items():
+        _, allowed = resource.getrlimit(what)  # the user's own limit, which may only be lowered
+        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+        resource.setrlimit(what, (most, most))
 
 
 def described(value: Any) -> Any:

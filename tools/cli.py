@@ -5,6 +5,8 @@ problem); 3 training stopped itself because of skipped steps, with its state sav
 """
 
 import argparse
+import errno
+import io
 import os
 import platform
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaprec.errors import UserError
+from megaprec.parsing import is_unicode
 from tools.commands import (
     compare,
     data,
@@ -42,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ends the process if torch.distributed could not be shut down: see `parallel.mesh.world`.
     """
     os.environ.update(slurm_environment(os.environ))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what it cannot encode is escaped, as on stderr
     args, joined = _parsed(argv), dist.is_initialized()
     try:
         code = _run(args)
@@ -70,6 +75,14 @@ def _run(args: argparse.Namespace) -> int:
         if must_tell():
             print(*error.problems, sep="\n", file=sys.stderr)
         return 2
+    except OSError as error:  # a file that cannot be read or written is the user's to mend
+        problem = _of_file(error)
+        note_failure(problem or error)
+        if problem is None:
+            raise
+        if must_tell():
+            print(problem, file=sys.stderr)
+        return 2
     except TrainingDiverged as stop:
         note_failure(stop)
         if must_tell():
@@ -82,6 +95,14 @@ def _run(args: argparse.Namespace) -> int:
     except Exception as error:
         note_failure(error)
         raise
+
+
+def _of_file(error: OSError) -> UserError | None:
+    """Return the error of a file as a line that names it; None if it names none."""
+    if error.filename is None or error.errno is None:
+        return None
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+    return UserError(f"{name}: {error.strerror} ({errno.errorcode.get(error.errno, error.errno)})")
 
 
 def parser_of_all() -> argparse.ArgumentParser:
@@ -121,6 +142,9 @@ def _version() -> str:
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments. Overrides may stand before and after options, which argparse alone does not allow."""
     parser = parser_of_all()
+    for word in sys.argv[1:] if argv is None else argv:
+        if "\0" in word or not is_unicode(word):
+            parser.error(f"the argument {word!a} is no UTF-8 text without NUL")
     args, left = parser.parse_known_args(argv)
     if left and (not hasattr(args, "overrides") or any(word.startswith("-") for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")

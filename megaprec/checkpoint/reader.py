@@ -1,6 +1,5 @@
 """Reader of checkpoints: logical tensors, or any rectangle of one, from the chunks in a checkpoint's files."""
 
-import json
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from megaprec.checkpoint.digests import OTHERS, is_sealed
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_regular
 
 INDEX = "checkpoint.json"
 FORMAT = 1
@@ -185,12 +185,11 @@ def _read(path: Path) -> tuple[bytes, Any]:
     """Return the bytes of checkpoint.json, and the value that they parse to."""
     file = path / INDEX
     try:
-        if file.exists() and not file.is_file():
-            raise OSError("it is no file")
-        content = file.read_bytes()
-        return content, json.loads(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({error})") from error
+        content = read_regular(file)
+        return content, parse_json(content)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({reason})") from error
 
 
 def _require_known_format(path: Path, index: Any) -> None:

@@ -42,7 +42,9 @@ def _put_texts(folder: Path) -> None:
 
 def _put_precision(folder: Path) -> None:
     (folder / "deepspeed.json").write_text('{"bf16": {"enabled": true}, "gradient_clipping": 1.0}')
-    (folder / "nemo.yaml").write_text("trainer:\n  precision: bf16-mixed\nmodel:\n  grad_allreduce_chunk_size_mb: 125\n")
+    (folder / "nemo.yaml").write_text(
+        "trainer:\n  precision: bf16-mixed\nmodel:\n  grad_allreduce_chunk_size_mb: 125\n"
+    )
     (folder / "colossalai.py").write_text(
         "from colossalai.amp import AMP_TYPE\nfp16 = dict(mode=AMP_TYPE.NAIVE, initial_scale=2**10)\n"
     )

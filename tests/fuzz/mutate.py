@@ -8,20 +8,148 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-NUMBERS = ["0", "-1", "1", "2", "3", "7", "1e400", "-0.0", "nan", "inf", "-inf", "1e-400", "0.5", "8.0", "0x10", "1_000"]
+NUMBERS = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "1e400",
+    "-0.0",
+    "nan",
+    "inf",
+    "-inf",
+    "1e-400",
+    "0.5",
+    "8.0",
+    "0x10",
+    "1_000",
+]
 NUMBERS += ["100000", "1000003", "4294967296", str(2**31 - 1), str(2**63 - 1), str(2**63), str(2**64), str(10**30)]
 NUMBERS += ["9" * 400, "9" * 5000, "-" + "9" * 5000]
-WORDS = ["", "''", '""', "true", "none", "[]", "{}", "[1, 2]", "[[[]]]", "{a = 1}", '["*"]', "'a\\u0000b'", '"a\\u0000b"']
-WORDS += ["a\0b", "x" * 300, "x" * 70000, "x/" * 3000, "\udcff\udcfe", '"\\ud800"', "\x1b[31m", "a\nb", "..", ".", "~", "~nobody"]
-WORDS += ["/dev/null", "/dev/zero", "/proc/self/mem", "/dev/full", "/nonexistent/x", "my.toml/x", "run", "hf", "my.toml", "text.txt"]
-WORDS += ["[" * 2000, "[" * 2000 + "]" * 2000, "{a=" * 2000, "[" * 500 + "1" + "]" * 500, "1979-05-27", "07:32:00", "$HOME", "%s%n"]
-WORDS += ["data/text", "python", "é" * 200, "-", "--", "=", "a=b", "'''", '"""', "1 = 2", "1\n2", "*", "**", "[a-", "(", "\\"]
-PATHS = ["", ".", "..", "a\0b", "x" * 300, "x/" * 3000, "\udcff", "my.toml", "my.toml/x", "nowhere", "run", "hf", "hf/config.json"]
-PATHS += ["run/checkpoints", "run/checkpoints/step_00000004", "data", "data/text", "data/text.model", "data/text.idx", "/dev/null"]
-PATHS += ["text.txt", "text.jsonl", "text.parquet", "megatron", "bin", "bin/pytorch_model.bin", "hf/tokenizer.json", "/dev/full"]
+WORDS = [
+    "",
+    "''",
+    '""',
+    "true",
+    "none",
+    "[]",
+    "{}",
+    "[1, 2]",
+    "[[[]]]",
+    "{a = 1}",
+    '["*"]',
+    "'a\\u0000b'",
+    '"a\\u0000b"',
+]
+WORDS += [
+    "a\0b",
+    "x" * 300,
+    "x" * 70000,
+    "x/" * 3000,
+    "\udcff\udcfe",
+    '"\\ud800"',
+    "\x1b[31m",
+    "a\nb",
+    "..",
+    ".",
+    "~",
+    "~nobody",
+]
+WORDS += [
+    "/dev/null",
+    "/dev/zero",
+    "/proc/self/mem",
+    "/dev/full",
+    "/nonexistent/x",
+    "my.toml/x",
+    "run",
+    "hf",
+    "my.toml",
+    "text.txt",
+]
+WORDS += [
+    "[" * 2000,
+    "[" * 2000 + "]" * 2000,
+    "{a=" * 2000,
+    "[" * 500 + "1" + "]" * 500,
+    "1979-05-27",
+    "07:32:00",
+    "$HOME",
+    "%s%n",
+]
+WORDS += [
+    "data/text",
+    "python",
+    "é" * 200,
+    "-",
+    "--",
+    "=",
+    "a=b",
+    "'''",
+    '"""',
+    "1 = 2",
+    "1\n2",
+    "*",
+    "**",
+    "[a-",
+    "(",
+    "\\",
+]
+PATHS = [
+    "",
+    ".",
+    "..",
+    "a\0b",
+    "x" * 300,
+    "x/" * 3000,
+    "\udcff",
+    "my.toml",
+    "my.toml/x",
+    "nowhere",
+    "run",
+    "hf",
+    "hf/config.json",
+]
+PATHS += [
+    "run/checkpoints",
+    "run/checkpoints/step_00000004",
+    "data",
+    "data/text",
+    "data/text.model",
+    "data/text.idx",
+    "/dev/null",
+]
+PATHS += [
+    "text.txt",
+    "text.jsonl",
+    "text.parquet",
+    "megatron",
+    "bin",
+    "bin/pytorch_model.bin",
+    "hf/tokenizer.json",
+    "/dev/full",
+]
 PATHS += ["/proc/self/mem", "~nobody/x", "new", "new/deep/x", "folder", "link", "fifo", "locked", "é", "-", "--x", " "]
 JSON_VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 10**6, 2**63, 10**30, -(10**30), 1e308, 0.5, float("nan")]
-JSON_VALUES += [float("inf"), "", "a", "\0", "../x", "/etc/passwd", "x" * 300, "\ud800", "1", [], {}, [[]], [1], {"a": 1}, [None]]
+JSON_VALUES += [
+    float("inf"),
+    "",
+    "a",
+    "\0",
+    "../x",
+    "/etc/passwd",
+    "x" * 300,
+    "\ud800",
+    "1",
+    [],
+    {},
+    [[]],
+    [1],
+    {"a": 1},
+    [None],
+]
 JSON_VALUES += ["fp32", "float32", [0, 0], [10**9, 10**9], "x" * 100_000]
 
 
@@ -36,7 +164,9 @@ def bytes_changed(rng: Random, content: bytes) -> bytes:
         elif kind == 1:
             del changed[at : at + size]
         elif kind == 2:
-            changed[at:at] = rng.choice((b"\0", b"\xff", b"\xff" * 8, b"[" * 3000, b"9" * 5000, b"\n", b'"', b"{", b"=", b"\r"))
+            changed[at:at] = rng.choice(
+                (b"\0", b"\xff", b"\xff" * 8, b"[" * 3000, b"9" * 5000, b"\n", b'"', b"{", b"=", b"\r")
+            )
         elif kind == 3:
             del changed[at:]
         elif kind == 4:
@@ -44,7 +174,9 @@ def bytes_changed(rng: Random, content: bytes) -> bytes:
         elif kind == 5:
             changed[at : at + size] = rng.randbytes(size)
         else:
-            changed[at : at + 8] = rng.choice((b"\0" * 8, b"\xff" * 8, b"\xff" * 7 + b"\x7f", (10**12).to_bytes(8, "little")))
+            changed[at : at + 8] = rng.choice(
+                (b"\0" * 8, b"\xff" * 8, b"\xff" * 7 + b"\x7f", (10**12).to_bytes(8, "little"))
+            )
     return bytes(changed)
 
 
@@ -71,7 +203,9 @@ def json_changed(rng: Random, value: Any) -> Any:
         elif kind == 1 and isinstance(inside, dict):
             inside[rng.choice(["a", "", "\0", "x" * 300, str(key) + "x"])] = rng.choice(JSON_VALUES)
         elif kind == 2 and isinstance(inside[key], int | float):
-            inside[key] = rng.choice((-inside[key], inside[key] + 1, inside[key] * 10**6, float(inside[key]), str(inside[key])))
+            inside[key] = rng.choice(
+                (-inside[key], inside[key] + 1, inside[key] * 10**6, float(inside[key]), str(inside[key]))
+            )
         else:
             inside[key] = rng.choice(JSON_VALUES)
     return value
@@ -81,8 +215,14 @@ def json_text(rng: Random, value: Any) -> bytes:
     """The bytes of a changed JSON value; seldom with what JSON cannot say: huge integers, deep nesting."""
     text = json.dumps(value)
     if rng.random() < 0.08 and isinstance(value, dict):
-        odd = rng.choice(("9" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 3000 + "1" + "}" * 3000, "1e999", "-" + "9" * 20))
-        text = f'{{"{rng.choice([*value, "a"])}": {odd}, {text[1:]}' if rng.random() < 0.5 else f'{text[:-1]}, "{rng.choice([*value, "a"])}": {odd}}}'
+        odd = rng.choice(
+            ("9" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 3000 + "1" + "}" * 3000, "1e999", "-" + "9" * 20)
+        )
+        text = (
+            f'{{"{rng.choice([*value, "a"])}": {odd}, {text[1:]}'
+            if rng.random() < 0.5
+            else f'{text[:-1]}, "{rng.choice([*value, "a"])}": {odd}}}'
+        )
     content = text.encode("utf-8", "surrogatepass")
     return bytes_changed(rng, content) if rng.random() < 0.1 else content
 

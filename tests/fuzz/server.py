@@ -23,7 +23,6 @@ from typing import Self
 from tools import cli
 from tools.commands import train
 from tools.journal.records import METRICS
-from tools.parity import ranks
 
 RANKS = 4096  # more than this on one machine is a slip
 STEPS = 3  # of training, after which a run has shown that it trains
@@ -84,7 +83,9 @@ def faults(command: Command, ended: Ended) -> list[str]:
     """What is wrong with how a command ended; empty if it did its work or refused in plain lines."""
     found = []
     last = (ended.err.strip().splitlines() or [""])[-1][:300]
-    if ended.code == -signal.SIGXCPU or ended.code == -signal.SIGKILL:
+    if ended.code in (-signal.SIGXCPU, -signal.SIGKILL) and "\nmemory " in ended.out:
+        return []  # a model of a size that was stated, about to train
+    if ended.code in (-signal.SIGXCPU, -signal.SIGKILL):
         found.append(f"no end after {ended.seconds:.0f} s of processor time: {(ended.out + ended.err)[-100:]!r}")
     elif ended.code < 0:
         found.append(f"ended by {signal.Signals(-ended.code).name}: {last}")
@@ -98,7 +99,7 @@ def faults(command: Command, ended: Ended) -> list[str]:
     if longest := max((line for line in ended.err.splitlines()), key=len, default=""):
         if len(longest) > 4000:
             found.append(f"a line of {len(longest)} characters: {longest[:60]}...{longest[-60:]}")
-    if ended.memory > command.memory:
+    if ended.memory > command.memory and "\nmemory " not in ended.out:
         found.append(f"took {ended.memory >> 20} MiB: {last}")
     return found
 
@@ -124,7 +125,8 @@ def _answer(command: Command, own: int) -> Ended:
         os.killpg(pid, signal.SIGKILL)  # whatever it has left behind
     code = os.waitstatus_to_exitcode(status)
     said = [path.read_text("utf-8", "backslashreplace")[:200_000] if path.exists() else "" for path in (out, err)]
-    return Ended(code, *said, usage.ru_utime + usage.ru_stime, max(0, usage.ru_maxrss - own) << 10)
+    out_said, err_said = said
+    return Ended(code, out_said, err_said, usage.ru_utime + usage.ru_stime, max(0, usage.ru_maxrss - own) << 10)
 
 
 def _child(command: Command, out: Path, err: Path) -> None:
@@ -141,7 +143,7 @@ def _child(command: Command, out: Path, err: Path) -> None:
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         limit = taken + 4 * command.memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        train.launch_local = ranks.start_ranks = _no_ranks
+        train.launch_local = _no_ranks
         threading.Thread(target=_stop_training, args=(Path.cwd(),), daemon=True).start()
         code = cli.main(command.argv)
     except SystemExit as left:

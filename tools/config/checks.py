@@ -18,6 +18,7 @@ from megaprec.optim.lr import LRSchedule
 from megaprec.optim.post_validation import conflicts
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule, rule
+from megaprec.parsing import read_text
 from megaprec.precision.patterns import matched, unmatched
 from models.config import ModelConfig
 from parallel.activation_checkpoint import MODULES
@@ -205,7 +206,7 @@ def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal)
 def read_schedule(path: str) -> Schedule:
     """Read a schedule from a text file without checking that it can run. Raises UserError that names the file."""
     try:
-        return Schedule.parse(Path(path).read_text(encoding="utf-8"))
+        return Schedule.parse(read_text(Path(path)))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"schedule {path}: cannot be read ({reason})") from error
@@ -216,6 +217,9 @@ def read_schedule(path: str) -> Schedule:
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and layers."""
     microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
+    if parallel.pipeline > model.layers:  # before a schedule is built for all of them
+        yield (f"parallel.pipeline {parallel.pipeline} is more than model.layers {model.layers}: a stage needs a layer")
+        return
     try:
         ranks = pipeline_schedule(parallel, microbatches).rank_of_stage
     except UserError as error:

@@ -19,6 +19,7 @@ from models.initial_weights import InitialStd, Matrix
 from models.rope import RopeScaling
 
 MOST = 2**31 - 1  # of any size: torch and other formats have 32-bit sizes in places
+MOST_EXPERTS = 2**16  # in all layers; each is a module of its own
 FFN_MULTIPLE = 64  # a derived feed-forward width is rounded up to this, so that tensor parallelism can shard it
 
 
@@ -50,7 +51,7 @@ class ModelConfig(BaseModel):
     family: Literal["llama", "gpt2", "gpt_neox", "mistral", "qwen2", "qwen3", "mixtral"] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
-    layers: int = Field(gt=0, le=10_000, description="Number of transformer layers.")
+    layers: int = Field(gt=0, le=4096, description="Number of transformer layers.")
     hidden: int = Field(gt=0, le=MOST, description="Hidden size: width of the residual stream.")
     heads: int = Field(gt=0, le=65_536, description="Number of attention heads.")
     kv_heads: int = Field(
@@ -250,6 +251,11 @@ class ModelConfig(BaseModel):
             yield (
                 f"experts_per_token {self.experts_per_token} is more than experts {self.experts}: "
                 f"choose at most {self.experts}"
+            )
+        if self.layers * self.experts > MOST_EXPERTS:
+            yield (
+                f"layers {self.layers} x experts {self.experts} are more than {MOST_EXPERTS:,} feed-forwards: "
+                "choose fewer of either"
             )
         if self.mlp_bias:
             yield f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = false"

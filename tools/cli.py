@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -105,9 +106,16 @@ def _of_file(error: OSError) -> UserError | None:
     return UserError(f"{name}: {error.strerror} ({errno.errorcode.get(error.errno, error.errno)})")
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are lines of bounded length, as those of `UserError` are."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(str(UserError(message)))
+
+
 def parser_of_all() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megaprec",
         description="Train, check and convert transformer models in any tensor, pipeline and data layout.",
     )
@@ -150,6 +158,9 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if left:
         args.overrides = [*args.overrides, *left]
+    for name, value in vars(args).items():
+        if isinstance(value, int) and abs(value) >= 2**63:
+            parser.error(f"--{name.replace('_', '-')}: a number of more than 64 bits")
     return args
 
 

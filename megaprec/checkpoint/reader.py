@@ -1,6 +1,6 @@
 """Reader of checkpoints: logical tensors, or any rectangle of one, from the chunks in a checkpoint's files."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +37,13 @@ class _Tensor(_Table):
     dtype: str
     shape: list[Count]
     chunks: list[_Chunk]
+
+    @field_validator("dtype")
+    @classmethod
+    def _is_a_dtype(cls, dtype: str) -> str:
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"{dtype!r} is no dtype of torch")
+        return dtype
 
 
 class _Optimizer(_Table):
@@ -88,7 +95,7 @@ class Store:
         self._check_files()
 
     def _check_files(self) -> None:
-        problems = []
+        problems = [*self._check_tensors()]
         for name, size in self.index["files"].items():
             file = self.path / name
             if Path(name).name != name:
@@ -99,6 +106,15 @@ class Store:
             problems.append(f"{self.path} is damaged: {INDEX} does not have a digest for exactly the files it lists")
         if problems:
             raise UserError(*problems)
+
+    def _check_tensors(self) -> Iterator[str]:
+        """Yield a problem for each tensor whose chunks are not as large as it is, or larger than their files."""
+        sizes = self.index["files"]
+        for key, entry in self.index["tensors"].items():
+            chunks, width = entry["chunks"], getattr(torch, entry["dtype"]).itemsize
+            fits = all(prod(chunk["shape"]) * width <= sizes.get(chunk["file"], 0) for chunk in chunks)
+            if "/" not in key or not fits or sum(prod(chunk["shape"]) for chunk in chunks) != prod(entry["shape"]):
+                yield f"{self.path} is damaged: {INDEX} does not say where all of {key!r} is"
 
     def file(self, name: str) -> Path:
         """Return the path of a file of the checkpoint. Raises UserError unless checkpoint.json lists it."""

@@ -1,4 +1,4 @@
-"""The groups of cases: each is a function that changes the copy of the good files and returns the command line to try."""
+"""The groups of cases: each is a function that changes the copy of the good files and returns the command line."""
 
 import argparse
 import json

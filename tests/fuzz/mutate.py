@@ -1,5 +1,6 @@
-"""Odd values, and changes to bytes, to JSON and to files; each from a random number generator, so that a seed repeats it."""
+"""Odd values, and changes to bytes, to JSON and to files, from a random number generator."""
 
+import copy
 import json
 import os
 import shutil
@@ -189,25 +190,29 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
     return []
 
 
+def _value(rng: Random) -> Any:
+    return copy.deepcopy(rng.choice(JSON_VALUES))  # a list of its own, which may be changed again
+
+
 def json_changed(rng: Random, value: Any) -> Any:
     """A JSON value with entries changed, lost, added or doubled, or nested deep."""
     value = json.loads(json.dumps(value))
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         places = _places(value)
         if not places or rng.random() < 0.03:
-            return rng.choice(JSON_VALUES)
+            return _value(rng)
         inside, key = rng.choice(places if rng.random() < 0.5 else places[: max(1, len(value))])
         kind = rng.randrange(5)
         if kind == 0:
             del inside[key]
         elif kind == 1 and isinstance(inside, dict):
-            inside[rng.choice(["a", "", "\0", "x" * 300, str(key) + "x"])] = rng.choice(JSON_VALUES)
+            inside[rng.choice(["a", "", "\0", "x" * 300, str(key) + "x"])] = _value(rng)
         elif kind == 2 and isinstance(inside[key], int | float):
             inside[key] = rng.choice(
                 (-inside[key], inside[key] + 1, inside[key] * 10**6, float(inside[key]), str(inside[key]))
             )
         else:
-            inside[key] = rng.choice(JSON_VALUES)
+            inside[key] = _value(rng)
     return value
 
 

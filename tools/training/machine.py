@@ -12,12 +12,10 @@ from pathlib import Path
 
 import torch
 
+from megaprec.data.workers import cores, most_processes
 from megaprec.errors import UserError
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
-
-USUAL = 64  # processes or threads that any machine may be asked for
-PER_CORE = 8
 
 
 def check_machine(config: RunConfig, ranks: int, device: str) -> None:
@@ -27,9 +25,8 @@ def check_machine(config: RunConfig, ranks: int, device: str) -> None:
 
 
 def _processes(config: RunConfig, ranks: int) -> Iterator[str]:
-    cores = os.cpu_count() or 1
-    most = max(USUAL, PER_CORE * cores)
-    here = f"this machine has {cores} cores, and takes {most} at most"
+    most = most_processes()
+    here = f"this machine has {cores()} cores, and takes {most} at most"
     p = config.parallel
     if ranks > most:
         yield (

@@ -65,14 +65,17 @@ def is_unicode(text: str) -> bool:
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes. Raises OSError, with `path` as its filename."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
-    with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(found.st_mode):
-            kind = "pipe" if stat.S_ISFIFO(found.st_mode) else "device or a socket"
+        if not stat.S_ISREG(mode):
+            kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
             raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
-        content = file.read(most + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(most + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(path))
     return content

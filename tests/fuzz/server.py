@@ -106,8 +106,12 @@ def faults(command: Command, ended: Ended) -> list[str]:
 
 
 def _is_at_work(command: Command, ended: Ended) -> bool:
-    """A run that has stated the memory of its model trains next; text is generated until there is enough."""
-    return "\nmemory " in ended.out or (command.argv[0] == "generate" and bool(ended.out))
+    """A run has begun to build its model or to train; text is generated until there is enough."""
+    return (
+        "\nmemory " in ended.out
+        or "building a model" in ended.err
+        or (command.argv[0] == "generate" and bool(ended.out))
+    )
 
 
 def _serve() -> None:

@@ -7,6 +7,7 @@ Started by torchrun, Slurm or itself, it is one rank of the world that it joins.
 import argparse
 import os
 import socket
+import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -44,6 +45,8 @@ from tools.training.notes import add_strict, tell_notes
 from tools.training.resume import check_resumable, differences
 from tools.training.trainer import Trainer
 
+MANY = 1000  # feed-forwards; a model that has more takes seconds to build
+
 
 def add_parser(subparsers: Any) -> None:
     """Add `train` to the commands."""
@@ -80,6 +83,8 @@ def main(args: argparse.Namespace) -> int:
     if export and export.exists():
         raise UserError(f"--export-hf {export}: it exists already; give another folder")
     _open_checked(config, args.allow)
+    if (blocks := config.model.layers * max(1, config.model.experts)) > MANY:
+        print(f"building a model of {blocks:,} feed-forwards, which takes a while", file=sys.stderr, flush=True)
     if not args.no_verify:
         _verify(config, export)
     if config.world_size == 1:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
+MOST_BITS = 128  # of an integer, which every float64 then can hold; states of random number generators have 128
 MOST_BYTES = 1 << 30  # of a file that is read whole
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
 
@@ -40,13 +41,15 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _check(value: Any) -> None:
-    """Raise ValueError for nesting beyond NESTING levels, and for text with half of a surrogate pair."""
+    """Raise ValueError for nesting beyond NESTING levels, huge integers, and text with half of a surrogate pair."""
     level = [value]
     for _ in range(NESTING):
         texts = [one for one in level if isinstance(one, str)]
         texts += [key for one in level if isinstance(one, dict) for key in one]
         if not all(text.isascii() or is_unicode(text) for text in texts):
             raise ValueError("it has text that is no Unicode (half of a surrogate pair)")
+        if any(abs(one) >> MOST_BITS for one in level if isinstance(one, int)):
+            raise ValueError(f"it has an integer of more than {MOST_BITS} bits")
         inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         if not (level := [one for values in inside for one in values]):
             return

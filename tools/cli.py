@@ -1,8 +1,8 @@
 """The `megaprec` command.
 
 Exit codes: 0 success; 1 a fault of megaprec, or layouts that differ in `megaprec parity`; 2 wrong input, or a file that
-cannot be read or written (one line a problem); 3 training stopped itself because of skipped steps, with its state saved;
-128 + signal: stopped by a signal.
+cannot be read or written (a line for each problem); 3 training stopped itself because of skipped steps, with its state
+saved; 128 + signal: stopped by a signal.
 """
 
 import argparse

@@ -74,11 +74,13 @@ def _jsonl_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
 def _cut(document: str, text: str) -> Iterator[Piece]:
     """Yield a document's text in pieces, cut at line ends where there are some, as those of a text file are."""
     start = 0
-    while start < len(text):
+    while len(text) - start > PIECE_CHARS:
         line_end = text.find("\n", start + PIECE_CHARS, start + 2 * PIECE_CHARS)
         end = start + 2 * PIECE_CHARS if line_end < 0 else line_end + 1
         yield document, text[start:end]
         start = end
+    if start < len(text) or not text:
+        yield document, text[start:]
 
 
 def _unpacked(file: Path) -> BinaryIO:

@@ -29,7 +29,7 @@ STEPS = 3  # of training, after which a run has shown that it trains
 LONGEST_LINE = 2500  # characters on stderr
 # Exit codes of commands, besides 0 and 2: a run that stops itself, layouts that differ, data with notes.
 FINE = {"train": 3, "parity": 1, "data verify": 1}
-WALL = 120.0  # seconds; processor time is what counts, for the machine may be busy
+WALL = 900.0  # seconds; processor time is what counts, for the machine may be busy
 ROOT = Path(__file__).parents[2]
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
-"""Errors that lie in the disk or its permissions, never in the program."""
 REMEDIES = {
     errno.ENOSPC: "free some room there",
     errno.EDQUOT: "free some room there, or raise the quota",
@@ -31,7 +29,7 @@ REMEDIES = {
 def file_error(error: OSError) -> str:
     """Return one line about an error of the filesystem: the file, the system's reason, and what to do."""
     name = errno.errorcode.get(error.errno or 0, "no number")
-    what = " and ".join(str(path) for path in (error.filename, error.filename2) if path) or "a file"
+    what = " and ".join(os.fsdecode(path) for path in (error.filename, error.filename2) if path) or "a file"
     remedy = REMEDIES.get(error.errno or 0, "look at that place")
     return f"{what}: {error.strerror or error} ({name}): {remedy}"
 

@@ -18,6 +18,8 @@ from megaprec.errors import UserError
 from models.initial_weights import InitialStd, Matrix
 from models.rope import RopeScaling
 
+MOST = 2**31 - 1  # of any size: torch and other formats have 32-bit sizes in places
+MOST_EXPERTS = 2**16  # in all layers; each is a module of its own
 FFN_MULTIPLE = 64  # a derived feed-forward width is rounded up to this, so that tensor parallelism can shard it
 
 
@@ -49,17 +51,19 @@ class ModelConfig(BaseModel):
     family: Literal["llama", "gpt2", "gpt_neox", "mistral", "qwen2", "qwen3", "mixtral"] = Field(
         default="llama", description="Model family, which sets the defaults of the keys below."
     )
-    layers: int = Field(gt=0, description="Number of transformer layers.")
-    hidden: int = Field(gt=0, description="Hidden size: width of the residual stream.")
-    heads: int = Field(gt=0, description="Number of attention heads.")
+    layers: int = Field(gt=0, le=4096, description="Number of transformer layers.")
+    hidden: int = Field(gt=0, le=MOST, description="Hidden size: width of the residual stream.")
+    heads: int = Field(gt=0, le=65_536, description="Number of attention heads.")
     kv_heads: int = Field(
         default_factory=lambda known: known["heads"],
         gt=0,
+        le=65_536,
         description="Number of key and value heads (grouped-query attention); default: model.heads.",
     )
     head_dim: int = Field(
         default_factory=lambda known: known["hidden"] // known["heads"],
         gt=0,
+        le=MOST,
         description="Width of one attention head; default, and if 0: model.hidden / model.heads.",
     )
     mlp: Literal["swiglu", "gelu", "gelu_exact"] = Field(
@@ -71,13 +75,14 @@ class ModelConfig(BaseModel):
     ffn: int = Field(
         default_factory=_default_ffn,
         gt=0,
+        le=MOST,
         description="Feed-forward width, of each expert in a model with experts; default: for swiglu 8/3 of "
         "model.hidden, "
         f"rounded up to a multiple of {FFN_MULTIPLE}, otherwise 4 times model.hidden.",
     )
-    vocab: int = Field(default=0, ge=0, description="Vocabulary size, in tokens; 0: the tokenizer's.")
+    vocab: int = Field(default=0, ge=0, le=MOST, description="Vocabulary size, in tokens; 0: the tokenizer's.")
     max_positions: int = Field(
-        default=1024, gt=0, description="Longest sequence, in tokens; default in a run file: train.seq_length."
+        default=1024, gt=0, le=MOST, description="Longest sequence, in tokens; default in a run file: train.seq_length."
     )
     norm: Literal["rms", "layer"] = Field(
         default_factory=_by_family("rms", gpt2="layer", gpt_neox="layer"),
@@ -114,6 +119,7 @@ class ModelConfig(BaseModel):
     window: int = Field(
         default=0,
         ge=0,
+        le=MOST,
         description="Sliding window of attention, in tokens, the token itself included; 0: all tokens before.",
     )
     window_layers: tuple[int, ...] = Field(
@@ -141,12 +147,13 @@ class ModelConfig(BaseModel):
     experts: int = Field(
         default_factory=_by_family(0, mixtral=8),
         ge=0,
+        le=65_536,
         description="Number of experts per layer (mixture of experts); 0: one feed-forward and no router; default: "
         "0, for "
         "mixtral 8.",
     )
     experts_per_token: int = Field(
-        default=2, gt=0, description="Number of experts that the router chooses for each token."
+        default=2, gt=0, le=65_536, description="Number of experts that the router chooses for each token."
     )
     norm_topk: bool = Field(
         default=True, description="Normalize the router's weights of a token's experts to a sum of one."
@@ -225,7 +232,7 @@ class ModelConfig(BaseModel):
     def _window_problems(self) -> Iterator[str]:
         if self.window_layers and not self.window:
             yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
-        if sorted({*self.window_layers} & {*range(self.layers)}) != [*self.window_layers]:
+        if sorted({n for n in self.window_layers if 0 <= n < self.layers}) != [*self.window_layers]:
             yield f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1} in increasing order"
 
     def _rotary_problems(self) -> Iterator[str]:
@@ -244,6 +251,11 @@ class ModelConfig(BaseModel):
             yield (
                 f"experts_per_token {self.experts_per_token} is more than experts {self.experts}: "
                 f"choose at most {self.experts}"
+            )
+        if self.layers * self.experts > MOST_EXPERTS:
+            yield (
+                f"layers {self.layers} x experts {self.experts} are more than {MOST_EXPERTS:,} feed-forwards: "
+                "choose fewer of either"
             )
         if self.mlp_bias:
             yield f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = false"

@@ -1,10 +1,12 @@
 """The `megaprec` command.
 
-Exit codes: 0 success; 1 a fault of megaprec, or layouts that differ in `megaprec parity`; 2 wrong input (one line a
-problem); 3 training stopped itself because of skipped steps, with its state saved; 128 + signal: stopped by a signal.
+Exit codes: 0 success; 1 a fault of megaprec, or layouts that differ in `megaprec parity`; 2 wrong input, or a file that
+cannot be read or written (a line for each problem); 3 training stopped itself because of skipped steps, with its state
+saved; 128 + signal: stopped by a signal.
 """
 
 import argparse
+import io
 import os
 import platform
 import sys
@@ -12,11 +14,13 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
-from megaprec.durable import DISK, file_error
+from megaprec.durable import file_error
 from megaprec.errors import UserError
+from megaprec.parsing import is_unicode
 from tools.commands import (
     compare,
     data,
@@ -43,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ends the process if torch.distributed could not be shut down: see `parallel.mesh.world`.
     """
     os.environ.update(slurm_environment(os.environ))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what it cannot encode is escaped, as on stderr
     args, joined = _parsed(argv), dist.is_initialized()
     try:
         code = _run(args)
@@ -69,10 +75,10 @@ def _run(args: argparse.Namespace) -> int:
     except UserError as error:
         return _refused(error)
     except OSError as error:
-        if error.filename is None or error.errno not in DISK:
+        if error.filename is None:
             note_failure(error)
             raise
-        return _refused(UserError(file_error(error)))
+        return _refused(UserError(file_error(error)))  # a file that cannot be read or written is the user's to mend
     except TrainingDiverged as stop:
         note_failure(stop)
         if must_tell():
@@ -94,9 +100,16 @@ def _refused(error: UserError) -> int:
     return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are lines of bounded length, as those of `UserError` are."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(str(UserError(message)))
+
+
 def parser_of_all() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megaprec",
         description="Train, check and convert transformer models in any tensor, pipeline and data layout.",
     )
@@ -131,11 +144,17 @@ def _version() -> str:
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments. Overrides may stand before and after options, which argparse alone does not allow."""
     parser = parser_of_all()
+    for word in sys.argv[1:] if argv is None else argv:
+        if "\0" in word or not is_unicode(word):
+            parser.error(f"the argument {word!a} is no UTF-8 text without NUL")
     args, left = parser.parse_known_args(argv)
     if left and (not hasattr(args, "overrides") or any(word.startswith("-") for word in left)):
         parser.error(f"unrecognized arguments: {' '.join(left)}")
     if left:
         args.overrides = [*args.overrides, *left]
+    for name, value in vars(args).items():
+        if isinstance(value, int) and abs(value) >= 2**63:
+            parser.error(f"--{name.replace('_', '-')}: a number of more than 64 bits")
     return args
 
 

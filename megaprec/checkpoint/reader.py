@@ -1,6 +1,5 @@
 """Reader of checkpoints: logical tensors, or any rectangle of one, from the chunks in a checkpoint's files."""
 
-import json
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -15,6 +14,7 @@ from megaprec.checkpoint.digests import OTHERS, is_sealed
 from megaprec.checkpoint.ranges import Block, blocks, stored_shape
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_regular
 
 INDEX = "checkpoint.json"
 FORMAT = 2  # 1: every chunk has its whole rectangle; 2: a chunk may have a flat range of it
@@ -46,6 +46,13 @@ class _Tensor(_Table):
     dtype: str
     shape: list[Count]
     chunks: list[_Chunk]
+
+    @field_validator("dtype")
+    @classmethod
+    def _is_a_dtype(cls, dtype: str) -> str:
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"{dtype!r} is no dtype of torch")
+        return dtype
 
 
 class _Optimizer(_Table):
@@ -97,7 +104,7 @@ class Store:
         self._check_files()
 
     def _check_files(self) -> None:
-        problems = []
+        problems = [*self._check_tensors()]
         for name, size in self.index["files"].items():
             file = self.path / name
             if Path(name).name != name:
@@ -108,6 +115,15 @@ class Store:
             problems.append(f"{self.path} is damaged: {INDEX} does not have a digest for exactly the files it lists")
         if problems:
             raise UserError(*problems)
+
+    def _check_tensors(self) -> Iterator[str]:
+        """Yield a problem for each tensor whose chunks are not as large as it is, or larger than their files."""
+        sizes = self.index["files"]
+        for key, entry in self.index["tensors"].items():
+            chunks, width = entry["chunks"], getattr(torch, entry["dtype"]).itemsize
+            fits = all(prod(chunk["shape"]) * width <= sizes.get(chunk["file"], 0) for chunk in chunks)
+            if "/" not in key or not fits or sum(prod(chunk["shape"]) for chunk in chunks) != prod(entry["shape"]):
+                yield f"{self.path} is damaged: {INDEX} does not say where all of {key!r} is"
 
     def file(self, name: str) -> Path:
         """Return the path of a file of the checkpoint. Raises UserError unless checkpoint.json lists it."""
@@ -212,12 +228,11 @@ def _read(path: Path) -> tuple[bytes, Any]:
     """Return the bytes of checkpoint.json, and the value that they parse to."""
     file = path / INDEX
     try:
-        if file.exists() and not file.is_file():
-            raise OSError("it is no file")
-        content = file.read_bytes()
-        return content, json.loads(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({error})") from error
+        content = read_regular(file)
+        return content, parse_json(content)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} is not a checkpoint: {INDEX} cannot be read ({reason})") from error
 
 
 def _require_known_format(path: Path, index: Any) -> None:

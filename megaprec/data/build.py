@@ -27,6 +27,7 @@ from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.durable import named
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_text
 
 CHUNK_CHARS = 1 << 20  # of text that is encoded together; the boundaries of chunks change no byte of the result
 PIECE_COST = 64  # characters added to the length of each piece, so that many tiny pieces fill a chunk too
@@ -217,7 +218,7 @@ class _State:
 def _interrupted_state(prefix: Path, made_of: dict[str, Any]) -> _State:
     """Return the state of an interrupted build of exactly the same inputs if it is complete, else the initial one."""
     try:
-        left = json.loads(beside(prefix, ".resume").read_text("utf-8"))
+        left = parse_json(read_text(beside(prefix, ".resume")))
         mark = Mark(**left["mark"])
         sizes = {".bin": mark.tokens, ".lengths": mark.lengths, ".documents": mark.documents}
         whole = all(beside(prefix, f"{suffix}.part").stat().st_size >= size for suffix, size in sizes.items())

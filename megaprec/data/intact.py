@@ -27,6 +27,7 @@ import numpy as np
 from megaprec.data.files import beside, write_whole
 from megaprec.data.indexed import IndexedDataset
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_regular
 
 WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
 BLOCK = 64 << 20  # bytes per digest in the record of a larger file
@@ -98,8 +99,8 @@ def read_record(prefix: Path) -> dict[str, Any] | None:
     path = beside(prefix, ".json")
     if not os.path.lexists(path):
         return None
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        record = json.loads(path.read_bytes())
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        record = parse_json(read_regular(path))
         if isinstance(record["bin_sha256"], str) and isinstance(record["idx_sha256"], str):
             return record
     raise UserError(f"{path} is damaged or of an older version: build the data set again")
@@ -223,7 +224,7 @@ def _remembered(file: Path, dtype: np.dtype | None) -> Seen | None:
     if memory is None:
         return None
     try:
-        known = json.loads(memory.read_bytes())
+        known = parse_json(read_regular(memory))
         return Seen(**known["seen"]) if known["state"] == _state(file.stat(), dtype) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -19,6 +19,7 @@ JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET = ".parquet"
 SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *JSONL, PARQUET)
 PIECE_CHARS = 1 << 20
+MOST_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
 ROWS = 256  # of a Parquet file that are read together
 
 Piece = tuple[str, str]
@@ -58,14 +59,28 @@ def _jsonl_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
     number = 0
     try:
         with _unpacked(file) as stream:
-            for number, line in enumerate(stream, 1):
+            for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
+                if len(line) > MOST_LINE:
+                    raise UserError(f"{file}:{number}: a line of more than {MOST_LINE:,} bytes; split the document")
                 if not line.isspace():
-                    yield f"{document}:{number}", _field(line, field, f"{file}:{number}")
+                    yield from _cut(f"{document}:{number}", _field(line, field, f"{file}:{number}"))
     except (EOFError, zlib.error, OSError) as problem:
         kind = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
         if kind is None or getattr(problem, "errno", None):
             raise UserError(f"{file}:{number + 1}: cannot be read ({problem})") from problem
         raise UserError(f"{file}:{number + 1}: not a whole {kind} file ({problem}); copy it again") from problem
+
+
+def _cut(document: str, text: str) -> Iterator[Piece]:
+    """Yield a document's text in pieces, cut at line ends where there are some, as those of a text file are."""
+    start = 0
+    while len(text) - start > PIECE_CHARS:
+        line_end = text.find("\n", start + PIECE_CHARS, start + 2 * PIECE_CHARS)
+        end = start + 2 * PIECE_CHARS if line_end < 0 else line_end + 1
+        yield document, text[start:end]
+        start = end
+    if start < len(text) or not text:
+        yield document, text[start:]
 
 
 def _unpacked(file: Path) -> BinaryIO:
@@ -103,7 +118,7 @@ def _parquet_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
                     text = value.as_py()
                     if text is None:
                         raise UserError(f"{file}:{number}: field {field!r} is null, not a text")
-                    yield f"{document}:{number}", text
+                    yield from _cut(f"{document}:{number}", text)
     except UnicodeDecodeError as problem:
         raise UserError(f"{file}:{number}: field {field!r} is not UTF-8 text ({problem.reason})") from problem
     except (arrow.ArrowException, OSError) as problem:

@@ -95,6 +95,8 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
         raise UserError(
             f"{name}: no such file or folder; give 'python', a text file, a folder, a .jsonl or .parquet file"
         )
+    if not (path.is_dir() or path.is_file()):
+        raise UserError(f"{name} is neither a file nor a folder; give 'python', a text file, a folder, ...")
     files = _walk(path, lambda file: file.name.endswith(SUFFIXES)) if path.is_dir() else [path]
     if not files:
         raise UserError(f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}")

@@ -6,13 +6,13 @@ those of the original libraries: of `sentencepiece`, and of `tokenizers` and `tr
 `split_special_tokens=True`.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from megaprec.data.encoding import hugging_face_encoder, is_json, sentencepiece_encoder
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_text
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
@@ -64,7 +64,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._encode, self._tokenizer = hugging_face_encoder(path.read_text("utf-8"))
+            self._encode, self._tokenizer = hugging_face_encoder(read_text(path))
         except ImportError as problem:
             raise UserError(f"{path} needs tokenizers: pip install 'megaprec[hf]'") from problem
         self.path = path
@@ -111,7 +111,7 @@ def _declared(path: Path, kind: str) -> str | None:
     config = path.with_name("tokenizer_config.json")
     if not config.is_file():
         return None
-    token = json.loads(config.read_text("utf-8")).get(kind)
+    token = parse_json(read_text(config)).get(kind)
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -21,6 +21,7 @@ SAMPLE_CHARS = 4_000_000  # of text to learn a vocabulary from; ten times more c
 FIXED_PIECES = 3 + 256  # unknown, begin, end; bytes
 LONGEST_LINE = 1 << 16  # bytes; SentencePiece ignores longer lines
 END = "<|endoftext|>"
+MOST_PIECES = 10_000_000  # of a vocabulary: trainers reserve memory for all of them
 
 
 def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, overwrite: bool = False) -> Path:
@@ -30,6 +31,7 @@ def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, ove
     characters in memory. Raises UserError if the text does not allow this size, or if another model is there and may
     not be overwritten.
     """
+    _require_possible(vocab_size)
     lines = _sample_lines(texts)
     if not lines:
         raise UserError("a tokenizer cannot be learned from a text without a line; give a text of some length")
@@ -57,6 +59,12 @@ def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, ove
     return _publish(beside(prefix, ".model"), content.getvalue(), overwrite)
 
 
+def _require_possible(vocab_size: int) -> None:
+    """Raise UserError for a vocabulary that no trainer has room for."""
+    if vocab_size > MOST_PIECES:
+        raise UserError(f"a vocabulary of {vocab_size} cannot be learned: give at most {MOST_PIECES}")
+
+
 def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwrite: bool = False) -> Path:
     """Learn `vocab_size` tokens from `texts`, write a `tokenizer.json` atomically to `path`, and return the path.
 
@@ -67,6 +75,7 @@ def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwr
         import tokenizers  # noqa: PLC0415 (optional)
     except ImportError as problem:
         raise UserError(f"{path} needs tokenizers: pip install 'megaprec[hf]'") from problem
+    _require_possible(vocab_size)
     lines = _sample_lines(texts)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     if not lines or vocab_size <= len(alphabet):

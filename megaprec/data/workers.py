@@ -21,6 +21,7 @@ from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
 
 PROGRAM = Path(encoding.__file__)
+USUAL, PER_CORE = 64, 8  # processes that any machine, and each core, may be asked for
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Chunk:
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def most_processes() -> int:
+    """Return the number of processes, or of threads, that this machine may be asked for: more is a slip."""
+    return max(USUAL, PER_CORE * cores())
 
 
 def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[Chunk, Encoded]]:

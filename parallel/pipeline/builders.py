@@ -28,6 +28,7 @@ from parallel.pipeline.simulation import simulate
 
 Order = list[Instruction]  # the forwards and backwards of one rank, without transfers
 Done = Callable[[Instruction], bool]
+MOST_PASSES = 2**15  # forward passes of a step; building and checking a schedule takes about 0.1 ms for each
 
 
 def equal(i: Instruction) -> float:
@@ -46,6 +47,11 @@ def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Co
     counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
     problems = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
     problems += chunk_problems(kind, chunks)
+    if not problems and (passes := ranks * (chunks or default_chunks(kind)) * microbatches) > MOST_PASSES:
+        problems.append(
+            f"{ranks:,} pipeline ranks x {chunks or default_chunks(kind):,} stages x {microbatches:,} micro-batches "
+            f"are {passes:,} forward passes; a schedule has at most {MOST_PASSES:,}: take fewer, larger micro-batches"
+        )
     if problems:
         raise UserError(*problems)
     plans = [

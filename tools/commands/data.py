@@ -15,7 +15,7 @@ from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.data.text import SUFFIXES, Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
-from megaprec.data.workers import cores
+from megaprec.data.workers import cores, most_processes
 from megaprec.errors import UserError
 from tools.commands import data_verify as verification
 from tools.console.progress_bar import building
@@ -120,6 +120,10 @@ def build(args: argparse.Namespace) -> int:
     """
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: give at least 1")
+    if args.workers > most_processes():
+        raise UserError(f"--workers {args.workers}: this machine has {cores()} cores: give {most_processes()} at most")
+    if args.prefix.name in ("", ".."):
+        raise UserError(f"{args.prefix}: a data set needs a name: give FOLDER/NAME, without .bin")
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
     if args.tokenizer:
         load_tokenizer(args.tokenizer)  # refused before there is a lock
@@ -164,6 +168,8 @@ def learn(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """Run `megaprec data inspect`. Raises UserError if the data set is missing or corrupt."""
+    if args.samples < 0:
+        raise UserError(f"--samples {args.samples}: give 0 or more")
     dataset = IndexedDataset(args.prefix)
     model = args.tokenizer or beside(args.prefix, ".model")
     tokenizer = load_tokenizer(model) if args.tokenizer or model.exists() else None

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from torch import Tensor
 
+from megaprec.errors import UserError
 from tools.console.progress_bar import moving
 from tools.console.tables import table_console
 from tools.convert.core.source import Source
@@ -57,6 +58,8 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec diff`. The exit code is 0 whether the models differ or not."""
+    if args.top < 0:
+        raise UserError(f"--top {args.top}: give 0 or more")
     first, second = (open_intact(path, args.vocab) for path in (args.first, args.second))
     both = [key for key in first.shapes if key in second.shapes]
     with moving(f"comparing {args.first} and {args.second}", len(both)) as report:

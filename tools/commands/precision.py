@@ -11,7 +11,6 @@ executed. A value that the file leaves open is set by `--assume args.bf16=True`;
 import argparse
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from rich.table import Table
 
 from megaprec.dialects.translate import BESIDE, DIALECTS, FIELDS, shown, translate
 from megaprec.errors import UserError
+from megaprec.parsing import parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
 from tools.config.native_keys import native
@@ -169,8 +169,8 @@ def _toml(path: Path) -> Mapping[str, Any]:
     if path.suffix.lower() in (".py", ".yaml", ".yml", ".json"):
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # whoever reads it next says what it is
+        return parse_toml(read_text(path))
+    except (OSError, ValueError):  # whoever reads it next says what it is
         return {}
 
 

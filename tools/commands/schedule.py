@@ -15,17 +15,18 @@ from typing import Any
 from megaprec.errors import UserError
 from models.estimate.flops import StageCost
 from models.estimate.memory import Kept, kept_bytes, message_bytes
-from parallel.pipeline.builders import KINDS, schedule
+from parallel.pipeline.builders import KINDS
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Cost, Op, Schedule
 from parallel.pipeline.simulation import Refused, Span, bubble, idle, in_flight, peak, simulate
 from parallel.pipeline.verify import check
-from tools.config.checks import read_schedule
+from tools.config.checks import plan_equal, read_schedule
 from tools.config.run_file import RunConfig, load_run
 from tools.plots.perfetto import TIMELINE, read_trace, write_trace
 from tools.plots.timeline import Panel, as_text, draw
 from tools.training.notes import add_strict, tell_notes
 
+LONGEST = 1e12  # time of an instruction; sums of many must stay exact enough to compare
 FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (the schedule itself)"
 
 
@@ -103,6 +104,8 @@ def main(args: argparse.Namespace) -> int:
     for path in args.output:
         if path.suffix not in (".svg", ".png", ".json", ".txt"):
             raise UserError(f"--output {path}: unknown suffix; the form follows from it: {FORMS}")
+    if not 0 <= args.transfer < LONGEST:
+        raise UserError(f"--transfer {args.transfer:g}: give 0 or more, below {LONGEST:g}")
     case = _of_file(args) if args.file else _of_options(args)
     try:
         check(case.schedule)
@@ -131,7 +134,7 @@ def _of_options(args: argparse.Namespace) -> _Case:
     if args.own:
         made = read_schedule(args.own)
     else:
-        made = schedule(args.kind, args.pipeline, args.microbatches, args.chunks)
+        made = plan_equal(args.kind, args.pipeline, args.microbatches, args.chunks)
     times = {
         Op.FORWARD: forward,
         Op.BACKWARD: of_input + of_weight,
@@ -154,8 +157,8 @@ def _three(text: str) -> tuple[float, float, float]:
         forward, of_input, of_weight = (float(word) for word in text.split(","))
     except ValueError as error:
         raise UserError(f"--costs {text}: give three numbers separated by commas, such as 1,1.2,0.9") from error
-    if min(forward, of_input, of_weight) <= 0:
-        raise UserError(f"--costs {text}: each number must be above 0")
+    if not all(0 < cost < LONGEST for cost in (forward, of_input, of_weight)):  # NaN is not either
+        raise UserError(f"--costs {text}: each number must be above 0 and below {LONGEST:g}")
     return forward, of_input, of_weight
 
 

@@ -41,10 +41,13 @@ from tools.training.corpus import Corpus, check_sources, looked_at, open_corpus,
 from tools.training.data_identity import ALLOW, Identity
 from tools.training.fp8_summary import check_fp8
 from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
+from tools.training.machine import check_machine
 from tools.training.notes import add_strict, tell_notes
 from tools.training.resume import check_resumable, differences
 from tools.training.run_folder import LOCK
 from tools.training.trainer import Trainer
+
+MANY = 1000  # feed-forwards; a model that has more takes seconds to build
 
 
 def add_parser(subparsers: Any) -> None:
@@ -82,6 +85,8 @@ def main(args: argparse.Namespace) -> int:
     if export and export.exists():
         raise UserError(f"--export-hf {export}: it exists already; give another folder")
     _open_checked(config, args.allow)
+    if (blocks := config.model.layers * max(1, config.model.experts)) > MANY:
+        print(f"building a model of {blocks:,} feed-forwards, which takes a while", file=sys.stderr, flush=True)
     if not args.no_verify:
         _verify(config, export)
     if config.world_size == 1:
@@ -97,7 +102,8 @@ def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
     def resumable(config: RunConfig) -> None:
         check_resumable(config, allowed=allowed)
 
-    check_all(config, _device, _check_native, check_fp8, _check_folders, check_sources, resumable, _check_initial)
+    checks = (_device, _check_machine, _check_native, check_fp8, _check_folders, check_sources, resumable)
+    check_all(config, *checks, _check_initial)
     corpus = open_corpus(config, allowed)
     check_resumable(config, corpus, allowed)
     return corpus
@@ -191,6 +197,15 @@ def _device(config: RunConfig) -> str:
             f'train.device = "cuda", but torch sees {there} CUDA devices and {ranks} are needed: use "auto" or "cpu"'
         )
     return "cuda" if wanted != "cpu" and there >= ranks else "cpu"
+
+
+def _check_machine(config: RunConfig) -> None:
+    """Raise UserError if this machine cannot run its ranks; for a device that is not there `_device` does."""
+    try:
+        device = _device(config)
+    except UserError:
+        return
+    check_machine(config, _local_ranks(config), device)
 
 
 def _check_native(config: RunConfig) -> None:

@@ -174,6 +174,7 @@ class FP8(Table):
     history_length: int = Field(
         default=default_of(FP8Recipe, "history_length"),
         gt=0,
+        le=65_536,
         description="Length of the amax history of delayed scales, in steps, or in micro-batches if "
         'fp8.history = "te".',
     )

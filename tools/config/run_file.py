@@ -9,7 +9,6 @@ An override is `table.key=value`, with the value in TOML's grammar. For a key th
 for others, text that TOML cannot read (`parallel.schedule=gpipe`) is taken as a string.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +21,7 @@ from megaprec.data.files import write_whole
 from megaprec.dialects.translate import DIALECTS
 from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
+from megaprec.parsing import parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.estimate.flops import StageCost, stage_costs
@@ -40,6 +40,7 @@ from tools.convert.initial import initial_model
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 # Keys of [model] that may differ from those of the loaded weights.
 FREE = {"dropout", "dropout_at", "embedding_dropout", "attention_dropout", "init_std", "init", "router_aux_loss"}
+MOST = 2**63 - 1  # the largest integer
 FREE |= {"router_z_loss", "embedding_grad_scale", "head_grad_scale"}
 PLAINER = {
     "bool_type": "must be true or false",
@@ -184,6 +185,8 @@ def check_world(config: RunConfig, world_size: int) -> None:
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run of the TOML file `path`, changed by `overrides`. Raises UserError with all problems."""
     given, problems = given_in(path, overrides)
+    if large := [*_too_large(given)]:
+        raise UserError(*problems, *large)
     notes, wrong = _resolved(given, known_keys())
     problems += wrong
     problems += unknown({key: entry for key, entry in given.items() if key not in PLAN_ONLY}, _known())
@@ -223,6 +226,21 @@ def given_in(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[di
     """Return the values of the file and of the overrides by dotted key, and the problems of the overrides' grammar."""
     given, problems = _overridden(overrides)
     return (_from_file(Path(path)) | given if path is not None else given), problems
+
+
+def _too_large(given: Mapping[str, Given]) -> Iterator[str]:
+    """Yield a problem for each value with an integer that needs more than 64 bits."""
+    for key, entry in given.items():
+        if any(not -MOST - 1 <= number <= MOST for number in _integers(entry.value)):
+            yield f"{key} = {toml(entry.value)} ({entry.origin}): an integer must lie between -2^63 and 2^63 - 1"
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | dict):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _integers(inner)
 
 
 def _resolved(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:
@@ -277,11 +295,11 @@ def known_keys() -> frozenset[str]:
 
 def _from_file(path: Path) -> dict[str, Given]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"run file {path}: cannot be read ({reason})") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise UserError(f"run file {path}: not TOML: {error}") from error
     origin = f"file {path}"
     given: dict[str, Given] = {}
@@ -307,8 +325,8 @@ def _overridden(overrides: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
 
 def _override_value(key: str, text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     field = _fields().get(key)
     wants_text = key == "model.preset" or (field is not None and field.annotation is str)
@@ -387,7 +405,8 @@ def _must(found: ErrorDetails) -> str:
     """Return the requirement that a value found wrong by pydantic violates, as "must be ..."."""
     if found["type"] == "missing":
         return "too few values"
-    message = PLAINER.get(found["type"], found["msg"].replace("Input should be", "must be"))
+    said = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = PLAINER.get(found["type"], said)
     place = found["loc"][1] if len(found["loc"]) > 1 else None
     where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
     if found["type"] == "literal_error":

@@ -14,6 +14,10 @@ from megaprec.optim.update_rules import AdamW
 from parallel.activation_checkpoint import Module
 from tools.config.table import FilePath, Table, default_of
 
+MOST = 2**31 - 1  # of a size that tensors have
+MOST_RANKS = 2**20
+MOST_STEPS = 2**53  # up to here a float holds every whole number
+
 
 class Blended(Table):
     """One text or data set of a blend."""
@@ -48,7 +52,7 @@ class Data(Table):
         ".bin and .idx pair if it exists; for text a tokenizer is trained.",
     )
     vocab_size: int = Field(
-        default=4096, gt=0, description="Vocabulary size, in tokens, of the tokenizer that is trained."
+        default=4096, gt=0, le=MOST, description="Vocabulary size, in tokens, of the tokenizer that is trained."
     )
     max_chars: int = Field(default=0, ge=0, description="Number of characters of the text to use; 0: all of it.")
     workers: int = Field(default=0, ge=0, description="Number of processes that tokenize text; 0: one per CPU core.")
@@ -77,12 +81,20 @@ class Data(Table):
 class Parallel(Table):
     """Layout: tensor x pipeline x data ranks, pipeline schedule, activation checkpointing, ZeRO-1."""
 
-    tensor: int = Field(default=1, gt=0, description="Number of tensor-parallel ranks, which share each layer.")
+    tensor: int = Field(
+        default=1, gt=0, le=MOST_RANKS, description="Number of tensor-parallel ranks, which share each layer."
+    )
     pipeline: int = Field(
-        default=1, gt=0, description="Number of pipeline ranks, each with one or more stages of consecutive layers."
+        default=1,
+        gt=0,
+        le=MOST_RANKS,
+        description="Number of pipeline ranks, each with one or more stages of consecutive layers.",
     )
     data: int = Field(
-        default=1, gt=0, description="Number of data-parallel replicas of the model, each with its own samples."
+        default=1,
+        gt=0,
+        le=MOST_RANKS,
+        description="Number of data-parallel replicas of the model, each with its own samples.",
     )
     sequence: bool = Field(
         default=False,
@@ -95,7 +107,10 @@ class Parallel(Table):
         "zero-bubble schedules zb-h1, zb-h2 and zb-v.",
     )
     chunks: int = Field(
-        default=0, ge=0, description="Number of stages per pipeline rank; 0: 2 for interleaved and zb-v, otherwise 1."
+        default=0,
+        ge=0,
+        le=10_000,
+        description="Number of stages per pipeline rank; 0: 2 for interleaved and zb-v, otherwise 1.",
     )
     schedule_file: FilePath = Field(
         default="",
@@ -121,6 +136,7 @@ class Parallel(Table):
     recompute_layers: int = Field(
         default=0,
         ge=0,
+        le=10_000,
         description='Number of layers, counted from the start of each stage, that parallel.recompute = "full" '
         "recomputes; 0: parallel.recompute_fraction decides.",
     )
@@ -148,6 +164,7 @@ class Parallel(Table):
     zero_size: int = Field(
         default=default_of(ParallelAMPOptimizer, "zero_size"),
         ge=0,
+        le=MOST_RANKS,
         description="Number of neighboring replicas over which ZeRO-1 shards one copy of the optimizer state; "
         "0: all replicas.",
     )
@@ -229,19 +246,23 @@ class LR(Table):
         description="Shape of the decay from lr.peak to lr.final: constant (none), linear, cosine, or wsd (warmup, "
         "stable, decay).",
     )
-    warmup: int = Field(default=0, ge=0, description="Length of the linear warmup from 0 to lr.peak, in lr.unit.")
+    warmup: int = Field(
+        default=0, ge=0, le=MOST_STEPS, description="Length of the linear warmup from 0 to lr.peak, in lr.unit."
+    )
     final: float = Field(default=0.0, ge=0, description="Learning rate at the end of the run.")
-    decay: int = Field(default=0, ge=0, description="Length of the decay of wsd at the end of the run, in lr.unit.")
+    decay: int = Field(
+        default=0, ge=0, le=MOST_STEPS, description="Length of the decay of wsd at the end of the run, in lr.unit."
+    )
     unit: Literal["steps", "samples"] = Field(default="steps", description="Unit of lr.warmup and lr.decay.")
 
 
 class Train(Table):
     """Length of the run, batch sizes, first weights, evaluation, folder and device."""
 
-    steps: int = Field(gt=0, description="Number of optimizer steps, skipped ones included.")
-    global_batch: int = Field(gt=0, description="Number of sequences per step, over all replicas.")
-    micro_batch: int = Field(gt=0, description="Number of sequences per forward pass of one replica.")
-    seq_length: int = Field(gt=0, description="Sequence length, in tokens.")
+    steps: int = Field(gt=0, le=MOST_STEPS, description="Number of optimizer steps, skipped ones included.")
+    global_batch: int = Field(gt=0, le=MOST, description="Number of sequences per step, over all replicas.")
+    micro_batch: int = Field(gt=0, le=MOST, description="Number of sequences per forward pass of one replica.")
+    seq_length: int = Field(gt=0, le=MOST, description="Sequence length, in tokens.")
     init_from: FilePath = Field(
         default="",
         description="Folder of a checkpoint, in any format that megaprec reads, from which the run takes its first "
@@ -251,7 +272,7 @@ class Train(Table):
     eval_every: int = Field(
         default=0, ge=0, description="Number of steps between evaluations on the held-out data; 0: never."
     )
-    eval_batches: int = Field(default=4, gt=0, description="Number of global batches per evaluation.")
+    eval_batches: int = Field(default=4, gt=0, le=MOST, description="Number of global batches per evaluation.")
     folder: FilePath = Field(
         default="runs/default", min_length=1, description="Folder of the run: metrics, checkpoints and plots."
     )

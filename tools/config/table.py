@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
+from megaprec.parsing import path_problem
+
+
+def _expanded(path: str) -> str:
+    """Return the path with ~ expanded. Raises ValueError if no file can have it."""
+    if problem := path_problem(path):
+        raise ValueError(problem)
+    return os.path.expanduser(path)
+
+
+FilePath = Annotated[str, AfterValidator(_expanded)]
 
 
 def default_of(made: Callable[..., Any], argument: str) -> Any:

@@ -25,7 +25,15 @@ from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
-from tools.convert.train_state import TrainState, read_model, read_tokenizer
+from tools.convert.train_state import (
+    TrainState,
+    read_ids,
+    read_model,
+    read_progress,
+    read_table,
+    read_tokenizer,
+    read_watch,
+)
 
 MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safetensors"
 
@@ -57,17 +65,18 @@ def open_native(path: Path) -> Source:
         )
         for key, e in sorted(index["tensors"].items(), key=lambda item: item[0].split("/", 1)[::-1])
     ]
-    names = [index["tokenizer"], "tokenizer_config.json"] if index.get("tokenizer") else []
+    tokenizer = read_tokenizer(store) if index.get("tokenizer") else None
+    names = [tokenizer.name, "tokenizer_config.json"] if tokenizer else []
     facts = Facts(
         index["optimizer"]["steps"],
         index["optimizer"]["scaler"],
         index["optimizer"].get("rule", {}),
-        progress=index.get("progress") or {},
-        watch=index.get("watch") or {},
-        precision=index.get("precision") or {},
-        layout=index.get("layout") or {},
-        special=index.get("special_ids") or {},
-        generation=index.get("generation") or {},
+        progress=asdict(read_progress(store)) if index.get("progress") else {},
+        watch=read_watch(store) if index.get("watch") else {},
+        precision=read_table(store, "precision"),
+        layout=read_table(store, "layout"),
+        special=read_ids(store, "special_ids"),
+        generation=read_table(store, "generation"),
     )
     return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
 

@@ -79,6 +79,22 @@ def read_tokenizer(store: Store) -> Path | None:
     return store.file(name) if name else None
 
 
+def read_table(store: Store, key: str) -> dict[str, Any]:
+    """Return the table stored as `key`, empty if there is none. Raises UserError if it is no table."""
+    saved = store.index.get(key) or {}
+    if not isinstance(saved, dict):
+        raise _damaged(store, key)
+    return saved
+
+
+def read_ids(store: Store, key: str) -> dict[str, int | None]:
+    """Return the table of token ids stored as `key`, empty if there is none. Raises UserError if it holds others."""
+    saved = read_table(store, key)
+    if not all(value is None or (type(value) is int and 0 <= value < 2**31) for value in saved.values()):
+        raise _damaged(store, key)
+    return saved
+
+
 def _table(store: Store, key: str, like: dict[str, Any], may_lack: Collection[str] = ()) -> dict[str, Any]:
     """Return the table stored as `key`, if it has the keys of `like` with values of the same types."""
     saved = kept(store, key)

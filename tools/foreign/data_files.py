@@ -1,12 +1,11 @@
 """JSON, TOML and YAML as tables of values, with the line of each key if the format provides it."""
 
-import json
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json, parse_toml
 from tools.foreign.mentions import Mention, bears_on_precision
 from tools.foreign.values import Entry, External, Row, Table, Thing
 
@@ -109,8 +108,8 @@ class _YamlTables(_Tables):
 def from_json(text: str) -> Data | None:
     """Return the object of a JSON text; None if the text is not an object."""
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
+        content = parse_json(text)
+    except ValueError:
         return None
     return Data(_Tables(), content) if isinstance(content, dict) else None
 
@@ -118,8 +117,8 @@ def from_json(text: str) -> Data | None:
 def from_toml(text: str) -> Data | None:
     """Return the table of a TOML text; None if the text is not TOML."""
     try:
-        return Data(_Tables(), tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError):
+        return Data(_Tables(), parse_toml(text))
+    except ValueError:
         return None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError, did_you_mean
+from megaprec.parsing import read_text
 from tools.console.toml import Given
 from tools.foreign.account import Account
 from tools.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml, mentions_in_data
@@ -71,7 +72,7 @@ def _text(path: Path) -> str:
         size = path.stat().st_size
         if size > LARGEST:
             raise UserError(f"{path}: {size} bytes, more than any configuration has: is it the right one?")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"{path}: cannot be read ({reason})") from error

@@ -5,12 +5,13 @@ not a record comes from a damaged disk or an editor. It stays where it is and is
 are used.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+from megaprec.parsing import parse_json
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
@@ -72,8 +73,8 @@ def lost_steps(path: Path, last: int) -> str:
 def _record(content: bytes) -> dict[str, Any] | None:
     """Return the record of a line; None if the line is not a record."""
     try:
-        said = json.loads(content)
-    except (ValueError, RecursionError):  # not UTF-8 is a ValueError too
+        said = parse_json(content)
+    except ValueError:  # not UTF-8 is a ValueError too
         return None
     if not isinstance(said, dict):
         return None

@@ -4,7 +4,6 @@ A layout is the given run with another [parallel] table. Keys of that table stay
 cannot (a schedule file for another number of ranks, cuts into another number of stages) are left out.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaprec.errors import UserError, did_you_mean
+from megaprec.parsing import parse_toml
 from tools.config.checks import cross_problems
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
@@ -59,8 +59,8 @@ def asked(texts: Sequence[str], own: Parallel) -> list[dict[str, Any]]:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

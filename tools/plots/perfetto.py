@@ -7,6 +7,7 @@ from typing import Any
 
 from megaprec.data.files import write_whole
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_text
 from parallel.pipeline.instructions import Instruction, Message, Op
 from parallel.pipeline.simulation import Span
 
@@ -35,11 +36,11 @@ def write_trace(path: Path, spans: Sequence[Span], title: str) -> None:
 def read_trace(path: Path) -> list[Span]:
     """Return the spans, in seconds, of a file that `write_trace` wrote. Raises UserError for any other file."""
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        events = parse_json(read_text(path))["traceEvents"]
         return [_span(event) for event in events if event["ph"] == "X"]
     except OSError as error:
         raise UserError(f"trace {path}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(f"trace {path}: not a trace that megaprec wrote") from error
 
 

@@ -4,7 +4,6 @@ Every such key is named. Most may change; the run is then no longer bit for bit 
 says, except for keys that no number depends on.
 """
 
-import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
+from megaprec.parsing import parse_toml
 from tools.config.checks import lr_schedule
 from tools.config.precision_settings import PLAN_ONLY
 from tools.config.run_file import FREE, RunConfig
@@ -108,7 +108,7 @@ def _schedule(keys: dict[str, str]) -> LRSchedule | None:
         for key, value in keys.items():
             table, name = key.split(".", 1)
             if table in tables:
-                tables[table][name] = tomllib.loads(f"value = {value}")["value"]
+                tables[table][name] = parse_toml(f"value = {value}")["value"]
         return lr_schedule(LR(**tables["lr"]), Train(**tables["train"]))
     except (ValidationError, ValueError, TypeError):
         return None

@@ -26,6 +26,7 @@ from torch import Tensor
 from megaprec.checkpoint.digests import raw
 from megaprec.durable import sync
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json
 from tools.convert.core.source import Source
 from tools.convert.core.tensors import fill
 
@@ -123,7 +124,12 @@ class Journal:
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         os.truncate(self.path, len(whole))
-        return [json.loads(line) for line in whole.splitlines()]
+        try:
+            lines = [parse_json(line) for line in whole.splitlines()]
+            assert all(isinstance(line, dict) for line in lines)
+            return [*lines[:1], *({"name": line["name"], "digests": line["digests"]} for line in lines[1:])]
+        except (ValueError, KeyError, AssertionError) as error:
+            raise UserError(f"{self.path} is damaged: remove {self.path.parent} to convert anew") from error
 
     def begin(self) -> None:
         """Record that the files exist, unless that is recorded already."""

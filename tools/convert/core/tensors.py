@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megaprec.checkpoint.digests import raw
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -90,7 +91,7 @@ def safetensors_in(file: Path) -> dict[str, Stored]:
             pass
         with open(file, "rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
-            header = json.loads(opened.read(length))
+            header = parse_json(opened.read(length))
     except (OSError, SafetensorError, ValueError, struct.error) as error:
         raise UserError(f"{file} cannot be read as safetensors: {error}") from error
     header.pop("__metadata__", None)

@@ -2,7 +2,6 @@
 (`untrusted.py`).
 """
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json
 from tools.convert.core.tensors import Stored
 
 PROGRAM = Path(__file__).with_name("untrusted.py")
@@ -69,7 +69,10 @@ def _ask(paths: Sequence[Path]) -> list[Any]:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         ended = f"{paths[0]} is not opened: the process that looked into it ended with code {done.returncode}"
         raise UserError(said[-1] if said else ended)
-    return json.loads(done.stdout)
+    try:
+        return parse_json(done.stdout)
+    except ValueError as error:
+        raise UserError(f"{paths[0].parent} has a torch file that is not read: {error}") from error
 
 
 def _built(file: Path, answer: Any, base: int = 0) -> Any:

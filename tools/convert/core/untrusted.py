@@ -11,6 +11,7 @@ caller reads it from there.
 
 import argparse
 import io
+import itertools
 import json
 import pickle
 import resource
@@ -22,7 +23,9 @@ from typing import Any
 import torch
 
 MEMORY = 4 << 30  # bytes more than torch itself takes
-SECONDS = 300
+SECONDS = 300  # of processor time for a folder
+OF_START, OF_FILE = 20, 2  # seconds for the start, and for each file
+MOST = 1_000_000  # values that a file may have, a tensor counted as one and a text by its length
 HARMLESS = ("megatron.", "transformer_engine.", "numpy.", "signal.", "pathlib.", "enum.", "_io.BytesIO")
 DICTS = ("internlm.core.context.parallel_context.Config",)  # InternEvo's settings, a dict by another name
 REFERENCES = ("torch_xla.utils.serialization.TensorReference",)  # stands for a tensor in a file of its own
@@ -52,18 +55,27 @@ class Reference(Inert):
     """The number of a tensor that is in another file."""
 
 
-def limit() -> None:
+def limit(seconds: int = SECONDS) -> None:
     """Limit this process: little memory and time, no files to write, no child processes."""
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, taken + MEMORY))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    limits = {resource.RLIMIT_AS: taken + MEMORY, resource.RLIMIT_CPU: seconds}
+    limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NPROC: 0}
+    for what, most in limits.items():
+        _, allowed = resource.getrlimit(what)  # the user's own limit, which may only be lowered
+        most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+        resource.setrlimit(what, (most, most))
 
 
 def described(value: Any) -> Any:
-    """Return a JSON value: [kind, content]."""
+    """Return a JSON value: [kind, content]. Raises ValueError for more than MOST values and characters: a small file
+    that refers to the same list again and again would be a huge answer."""
+    return _described(value, itertools.count(0))
+
+
+def _described(value: Any, counted: "itertools.count[int]") -> Any:
+    for _ in range(1 + len(value) // 64 if isinstance(value, str) else 1):
+        if next(counted) > MOST:
+            raise ValueError(f"it has more than {MOST:,} values")
     if isinstance(value, torch.Tensor):
         storage: Any = value.untyped_storage()
         start = storage._checkpoint_offset + value.storage_offset() * value.dtype.itemsize
@@ -71,11 +83,12 @@ def described(value: Any) -> Any:
     if isinstance(value, Reference):
         return ["reference", int(value.state["tid"])]
     if isinstance(value, argparse.Namespace):
-        return ["dict", [[k, described(v)] for k, v in vars(value).items()]]
+        return ["dict", [[k, _described(v, counted)] for k, v in vars(value).items()]]
     if isinstance(value, dict):
-        return ["dict", [[_key(k), described(v)] for k, v in value.items() if isinstance(k, str | int | tuple)]]
+        entries = ((k, v) for k, v in value.items() if isinstance(k, str | int | tuple))
+        return ["dict", [[_key(k), _described(v, counted)] for k, v in entries]]
     if isinstance(value, list | tuple | torch.Size):
-        return ["list", [described(v) for v in value]]
+        return ["list", [_described(v, counted) for v in value]]
     if value is None or isinstance(value, str | int | float | bool):
         return ["plain", value]
     if isinstance(value, torch.dtype):
@@ -224,7 +237,8 @@ def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict
 
 def main(paths: Sequence[str]) -> None:
     """Print the contents of each path, or the first path with a fault."""
-    limit()
+    folders = any(Path(path).is_dir() for path in paths)
+    limit(SECONDS if folders else OF_START + OF_FILE * len(paths))
     answers = []
     for path in map(Path, paths):
         try:

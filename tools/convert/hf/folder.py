@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megaprec.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_text
 from models.config import ModelConfig
 from tools.convert.core.names import BUFFERS, HUGGING_FACE, PREFIXES
 from tools.convert.core.rules import Match, heads, matches
@@ -46,7 +47,7 @@ def find_hf(path: Path) -> Path | None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object. Raises UserError if the file is missing or holds something else."""
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
+from megaprec.parsing import read_regular
 from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
@@ -32,8 +33,14 @@ BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
 def find_megatron(path: Path) -> Path | None:
     """The folder of an iteration: `path`, or the one that its tracker file names; None if there is none."""
     if (path / TRACKER).is_file():
-        said = (path / TRACKER).read_text().strip()
-        name = said if said == "release" else f"iter_{int(said):07d}" if said.isdigit() else ""
+        said = read_regular(path / TRACKER, 1000).decode("utf-8", "backslashreplace").strip()
+        name = (
+            said
+            if said == "release"
+            else f"iter_{int(said):07d}"
+            if said.isascii() and said.isdigit() and len(said) < 20
+            else ""
+        )
         if not name or not (path / name).is_dir():
             raise UserError(f"{path / TRACKER} says {said!r}, but there is no such checkpoint beside it")
         path = path / name

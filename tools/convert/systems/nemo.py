@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from megaprec.parsing import read_text
 from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
@@ -68,8 +69,8 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except ImportError as problem:
         raise UserError(f"{file} needs the package 'pyyaml': pip install 'megaprec[yaml]'") from problem
     try:
-        content = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_text(file))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise UserError(f"{file} does not hold a mapping")

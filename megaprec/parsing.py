@@ -1,0 +1,98 @@
+"""JSON and TOML from outside, and the files and paths that hold them.
+
+Both formats may nest without end, have integers of any length and, in JSON, text that is no Unicode. Python's parsers
+answer with a RecursionError, or with values on which later code fails. Here all of it is a ValueError with one line. A
+file is read only if it is a regular one of bounded size: a pipe or a device may never end.
+"""
+
+import errno
+import io
+import json
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
+MOST_BITS = 128  # of an integer, which every float64 then can hold; states of random number generators have 128
+MOST_BYTES = 1 << 30  # of a file that is read whole
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError if it is not JSON, nested too deeply or no Unicode."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"nested more than {NESTING} levels deep") from error
+    _check(value)
+    return value
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the table of a TOML text. Raises ValueError if it is not TOML, or nested too deeply."""
+    try:
+        table = tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"nested more than {NESTING} levels deep") from error
+    _check(table)
+    return table
+
+
+def _check(value: Any) -> None:
+    """Raise ValueError for nesting beyond NESTING levels, huge integers, and text with half of a surrogate pair."""
+    level = [value]
+    for _ in range(NESTING):
+        texts = [one for one in level if isinstance(one, str)]
+        texts += [key for one in level if isinstance(one, dict) for key in one]
+        if not all(text.isascii() or is_unicode(text) for text in texts):
+            raise ValueError("it has text that is no Unicode (half of a surrogate pair)")
+        if any(abs(one) >> MOST_BITS for one in level if isinstance(one, int)):
+            raise ValueError(f"it has an integer of more than {MOST_BITS} bits")
+        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        if not (level := [one for values in inside for one in values]):
+            return
+    raise ValueError(f"nested more than {NESTING} levels deep")
+
+
+def is_unicode(text: str) -> bool:
+    """Return True if `text` can be written as UTF-8: arguments that are not UTF-8 and halves of surrogates cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the bytes of a regular file of at most `most` bytes. Raises OSError, with `path` as its filename."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
+            raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(most + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(path))
+    return content
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """Return the text of a regular UTF-8 file of at most `most` bytes. Raises OSError or UnicodeDecodeError."""
+    return io.TextIOWrapper(io.BytesIO(read_regular(path, most)), encoding="utf-8").read()  # any line end is \n
+
+
+def path_problem(path: str) -> str:
+    """Return the reason why no file can have this path; empty if one can."""
+    if "\0" in path or not is_unicode(path):
+        return "a path of UTF-8 text without NUL is needed"
+    if any(len(name.encode()) > LONGEST_NAME for name in path.split("/")) or len(path.encode()) > LONGEST_PATH:
+        return f"a name has {LONGEST_NAME} bytes at most, and a path {LONGEST_PATH}"
+    return ""

@@ -1,0 +1,86 @@
+"""JSON and TOML parse to a value or raise ValueError, whatever the text; a file is read only if it can end."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from megaprec.errors import LONGEST_LINE, UserError
+from megaprec.parsing import NESTING, parse_json, parse_toml, path_problem, read_regular, read_text
+
+VALUES = some.recursive(
+    some.none() | some.booleans() | some.integers(-(2**70), 2**70) | some.floats(allow_nan=False) | some.text(),
+    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.text(), inner, max_size=3),
+)
+
+
+@given(VALUES)
+def test_json_gives_what_was_written(value: object) -> None:
+    assert parse_json(json.dumps(value)) == value
+
+
+@given(some.text() | some.binary())
+def test_any_text_is_a_value_or_a_value_error(text: str | bytes) -> None:
+    for parse in (parse_json, parse_toml):
+        with suppress(ValueError):
+            parse(text if isinstance(text, str) else text.decode("latin-1"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[" * 5000 + "]" * 5000,
+        "[" * (NESTING + 1) + "]" * (NESTING + 1),
+        '{"a":' * 3000 + "1" + "}" * 3000,
+        "9" * 5000,
+        "9" * 400,
+        '"\\ud800"',
+        '{"\\udfff": 1}',
+        "",
+        "{",
+    ],
+    ids=lambda text: text[:5],
+)
+def test_what_later_code_would_fail_on_is_no_json(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (that it is one is the law)
+        parse_json(text)
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "9" * 5000, f"a = {'[' * 101}{']' * 101}"])
+def test_what_later_code_would_fail_on_is_no_toml(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        parse_toml(text)
+
+
+def test_a_pipe_a_device_a_folder_and_a_huge_file_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / "nowhere", tmp_path / "huge"):
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            read_regular(path, 1000)
+        assert caught.value.filename == str(path)
+
+
+def test_a_text_has_the_line_ends_that_python_reads(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes("ä\r\nb\rc\n".encode())
+    assert read_text(tmp_path / "text") == (tmp_path / "text").read_text("utf-8")
+
+
+def test_paths_that_no_file_can_have_are_known() -> None:
+    assert not any(map(path_problem, ("", ".", "a/b", "/", "é" * 127, "x" * 255)))
+    assert all(map(path_problem, ("a\0b", "\udcff", "x" * 256, "é" * 128, "x/" * 3000)))
+
+
+@given(some.text(some.characters(exclude_categories=[])))
+def test_a_problem_is_one_line_that_prints(text: str) -> None:
+    (problem,) = UserError(text).problems
+    assert problem.isprintable() and len(problem) <= LONGEST_LINE
+    problem.encode()
+    if text.isprintable() and len(text) <= LONGEST_LINE:
+        assert problem == text

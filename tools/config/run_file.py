@@ -15,7 +15,6 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from megaprec.data.files import write_whole
 from megaprec.dialects.translate import DIALECTS
@@ -34,21 +33,14 @@ from tools.config.key_suggestions import unknown
 from tools.config.native_keys import plan_of, resolve_dialect, take_plan_only, with_origins
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.config.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Train
+from tools.config.wrong_values import explained, too_large
 from tools.console.toml import Given, toml
 from tools.convert.initial import initial_model
 
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 # Keys of [model] that may differ from those of the loaded weights.
 FREE = {"dropout", "dropout_at", "embedding_dropout", "attention_dropout", "init_std", "init", "router_aux_loss"}
-MOST = 2**63 - 1  # the largest integer
 FREE |= {"router_z_loss", "embedding_grad_scale", "head_grad_scale"}
-PLAINER = {
-    "bool_type": "must be true or false",
-    "string_type": "must be text in quotes",
-    "tuple_type": "must be a list in brackets",
-    "model_type": 'must be a table, like {kind = "linear"}',
-    "extra_forbidden": "is not a key of this table",
-}
 
 
 class RunConfig(BaseModel):
@@ -185,7 +177,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run of the TOML file `path`, changed by `overrides`. Raises UserError with all problems."""
     given, problems = given_in(path, overrides)
-    if large := [*_too_large(given)]:
+    if large := [*too_large(given)]:
         raise UserError(*problems, *large)
     notes, wrong = _resolved(given, known_keys())
     problems += wrong
@@ -228,21 +220,6 @@ def given_in(path: str | Path | None, overrides: Sequence[str] = ()) -> tuple[di
     return (_from_file(Path(path)) | given if path is not None else given), problems
 
 
-def _too_large(given: Mapping[str, Given]) -> Iterator[str]:
-    """Yield a problem for each value with an integer that needs more than 64 bits."""
-    for key, entry in given.items():
-        if any(not -MOST - 1 <= number <= MOST for number in _integers(entry.value)):
-            yield f"{key} = {toml(entry.value)} ({entry.origin}): an integer must lie between -2^63 and 2^63 - 1"
-
-
-def _integers(value: Any) -> Iterator[int]:
-    if isinstance(value, int):
-        yield value
-    elif isinstance(value, list | dict):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _integers(inner)
-
-
 def _resolved(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:
     """Replace in `given` the keys of other systems by native ones. Returns notes and problems."""
     notes, problems = take_plan_only(given)
@@ -263,7 +240,7 @@ def _typed(
         try:
             tables[table] = kind.model_validate(values)
         except ValidationError as error:
-            problems += _explained(table, kind, error, given, missing_too=table != told)
+            problems += explained(table, kind, error, given, missing_too=table != told)
     return tables, problems
 
 
@@ -378,38 +355,3 @@ def _same(said: Any, chosen: Any) -> bool:
     if not isinstance(said, BaseModel) or not isinstance(chosen, Mapping):
         return said == chosen
     return {**type(said)().model_dump(), **chosen} == said.model_dump()
-
-
-def _explained(
-    table: str, kind: type[BaseModel], error: ValidationError, given: Mapping[str, Given], missing_too: bool
-) -> Iterator[str]:
-    """Yield pydantic's findings in one table as lines that name key, value, origin and the values that are allowed.
-
-    missing_too: report missing keys as well.
-    """
-    for found in error.errors(include_url=False):
-        cause = found.get("ctx", {}).get("error")
-        if isinstance(cause, UserError):
-            yield from (f"{table}.{problem}" for problem in cause.problems)
-        elif found["type"] == "missing" and len(found["loc"]) == 1:
-            if missing_too:
-                name = str(found["loc"][0])
-                instead = " (or choose a model.preset)" if table == "model" else ""
-                yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
-        elif found["type"] != "default_factory_not_called":  # it follows from another problem
-            key = f"{table}.{found['loc'][0]}"
-            yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {_must(found)}"
-
-
-def _must(found: ErrorDetails) -> str:
-    """Return the requirement that a value found wrong by pydantic violates, as "must be ..."."""
-    if found["type"] == "missing":
-        return "too few values"
-    said = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = PLAINER.get(found["type"], said)
-    place = found["loc"][1] if len(found["loc"]) > 1 else None
-    where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
-    if found["type"] == "literal_error":
-        expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
-        message += did_you_mean(str(found["input"]), expected)
-    return where + message

@@ -151,6 +151,11 @@ class Parallel(Table):
         description="Number of neighboring replicas over which ZeRO-1 shards one copy of the optimizer state; "
         "0: all replicas.",
     )
+    elastic: bool = Field(
+        default=False,
+        description="Train in the largest layout that fits if fewer ranks are there than [parallel] needs, and in the "
+        "given layout once enough are there again; false: refuse another number of ranks.",
+    )
 
 
 class Group(Table):
@@ -260,6 +265,13 @@ class Train(Table):
     )
     threads: int = Field(
         default=0, ge=0, description="CPU threads per rank; 0: the cores divided by the number of local ranks."
+    )
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        description="Number of times that `megaprec train` starts its local ranks again, from the newest checkpoint, "
+        "after one of them has crashed or was killed; 0: never. A fault that comes with certainty thus ends the run "
+        "soon. For ranks of torchrun its --max-restarts counts.",
     )
 
 

@@ -111,7 +111,8 @@ def record_restart(config: RunConfig) -> None:
     count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     was, now = _saved_layout(config), in_words(config.parallel)
     changed = config.parallel.elastic and was and was != now
-    reasons = [*([f"torchrun, {count} of {most} times"] if count else []), *([f"{was} -> {now}"] if changed else [])]
+    reasons = [f"torchrun has started the ranks again, {count} of {most} restarts are used"] if count else []
+    reasons += [f"{was} -> {now}"] if changed else []
     if reasons:
         step, why = newest_step(config), "; ".join(reasons)
         print(

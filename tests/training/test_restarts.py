@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from tools.training.restarts import Restarts, ended_by_choice, ended_on_purpose
 
 ROOT = Path(__file__).parents[2]
 KILLED = Loss(1, -signal.SIGKILL, "rank 1 was ended by SIGKILL")
+EXACT = ["precision.compute=fp64"]
 EVALUATED = ["train.eval_every=2", "train.steps=8"]
 
 
@@ -295,6 +297,73 @@ def test_ranks_beyond_the_layout_are_spares_that_end_with_the_run(run_file: Path
     assert steps(tmp_path / "one") == steps(train_on(run_file, f"train.folder={tmp_path / 'two'}", data=2))
 
 
+class Machine:
+    """A torchrun of the template, which plays a machine of two ranks; the one with host=True must live."""
+
+    def __init__(self, run_file: Path, folder: Path, port: int, host: bool) -> None:
+        said = {"HEAD": "127.0.0.1", "PORT": port, "NODES": "1:2", "RANKS": 2, "ADDRESS": "127.0.0.1", "IS_HOST": host}
+        environment = {name: str(int(value) if isinstance(value, bool) else value) for name, value in said.items()}
+        paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+        environment |= {"PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        elastic = ["parallel.elastic=true", "parallel.tensor=2", "parallel.pipeline=2", "checkpoint.every=5"]
+        endless = ["train.steps=1000000", "lr.peak=1e-6", f"train.folder={folder}", "log.every=10"]
+        words = ["bash", str(ROOT / "examples" / "torchrun.sh"), str(run_file), *EXACT, *elastic, *endless]
+        self.output = (folder.parent / "machines.log").open("a")
+        self.process = subprocess.Popen(
+            words, cwd=folder.parent, env={**os.environ, **environment}, stdout=self.output, stderr=self.output
+        )
+
+    def ranks(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
+
+    def lose(self) -> None:
+        """End the machine without a word."""
+        for pid in (self.process.pid, *self.ranks()):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.output.close()
+
+
+def until_applied(folder: Path, ranks: int, more: int = 10) -> None:
+    """Wait until a world of so many ranks has taken some steps."""
+    deadline = time.monotonic() + 240
+    began: int | None = None
+    while began is None or (steps(folder) or [{"step": 0}])[-1]["step"] < began + more:
+        assert time.monotonic() < deadline, (folder.parent / "machines.log").read_text()[-5000:]
+        time.sleep(0.2)
+        last = read_events(folder, "restart")[-1:] or [{"ranks": 4, "step": 0}]
+        if last[0]["ranks"] == ranks and (folder / "metrics.jsonl").is_file():
+            began = last[0]["step"]
+
+
+@pytest.mark.slow
+def test_a_run_on_two_machines_goes_on_on_one_and_takes_the_other_in_again(run_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    machines = [Machine(run_file, folder, port, host) for host in (True, False)]
+    try:
+        until_applied(folder, 4)
+        machines[1].lose()
+        until_applied(folder, 2)
+        machines[1] = Machine(run_file, folder, port, host=False)
+        until_applied(folder, 4)
+        machines[0].process.terminate()
+        machines[1].process.terminate()
+        for machine in machines:
+            machine.process.wait(60)
+    finally:
+        for machine in machines:
+            if machine.process.poll() is None:
+                machine.lose()
+    assert [event["ranks"] for event in read_events(folder, "restart")] == [2, 4]
+    taken = len(steps(folder))
+    undisturbed = [*EXACT, f"train.steps={taken}", "lr.peak=1e-6", f"train.folder={tmp_path / 'whole'}"]
+    assert_close(steps(folder), steps(train_on(run_file, *undisturbed, tensor=2, pipeline=2)), 1e-9)
+
+
 # --- the command
 
 
@@ -392,7 +461,7 @@ def test_a_rank_that_dies_at_the_same_step_again_and_again_ends_the_run_after_al
 def test_a_run_that_shrank_has_the_losses_of_the_undisturbed_one(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    exact = ["precision.compute=fp64", "parallel.elastic=true"]
+    exact = [*EXACT, "parallel.elastic=true"]
     deaths = [Death(3, "step", 5), Death(3, "boot", 1, always=True, after=0)]
     layout = {"tensor": 2, "pipeline": 2}
     asked = [*exact, *(f"parallel.{axis}={size}" for axis, size in layout.items())]

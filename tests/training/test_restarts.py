@@ -308,10 +308,10 @@ class Machine:
         elastic = ["parallel.elastic=true", "parallel.tensor=2", "parallel.pipeline=2", "checkpoint.every=5"]
         endless = ["train.steps=1000000", "lr.peak=1e-6", f"train.folder={folder}", "log.every=10"]
         words = ["bash", str(ROOT / "examples" / "torchrun.sh"), str(run_file), *EXACT, *elastic, *endless]
-        self.output = (folder.parent / "machines.log").open("a")
-        self.process = subprocess.Popen(
-            words, cwd=folder.parent, env={**os.environ, **environment}, stdout=self.output, stderr=self.output
-        )
+        with (folder.parent / "machines.log").open("a") as log:
+            self.process = subprocess.Popen(
+                words, cwd=folder.parent, env={**os.environ, **environment}, stdout=log, stderr=log
+            )
 
     def ranks(self) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -322,7 +322,6 @@ class Machine:
         for pid in (self.process.pid, *self.ranks()):
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        self.output.close()
 
 
 def until_applied(folder: Path, ranks: int, more: int = 10) -> None:

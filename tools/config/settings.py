@@ -284,7 +284,8 @@ class Checkpoint(Table):
     keep: int = Field(default=2, gt=0, description="Number of newest checkpoints to keep; older ones are deleted.")
     resume: bool = Field(
         default=True,
-        description="Resume from the newest checkpoint in train.folder; false: refuse to start if there is one.",
+        description="Resume from the newest checkpoint in train.folder; false: refuse to start if there is one from an "
+        "earlier run.",
     )
 
 

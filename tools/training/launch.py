@@ -34,6 +34,7 @@ from megaprec.errors import UserError
 from tools.training.signals import SIGNALS, listening
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
+RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
 WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
 # Ctrl-C ends a rank without a traceback, for the launcher reports it. On Linux a rank ends when its launcher is
@@ -85,6 +86,7 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Aga
             with listening(local.hand_on, local.kill):
                 failures = local.run(ranks)
                 while failures and not local.told and (ranks := again(_loss(failures))):
+                    os.environ[RESTARTED] = "1"
                     failures = local.run(ranks)
         except SignalException as stop:
             return _stopped(stop.sigval)
@@ -195,6 +197,11 @@ def note_failure(error: BaseException) -> None:
 def under_torchrun() -> bool:
     """Return True if torchrun, or another launcher on torch's elastic agent, has started this process as a rank."""
     return not os.environ.get("TORCHELASTIC_RUN_ID", OURS).startswith(OURS)
+
+
+def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be their own."""
+    return RESTARTED in environ or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def must_tell() -> bool:

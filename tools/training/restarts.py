@@ -72,11 +72,11 @@ class Restarts:
         step = newest_step(self.config)
         lost = f", without rank {loss.rank}, which could not be started again" if ranks < self.ranks else ""
         self.left, self.ranks, self.restarted = self.left - 1, ranks, True
+        with self.alone():
+            rewind(Path(self.config.train.folder), step, restart_event(step, ranks, loss.said, self.left))
         where = f"from the checkpoint of step {step}" if step else "from the start"
         left = f"{self.left} restart{'' if self.left == 1 else 's'} left"
         print(f"restart    {loss.said}: training goes on {where}{lost}; {left}", file=sys.stderr, flush=True)
-        with self.alone():
-            rewind(Path(self.config.train.folder), step, restart_event(step, ranks, loss.said, self.left))
         self._mark()
 
     def _smaller(self) -> int:

@@ -85,13 +85,25 @@ def test_torchrun_is_refused_if_its_restarts_would_meet_the_addresses_of_ranks_t
 
 
 @pytest.mark.slow
+def test_a_run_that_stopped_itself_does_not_train_again_when_torchrun_restarts_it(
+    run_file: Path, tmp_path: Path
+) -> None:
+    overflows = ["precision.compute=fp16", "precision.initial_scale=1e30", 'precision.on_nonfinite="raise"']
+    overrides = [*overflows, f"train.folder={tmp_path}", "parallel.tensor=2"]
+    code, said = torchrun(run_file, *overrides, ranks=2, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert code
+    assert "ranks that had ended on purpose, they do not train again: TrainingDiverged: stopped after step 1" in said
+    assert len(steps(tmp_path)) == 1
+
+
+@pytest.mark.slow
 def test_ranks_beyond_the_layout_are_spares_that_end_with_the_run(run_file: Path, tmp_path: Path) -> None:
     overrides = ["parallel.data=4", "parallel.elastic=true", "train.global_batch=8"]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     code, said = torchrun(run_file, *overrides, f"train.folder={tmp_path / 'one'}", ranks=3, restarts=0, **fresh)
     assert code == 0, said
     now = "tensor 1 x pipeline 1 x data 2 = 2 ranks"
-    assert f"elastic    3 ranks are there: tensor 1 x pipeline 1 x data 4 = 4 ranks -> {now}\n" in said
+    assert f"elastic    3 ranks are there: tensor 1 x pipeline 1 x data 4 = 4 ranks -> {now}, 1 spare\n" in said
     assert steps(tmp_path / "one") == steps(train_on(run_file, f"train.folder={tmp_path / 'two'}", data=2))
 
 

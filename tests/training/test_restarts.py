@@ -24,7 +24,6 @@ from tools.training.launch import RESTARTED, Loss, restarted, start_ranks
 from tools.training.restarts import Restarts, ended_by_choice
 from tools.training.resume import check_resumable
 
-ROOT = Path(__file__).parents[2]
 KILLED = Loss(1, -signal.SIGKILL, "rank 1 was ended by SIGKILL")
 EXACT = ["precision.compute=fp64"]
 EVALUATED = ["train.eval_every=2", "train.steps=8"]

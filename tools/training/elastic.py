@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from megaprec.errors import UserError
-from tools.config.layouts import check_world, in_words, largest_fitting
+from tools.config.layouts import Fitting, check_world, in_words, largest_fitting
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.convert.train_state import newest
@@ -59,12 +59,18 @@ def in_this_world(config: RunConfig) -> RunConfig:
             f"parallel.elastic = true, but no layout of {there} ranks or fewer passes the run file's checks"
         )
     if os.environ.get("RANK") == "0":
-        left_out = f", without {', '.join(f'parallel.{key}' for key in fitting.left_out)}" if fitting.left_out else ""
-        print(
-            f"elastic    {there} ranks are there: {in_words(config.parallel)} -> {in_words(fitting.parallel)}{left_out}"
-        )
+        print(f"elastic    {there} ranks are there: {_change(config, fitting, there)}")
     os.environ["WORLD_SIZE"] = str(fitting.ranks)
     return config.with_parallel(fitting.parallel, f"parallel.elastic, {there} ranks")
+
+
+def _change(config: RunConfig, fitting: Fitting, there: int) -> str:
+    """Return the given and the fitting layout in words, with the keys that do not fit and the number of spares."""
+    was, now = in_words(config.parallel), in_words(fitting.parallel)
+    parts = [now if now == was else f"{was} -> {now}", *(f"without parallel.{key}" for key in fitting.left_out)]
+    if spares := there - fitting.ranks:
+        parts.append(f"{spares} spare{'' if spares == 1 else 's'}")
+    return ", ".join(parts)
 
 
 def is_spare(config: RunConfig) -> bool:

@@ -19,9 +19,10 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 from tools.config.key_help import describe
 from tools.config.key_suggestions import ELSEWHERE
+from tools.config.layouts import check_world
 from tools.config.native_keys import FP8_KEYS, SCALING, loss_scaling
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
-from tools.config.run_file import RunConfig, check_world, known_keys, load_run
+from tools.config.run_file import RunConfig, known_keys, load_run
 from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
 

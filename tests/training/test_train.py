@@ -302,6 +302,7 @@ class Launched:
 
     def __init__(self, file: Path, folder: Path) -> None:
         endless = [f"train.folder={folder}", "train.steps=1000000", "checkpoint.every=2", "parallel.tensor=2"]
+        endless += ["train.restarts=0"]
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self.folder = folder
         self.process = subprocess.Popen(

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from megaprec.errors import UserError
+from tools.config.layouts import problems
 from tools.config.run_file import RunConfig, load_run
 from tools.parity.again import updates
 from tools.parity.certificate import (
@@ -37,7 +38,7 @@ from tools.parity.certificate import (
 )
 from tools.parity.compare import compare
 from tools.parity.gather import Record, gather
-from tools.parity.layouts import Layout, asked, every, fitted, largest, problems
+from tools.parity.layouts import Layout, asked, every, fitted, largest
 from tools.parity.noise import Noise
 from tools.parity.page import page, show
 from tools.parity.ranks import FLAG, Failure, Run, as_rank, corpus_of, run_alone, run_together, with_vocabulary

@@ -26,7 +26,7 @@ from models.own_model import require_builtin
 from parallel.mesh import make_mesh, told_by_first, world
 from tools.commands.convert import write_model
 from tools.config.checks import check_all
-from tools.config.run_file import RunConfig, check_world, load_run
+from tools.config.run_file import RunConfig, load_run
 from tools.convert.formats import open_intact
 from tools.convert.hf.write_config import to_hugging_face
 from tools.convert.initial import open_initial
@@ -39,10 +39,21 @@ from tools.training.allocator import keep_freed_memory
 from tools.training.banner import print_outcome
 from tools.training.corpus import Corpus, check_sources, looked_at, open_corpus, open_made
 from tools.training.data_identity import ALLOW, Identity
+from tools.training.elastic import (
+    in_this_world,
+    is_spare,
+    record_restart,
+    release_spares,
+    require_fresh_store,
+    require_wanted,
+    stand_by,
+    tell_ended,
+)
 from tools.training.fp8_summary import check_fp8
 from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.training.machine import check_machine
 from tools.training.notes import add_strict, tell_notes
+from tools.training.restarts import Restarts
 from tools.training.resume import check_resumable, differences
 from tools.training.run_folder import LOCK
 from tools.training.trainer import Trainer
@@ -93,7 +104,9 @@ def main(args: argparse.Namespace) -> int:
         return _run_rank(config, export, args.allow, verify=False)
     options = ["--no-verify", *(["--export-hf", str(export)] if export else [])]
     options += [f"--allow={what}" for what in args.allow]
-    return launch_local(["train", args.file, *args.overrides, *options], config.world_size, config.train.threads)
+    restarts = Restarts(config, lambda: _training(config))
+    argv = ["train", args.file, *args.overrides, *options]
+    return launch_local(argv, config.world_size, config.train.threads, restarts.again)
 
 
 def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
@@ -163,21 +176,39 @@ def _verify(config: RunConfig, export: Path | None) -> None:
 
 
 def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], verify: bool) -> int:
-    check_world(config, int(os.environ.get("WORLD_SIZE", "1")))
+    require_fresh_store(config)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    config = in_this_world(config)
+    if is_spare(config):
+        stand_by()
+        return 0
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
     keep_freed_memory()
     with world(device) as store, ExitStack() as held:
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
-        named = told_by_first(store, lambda: prepare(config, held, allowed, export, verify))
+        tell_ended(store)
+        named = told_by_first(store, lambda: _begin(config, store, held, allowed, export, verify))
         corpus, checkpoint = open_named(config, named)
         Trainer(config, corpus, mesh, checkpoint).run()
         first = dist.get_rank() == 0
+        if first:
+            release_spares(store, range(config.world_size, ranks))
     if first:
         print_outcome(config, _plots(Path(config.train.folder)) if config.log.plot else [])
         if export:
             write_model(open_intact(Path(config.train.folder)), "hf", export)
     return 0
+
+
+def _begin(
+    config: RunConfig, store: dist.Store, held: ExitStack, allowed: Collection[str], export: Path | None, verify: bool
+) -> dict[str, Any]:
+    """Return the paths that rank 0 names (`prepare`), after a restart only if the ranks are to train again."""
+    require_wanted(store)
+    named = prepare(config, held, allowed, export, verify)
+    record_restart(config)
+    return named
 
 
 def _plots(folder: Path) -> list[Path]:

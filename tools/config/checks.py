@@ -30,7 +30,7 @@ from parallel.pipeline.verify import check
 from tools.config.native_keys import loss_scaling, plan_of, recipe_of
 from tools.config.precision_modules import logical_tensors
 from tools.config.precision_settings import FP8, Precision
-from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Train
+from tools.config.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Train
 
 TELLING = 4096  # forward passes of a schedule whose building takes so long that a line says so
 
@@ -141,6 +141,14 @@ def _zero(parallel: Parallel) -> Iterator[str]:
         yield f"parallel.zero_size {size} does not divide parallel.data {data}: {would} would"
     if size > 1 and not parallel.zero:
         yield f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: remove one of them"
+
+
+def _elastic(parallel: Parallel, checkpoint: Checkpoint) -> Iterator[str]:
+    if parallel.elastic and not checkpoint.resume:
+        yield (
+            "parallel.elastic = true goes on from a checkpoint when ranks come or go, but checkpoint.resume = false: "
+            "remove one of them"
+        )
 
 
 def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
@@ -361,6 +369,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _rule,
     _patterns,
     _zero,
+    _elastic,
     _recompute,
     _validation,
     _history,

@@ -129,6 +129,13 @@ class RunConfig(BaseModel):
         """Remarks on keys without effect and on how another system's configuration was understood."""
         return self._notes
 
+    def with_parallel(self, parallel: Parallel, origin: str) -> Self:
+        """Return the run in another layout that it can have. origin: of the keys that differ."""
+        made = self.model_copy(update={"parallel": parallel})
+        differ = {key for key, value in parallel if value != getattr(self.parallel, key)}
+        made._origins = {**self._origins, **{f"parallel.{key}": origin for key in differ}}
+        return made
+
     def origin(self, key: str) -> str:
         """Return the origin of the dotted `key`: "default", "file ...", "command line" or "preset ..."."""
         return self._origins.get(key, "default")
@@ -157,21 +164,6 @@ class RunConfig(BaseModel):
             keys = ((name, value, f"{table}.{name}") for name, value in values)
             lines += [f"{k} = {toml(v)}  # {toml(self.origin(d))[1:-1]}" for k, v, d in keys if d not in PLAN_ONLY]
         return "\n".join(lines) + "\n"
-
-
-def check_world(config: RunConfig, world_size: int) -> None:
-    """Raise UserError unless the number of ranks that joined is the one that the layout needs."""
-    if world_size == config.world_size:
-        return
-    p = config.parallel
-    replica = p.tensor * p.pipeline
-    advice = f"start {config.world_size} ranks"
-    if world_size % replica == 0:
-        advice += f" or set parallel.data = {world_size // replica}"
-    raise UserError(
-        f"world size {world_size} != parallel.tensor {p.tensor} x parallel.pipeline {p.pipeline} x "
-        f"parallel.data {p.data} = {config.world_size}: {advice}"
-    )
 
 
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -168,6 +168,11 @@ class Parallel(Table):
         description="Number of neighboring replicas over which ZeRO-1 shards one copy of the optimizer state; "
         "0: all replicas.",
     )
+    elastic: bool = Field(
+        default=False,
+        description="Train in the largest layout that fits if fewer ranks are there than [parallel] needs, and in the "
+        "given layout once enough are there again; false: refuse another number of ranks.",
+    )
 
 
 class Group(Table):
@@ -282,6 +287,13 @@ class Train(Table):
     threads: int = Field(
         default=0, ge=0, description="CPU threads per rank; 0: the cores divided by the number of local ranks."
     )
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        description="Number of times that `megaprec train` starts its local ranks again, from the newest checkpoint, "
+        "after one of them has crashed or was killed; 0: never. A fault that comes with certainty thus ends the run "
+        "soon. For ranks of torchrun its --max-restarts counts.",
+    )
 
 
 class Checkpoint(Table):
@@ -298,7 +310,8 @@ class Checkpoint(Table):
     )
     resume: bool = Field(
         default=True,
-        description="Resume from the newest checkpoint in train.folder; false: refuse to start if there is one.",
+        description="Resume from the newest checkpoint in train.folder; false: refuse to start if there is one from an "
+        "earlier run.",
     )
 
 

@@ -75,8 +75,24 @@ class Journal(AbstractContextManager["Journal"]):
             print("  ".join((f"step {step}/{self._total}", said, *events)), flush=True)
 
 
+def rewind(folder: Path, step: int, event: dict[str, Any]) -> None:
+    """Remove the records of steps after `step`, which are taken again, and add an event.
+
+    No other process may write them.
+    """
+    _reopen(folder / METRICS, step).close()
+    with _reopen(folder / EVENTS, step) as events:
+        _write_line(events, event)
+
+
 def _put_aside(*paths: Path) -> None:
-    """Rename existing files of records to the first free name of *.old, *.old2, ... and say so."""
+    """Rename files with records of steps, and those beside them, to the first free name of *.old, *.old2, ... and say
+    so.
+
+    Events of step 0 alone belong to the run that starts now: it was restarted before its first checkpoint.
+    """
+    if not any(line.record is None or line.record["step"] for path in paths for line in read_lines(path)):
+        return
     for path in paths:
         if path.is_file() and path.stat().st_size:
             names = (f"{path.name}.old{number if number > 1 else ''}" for number in count(1))

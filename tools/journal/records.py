@@ -20,6 +20,7 @@ NEEDED = {  # kind of event, "" for the record of a step -> required keys
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
     "overflow": {"loss_scale", "first_sample", "num_samples", "advice", "offenders"},
     "fp8_shadow": {"loss_gap", "alarms", "cosines", "saturated", "underflowed"},
+    "restart": {"ranks", "why", "left"},
 }
 SHOWN = 5  # ranges of lines or steps that a note names at most
 

@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import parse_toml
-from tools.config.checks import cross_problems
+from tools.config.layouts import AXES
+from tools.config.layouts import fitted as layout_for
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
 SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
-ALONE = Parallel()
 
 
 @dataclass(frozen=True)
@@ -87,22 +87,15 @@ def largest(said: Sequence[Mapping[str, Any]], key: str) -> int:
 
 
 def fitted(config: RunConfig, said: Mapping[str, Any]) -> Layout:
-    """Return the layout for the named axes: other axes are 1, all other keys are the run's own."""
-    axes = {"tensor": 1, "pipeline": 1, "data": 1}
-    own = config.parallel.model_dump()
-    wanted = {**own, **axes, **said}
-    left_out = [key for key in ("cuts", "schedule_file", "zero_size") if own[key] and key not in said]
-    for number in range(len(left_out) + 1):  # as few keys as possible
-        without = left_out[:number]
-        parallel = Parallel.model_validate({**wanted, **{key: getattr(ALONE, key) for key in without}})
-        if not problems(config, parallel):
-            return Layout(_name(said), parallel, tuple(without))
-    return Layout(_name(said), Parallel.model_validate(wanted))
+    """Return the layout with the keys of `said`; see `tools.config.layouts.fitted`.
 
-
-def problems(config: RunConfig, parallel: Parallel) -> list[str]:
-    """Return the reasons why the run cannot have this layout; empty if it can."""
-    return cross_problems({**dict(config), "parallel": parallel})
+    A layout that the run cannot have keeps all keys, so that the reasons are those of the whole table.
+    """
+    if fitting := layout_for(config, said):
+        return Layout(_name(said), fitting.parallel, fitting.left_out)
+    return Layout(
+        _name(said), Parallel.model_validate({**config.parallel.model_dump(), **dict.fromkeys(AXES, 1), **said})
+    )
 
 
 def _name(said: Mapping[str, Any]) -> str:

@@ -7,12 +7,12 @@ import torch
 
 from megaprec.data.indexed import IndexedWriter
 from megaprec.precision.plan import dtype_name
+from tools.config.layouts import ALONE
 from tools.config.precision_settings import FP8, Precision
 from tools.config.run_file import RunConfig
 from tools.config.settings import Data
 from tools.console.toml import toml
 from tools.parity.gather import Record
-from tools.parity.layouts import ALONE
 from tools.parity.record import Plan
 from tools.parity.shrink import Most, shrunk
 

@@ -25,10 +25,11 @@ MARK = " (not bit for bit)"
 JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
 # Keys that no number depends on. The data is compared by its tokens, the learning rate by its schedule.
 FREELY = (
-    "log.*", "checkpoint.*", "train.folder", "train.eval_*", "train.init_from", "train.steps", "data.source",
-    "data.blend", "data.text_field", "data.tokenizer", "data.vocab_size", "data.max_chars", "data.workers",
-    "data.cache", "parallel.zero", "parallel.zero_size", "parallel.recompute*", "optimizer.validation",
-    "precision.trace_overflows", "precision.patience", "precision.masters_in_checkpoint", "fp8.shadow_*", "lr.*",
+    "log.*", "checkpoint.*", "train.folder", "train.eval_*", "train.init_from", "train.steps", "train.restarts",
+    "data.source", "data.blend", "data.text_field", "data.tokenizer", "data.vocab_size", "data.max_chars",
+    "data.workers", "data.cache", "parallel.zero", "parallel.zero_size", "parallel.recompute*", "parallel.elastic",
+    "optimizer.validation", "precision.trace_overflows", "precision.patience", "precision.masters_in_checkpoint",
+    "fp8.shadow_*", "lr.*",
 )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """Starting local ranks with torch's elastic launcher, or joining ranks that something else has started.
 
-`launch_local` runs this program once per rank, over a rendezvous on a free port of this machine, and waits. The first
-rank that fails ends the run: the others are stopped, its exit code is returned, and its reason, stored by
-`note_failure`, is printed last. A signal to the launcher is passed on to the ranks, which may take their time to end; a
-second signal kills them.
+`launch_local` runs this program once per rank, over a rendezvous on a free port of this machine, and waits. When a rank
+fails, the others are stopped, and the caller's `Again` says how many ranks are started again; if none, its exit code is
+returned, and its reason, stored by `note_failure`, is printed last. A signal to the launcher is passed on to the ranks,
+which may take their time to end; a second signal kills them. After a signal no rank is started.
 
 If something else has started the ranks (torchrun, Kubernetes, srun), `joined_world` returns True and nothing is
 launched. Slurm describes ranks in its own variables; `slurm_environment` translates them into torch's.
@@ -16,8 +16,9 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,9 +31,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megaprec.errors import UserError
-from tools.training.signals import listening
+from tools.training.signals import SIGNALS, listening
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
+RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
 WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
 # Ctrl-C ends a rank without a traceback, for the launcher reports it. On Linux a rank ends when its launcher is
@@ -49,26 +51,51 @@ sys.exit(main())
 """
 
 
-def launch_local(argv: Sequence[str], ranks: int, threads: int = 0) -> int:
+@dataclass(frozen=True)
+class Loss:
+    """The first rank that failed. exitcode: -n if signal n ended it. said: the line that names rank and reason."""
+
+    rank: int
+    exitcode: int
+    said: str
+
+
+Again = Callable[[Loss], int]  # returns the number of ranks to start after a failure, 0 to end the run
+
+
+def _never(loss: Loss) -> int:
+    return 0
+
+
+def launch_local(argv: Sequence[str], ranks: int, threads: int = 0, again: Again = _never) -> int:
     """Run `megaprec <argv>` on `ranks` local ranks and return the exit code; see `start_ranks`."""
     root = str(Path(__file__).resolve().parents[2])
-    return start_ranks([sys.executable, "-P", "-c", PROGRAM, root, *argv], ranks, threads)
+    return start_ranks([sys.executable, "-P", "-c", PROGRAM, root, *argv], ranks, threads, again)
 
 
-def start_ranks(command: Sequence[str], ranks: int, threads: int = 0) -> int:
+def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Again = _never) -> int:
     """Run `command` once per rank with torchrun's variables set, and wait for all.
 
-    threads: CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, otherwise an equal share of the cores. Returns
-    0, or the exit code of the first rank that failed (128 + signal if a signal ended it or the launcher).
+    threads: CPU threads per rank; 0 takes OMP_NUM_THREADS if it is set, otherwise an equal share of the cores. again:
+    called after each failure that no signal to the launcher has caused. Returns 0, or the exit code of the first rank
+    that failed (128 + signal if a signal ended it or the launcher).
     """
     with tempfile.TemporaryDirectory(prefix="megaprec_") as folder, _launching(threads or share_of_cores(ranks)):
-        local = _Ranks(command, ranks, folder)
+        local = _Ranks(command, folder)
         try:
             with listening(local.hand_on, local.kill):
-                failures = local.run()
+                failures = local.run(ranks)
+                while failures and not local.told and (ranks := again(_loss(failures))):
+                    os.environ[RESTARTED] = "1"
+                    failures = local.run(ranks)
         except SignalException as stop:
             return _stopped(stop.sigval)
         return _exit_code(failures, local.told) if failures else 0
+
+
+def _loss(failures: Mapping[int, ProcessFailure]) -> Loss:
+    rank, failure = first_failure(failures)
+    return Loss(rank, failure.exitcode, _said(rank, failure))
 
 
 def _exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | None) -> int:
@@ -80,6 +107,8 @@ def _exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | No
         return failure.exitcode
     if told and failure.exitcode in (-told, -signal.SIGTERM, -signal.SIGKILL):
         return _stopped(told)
+    if failure.exitcode - 128 in SIGNALS:  # a rank was told to stop, and the first rank has said so
+        return failure.exitcode
     print(_said(rank, failure), file=sys.stderr, flush=True)
     return _shell_code(failure.exitcode)
 
@@ -90,11 +119,20 @@ def _stopped(number: signal.Signals) -> int:
 
 
 class _Ranks:
-    """`ranks` processes of `command` under torch's agent, which stores the reasons of failures in `folder`."""
+    """Processes of `command` under torch's agent, which stores the reasons of failures in `folder`."""
 
-    def __init__(self, command: Sequence[str], ranks: int, folder: str) -> None:
-        program, *arguments = (part.replace("$", "$$") for part in command)  # the agent would substitute $name
-        self.meeting = get_rendezvous_handler(
+    def __init__(self, command: Sequence[str], folder: str) -> None:
+        self.command = [part.replace("$", "$$") for part in command]  # the agent would substitute $name
+        self.folder = folder
+        self.agent: LocalElasticAgent | None = None  # while ranks run
+        self.told: signal.Signals | None = None  # the signal that was passed on
+
+    def run(self, ranks: int) -> Mapping[int, ProcessFailure]:
+        """Start ranks, wait for all and return those that failed.
+
+        Raises SignalException for a signal before they started.
+        """
+        meeting = get_rendezvous_handler(
             RendezvousParameters(
                 backend="c10d",
                 endpoint="localhost:0",
@@ -107,21 +145,18 @@ class _Ranks:
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
-            rdzv_handler=self.meeting,
-            entrypoint=program,
-            args=tuple(arguments),
+            rdzv_handler=meeting,
+            entrypoint=self.command[0],
+            args=tuple(self.command[1:]),
             max_restarts=0,
             local_addr="127.0.0.1",
         )
-        self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
-        self.told: signal.Signals | None = None  # the signal that was passed on
-
-    def run(self) -> Mapping[int, ProcessFailure]:
-        """Wait for all ranks and return those that failed. Raises SignalException for a signal before they started."""
+        self.agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=self.folder))
         try:
             return cast(RunResult, self.agent.run()).failures
         finally:
-            self.meeting.shutdown()
+            self.agent = None
+            meeting.shutdown()
 
     def hand_on(self, number: signal.Signals) -> None:
         """Send each rank the signal that this process received."""
@@ -140,6 +175,8 @@ class _Ranks:
                 os.killpg(pid, signal.SIGKILL)
 
     def _pids(self) -> list[int]:
+        if self.agent is None:
+            return []
         return [worker.id for worker in self.agent.get_worker_group().workers if worker.id is not None]
 
 
@@ -157,10 +194,19 @@ def note_failure(error: BaseException) -> None:
     get_error_handler().record_exception(error)
 
 
+def under_torchrun() -> bool:
+    """Return True if torchrun, or another launcher on torch's elastic agent, has started this process as a rank."""
+    return not os.environ.get("TORCHELASTIC_RUN_ID", OURS).startswith(OURS)
+
+
+def restarted(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if this rank's launcher has started the ranks before, so that a checkpoint may be their own."""
+    return RESTARTED in environ or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def must_tell() -> bool:
     """Return True if this process prints its own failure, False if a launcher prints it after all ranks have ended."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    return run is None or (not run.startswith(OURS) and os.environ["RANK"] == "0")
+    return "TORCHELASTIC_RUN_ID" not in os.environ or (under_torchrun() and os.environ["RANK"] == "0")
 
 
 def joined_world(environ: Mapping[str, str] = os.environ) -> bool:

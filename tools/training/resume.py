@@ -15,6 +15,7 @@ from tools.convert.train_state import newest, read_model, read_progress, read_to
 from tools.training.changed_keys import MARK, changed_keys, lr_jump
 from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW, Difference, other_sets, other_settings, read_identity
+from tools.training.launch import restarted
 
 KEPT = {"the data": "data", "the keys": "run"}  # not in checkpoints of earlier versions
 
@@ -28,7 +29,7 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Co
     store = newest(config.checkpoint_folder)
     if store is None:
         return
-    if not config.checkpoint.resume:
+    if not config.checkpoint.resume and not restarted():
         raise UserError(
             f"checkpoint.resume = false, but {store.path} is there from an earlier run: "
             "set another train.folder, or remove that checkpoint"

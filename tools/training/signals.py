@@ -20,11 +20,14 @@ OnSignal = Callable[[signal.Signals], None]
 
 
 class Stopped(Exception):
-    """The run ended because of a signal, with its state saved. code: exit code of the command, 128 + signal."""
+    """The run ended because of a signal, with its state saved.
 
-    def __init__(self, number: int) -> None:
+    told: True on the ranks that received the signal. code: exit code of the command, 128 + signal.
+    """
+
+    def __init__(self, number: int, told: bool = False) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.code = 128 + number
+        self.code, self.told = 128 + number, told
 
 
 def end(number: signal.Signals) -> None:

@@ -175,7 +175,8 @@ class Trainer:
     def _leave(self) -> None:
         """Raise Stopped. All ranks leave together, for a rank that exits early would abort the others."""
         world, device = self.engine.optimizer.world, self.engine.device
-        stopped = Stopped(int(world.max_(torch.tensor(float(self._signal), device=device)).item()))
+        number = int(world.max_(torch.tensor(float(self._signal), device=device)).item())
+        stopped = Stopped(number, told=bool(self._signal))
         if self.rank == 0:
             print(f"{stopped} after step {self.progress.step}, state saved: the same command goes on", file=sys.stderr)
         world.barrier()

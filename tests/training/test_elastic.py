@@ -1,0 +1,173 @@
+"""Ranks of torchrun, which restarts them after any failure, and on the machines that are left."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import assert_close, steps, train_on, write_run
+from tools.journal.records import read_events
+from tools.training.restarts import ended_on_purpose
+
+ROOT = Path(__file__).parents[2]
+EXACT = ["precision.compute=fp64"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("UserError: data.source: empty", True),
+        ("TrainingDiverged: stopped after step 9", True),
+        ("Stopped: stopped by SIGTERM", True),
+        ("RuntimeError: connection reset", False),
+        ("MemoryError: ", False),
+    ],
+)
+def test_a_restarted_rank_knows_whether_ranks_of_its_host_ended_on_purpose(
+    reason: str, told: bool, tmp_path: Path
+) -> None:
+    for attempt, rank in ((0, 1), (1, 0)):
+        (tmp_path / f"attempt_{attempt}" / str(rank)).mkdir(parents=True)
+    (tmp_path / "attempt_0" / "1" / "error.json").write_text(json.dumps({"message": {"message": reason}}))
+    own = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt_1" / "0" / "error.json")}
+    assert ended_on_purpose({**own, "TORCHELASTIC_RESTART_COUNT": "1"}) == (reason if told else "")
+    assert ended_on_purpose({**own, "TORCHELASTIC_RESTART_COUNT": "0"}) == ""
+    assert ended_on_purpose({}) == ""
+
+
+@pytest.mark.parametrize("written", ["", "{", "[]", '{"message": "text"}'])
+def test_a_reason_that_was_not_written_whole_is_none(written: str, tmp_path: Path) -> None:
+    (tmp_path / "attempt_0" / "0").mkdir(parents=True)
+    (tmp_path / "attempt_0" / "0" / "error.json").write_text(written)
+    file = str(tmp_path / "attempt_1" / "0" / "error.json")
+    assert ended_on_purpose({"TORCHELASTIC_ERROR_FILE": file, "TORCHELASTIC_RESTART_COUNT": "1"}) == ""
+
+
+def torchrun(run_file: Path, *overrides: str, ranks: int, restarts: int, **environment: str) -> tuple[int, str]:
+    """Exit code and output of a run under torchrun on this machine."""
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *options,
+        "-m",
+        "megaprec",
+        "train",
+        str(run_file),
+        *overrides,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_is_refused_if_its_restarts_would_meet_the_addresses_of_ranks_that_are_gone(
+    run_file: Path, tmp_path: Path
+) -> None:
+    overrides = [f"train.folder={tmp_path}", "parallel.tensor=2"]
+    code, said = torchrun(run_file, *overrides, ranks=2, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    assert code
+    assert "start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment" in said
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_stopped_itself_does_not_train_again_when_torchrun_restarts_it(
+    run_file: Path, tmp_path: Path
+) -> None:
+    overflows = ["precision.compute=fp16", "precision.initial_scale=1e30", 'precision.on_nonfinite="raise"']
+    overrides = [*overflows, f"train.folder={tmp_path}", "parallel.tensor=2"]
+    code, said = torchrun(run_file, *overrides, ranks=2, restarts=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert code
+    assert "ranks that had ended on purpose, they do not train again: TrainingDiverged: stopped after step 1" in said
+    assert len(steps(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_ranks_beyond_the_layout_are_spares_that_end_with_the_run(run_file: Path, tmp_path: Path) -> None:
+    overrides = ["parallel.data=4", "parallel.elastic=true", "train.global_batch=8"]
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    code, said = torchrun(run_file, *overrides, f"train.folder={tmp_path / 'one'}", ranks=3, restarts=0, **fresh)
+    assert code == 0, said
+    now = "tensor 1 x pipeline 1 x data 2 = 2 ranks"
+    assert f"elastic    3 ranks are there: tensor 1 x pipeline 1 x data 4 = 4 ranks -> {now}, 1 spare\n" in said
+    assert steps(tmp_path / "one") == steps(train_on(run_file, f"train.folder={tmp_path / 'two'}", data=2))
+
+
+class Machine:
+    """A torchrun of the template, which plays a machine of two ranks; the one with host=True must live."""
+
+    def __init__(self, run_file: Path, folder: Path, port: int, host: bool) -> None:
+        said = {"HEAD": "127.0.0.1", "PORT": port, "NODES": "1:2", "RANKS": 2, "ADDRESS": "127.0.0.1", "IS_HOST": host}
+        environment = {name: str(int(value) if isinstance(value, bool) else value) for name, value in said.items()}
+        paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+        environment |= {"PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        elastic = ["parallel.elastic=true", "parallel.tensor=2", "parallel.pipeline=2", "checkpoint.every=5"]
+        endless = ["train.steps=1000000", "lr.peak=1e-6", f"train.folder={folder}", "log.every=10"]
+        words = ["bash", str(ROOT / "examples" / "torchrun.sh"), str(run_file), *EXACT, *elastic, *endless]
+        with (folder.parent / "machines.log").open("a") as log:
+            self.process = subprocess.Popen(
+                words, cwd=folder.parent, env={**os.environ, **environment}, stdout=log, stderr=log
+            )
+
+    def ranks(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
+
+    def lose(self) -> None:
+        """End the machine without a word."""
+        for pid in (self.process.pid, *self.ranks()):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def until_applied(folder: Path, ranks: int, more: int = 10) -> None:
+    """Wait until a world of so many ranks has taken some steps."""
+    deadline = time.monotonic() + 240
+    began: int | None = None
+    while began is None or (steps(folder) or [{"step": 0}])[-1]["step"] < began + more:
+        assert time.monotonic() < deadline, (folder.parent / "machines.log").read_text()[-5000:]
+        time.sleep(0.2)
+        last = read_events(folder, "restart")[-1:] or [{"ranks": 4, "step": 0}]
+        if last[0]["ranks"] == ranks and (folder / "metrics.jsonl").is_file():
+            began = last[0]["step"]
+
+
+@pytest.mark.slow
+def test_a_run_on_two_machines_goes_on_on_one_and_takes_the_other_in_again(run_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    machines = [Machine(run_file, folder, port, host) for host in (True, False)]
+    try:
+        until_applied(folder, 4)
+        machines[1].lose()
+        until_applied(folder, 2)
+        machines[1] = Machine(run_file, folder, port, host=False)
+        until_applied(folder, 4)
+        machines[0].process.terminate()
+        machines[1].process.terminate()
+        for machine in machines:
+            machine.process.wait(60)
+    finally:
+        for machine in machines:
+            if machine.process.poll() is None:
+                machine.lose()
+    assert [event["ranks"] for event in read_events(folder, "restart")] == [2, 4]
+    taken = len(steps(folder))
+    undisturbed = [*EXACT, f"train.steps={taken}", "lr.peak=1e-6", f"train.folder={tmp_path / 'whole'}"]
+    assert_close(steps(folder), steps(train_on(run_file, *undisturbed, tensor=2, pipeline=2)), 1e-9)

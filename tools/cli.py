@@ -76,6 +76,7 @@ def _run(args: argparse.Namespace) -> int:
             print(stop, file=sys.stderr)
         return 3
     except Stopped as stop:  # the first rank has printed it
+        note_failure(stop)
         return stop.code
     except KeyboardInterrupt:
         return 130

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from megaprec.checkpoint.atomic import latest, require_room
 from megaprec.checkpoint.reader import INDEX
 from megaprec.data.files import alone, beside
+from megaprec.diagnose.position import Phase, Position
 from megaprec.errors import UserError
 from models.own_model import require_builtin
+from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import make_mesh, told_by_first, world
 from tools.commands.convert import write_model
 from tools.config.checks import check_all
@@ -38,6 +40,7 @@ from tools.training.banner import print_outcome
 from tools.training.corpus import Corpus, check_sources, looked_at, open_corpus, open_made
 from tools.training.data_identity import ALLOW, Identity
 from tools.training.fp8_summary import check_fp8
+from tools.training.hangs import forget_last_end, tell_waiting, watching
 from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.training.notes import add_strict, tell_notes
 from tools.training.resume import check_resumable, differences
@@ -158,11 +161,19 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
     keep_freed_memory()
-    with world(device) as store, ExitStack() as held:
+    position, folder = Position(), Path(config.train.folder)
+    minutes = longest_wait(config.parallel.timeout) / 60
+    with (
+        world(device, minutes) as store,
+        ExitStack() as held,
+        watching(folder, store, position, config.parallel.timeout),
+    ):
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
-        named = told_by_first(store, lambda: prepare(config, held, allowed, export, verify))
+        position.enter(Phase.WAITING if dist.get_rank() else Phase.PREPARATION)
+        named = told_by_first(store, lambda: prepare(config, held, allowed, export, verify), tell_waiting)
+        position.enter(Phase.LOADING)
         corpus, checkpoint = open_named(config, named)
-        Trainer(config, corpus, mesh, checkpoint).run()
+        Trainer(config, corpus, mesh, checkpoint, position=position).run()
         first = dist.get_rank() == 0
     if first:
         print_outcome(config, _plots(Path(config.train.folder)) if config.log.plot else [])
@@ -222,6 +233,7 @@ def prepare(
         raise UserError(
             f'train.folder = "{config.train.folder}": cannot be written to ({error.strerror}); give another'
         ) from error
+    forget_last_end(Path(config.train.folder))
     store = newest(config.checkpoint_folder)
     differ = {found.what for found in differences(store, config, corpus)} if store else set()
     for what in sorted(set(allowed) - differ):

@@ -151,6 +151,14 @@ class Parallel(Table):
         description="Number of neighboring replicas over which ZeRO-1 shards one copy of the optimizer state; "
         "0: all replicas.",
     )
+    timeout: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="Time limit of a step, in seconds beyond the slowest step so far; then the run ends and names the "
+        "rank that hangs. Loading, the first step, evaluations and saves may take 10 minutes, or this if it is longer; "
+        "a rank without a heartbeat ends them after this.",
+    )
 
 
 class Group(Table):

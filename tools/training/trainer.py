@@ -20,6 +20,8 @@ from megaprec.data.blend import Blend
 from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
+from megaprec.diagnose.position import Phase, Position
+from megaprec.diagnose.step_position import StepPosition
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.observer import StepObserver
@@ -70,7 +72,8 @@ def optimizer_options(config: RunConfig) -> dict[str, Any]:
 class Trainer:
     """One rank of a run, which resumes from `checkpoint` (the same on every rank) or starts at step 1.
 
-    mesh: None for one process without torch.distributed. observers: of the optimizer's steps.
+    mesh: None for one process without torch.distributed. observers: of the optimizer's steps. position: is kept up to
+    date for a watchdog.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class Trainer:
         mesh: DeviceMesh | None,
         checkpoint: Path | None = None,
         observers: Sequence[StepObserver] = (),
+        position: Position | None = None,
     ) -> None:
+        self.position = position or Position()
         self.config, self.corpus, self.resumed = config, corpus, checkpoint
         train, parallel = config.train, config.parallel
         self.engine = Engine(
@@ -97,7 +102,8 @@ class Trainer:
             make_optimizer=self._optimizer,
             layers=parallel.cuts,
             make_stage=stage_maker(config.model.factory),
-            observers=observers,
+            observers=[StepPosition(self.position), *observers],
+            position=self.position,
         )
         self._validation = PostValidation(self.engine) if config.optimizer.validation == "after" else None
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
@@ -148,12 +154,14 @@ class Trainer:
     def _take_steps(self, journal: Journal | None) -> None:
         while self.progress.step < self.config.train.steps and not self._stops:
             diverged = ""
+            self.position.enter(Phase.STEP, self._taken + 1)
             for report, progress, seconds in self._timed_step():
                 self._write(journal, report, progress, seconds)
                 diverged = diverged or self._divergence()
             done = self.progress.step
             if done == self._taken and (diverged or self._stops or self._saves_after(done)):
-                self._save()
+                with self.position.during(Phase.SAVE):
+                    self._save()
             if diverged:
                 raise TrainingDiverged(f"stopped after step {done}, state saved: {diverged}")
 
@@ -195,7 +203,9 @@ class Trainer:
         """Run the evaluation that is due after a step, feed the overflow monitor and write the step's record."""
         record, shadow = self._fields(report, progress, seconds), self._shadows.pop(progress.step, None)
         if self._evaluates_after(progress.step) and self.corpus.held_out is not None:
-            record["eval_loss"] = self.evaluate(self.corpus.held_out)
+            with self.position.during(Phase.EVALUATION):
+                record["eval_loss"] = self.evaluate(self.corpus.held_out)
+        self.position.at("record of the step")
         self.monitor.note(report)
         events = [] if report.outcome == "applied" else [self._overflow_event(report, progress)]
         if shadow is not None:
@@ -249,7 +259,8 @@ class Trainer:
         recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
         share = self.share(self.corpus.train, position)
         if self._shadowed(self._taken + 1):
-            self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
+            with self.position.during(Phase.COMPARISON):
+                self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
         number, self._taken = self._taken, self._taken + 1
         known = list[tuple[StepReport, TrainState]]()
         with self._locating(self.corpus.train):
@@ -328,6 +339,7 @@ class Trainer:
 
     def share(self, samples: Samples | Blend, position: int) -> Share:
         """Return this data-parallel rank's consecutive part of the global batch that begins at `position`."""
+        self.position.at("reading of samples")
         own = self.config.train.global_batch // self.dp.size
         batch = samples.batch(position + self.dp.rank * own, own)
         packing = Packing(batch.documents, batch.positions)

@@ -19,6 +19,7 @@ from megaprec.errors import UserError
 from tools.commands import (
     compare,
     data,
+    diagnose,
     diff,
     explain_overflow,
     fp8_advice,
@@ -97,6 +98,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     data.add_parser(commands)
     explain_overflow.add_parser(commands)
+    diagnose.add_parser(commands)
     convert.add_parser(commands)
     inspect.add_parser(commands)
     diff.add_parser(commands)

@@ -82,12 +82,12 @@ class Watchdog:
             self._heart.publish_now(judge_failed(self.me(), error).to_json())
             self._farewell(self._heart, self.size)
 
-    def beats(self) -> tuple[Beat, ...]:
-        """Return the last known positions of the ranks, this one's included; those of the others are asked for."""
+    def others(self) -> tuple[Beat, ...]:
+        """Return the last positions of the other ranks, as far as the store knows them within a second."""
         if self._heart:
             self._heart.look_around(1.0)
         heard = self._heart.heard if self._heart else {}
-        return (self.me(), *(beat for beat, _ in heard.values() if beat is not None))
+        return tuple(newest(beat) for beat, _ in heard.values() if beat is not None)
 
     def me(self) -> Beat:
         """Return this rank's position now."""

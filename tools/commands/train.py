@@ -39,8 +39,9 @@ from tools.training.allocator import keep_freed_memory
 from tools.training.banner import print_outcome
 from tools.training.corpus import Corpus, check_sources, looked_at, open_corpus, open_made
 from tools.training.data_identity import ALLOW, Identity
+from tools.training.end_records import forget_records
 from tools.training.fp8_summary import check_fp8
-from tools.training.hangs import forget_last_end, tell_waiting, watching
+from tools.training.hangs import tell_waiting, watching
 from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.training.notes import add_strict, tell_notes
 from tools.training.resume import check_resumable, differences
@@ -233,7 +234,7 @@ def prepare(
         raise UserError(
             f'train.folder = "{config.train.folder}": cannot be written to ({error.strerror}); give another'
         ) from error
-    forget_last_end(Path(config.train.folder))
+    forget_records(Path(config.train.folder))
     store = newest(config.checkpoint_folder)
     differ = {found.what for found in differences(store, config, corpus)} if store else set()
     for what in sorted(set(allowed) - differ):

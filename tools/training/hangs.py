@@ -1,36 +1,30 @@
 """Ending a run that hangs: each rank leaves a record of what it was doing, and the cause is printed once, last.
 
-The records are JSON files in the run's folder, one for each rank that could write one; `megaprec diagnose` reads them.
-They are removed when the next run begins.
+`megaprec diagnose` reads the records (`end_records.py`).
 """
 
-import json
 import os
-import shutil
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 
 import torch.distributed as dist
 
-from megaprec.data.files import write_whole
 from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import Verdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
+from tools.training.end_records import EndRecord, write_record
 from tools.training.launch import RankHangs, note_failure, started_here
 from tools.training.signals import Stopped
 from tools.training.skipped_steps import TrainingDiverged
 
-PATIENCE = 3.0  # seconds for a record; the filesystem may be what hangs
-RECORDS = "last_end"  # folder in the run's folder
+LEFT = "left, because of that"
 LOST = ("connection", "broken pipe", "timed out", "timeout")  # words of a transfer's error when the other rank is gone
 
 
@@ -44,7 +38,7 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def leave(verdict: Verdict) -> None:
-        _leave(folder, verdict, dog.me())
+        _leave(folder, size, verdict, dog.me())
 
     position.share()
     dog = Watchdog(store, rank, size, position, timeout, leave)
@@ -57,10 +51,12 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, while this rank leaves by itself
         if any(word in str(error).lower() for word in LOST):
             dog.lost_connection(search="TORCHELASTIC_RUN_ID" not in os.environ)
-            _record(folder, dog.me(), "lost the connection to another rank", "", (), dog.beats())
+            me, ended = dog.me(), "lost the connection to another rank"
+            write_record(folder, EndRecord(rank=me, ranks=size, ended=ended, others=dog.others()))
             raise
         reason = traceback.format_exception_only(error)[-1].strip()
-        _record(folder, dog.me(), reason, "", (rank,), dog.beats())
+        me, others = dog.me(), dog.others()
+        write_record(folder, EndRecord(rank=me, ranks=size, ended=reason, culprits=(rank,), others=others))
         if not started_here():
             dog.failed(reason.splitlines()[0])
         raise
@@ -75,16 +71,12 @@ def tell_waiting(seconds: float) -> None:
         print(f"{where}: waiting for rank 0, which prepares the data, for {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
-def forget_last_end(folder: Path) -> None:
-    """Remove the records of an earlier end of the run in `folder`."""
-    with suppress(OSError):
-        shutil.rmtree(folder / RECORDS)
-
-
-def _leave(folder: Path, verdict: Verdict, me: Beat) -> None:
+def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
     """Leave a record, kill the ranks on this machine that are stopped, tell the cause, and end this process."""
     try:
-        _record(folder, me, "left, because a rank hangs", verdict.reason, verdict.culprits, verdict.beats)
+        others = tuple(one for one in verdict.beats if one.rank != me.rank)
+        said = {"verdict": verdict.reason, "culprits": verdict.culprits, "others": others}
+        write_record(folder, EndRecord(rank=me, ranks=ranks, ended=LEFT, **said))
         try:
             raise RankHangs(verdict.reason)
         except RankHangs as hang:
@@ -104,22 +96,3 @@ def _speaker(verdict: Verdict, me: Beat) -> int:
         return -1  # the first rank of this machine has the same verdict about the store
     there = [one.rank for one in verdict.beats if one.rank not in verdict.silent]
     return min((rank for rank in there if rank not in verdict.culprits), default=me.rank)
-
-
-def _record(folder: Path, me: Beat, ended: str, verdict: str, culprits: Sequence[int], beats: Sequence[Beat]) -> None:
-    """Write this rank's record, unless the folder cannot be written to: the cause must be told then, too."""
-    record = {
-        "rank": asdict(me),
-        "ended": ended,
-        "verdict": verdict,
-        "culprits": culprits,
-        "others": [asdict(one) for one in beats if one.rank != me.rank],
-    }
-
-    def write() -> None:
-        with suppress(OSError):
-            write_whole(folder / RECORDS / f"rank-{me.rank:05d}.json", json.dumps(record, indent=1).encode())
-
-    writing = Thread(target=write, daemon=True)
-    writing.start()
-    writing.join(PATIENCE)

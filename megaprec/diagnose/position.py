@@ -21,7 +21,7 @@ class Phase(StrEnum):
 
     LOADING = "loading"
     PREPARATION = "preparation of the data"
-    WAITING = "waiting for rank 0, which prepares the data"
+    WAITING = "wait for rank 0, which prepares the data"
     STEP = "step"
     REPLAY = "replay of a skipped step"
     COMPARISON = "FP8 comparison"

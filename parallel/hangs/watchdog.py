@@ -34,21 +34,21 @@ def longest_wait(timeout: float) -> float:
 class Watchdog:
     """Watches this rank, and through heartbeats all ranks, from `start` to `stop`.
 
-    store: the ranks' store, None for a single rank. leave(verdict): called in the watchdog's thread; it must end the
-    process. timeout: as above, in seconds.
+    store: the ranks' store; not used by a single rank. first: the first beat of rank 0. leave(verdict): called in the
+    watchdog's thread; it must end the process. timeout: as above, in seconds.
     """
 
     def __init__(
-        self, store: dist.Store | None, rank: int, size: int, position: Position, timeout: float, leave: Leave
+        self, store: dist.Store, rank: int, size: int, position: Position, timeout: float, leave: Leave
     ) -> None:
         self.rank, self.size, self.position, self.timeout, self._leave = rank, size, position, timeout, leave
         self.every = min(2.0, max(0.1, timeout / 10))
         self._window = max(2.5 * self.every, min(2.0, timeout / 2))  # silence that is no delay
         self._clock = Clock(min(5.0, timeout / 2))
         self._heart = None
-        if store is not None and size > 1:
+        if size > 1:
             self._heart = Heart(store, rank, size, position, self._clock, self.every)
-        self._first = self._heart.first_beat() if self._heart else None
+        self.first = self._heart.first_beat() if self._heart else None
         self._entered, self._since = -1, 0.0
         self._urgent, self._searches = float("inf"), False  # time when this rank lost a connection
         self._over = Event()
@@ -161,7 +161,7 @@ class Watchdog:
 
     def _judge_store(self, seconds: float, closed: bool) -> Verdict:
         """Return the verdict about the host of the store; about rank 0 if that is the host and on this machine."""
-        first = self._first
+        first = self.first
         if first and first.place == place() and _in_rank_0() and not closed:
             return judge_silent(self.me(), {0: newest(first)}, {0: seconds})
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"

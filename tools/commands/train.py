@@ -10,6 +10,7 @@ import socket
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,11 +168,11 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
     with (
         world(device, minutes) as store,
         ExitStack() as held,
-        watching(folder, store, position, config.parallel.timeout),
+        watching(folder, store, position, config.parallel.timeout) as dog,
     ):
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
         position.enter(Phase.WAITING if dist.get_rank() else Phase.PREPARATION)
-        named = told_by_first(store, lambda: prepare(config, held, allowed, export, verify), tell_waiting)
+        named = told_by_first(store, lambda: prepare(config, held, allowed, export, verify), partial(tell_waiting, dog))
         position.enter(Phase.LOADING)
         corpus, checkpoint = open_named(config, named)
         Trainer(config, corpus, mesh, checkpoint, position=position).run()

@@ -29,7 +29,7 @@ LOST = ("connection", "broken pipe", "timed out", "timeout")  # words of a trans
 
 
 @contextmanager
-def watching(folder: Path, store: dist.Store, position: Position, timeout: float) -> Iterator[None]:
+def watching(folder: Path, store: dist.Store, position: Position, timeout: float) -> Iterator[Watchdog]:
     """Within the context this rank is watched by a watchdog, which ends the process if the run hangs.
 
     folder: of the run. store: the ranks' store. timeout: `parallel.timeout`. If this rank fails, its record is written;
@@ -44,7 +44,7 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
     dog = Watchdog(store, rank, size, position, timeout, leave)
     dog.start()
     try:
-        yield
+        yield dog
     except (UserError, Stopped, TrainingDiverged):
         raise
     except Exception as error:
@@ -64,11 +64,11 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
         dog.stop()
 
 
-def tell_waiting(seconds: float) -> None:
-    """Print what the ranks wait for, during the preparation of the data: once on each machine."""
-    if dist.get_rank() == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
-        where = f"{socket.gethostname()}, rank {dist.get_rank()}"
-        print(f"{where}: waiting for rank 0, which prepares the data, for {seconds:.0f} s", file=sys.stderr, flush=True)
+def tell_waiting(dog: Watchdog, seconds: float) -> None:
+    """Print what this rank waits for, during the preparation of the data: once on each machine."""
+    if dog.first and (dog.rank == 1 or os.environ.get("LOCAL_RANK", "0") == "0"):
+        what = f"waits for rank 0 on {dog.first.host}, which prepares the data"
+        print(f"rank {dog.rank} on {socket.gethostname()} {what}: {seconds:.0f} s so far", file=sys.stderr, flush=True)
 
 
 def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:

@@ -20,12 +20,11 @@ from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import Verdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
 from tools.training.end_records import EndRecord, write_record
-from tools.training.launch import RankHangs, note_failure, started_here
+from tools.training.launch import RankHangs, lost_connection, note_failure, started_here
 from tools.training.signals import Stopped
 from tools.training.skipped_steps import TrainingDiverged
 
 LEFT = "left, because of that"
-LOST = ("connection", "broken pipe", "timed out", "timeout")  # words of a transfer's error when the other rank is gone
 
 
 @contextmanager
@@ -49,7 +48,7 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
         raise
     except Exception as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, while this rank leaves by itself
-        if any(word in str(error).lower() for word in LOST):
+        if lost_connection(str(error)):
             dog.lost_connection(search="TORCHELASTIC_RUN_ID" not in os.environ)
             me, ended = dog.me(), "lost the connection to another rank"
             write_record(folder, EndRecord(rank=me, ranks=size, ended=ended, others=dog.others()))

@@ -33,6 +33,8 @@ from tools.training.leftovers import own_folder
 from tools.training.signals import SIGNALS, Stopped, listening
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
+# Errors of gloo, NCCL and the store when another rank is gone.
+LOST = re.compile(r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort", re.I)
 WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
 # Ctrl-C ends a rank without a traceback, for the launcher reports it. On Linux a rank ends when its launcher is
@@ -230,17 +232,18 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
     """Return the rank that failed first: the earliest to store its reason, and not one that the launcher stopped.
 
     A rank that left because another hangs comes first: its reason names the cause, and the ranks that it killed or left
-    behind are consequences. torch records the times of failures in whole seconds; a rank that loses its peer fails
+    behind are consequences, like a lost connection. torch records the times of failures in whole seconds; a rank that loses its peer fails
     within milliseconds.
     """
 
-    def order(rank: int) -> tuple[bool, bool, float]:
+    def order(rank: int) -> tuple[bool, bool, bool, float]:
         failure = failures[rank]
         note = Path(failure.error_file)
         hangs = _said(failure).startswith(RankHangs.__name__)
         return (
             not hangs,
             failure.exitcode == -signal.SIGTERM,
+            lost_connection(_said(failure)),
             note.stat().st_mtime if note.is_file() else failure.timestamp,
         )
 
@@ -250,6 +253,11 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 class RankHangs(Exception):
     """A rank hangs, and all leave. The message names the rank that hangs, not the one that has noticed it."""
+
+
+def lost_connection(said: str) -> bool:
+    """Return True if an error with this text follows from the end of another rank, or of the link to it."""
+    return LOST.search(said) is not None
 
 
 def _said(failure: ProcessFailure) -> str:

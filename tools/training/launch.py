@@ -231,9 +231,9 @@ def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first: the earliest to store its reason, and not one that the launcher stopped.
 
-    A rank that left because another hangs comes first: its reason names the cause, and the ranks that it killed or left
-    behind are consequences, like a lost connection. torch records the times of failures in whole seconds; a rank that loses its peer fails
-    within milliseconds.
+    A rank that left because another hangs comes first: its reason names the cause. A lost connection is a consequence,
+    whenever it was noted. torch records the times of failures in whole seconds; a rank that loses its peer fails within
+    milliseconds.
     """
 
     def order(rank: int) -> tuple[bool, bool, bool, float]:

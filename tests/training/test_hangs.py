@@ -1,6 +1,7 @@
 """A run that hangs ends in time, and names the rank that hangs, its host and the instruction it is in."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -174,3 +175,48 @@ def test_ranks_say_that_they_wait_for_the_data_and_leave_when_the_host_of_rank_0
         ranks[0].wait(60)
     last = (tmp_path / "log1").read_text().splitlines()[-1]
     assert "alpha" in last and "beta" in last and "which prepares the data" in last, last
+
+
+def torchrun(hosts: Hosts, host: int, command: list[str], folder: Path, port: int) -> subprocess.Popen:
+    """A torchrun on a host with one rank; both meet at the first host."""
+    python, *program = command
+    agent = [
+        *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+        *(f"--rdzv-endpoint={ADDRESSES[0]}:{port}", f"--rdzv-conf=is_host={1 - host}", "--rdzv-id=cut"),
+        f"--local-addr={ADDRESSES[host]}",
+    ]
+    with (folder / f"log{host}").open("wb") as output:
+        environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        return hosts.start(host, [python, *agent, *program], environ, output)
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_on_both_sides_of_a_cut_link_leave_in_time(run_file: Path, tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        command = planted(run_file, tmp_path, ("stop", 9, "step", 0, ""), "parallel.data=2")
+        agents = [torchrun(hosts, host, command, tmp_path, 29573) for host in range(2)]
+        try:
+            until(120, tmp_path / "run" / "metrics.jsonl", '"step": 10,')
+            hosts.cut()
+            for rank in range(2):
+                until(TIMEOUT + slowest(tmp_path) + LEAVING, tmp_path / "run" / "last_end" / f"rank-0000{rank}.json")
+        finally:  # an agent waits for the kernel to give up its connection
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    for host in range(2):
+        said = [line for line in (tmp_path / f"log{host}").read_text().splitlines() if "the link" in line]
+        assert "alpha" in said[0] and "beta" in said[0] and "Traceback" not in said[0]
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_lowest_rank_that_does_not_hang_tells_which_one_does_once(
+    run_file: Path, tmp_path: Path
+) -> None:
+    python, *program = planted(run_file, tmp_path, ("stop", 0, "step", 3, "update"), "parallel.tensor=2")
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([python, *agent, *program], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert seconds_since(tmp_path) < TIMEOUT + slowest(tmp_path) + LEAVING
+    assert len(re.findall(r"^rank 0 on \S+ \(process \d+\) was last seen in step 3, update", done.stderr, re.M)) == 1

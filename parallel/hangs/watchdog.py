@@ -84,7 +84,7 @@ class Watchdog:
 
     def others(self) -> tuple[Beat, ...]:
         """Return the last positions of the other ranks, as far as the store knows them within a second."""
-        if self._heart:
+        if self._heart and not self._heart.lost:
             self._heart.look_around(1.0)
         heard = self._heart.heard if self._heart else {}
         return tuple(newest(beat) for beat, _ in heard.values() if beat is not None)
@@ -113,7 +113,8 @@ class Watchdog:
                 return
 
     def _farewell(self, heart: Heart, ranks: int) -> None:
-        heart.farewell(ranks, FAREWELL, self.rank == 0 and _in_rank_0())
+        if not heart.lost:
+            heart.farewell(ranks, FAREWELL, self.rank == 0 and _in_rank_0())
 
     def _look(self) -> Verdict | None:
         """Return the verdict as soon as all ranks that can be reached agree on it."""

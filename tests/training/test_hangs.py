@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -220,3 +221,39 @@ def test_under_torchrun_the_lowest_rank_that_does_not_hang_tells_which_one_does_
     assert done.returncode == 1
     assert seconds_since(tmp_path) < TIMEOUT + slowest(tmp_path) + LEAVING
     assert len(re.findall(r"^rank 0 on \S+ \(process \d+\) was last seen in step 3, update", done.stderr, re.M)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (("stop", 0, "step", 3, "update"), r"rank 0 on \S+ \(process \d+\) was last seen in step 3, update"),
+        (
+            ("raise", 1, "step", 3, "update"),
+            r"rank 1 on \S+ \(process \d+\) failed in step 3, update: ZeroDivisionError",
+        ),
+        (("kill", 0, "step", 3, "update"), r"\S+ \(127.0.0.1:\d+, where the ranks meet\) has closed the connection to"),
+        (("kill", 1, "step", 3, "update"), r"rank 1 on \S+ \(process \d+\) was last seen in step"),
+    ],
+    ids=["store's host stops", "fails", "store's host dies", "dies"],
+)
+def test_ranks_without_a_launcher_tell_why_they_leave(
+    what: tuple[str, int, str, int, str], told: str, run_file: Path, tmp_path: Path
+) -> None:
+    """As Slurm starts them: what the other rank says last."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command, ranks = planted(run_file, tmp_path, what, "parallel.tensor=2"), list[subprocess.Popen]()
+    for rank in range(2):
+        environ = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        with (tmp_path / f"log{rank}").open("wb") as output:
+            ranks.append(subprocess.Popen(command, env=environ, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
+    codes = [rank.wait(120) for rank in ranks]
+    assert seconds_since(tmp_path) < TIMEOUT + slowest(tmp_path) + LEAVING
+    other = 1 - what[1]
+    lines = (tmp_path / f"log{other}").read_text().splitlines()
+    assert codes[other] == 1 and re.match(told, lines[-1]) and "Traceback (most recent call last):" not in lines
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -65,9 +65,14 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
 
 def tell_waiting(dog: Watchdog, seconds: float) -> None:
     """Print what this rank waits for, during the preparation of the data: once on each machine."""
-    if dog.first and (dog.rank == 1 or os.environ.get("LOCAL_RANK", "0") == "0"):
+    if dog.first and _first_here(dog.rank):
         what = f"waits for rank 0 on {dog.first.host}, which prepares the data"
         print(f"rank {dog.rank} on {socket.gethostname()} {what}: {seconds:.0f} s so far", file=sys.stderr, flush=True)
+
+
+def _first_here(rank: int) -> bool:
+    """Return True for one rank of each machine, of those that can wait for rank 0."""
+    return rank == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
@@ -91,7 +96,7 @@ def _leave(folder: Path, ranks: int, verdict: Verdict, me: Beat) -> None:
 
 def _speaker(verdict: Verdict, me: Beat) -> int:
     """Return the rank that prints the cause: the lowest that does not hang, of those that can be reached."""
-    if len(verdict.beats) == 1 and os.environ.get("LOCAL_RANK", "0") != "0":
-        return -1  # the first rank of this machine has the same verdict about the store
+    if len(verdict.beats) == 1:  # about the store; each rank has found it out alone
+        return me.rank if _first_here(me.rank) else -1
     there = [one.rank for one in verdict.beats if one.rank not in verdict.silent]
     return min((rank for rank in there if rank not in verdict.culprits), default=me.rank)

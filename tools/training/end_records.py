@@ -9,13 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megaprec.data.files import write_whole
 from megaprec.errors import UserError
 from parallel.hangs.heartbeat import Beat
 
 FOLDER = "last_end"
+MOST = 1_000_000  # ranks of a run, so that a damaged record cannot ask for endless lines
 PATIENCE = 3.0  # seconds for writing a record; the filesystem may be what hangs
 
 
@@ -30,11 +31,18 @@ class EndRecord(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     rank: Beat
-    ranks: int = Field(gt=0)
+    ranks: int = Field(gt=0, le=MOST)
     ended: str
     verdict: str = ""
     culprits: tuple[int, ...] = ()
     others: tuple[Beat, ...] = ()
+
+    @model_validator(mode="after")
+    def _require_ranks(self) -> "EndRecord":
+        named = (self.rank.rank, *self.culprits, *(beat.rank for beat in self.others))
+        if not all(0 <= rank < self.ranks for rank in named):
+            raise ValueError(f"it names a rank that is not one of {self.ranks}")
+        return self
 
 
 def write_record(folder: Path, record: EndRecord) -> None:
@@ -59,15 +67,18 @@ def read_records(folder: Path) -> Sequence[EndRecord]:
     """Return the records of the run in `folder`, by rank. Raises UserError if there is none, or one is damaged."""
     if not folder.is_dir():
         raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: give the run's folder")
-    try:
-        files = sorted((folder / FOLDER).glob("rank-*.json"))
-        records = [EndRecord.model_validate_json(file.read_bytes()) for file in files]
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        raise UserError(f"{folder / FOLDER} holds a damaged record: {error.errors()[0]['msg']}; remove it") from error
+    records = [_read(file) for file in sorted((folder / FOLDER).glob("rank-*.json"))]
     if not records:
         raise UserError(
             f"{folder} has no record of an abnormal end: it ended in order, was killed whole, or still trains"
         )
     return sorted(records, key=lambda record: record.rank.rank)
+
+
+def _read(file: Path) -> EndRecord:
+    try:
+        return EndRecord.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror})") from error
+    except ValidationError as error:
+        raise UserError(f"{file} is damaged ({error.errors()[0]['msg']}): remove it to see the other ranks") from error

@@ -20,11 +20,12 @@ def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
 def time_limit(group: dist.ProcessGroup | None) -> timedelta:
     """Return the time limit of the group's operations; torch's default for a backend that has none of its own."""
     assert group is not None, "torch.distributed is not initialized"
-    device = min(group._device_types, key=lambda device: device.type != "cpu")
-    options = getattr(group._get_backend(device), "options", None)
+    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
+    options = getattr(group._get_backend(devices[0]), "options", None) if devices else None
     return options._timeout if options is not None else default_pg_timeout
 
 
 def adopt_time_limit(group: dist.ProcessGroup) -> None:
     """Give a group that torch has made the time limit of the world."""
-    _set_pg_timeout(time_limit(dist.group.WORLD), group)
+    if (limit := time_limit(dist.group.WORLD)) != time_limit(group):
+        _set_pg_timeout(limit, group)

@@ -50,6 +50,7 @@ class Position:
         self.count = self.entries = 0
         self.slowest, self.shared = 0.0, -1
         self._memory: mmap.mmap | None = None
+        self._head, self._texts = b"", dict[object, bytes]()  # what is written: phase and step, then the action
         self.at("start")
         self._since = time.monotonic()
 
@@ -58,7 +59,12 @@ class Position:
         self.doing = doing
         self.count += 1
         if self._memory is not None:
-            self._memory[:] = f"{self.phase}\t{self.step}\t{in_words(doing)}\n".encode()[:SIZE].ljust(SIZE)
+            data = self._head + (self._texts.get(doing) or self._text(doing))
+            self._memory[: len(data)] = data
+
+    def _text(self, doing: object) -> bytes:
+        text = self._texts[doing] = in_words(doing).encode()[: SIZE // 2] + b"\n"
+        return text
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
         """Note the phase that begins now, and its step; None keeps the step's number."""
@@ -68,6 +74,7 @@ class Position:
         self.phase, self._since, self.count = phase, now, -1
         self.step = self.step if step is None else step
         self.entries += 1
+        self._head = f"{phase}\t{self.step}\t".encode()
         self.at("")
 
     def share(self) -> None:
@@ -76,6 +83,7 @@ class Position:
             self.shared = os.memfd_create("position")
             os.truncate(self.shared, SIZE)
             self._memory = mmap.mmap(self.shared, SIZE)
+            self._head = f"{self.phase}\t{self.step}\t".encode()
             self.at(self.doing)
 
     @contextmanager
@@ -96,7 +104,7 @@ def read_shared(pid: int, shared: int) -> tuple[str, int, str] | None:
     """Return phase, step and action of another process of this machine, from its shared memory; None if unreadable."""
     try:
         with open(f"/proc/{pid}/fd/{shared}", "rb") as memory:
-            phase, step, doing = memory.read(SIZE).decode().partition("\n")[0].split("\t")
+            phase, step, doing = memory.read(SIZE).decode(errors="replace").partition("\n")[0].split("\t")
     except (OSError, ValueError):
         return None
     return phase, int(step), doing

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.groups import new_group, time_limit
@@ -20,6 +21,7 @@ from megaprec.diagnose.position import Phase, Position, read_shared
 from parallel.hangs.heartbeat import Beat, Clock, Heart, born, newest
 from parallel.hangs.verdict import Verdict, judge_hung, judge_silent, ranks_in_words
 from parallel.hangs.watchdog import LONG, Watchdog, kill_silent, longest_wait
+from parallel.mesh import make_mesh
 from parallel.pipeline.instructions import Instruction, Op
 from tests.ranks import run_ranks
 
@@ -119,8 +121,9 @@ def test_no_group_gives_up_before_the_watchdog(timeout: float) -> None:
 
 def limits(mesh: DeviceMesh) -> set[timedelta]:
     """The time limits of all kinds of groups, in a world that has one of its own."""
-    backend = dist.group.WORLD._get_backend(mesh.mesh.device)  # pyright: ignore[reportOptionalMemberAccess]
-    assert backend.options._timeout == time_limit(dist.group.WORLD)
+    assert dist.group.WORLD is not None
+    _set_pg_timeout(timedelta(seconds=1234), dist.group.WORLD)
+    mesh = make_mesh(1, 2, 2)
     made = [
         Axis.stage(mesh, own=True),
         Axis.cut(mesh, "dp", 1, "zero"),
@@ -131,7 +134,7 @@ def limits(mesh: DeviceMesh) -> set[timedelta]:
 
 
 def test_every_group_has_the_time_limit_of_the_world() -> None:
-    assert all(len(found) == 1 for found in run_ranks(limits, {"dp": 2, "tp": 2}))
+    assert run_ranks(limits, {"dp": 2, "tp": 2}) == [{timedelta(seconds=1234)}] * 4
 
 
 def test_a_silent_store_ends_a_rank_which_names_both_hosts() -> None:

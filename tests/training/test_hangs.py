@@ -66,7 +66,7 @@ EVERYWHERE = [
         ("evaluation", 3, "forward"),
         ("save", 4, ""),
         ("step", 1, "forward"),
-        ("loading", 0, ""),
+        ("loading", 0, "opening"),
     )
     if (action, phase) != ("stop", "loading")
 ]

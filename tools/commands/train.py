@@ -174,6 +174,7 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
         position.enter(Phase.WAITING if dist.get_rank() else Phase.PREPARATION)
         named = told_by_first(store, lambda: prepare(config, held, allowed, export, verify), partial(tell_waiting, dog))
         position.enter(Phase.LOADING)
+        position.at("opening of data and checkpoint")
         corpus, checkpoint = open_named(config, named)
         Trainer(config, corpus, mesh, checkpoint, position=position).run()
         first = dist.get_rank() == 0

@@ -47,17 +47,18 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
     except (UserError, Stopped, TrainingDiverged):
         raise
     except Exception as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, while this rank leaves by itself
+        if size > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, while this rank leaves by itself
         if lost_connection(str(error)):
             dog.lost_connection(search="TORCHELASTIC_RUN_ID" not in os.environ)
             me, ended = dog.me(), "lost the connection to another rank"
             write_record(folder, EndRecord(rank=me, ranks=size, ended=ended, others=dog.others()))
             raise
-        reason = traceback.format_exception_only(error)[-1].strip()
+        reason = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         me, others = dog.me(), dog.others()
         write_record(folder, EndRecord(rank=me, ranks=size, ended=reason, culprits=(rank,), others=others))
         if not started_here():
-            dog.failed(reason.splitlines()[0])
+            dog.failed(reason)
         raise
     finally:
         dog.stop()

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
+from megaprec.diagnose.position import Position
 from megaprec.fp8.state import FP8State
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -49,6 +50,7 @@ class Engine:
     recompute: the activations that the backward pass recomputes.
     make_stage: builds each of this rank's stages.
     observers: additional observers of the optimizer's steps.
+    position: told of each instruction of the passes.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Engine:
         recompute: Recompute = KEEP,
         make_stage: MakeStage = Stage,
         observers: Sequence[StepObserver] = (),
+        position: Position | None = None,
     ) -> None:
         evaluation = forward_only(schedule)
         for every in (schedule, evaluation):
@@ -87,7 +90,15 @@ class Engine:
         sends = max(sends_under_way(schedule), sends_under_way(evaluation))
         links = P2P.open(self.pp, schedule.rank_of_stage, shape, plan.pipeline, self.device, sends=sends)
         self.passes = Passes(
-            config, schedule, self.stages, self.optimizer, self.fp8, links, context.deferred, micro_batch
+            config,
+            schedule,
+            self.stages,
+            self.optimizer,
+            self.fp8,
+            links,
+            context.deferred,
+            micro_batch,
+            position or Position(),
         )
         self.last, self.micro_batch = self.passes.last, micro_batch  # last: number of the model's last stage
         self._evaluation = evaluation.programs[self.pp.rank]
@@ -106,6 +117,7 @@ class Engine:
         run = self.passes.begin(share, number, self.optimizer.scale)
         with self.fp8.autocast():
             self.passes.executor(run, spans=recording.spans if recording else None).run()
+        self.passes.position.at("gradient reduction")
         return run
 
     def update(self, run: Running, lr: float) -> StepReport:

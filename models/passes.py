@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import sent
+from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.main_grad import reset_accumulation
@@ -94,6 +95,7 @@ class Passes:
     """A rank's stages, by number, with everything that passes through them need.
 
     deferred: the queue in which the stages' layers put weight gradients.
+    position: told of each instruction.
     """
 
     config: ModelConfig
@@ -104,6 +106,7 @@ class Passes:
     links: P2P
     deferred: WeightGradQueue
     micro_batch: int
+    position: Position
 
     @cached_property
     def program(self) -> Program:
@@ -168,6 +171,7 @@ class Passes:
             self.deferred,
             after=partial(self._after, run, after),
             complete=self._complete,
+            position=self.position,
         )
 
     def forward(self, run: Running, stage: int, microbatch: int, received: Tensor | None) -> Tensor:

@@ -71,6 +71,7 @@ class PostValidation:
                     run, executor = self._warm_up(share, number, spans)
             executor.carry_out(self._warmup, len(executor.program))
             executor.finish()
+        self.engine.passes.position.at("gradient reduction")
         self._run = run
         return report
 

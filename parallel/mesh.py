@@ -7,6 +7,7 @@ and on NCCL, under torchrun and under local ranks.
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megaprec.comm.axis import AXES
+from megaprec.comm.groups import adopt_time_limit
 from megaprec.errors import UserError
 
-PATIENCE = timedelta(days=7)  # tokenizing a large text takes long; a store's timeout overflows beyond 24 days
+NEWS = 30.0  # seconds between lines about waiting for rank 0
 PARTING = 10.0  # seconds that a failed rank waits for its communication in progress
 
 
@@ -35,7 +37,10 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu") -> Dev
             f"{world} ranks joined, but pipeline {pp} x data {dp} x tensor {tp} needs {pp * dp * tp}: "
             f"start {pp * dp * tp} ranks or change [parallel]"
         )
-    return init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
+    for group in mesh.get_all_groups():
+        adopt_time_limit(group)
+    return mesh
 
 
 @contextmanager
@@ -43,7 +48,8 @@ def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
     """Join the world that the environment describes (torchrun's variables), and leave it at the end.
 
     Without these variables the world is this process alone. On CUDA each local rank takes its own device; a rank that
-    sees a single device takes that one. Yields the store that all ranks share. minutes: time limit of each collective.
+    sees a single device takes that one. Yields the store that all ranks share. minutes: time limit of each collective,
+    in all groups that `make_mesh` and `megaprec.comm.groups` make too.
 
     After an exception the world is left if that is possible within a few seconds (see `_part`).
     """
@@ -79,10 +85,13 @@ def _part(own: torch.device | None) -> None:
     parting.join(PARTING)
 
 
-def told_by_first(store: dist.Store, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return on every rank what `make` returns on rank 0. The other ranks wait for it, for days if necessary.
+def told_by_first(
+    store: dist.Store, make: Callable[[], dict[str, Any]], waiting: Callable[[float], None] = lambda seconds: None
+) -> dict[str, Any]:
+    """Return on every rank what `make` returns on rank 0. The other ranks wait for it, however long it takes.
 
-    If `make` raises UserError, every rank raises it. Can be called once per store.
+    waiting(seconds): called on the other ranks every NEWS seconds, with the seconds that they have waited. If `make`
+    raises UserError, every rank raises it. Can be called once per store.
     """
     key = "told by rank 0"
     if dist.get_rank() == 0:
@@ -93,7 +102,13 @@ def told_by_first(store: dist.Store, make: Callable[[], dict[str, Any]]) -> dict
             raise
         store.set(key, json.dumps({"made": made}))
         return made
-    store.wait([key], PATIENCE)
+    start, news = time.monotonic(), NEWS
+    while not store.check([key]):
+        waited = time.monotonic() - start
+        if waited > news:
+            waiting(waited)
+            news += NEWS
+        time.sleep(min(2.0, 0.05 + waited / 20))
     told = json.loads(store.get(key))
     if "problems" in told:
         raise UserError(*told["problems"])

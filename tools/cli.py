@@ -24,6 +24,7 @@ from megaprec.parsing import is_unicode
 from tools.commands import (
     compare,
     data,
+    diagnose,
     diff,
     explain_overflow,
     fp8_advice,
@@ -85,8 +86,7 @@ def _run(args: argparse.Namespace) -> int:
             print(stop, file=sys.stderr)
         return 3
     except Stopped as stop:  # the first rank has printed it
-        if stop.told:
-            note_failure(stop)
+        note_failure(stop)
         return stop.code
     except KeyboardInterrupt:
         return 130
@@ -121,6 +121,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     data.add_parser(commands)
     explain_overflow.add_parser(commands)
+    diagnose.add_parser(commands)
     convert.add_parser(commands)
     inspect.add_parser(commands)
     diff.add_parser(commands)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import gloo
+from megaprec.comm.groups import new_group
 from megaprec.errors import UserError
 
 AXES = ("pp", "dp", "tp")  # pipeline, data and tensor parallel
@@ -66,9 +67,7 @@ class Axis:
         assert mesh is not None
         group = None
         for ranks in mesh.mesh.reshape(-1, dp.size * tp.size).tolist():
-            made = dist.new_group(ranks)
-            if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
-                group = made
+            group = new_group(ranks) or group
         return Axis("stage", dp.rank * tp.size + tp.rank, dp.size * tp.size, group)
 
     @staticmethod
@@ -87,9 +86,7 @@ class Axis:
         dim = (mesh.mesh_dim_names or ()).index(name)
         group = None
         for ranks in mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist():
-            made = dist.new_group(ranks)
-            if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
-                group = made
+            group = new_group(ranks) or group
         return Axis(new_name, whole.rank % size, size, group)
 
     def sum_(self, tensor: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ a tied parameter does not know which others have one, so the ranks first all-gat
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
+from megaprec.comm.groups import new_group
 
 _MOST = 4  # different sets of tied pipeline ranks to which one rank may belong
 
@@ -28,8 +28,7 @@ def tied_axes(mesh: DeviceMesh | None, sets: Iterable[tuple[int, ...]]) -> dict[
     axes: dict[tuple[int, ...], Axis] = {}
     for members in known:
         for world_ranks in mesh.mesh[list(members)].reshape(len(members), -1).t().tolist():
-            group = dist.new_group(world_ranks)
-            if isinstance(group, dist.ProcessGroup) and dist.get_rank() in world_ranks:
+            if group := new_group(world_ranks):
                 axes[members] = Axis("tied", members.index(pp.rank), len(members), group)
     return axes
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megaprec.diagnose.position import Position
 from parallel.pipeline.instructions import RECEIVES, WEIGHT_GRADIENTS, Instruction, Message, MessageType, Op, picture
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.simulation import Span
@@ -41,6 +42,7 @@ class Executor:
     deferred: the queue that the stages' layers were given (`Context.deferred`). Layers without a queue compute all
         gradients in the first half of a split backward, which is correct but gains no time.
     after(instruction): if given, called after each instruction, at its place in the program.
+    position: if given, told of each instruction before it begins.
 
     Gradients accumulate where autograd puts them. Under `torch.no_grad()` nothing is kept for a backward, so a program
     of forwards alone (`instructions.forward_only`) evaluates; `forward` then collects the results.
@@ -56,11 +58,13 @@ class Executor:
         deferred: WeightGradQueue | None = None,
         after: After | None = None,
         complete: OfStage | None = None,
+        position: Position | None = None,
     ) -> None:
         self.program, self.links, self.spans, self.after = program, links, spans, after
         self._stage_forward, self._stage_reduce = forward, reduce
         self._stage_complete = complete or (lambda stage: None)
         self._completing = _completing(program)
+        self._position = position or Position()
         self._mail: dict[Message, Tensor] = {}
         self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
         self._deferred = deferred or WeightGradQueue()
@@ -96,6 +100,7 @@ class Executor:
         self._expect_next()
         for at, i in enumerate(self.program[first:last], first):
             start = perf_counter()
+            self._position.at(i)
             try:
                 with torch.profiler.record_function(str(i)):
                     self._carry_out[i.op](i)
@@ -119,6 +124,7 @@ class Executor:
 
     def finish(self) -> None:
         """Wait for all sends, and assert that no message, graph or weight gradient is left."""
+        self._position.at("end of the passes")
         self.links.finish()
         left = [*self._mail, *self._begun, *self._put_off]
         assert not left, f"left over: messages, graphs or weight gradients of {left}"

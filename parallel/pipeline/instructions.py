@@ -39,6 +39,19 @@ class Op(StrEnum):
     RECV_GRADIENT = "rG"
 
 
+WORDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward of the input",
+    Op.BACKWARD_WEIGHT: "backward of the weights",
+    Op.REDUCE: "gradient reduction",
+    Op.SEND_ACTIVATION: "send of the activation",
+    Op.RECV_ACTIVATION: "receive of the activation",
+    Op.SEND_GRADIENT: "send of the gradient",
+    Op.RECV_GRADIENT: "receive of the gradient",
+}
+
+
 class MessageType(StrEnum):
     """The type of a message: an activation for the next stage, or its gradient for the stage before."""
 
@@ -64,6 +77,12 @@ class Instruction(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.op}{self.stage}" + ("" if self.op is Op.REDUCE else f".{self.microbatch}")
+
+    @property
+    def words(self) -> str:
+        """Return the instruction in words, such as "forward of micro-batch 3 in stage 0"."""
+        of = "" if self.op is Op.REDUCE else f" of micro-batch {self.microbatch}"
+        return f"{WORDS[self.op]}{of} in stage {self.stage}"
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
+from megaprec.comm.groups import new_group
 from megaprec.errors import UserError
 from parallel.pipeline.instructions import SENDS_UNDER_WAY, Channel, Instruction, Message, MessageType
 
@@ -167,8 +168,7 @@ def _communicators(
     for pipeline in _pipelines(mine, device):
         for channel in channels:
             source, destination = pipeline[channel.source], pipeline[channel.destination]
-            made = dist.new_group([source, destination], backend=dist.get_backend(group))
-            if isinstance(made, dist.ProcessGroup) and dist.get_rank() in (source, destination):
+            if made := new_group([source, destination], dist.get_backend(group)):
                 _connect(made, source, destination, device)
                 groups[channel] = made
     return groups

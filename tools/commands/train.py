@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from megaprec.checkpoint.atomic import latest, require_room
 from megaprec.checkpoint.reader import INDEX
 from megaprec.data.files import alone, beside
+from megaprec.diagnose.position import Phase, Position
 from megaprec.durable import file_error
 from megaprec.errors import UserError
 from models.own_model import require_builtin
+from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import make_mesh, told_by_first, world
 from tools.commands.convert import write_model
 from tools.config.checks import check_all
@@ -49,7 +52,9 @@ from tools.training.elastic import (
     stand_by,
     tell_ended,
 )
+from tools.training.end_records import forget_records
 from tools.training.fp8_summary import check_fp8
+from tools.training.hangs import tell_waiting, watching
 from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.training.machine import check_machine
 from tools.training.notes import add_strict, tell_notes
@@ -185,12 +190,22 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
     device = _device(config)
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
     keep_freed_memory()
-    with world(device) as store, ExitStack() as held:
+    position, folder = Position(), Path(config.train.folder)
+    minutes = longest_wait(config.parallel.timeout) / 60
+    with (
+        world(device, minutes) as store,
+        ExitStack() as held,
+        watching(folder, store, position, config.parallel.timeout) as dog,
+    ):
         mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
         tell_ended(store)
-        named = told_by_first(store, lambda: _begin(config, store, held, allowed, export, verify))
+        position.enter(Phase.WAITING if dist.get_rank() else Phase.PREPARATION)
+        begin = partial(_begin, config, store, held, allowed, export, verify)
+        named = told_by_first(store, begin, partial(tell_waiting, dog))
+        position.enter(Phase.LOADING)
+        position.at("opening of data and checkpoint")
         corpus, checkpoint = open_named(config, named)
-        Trainer(config, corpus, mesh, checkpoint).run()
+        Trainer(config, corpus, mesh, checkpoint, position=position).run()
         first = dist.get_rank() == 0
         if first:
             release_spares(store, range(config.world_size, ranks))
@@ -275,6 +290,7 @@ def prepare(
         raise UserError(
             f'train.folder = "{config.train.folder}": cannot be written to ({error.strerror}); give another'
         ) from error
+    forget_records(Path(config.train.folder))
     store = newest(config.checkpoint_folder)
     differ = {found.what for found in differences(store, config, corpus)} if store else set()
     for what in sorted(set(allowed) - differ):

@@ -173,6 +173,14 @@ class Parallel(Table):
         description="Train in the largest layout that fits if fewer ranks are there than [parallel] needs, and in the "
         "given layout once enough are there again; false: refuse another number of ranks.",
     )
+    timeout: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400,
+        description="Time limit of a step, in seconds beyond the slowest step so far; then the run ends and names the "
+        "rank that hangs. Loading, the first step, evaluations and saves may take 10 minutes, or this if it is longer; "
+        "a rank without a heartbeat ends them after this.",
+    )
 
 
 class Group(Table):

@@ -81,8 +81,9 @@ def rewind(folder: Path, step: int, event: dict[str, Any]) -> None:
     No other process may write them.
     """
     _reopen(folder / METRICS, step).close()
-    with _reopen(folder / EVENTS, step) as events:
-        _write_line(events, event)
+    events = _reopen(folder / EVENTS, step)
+    events.write(json.dumps(event))
+    events.close()
 
 
 def _put_aside(*paths: Path) -> None:

@@ -23,14 +23,13 @@ from torch import nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import has_layout, layout_of
+from megaprec.diagnose.call_stack import LINES, OUTSIDE, WAITING, short_path
 from parallel.pipeline.executor import Executor
 from tools.parity.borders import shared_name
 
 PATIENCE = 20.0  # seconds without any rank moving or computing after which all are stuck
 EVERY = 0.5
 IDLE = 0.02  # share of one processor below which a rank does not compute
-OURS = Path(__file__).resolve().parent.parent.parent
-WAITING = ("megaprec/comm/gloo.py", "megaprec/comm/axis.py", "parallel/pipeline/p2p.py", "torch/distributed/")
 
 
 @contextmanager
@@ -67,9 +66,9 @@ def whereabouts(frame: FrameType) -> dict[str, Any]:
     found: dict[str, Any] = {"at": [], "waits": False}
     inner: FrameType | None = frame
     while inner is not None:
-        file, local = _file(inner.f_code.co_filename), inner.f_locals
+        file, local = short_path(inner.f_code.co_filename), inner.f_locals
         found["waits"] |= not found["at"] and file.startswith(WAITING)
-        if not file.startswith(("torch/", "lib/", "<", *WAITING)) and len(found["at"]) < 3:
+        if not file.startswith(OUTSIDE) and len(found["at"]) < LINES:
             found["at"].append(f"{file}:{inner.f_lineno} {inner.f_code.co_name}")
         if file.startswith("torch/distributed/") and not inner.f_code.co_name.startswith(("wrap", "_")):
             found["collective"] = inner.f_code.co_name
@@ -89,16 +88,6 @@ def _module(own: object, ctx: Any) -> str:
     if isinstance(weight, nn.Parameter) and has_layout(weight):
         return layout_of(weight).parts[0].name
     return shared_name(own) if isinstance(own, nn.Module) else ""
-
-
-def _file(path: str) -> str:
-    """Return a short path: relative to the repository, or from the name of the library on."""
-    if path.startswith(f"{OURS}{os.sep}") and ".venv" not in path:
-        return path[len(str(OURS)) + 1 :]
-    _, found, library = path.rpartition(f"site-packages{os.sep}")
-    if found:
-        return library
-    return f"lib/{Path(path).name}" if path.startswith((sys.base_prefix, "<frozen")) else path
 
 
 class Watch:

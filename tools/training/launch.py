@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,10 +30,13 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megaprec.errors import UserError
-from tools.training.signals import SIGNALS, listening
+from tools.training.leftovers import own_folder
+from tools.training.signals import SIGNALS, Stopped, listening
 
 OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has started
 RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
+# Errors of gloo, NCCL and the store when another rank is gone.
+LOST = re.compile(r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort", re.I)
 WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
 # Ctrl-C ends a rank without a traceback, for the launcher reports it. On Linux a rank ends when its launcher is
@@ -80,7 +82,7 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Aga
     called after each failure that no signal to the launcher has caused. Returns 0, or the exit code of the first rank
     that failed (128 + signal if a signal ended it or the launcher).
     """
-    with tempfile.TemporaryDirectory(prefix="megaprec_") as folder, _launching(threads or share_of_cores(ranks)):
+    with own_folder() as folder, _launching(threads or share_of_cores(ranks)):
         local = _Ranks(command, folder)
         try:
             with listening(local.hand_on, local.kill):
@@ -95,7 +97,7 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Aga
 
 def _loss(failures: Mapping[int, ProcessFailure]) -> Loss:
     rank, failure = first_failure(failures)
-    return Loss(rank, failure.exitcode, _said(rank, failure))
+    return Loss(rank, failure.exitcode, _last_lines(rank, failure))
 
 
 def _exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | None) -> int:
@@ -103,13 +105,13 @@ def _exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | No
     to them.
     """
     rank, failure = first_failure(failures)
+    if failure.exitcode in (128 + number for number in SIGNALS) and _said(failure).startswith(Stopped.__name__):
+        return failure.exitcode  # the first rank has told that it stopped, and that the state is saved
     if told and failure.exitcode == 128 + told:
         return failure.exitcode
     if told and failure.exitcode in (-told, -signal.SIGTERM, -signal.SIGKILL):
         return _stopped(told)
-    if failure.exitcode - 128 in SIGNALS:  # a rank was told to stop, and the first rank has said so
-        return failure.exitcode
-    print(_said(rank, failure), file=sys.stderr, flush=True)
+    print(_last_lines(rank, failure), file=sys.stderr, flush=True)
     return _shell_code(failure.exitcode)
 
 
@@ -206,7 +208,12 @@ def restarted(environ: Mapping[str, str] = os.environ) -> bool:
 
 def must_tell() -> bool:
     """Return True if this process prints its own failure, False if a launcher prints it after all ranks have ended."""
-    return "TORCHELASTIC_RUN_ID" not in os.environ or (under_torchrun() and os.environ["RANK"] == "0")
+    return not started_here() and ("TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0")
+
+
+def started_here() -> bool:
+    """Return True if `start_ranks` has started this process as a rank."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OURS)
 
 
 def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
@@ -269,26 +276,51 @@ def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first: the earliest to store its reason, and not one that the launcher stopped.
 
-    torch records the times of failures in whole seconds; a rank that loses its peer fails within milliseconds.
+    A rank that left because another hangs comes first: its reason names the cause. A lost connection is a consequence,
+    whenever it was noted. torch records the times of failures in whole seconds; a rank that loses its peer fails within
+    milliseconds.
     """
 
-    def order(rank: int) -> tuple[bool, float]:
+    def order(rank: int) -> tuple[bool, bool, bool, float]:
         failure = failures[rank]
         note = Path(failure.error_file)
-        return failure.exitcode == -signal.SIGTERM, note.stat().st_mtime if note.is_file() else failure.timestamp
+        hangs = _said(failure).startswith(RankHangs.__name__)
+        return (
+            not hangs,
+            failure.exitcode == -signal.SIGTERM,
+            lost_connection(_said(failure)),
+            note.stat().st_mtime if note.is_file() else failure.timestamp,
+        )
 
     rank = min(failures, key=order)
     return rank, failures[rank]
 
 
-def _said(rank: int, failure: ProcessFailure) -> str:
+class RankHangs(Exception):
+    """A rank hangs, and all leave. The message names the rank that hangs, not the one that has noticed it."""
+
+
+def lost_connection(said: str) -> bool:
+    """Return True if an error with this text follows from the end of another rank, or of the link to it."""
+    return LOST.search(said) is not None
+
+
+def _said(failure: ProcessFailure) -> str:
+    """Return what `note_failure` stored, as "Type: message"; "" if the rank gave no reason."""
+    note: Any = failure.message  # torch says str, but it is what record_exception wrote: {"message": ...}
+    return note["message"] if isinstance(note, dict) else ""
+
+
+def _last_lines(rank: int, failure: ProcessFailure) -> str:
     """Return one line for a crash, and all lines for wrong input (exit code 2) and for a run that stopped itself
     (3).
     """
     if failure.exitcode < 0:
         return f"rank {rank} was ended by {failure.signal_name()}"
-    note: Any = failure.message  # torch says str, but it is what record_exception wrote: {"message": ...}
-    lines = note["message"].splitlines() if isinstance(note, dict) else ["no reason given"]
+    said = _said(failure)
+    if said.startswith(RankHangs.__name__):
+        return said.partition(": ")[2]
+    lines = said.splitlines() or ["no reason given"]
     reason = "\n".join(lines if failure.exitcode in (2, 3) else lines[:1])
     return f"rank {rank} failed with exit code {failure.exitcode}: {reason}"
 

@@ -20,14 +20,11 @@ OnSignal = Callable[[signal.Signals], None]
 
 
 class Stopped(Exception):
-    """The run ended because of a signal, with its state saved.
+    """The run ended because of a signal, with its state saved. code: exit code of the command, 128 + signal."""
 
-    told: True on the ranks that received the signal. code: exit code of the command, 128 + signal.
-    """
-
-    def __init__(self, number: int, told: bool = False) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.code, self.told = 128 + number, told
+        self.code = 128 + number
 
 
 def end(number: signal.Signals) -> None:

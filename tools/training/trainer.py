@@ -20,6 +20,8 @@ from megaprec.data.blend import Blend
 from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
+from megaprec.diagnose.position import Phase, Position
+from megaprec.diagnose.step_position import StepPosition
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.observer import StepObserver
@@ -72,7 +74,8 @@ def optimizer_options(config: RunConfig) -> dict[str, Any]:
 class Trainer:
     """One rank of a run, which resumes from `checkpoint` (the same on every rank) or starts at step 1.
 
-    mesh: None for one process without torch.distributed. observers: of the optimizer's steps.
+    mesh: None for one process without torch.distributed. observers: of the optimizer's steps. position: is kept up to
+    date for a watchdog.
     """
 
     def __init__(
@@ -82,7 +85,9 @@ class Trainer:
         mesh: DeviceMesh | None,
         checkpoint: Path | None = None,
         observers: Sequence[StepObserver] = (),
+        position: Position | None = None,
     ) -> None:
+        self.position = position or Position()
         self.config, self.corpus, self.resumed = config, corpus, checkpoint
         train, parallel = config.train, config.parallel
         self.engine = Engine(
@@ -99,7 +104,8 @@ class Trainer:
             make_optimizer=self._optimizer,
             layers=parallel.cuts,
             make_stage=stage_maker(config.model.factory),
-            observers=observers,
+            observers=[StepPosition(self.position), *observers],
+            position=self.position,
         )
         self._validation = PostValidation(self.engine) if config.optimizer.validation == "after" else None
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
@@ -144,7 +150,8 @@ class Trainer:
         with listening(self._ask_to_stop):
             with tf32(self.config.plan.tf32), self._journal() as journal:
                 self._take_steps(journal, RunFolder(Path(self.config.train.folder), self.rank))
-                self._saves.finish()
+                with self.position.during(Phase.SAVE):
+                    self._saves.finish()
             self.engine.optimizer.wait()
             if self._stops and self.progress.step < self.config.train.steps:
                 self._leave()
@@ -152,6 +159,7 @@ class Trainer:
     def _take_steps(self, journal: Journal | None, folder: RunFolder) -> None:
         while self.progress.step < self.config.train.steps and not self._stops:
             diverged = ""
+            self.position.enter(Phase.STEP, self._taken + 1)
             self.engine.optimizer.stop |= folder.is_gone()
             for report, progress, seconds in self._timed_step():
                 self._write(journal, report, progress, seconds)
@@ -162,7 +170,8 @@ class Trainer:
             if done == self._taken:
                 self._saves.poll()
             if done == self._taken and (diverged or self._stops or self._saves_after(done)):
-                self._save()
+                with self.position.during(Phase.SAVE):
+                    self._save()
             if diverged:
                 self._saves.finish(diverged)
                 raise TrainingDiverged(f"stopped after step {done}, state saved: {diverged}")
@@ -176,7 +185,7 @@ class Trainer:
         """Raise Stopped. All ranks leave together, for a rank that exits early would abort the others."""
         world, device = self.engine.optimizer.world, self.engine.device
         number = int(world.max_(torch.tensor(float(self._signal), device=device)).item())
-        stopped = Stopped(number, told=bool(self._signal))
+        stopped = Stopped(number)
         if self.rank == 0:
             print(f"{stopped} after step {self.progress.step}, state saved: the same command goes on", file=sys.stderr)
         world.barrier()
@@ -206,7 +215,9 @@ class Trainer:
         """Run the evaluation that is due after a step, feed the overflow monitor and write the step's record."""
         record, shadow = self._fields(report, progress, seconds), self._shadows.pop(progress.step, None)
         if self._evaluates_after(progress.step) and self.corpus.held_out is not None:
-            record["eval_loss"] = self.evaluate(self.corpus.held_out)
+            with self.position.during(Phase.EVALUATION):
+                record["eval_loss"] = self.evaluate(self.corpus.held_out)
+        self.position.at("record of the step")
         self.monitor.note(report)
         events = [] if report.outcome == "applied" else [self._overflow_event(report, progress)]
         if shadow is not None:
@@ -260,7 +271,8 @@ class Trainer:
         recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
         share = self.share(self.corpus.train, position)
         if self._shadowed(self._taken + 1):
-            self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
+            with self.position.during(Phase.COMPARISON):
+                self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
         number, self._taken = self._taken, self._taken + 1
         known = list[tuple[StepReport, TrainState]]()
         with self._locating(self.corpus.train):
@@ -340,6 +352,7 @@ class Trainer:
 
     def share(self, samples: Samples | Blend, position: int) -> Share:
         """Return this data-parallel rank's consecutive part of the global batch that begins at `position`."""
+        self.position.at("reading of samples")
         own = self.config.train.global_batch // self.dp.size
         batch = samples.batch(position + self.dp.rank * own, own)
         packing = Packing(batch.documents, batch.positions)

@@ -1,0 +1,110 @@
+"""The position of a rank in its run: written by its main thread, read by its watchdog.
+
+A phase is a part of a run that has a time limit of its own, such as a step or a save. Within a phase, `doing` is the
+instruction or action under way. The executor writes before every instruction, which takes a microsecond.
+
+Each write also goes to memory that other processes of this machine can read, because a process that is stopped can no
+longer tell where it is.
+"""
+
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """A part of a run."""
+
+    LOADING = "loading"
+    PREPARATION = "preparation of the data"
+    WAITING = "wait for rank 0, which prepares the data"
+    STEP = "step"
+    REPLAY = "replay of a skipped step"
+    COMPARISON = "FP8 comparison"
+    EVALUATION = "evaluation"
+    SAVE = "save"
+
+
+UNLIMITED = frozenset({Phase.PREPARATION, Phase.WAITING})  # tokenizing a large text takes as long as it takes
+
+
+SIZE = 256  # bytes of the shared memory
+
+
+class Position:
+    """The position of this rank.
+
+    phase, step: the phase, and the number of the step that it belongs to; 0 before the first step.
+    doing: the instruction or action within the phase; its `str` is read by the watchdog.
+    count: number of writes in this phase. entries: number of phases entered so far.
+    slowest: seconds of the slowest step so far; 0 until the first step is done.
+    shared: file descriptor of the shared memory; -1 before `share`, and where the system has no such memory.
+    """
+
+    def __init__(self) -> None:
+        self.phase, self.step, self.doing = Phase.LOADING, 0, object()
+        self.count = self.entries = 0
+        self.slowest, self.shared = 0.0, -1
+        self._memory: mmap.mmap | None = None
+        self._head, self._texts = b"", dict[object, bytes]()  # what is written: phase and step, then the action
+        self.at("start")
+        self._since = time.monotonic()
+
+    def at(self, doing: object) -> None:
+        """Note the instruction or action that begins now."""
+        self.doing = doing
+        self.count += 1
+        if self._memory is not None:
+            data = self._head + (self._texts.get(doing) or self._text(doing))
+            self._memory[: len(data)] = data
+
+    def _text(self, doing: object) -> bytes:
+        text = self._texts[doing] = in_words(doing).encode()[: SIZE // 2] + b"\n"
+        return text
+
+    def enter(self, phase: Phase, step: int | None = None) -> None:
+        """Note the phase that begins now, and its step; None keeps the step's number."""
+        now = time.monotonic()
+        if self.phase is Phase.STEP:
+            self.slowest = max(self.slowest, now - self._since)
+        self.phase, self._since, self.count = phase, now, -1
+        self.step = self.step if step is None else step
+        self.entries += 1
+        self._head = f"{phase}\t{self.step}\t".encode()
+        self.at("")
+
+    def share(self) -> None:
+        """Write to shared memory too, from now on."""
+        if sys.platform == "linux":
+            self.shared = os.memfd_create("position")
+            os.truncate(self.shared, SIZE)
+            self._memory = mmap.mmap(self.shared, SIZE)
+            self._head = f"{self.phase}\t{self.step}\t".encode()
+            self.at(self.doing)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Within the context the rank is in `phase`; afterwards the phase before begins anew."""
+        before = self.phase
+        self.enter(phase)
+        yield
+        self.enter(before)
+
+
+def in_words(doing: object) -> str:
+    """Return an instruction or action in words."""
+    return getattr(doing, "words", None) or str(doing)
+
+
+def read_shared(pid: int, shared: int) -> tuple[str, int, str] | None:
+    """Return phase, step and action of another process of this machine, from its shared memory; None if unreadable."""
+    try:
+        with open(f"/proc/{pid}/fd/{shared}", "rb") as memory:
+            phase, step, doing = memory.read(SIZE).decode(errors="replace").partition("\n")[0].split("\t")
+    except (OSError, ValueError):
+        return None
+    return phase, int(step), doing

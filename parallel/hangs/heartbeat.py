@@ -1,0 +1,230 @@
+"""Heartbeats: each rank keeps its position in the store that all ranks share, and can read those of the others.
+
+A thread writes the position every second or two over a connection of its own, because the connection of the main thread
+may be waiting. It reads the other ranks' positions only while the watchdog asks for it, when a phase takes long. So
+a run without a hang costs one small message a beat. Clocks of different machines are never compared: a rank is silent
+since this rank's clock last saw its beat change.
+
+The first rank to find out who hangs publishes its verdict; every other rank reads it with its next beat.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import torch.distributed as dist
+
+from megaprec.diagnose.call_stack import main_stack
+from megaprec.diagnose.position import Position, in_words, read_shared
+
+VERDICT, LEFT = "verdict", "left"  # keys of the store; the others are the numbers of ranks
+PATIENCE = timedelta(seconds=20)  # limit of one request to the store; the watchdog has a limit of its own
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's own account of itself.
+
+    place: identifies machine and process namespace, in which `pid` is meaningful. born: start time of the process.
+    shared: file descriptor of its `Position`. beat: number of this beat. phase, step, doing, count: as in `Position`.
+    waits, at: as in `call_stack.main_stack`.
+    """
+
+    rank: int
+    host: str
+    place: str
+    pid: int
+    born: str
+    shared: int
+    beat: int
+    phase: str
+    step: int
+    doing: str
+    count: int
+    waits: bool
+    at: tuple[str, ...]
+
+    @staticmethod
+    def of(rank: int, number: int, position: Position) -> "Beat":
+        """Return the beat of this process now."""
+        waits, at = main_stack()
+        process = socket.gethostname(), place(), os.getpid(), born(os.getpid()), position.shared
+        where = position.phase.value, position.step, in_words(position.doing), position.count
+        return Beat(rank, *process, number, *where, waits, tuple(at))
+
+    @staticmethod
+    def read(said: Mapping[str, Any]) -> "Beat":
+        """Return the beat with these fields, as `asdict` gives them and JSON keeps them."""
+        return Beat(**{**said, "at": tuple(said["at"])})
+
+
+def newest(beat: Beat) -> Beat:
+    """Return the beat with the position of its process now, if that runs on this machine: its last beat is older."""
+    if beat.place != place() or not beat.born or born(beat.pid) != beat.born:
+        return beat
+    now = read_shared(beat.pid, beat.shared)
+    return replace(beat, phase=now[0], step=now[1], doing=now[2]) if now else beat
+
+
+def place() -> str:
+    """Return a name for this machine and its namespaces; processes see each other's ids only in the same place."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    for space in ("pid", "net"):
+        with suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{space}"))
+    return " ".join(parts)
+
+
+def born(pid: int) -> str:
+    """Return the start time of a process, in ticks since the machine started; "" if it is gone or unknown."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
+
+
+class Clock:
+    """A clock that stands still while this process is stopped, so that a pause is not taken for a hang.
+
+    It advances by `tick`, by at most `longest` seconds at a time.
+    """
+
+    def __init__(self, longest: float) -> None:
+        self.now, self._longest, self._last = 0.0, longest, time.monotonic()
+
+    def tick(self) -> None:
+        """Advance to the present."""
+        now = time.monotonic()
+        self.now += min(now - self._last, self._longest)
+        self._last = now
+
+
+class Heart:
+    """The heartbeat of this rank, in a thread, once it is started.
+
+    store: the ranks' store; a connection of its own is opened to it. every: seconds between beats.
+    heard: by rank, its last beat and this rank's time when it changed; filled while `listening`.
+    answered: time of the last answer of the store. lost: why the connection ended, "" if it has not.
+    verdict: the published verdict as JSON, "" if there is none.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, position: Position, clock: Clock, every: float) -> None:
+        self.rank, self.size, self._position, self._clock, self._every = rank, size, position, clock, every
+        self._store = dist.PrefixStore("heartbeat", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
+        self._store.set_timeout(PATIENCE)
+        self.heard: dict[int, tuple[Beat | None, float]] = {}
+        self.listening, self.verdict, self.lost, self.answered = False, "", "", clock.now
+        self._wish, self._number, self._over = "", 0, Event()
+        self._thread = Thread(target=self._run, daemon=True, name="heartbeat")
+        self._beat()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread with its current beat; a thread that waits for the store is left behind."""
+        self._over.set()
+        self._thread.join(2 * self._every)
+
+    def publish(self, verdict: str) -> None:
+        """Publish a verdict with the next beat, unless another rank has; `verdict` then becomes the published one."""
+        self._wish = self._wish or verdict
+
+    def publish_now(self, verdict: str) -> None:
+        """Publish a verdict at once, unless another rank has, but wait at most a second for the store."""
+        _within(1.0, lambda: self._store.compare_set(VERDICT, "", verdict))
+
+    def first_beat(self) -> Beat | None:
+        """Return the first beat of rank 0, which must have joined; None if it does not come."""
+        with suppress(dist.DistError):
+            return Beat.read(json.loads(self._store.get("0")))
+        return None
+
+    def read_verdict(self) -> bool:
+        """Look for a verdict at once, for at most a second; return True if there is one or the store is gone."""
+
+        def read() -> None:
+            try:
+                if self._store.check([VERDICT]):
+                    self.verdict = self._store.get(VERDICT).decode()
+            except dist.DistError as error:
+                self.lost = str(error).splitlines()[0]
+
+        _within(1.0, read)
+        return bool(self.verdict or self.lost)
+
+    def look_around(self, seconds: float) -> None:
+        """Read the other ranks' positions once, for at most so many seconds."""
+        _within(seconds, self._listen)
+
+    def farewell(self, ranks: int, seconds: float, host: bool) -> None:
+        """Tell that this rank leaves. The host of the store waits until `ranks` ranks have told so, or for `seconds`.
+
+        Otherwise the verdict would be gone before all ranks have read it.
+        """
+
+        def leave() -> None:
+            end = time.monotonic() + seconds
+            gone = self._store.add(LEFT, 1)
+            while host and gone < ranks and time.monotonic() < end:
+                time.sleep(0.05)
+                gone = self._store.add(LEFT, 0)
+
+        _within(seconds, leave)
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(self._every):
+                self._beat()
+        except dist.DistError as error:
+            self.lost = str(error).splitlines()[0]
+
+    def _beat(self) -> None:
+        """Write this rank's position; read the verdict and, while listening, the other ranks' positions."""
+        self._number += 1
+        beat = Beat.of(self.rank, self._number, self._position)
+        self._store.set(str(self.rank), json.dumps(asdict(beat)))
+        if self._wish:
+            self.verdict = self._store.compare_set(VERDICT, "", self._wish).decode()
+        elif self._store.check([VERDICT]):
+            self.verdict = self._store.get(VERDICT).decode()
+        if self.listening:
+            self._listen()
+        else:
+            self.heard = {}  # later on they would seem silent
+        self.answered = self._clock.now
+
+    def _listen(self) -> None:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        keys = {str(rank): rank for rank in others}
+        if not self._store.check(list(keys)):  # a rank that has ended before its first beat
+            keys = {key: rank for key, rank in keys.items() if self._store.check([key])}
+        said = self._store.multi_get(list(keys)) if keys else []
+        beats: dict[int, Beat | None] = dict.fromkeys(others)
+        beats |= {rank: Beat.read(json.loads(one)) for rank, one in zip(keys.values(), said, strict=True)}
+        for rank, beat in beats.items():
+            before = self.heard.get(rank)
+            if before is None or before[0] != beat:
+                self.heard[rank] = beat, self._clock.now
+
+
+def _within(seconds: float, act: Callable[[], object]) -> None:
+    """Call `act` in another thread and wait for it, but no longer than `seconds`. An error of the store ends it."""
+
+    def guarded() -> None:
+        with suppress(dist.DistError):
+            act()
+
+    thread = Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -1,0 +1,183 @@
+"""The watchdog: a thread of each rank that ends the run when a phase takes too long, and names the rank that hangs.
+
+A step may take `timeout` seconds longer than the slowest step so far. Every other phase, and the first step, may take
+`LONG` seconds, or `timeout` if that is longer. The preparation of the data may take as long as it needs. In every phase
+the run also ends if a rank has had no heartbeat, or the ranks' store has not answered, for `timeout` seconds.
+
+This thread never uses the network, so it cannot hang itself: `heartbeat.py` does, and its silence is noticed here.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from signal import SIGKILL
+from threading import Event, Thread
+
+import torch.distributed as dist
+
+from megaprec.diagnose.position import UNLIMITED, Phase, Position
+from parallel.hangs.heartbeat import Beat, Clock, Heart, born, newest, place
+from parallel.hangs.verdict import Verdict, judge_failed, judge_hung, judge_silent, judge_store
+
+LONG = 600.0  # seconds that loading, the first step, a save or an evaluation may take
+JUDGES = 8  # the lowest ranks judge; the others do so a little later, if these cannot
+FAREWELL = 2.0  # seconds that the host of the store waits for the others to read the verdict
+
+Leave = Callable[[Verdict], None]
+
+
+def longest_wait(timeout: float) -> float:
+    """Return seconds that no phase of a run exceeds: a time limit for communication that never acts first."""
+    return 2 * max(LONG, timeout) + 60
+
+
+class Watchdog:
+    """Watches this rank, and through heartbeats all ranks, from `start` to `stop`.
+
+    store: the ranks' store; not used by a single rank. first: the first beat of rank 0. leave(verdict): called in the
+    watchdog's thread; it must end the process. timeout: as above, in seconds.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, position: Position, timeout: float, leave: Leave
+    ) -> None:
+        self.rank, self.size, self.position, self.timeout, self._leave = rank, size, position, timeout, leave
+        self.every = min(2.0, max(0.1, timeout / 10))
+        self._window = max(2.5 * self.every, min(2.0, timeout / 2))  # silence that is no delay
+        self._clock = Clock(min(5.0, timeout / 2))
+        self._heart = None
+        if size > 1:
+            self._heart = Heart(store, rank, size, position, self._clock, self.every)
+        self.first = self._heart.first_beat() if self._heart else None
+        self._entered, self._since = -1, 0.0
+        self._urgent, self._searches = float("inf"), False  # time when this rank lost a connection
+        self._over = Event()
+        self._thread = Thread(target=self._run, daemon=True, name="watchdog")
+
+    def start(self) -> None:
+        """Start the threads."""
+        if self._heart:
+            self._heart.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the threads; the run has ended in order."""
+        self._over.set()
+        self._thread.join()
+        if self._heart:
+            self._heart.stop()
+
+    def lost_connection(self, search: bool) -> None:
+        """Wait for a verdict that explains why this rank lost a connection; it ends this process.
+
+        Returns if there is none. search: also look for a rank that has no heartbeat any longer, for some seconds.
+        """
+        if self._heart and (self._heart.read_verdict() or search):
+            self._urgent, self._searches = self._clock.now, search
+            self._thread.join(2 * self.every + 1 + search * 2 * self._window)
+
+    def failed(self, error: str) -> None:
+        """Tell the other ranks, which will lose their connections, why this rank fails."""
+        if self._heart:
+            self._heart.publish_now(judge_failed(self.me(), error).to_json())
+            self._farewell(self._heart, self.size)
+
+    def others(self) -> tuple[Beat, ...]:
+        """Return the last positions of the other ranks, as far as the store knows them within a second."""
+        if self._heart and not self._heart.lost:
+            self._heart.look_around(1.0)
+        heard = self._heart.heard if self._heart else {}
+        return tuple(newest(beat) for beat, _ in heard.values() if beat is not None)
+
+    def me(self) -> Beat:
+        """Return this rank's position now."""
+        return Beat.of(self.rank, 0, self.position)
+
+    def limit(self) -> float:
+        """Return the seconds that the present phase may take."""
+        position, longest = self.position, max(LONG, self.timeout)
+        if position.phase in UNLIMITED:
+            return float("inf")
+        if position.phase is Phase.STEP and position.slowest:
+            return min(position.slowest, longest) + self.timeout
+        return longest
+
+    def _run(self) -> None:
+        while not self._over.wait(self.every / 2):
+            self._clock.tick()
+            verdict = self._look()
+            if verdict and not self._over.is_set():
+                if self._heart:
+                    self._farewell(self._heart, self.size - len(verdict.silent))
+                self._leave(verdict)
+                return
+
+    def _farewell(self, heart: Heart, ranks: int) -> None:
+        if not heart.lost:
+            heart.farewell(ranks, FAREWELL, self.rank == 0 and _in_rank_0())
+
+    def _look(self) -> Verdict | None:
+        """Return the verdict as soon as all ranks that can be reached agree on it."""
+        heart, now = self._heart, self._clock.now
+        if self.position.entries != self._entered:
+            self._entered, self._since = self.position.entries, now
+        elapsed, limit = now - self._since, self.limit()
+        if heart is None:
+            return judge_hung(self.me(), {}, elapsed) if elapsed > limit else None
+        if heart.verdict:
+            return Verdict.from_json(heart.verdict)
+        if now >= self._urgent:
+            return self._explain_loss(heart, now - self._urgent)
+        late = 0.0 if self.rank < JUDGES else self._window + 0.5
+        heart.listening = elapsed > (self.timeout / 6 if self.rank < JUDGES else min(limit, self.timeout))
+        if elapsed > limit + late:
+            return self._judge(heart, self._window, elapsed)
+        if elapsed > self.timeout + late:
+            return self._judge(heart, self.timeout)
+        return None
+
+    def _explain_loss(self, heart: Heart, elapsed: float) -> Verdict | None:
+        """Return the verdict about a lost connection to the store; publish one about a rank that has fallen silent."""
+        heart.listening = self._searches
+        if heart.lost or (self._searches and elapsed > self._window + self.every):
+            return self._judge(heart, self._window)
+        return None
+
+    def _judge(self, heart: Heart, patience: float, elapsed: float = 0.0) -> Verdict | None:
+        """Return the verdict about the store, which no rank can publish; publish the verdict about a rank.
+
+        patience: seconds of silence that are allowed. elapsed: seconds of the phase, if it has exceeded its limit.
+        """
+        now = self._clock.now
+        if heart.lost or now - heart.answered > patience:
+            return self._judge_store(now - heart.answered, bool(heart.lost))
+        heard = dict(heart.heard)
+        silent = {rank: now - since for rank, (_, since) in heard.items() if now - since > patience}
+        beats = {rank: beat and newest(beat) if rank in silent else beat for rank, (beat, _) in heard.items()}
+        if silent:
+            heart.publish(judge_silent(self.me(), beats, silent).to_json())
+        elif elapsed and len(beats) == self.size - 1:
+            heart.publish(judge_hung(self.me(), beats, elapsed).to_json())
+        return None
+
+    def _judge_store(self, seconds: float, closed: bool) -> Verdict:
+        """Return the verdict about the host of the store; about rank 0 if that is the host and on this machine."""
+        first = self.first
+        if first and first.place == place() and _in_rank_0() and not closed:
+            return judge_silent(self.me(), {0: newest(first)}, {0: seconds})
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return judge_store(self.me(), first.host if first else "the host of rank 0", address, seconds, closed)
+
+
+def _in_rank_0() -> bool:
+    """Return True if rank 0 hosts the store, False if a launcher does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def kill_silent(verdict: Verdict) -> None:
+    """Kill the silent ranks on this machine: a stopped process takes no other signal, and launchers wait for it."""
+    here = place()
+    for beat in verdict.beats:
+        if beat.rank in verdict.silent and beat.place == here and beat.born and born(beat.pid) == beat.born:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(beat.pid, SIGKILL)

@@ -1,0 +1,242 @@
+"""The watchdog and its verdicts: several ranks as threads of one process, over one store."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.groups import new_group, time_limit
+from megaprec.diagnose.position import Phase, Position, read_shared
+from parallel.hangs.heartbeat import Beat, Clock, Heart, born, newest
+from parallel.hangs.verdict import Verdict, judge_hung, judge_silent, ranks_in_words
+from parallel.hangs.watchdog import LONG, Watchdog, kill_silent, longest_wait
+from parallel.mesh import make_mesh
+from parallel.pipeline.instructions import Instruction, Op
+from tests.ranks import run_ranks
+
+TIMEOUT = 1.0
+
+
+def beat(rank: int, host: str = "a", step: int = 5, doing: str = "update", count: int = 1, waits: bool = True) -> Beat:
+    return Beat(rank, host, host, 100 + rank, "1", -1, 1, "step", step, doing, count, waits, ())
+
+
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+
+
+@contextmanager
+def ranks(number: int, timeout: float = TIMEOUT) -> Iterator[tuple[list[Watchdog], dict[int, Verdict]]]:
+    """Watchdogs of ranks that all are in step 3, after a step of no time; and the verdicts with which they leave."""
+    left: dict[int, Verdict] = {}
+    shared = store()
+    dogs = [
+        Watchdog(shared, rank, number, Position(), timeout, lambda verdict, rank=rank: left.update({rank: verdict}))
+        for rank in range(number)
+    ]
+    for dog in dogs:
+        dog.position.slowest = 0.001
+        dog.position.enter(Phase.STEP, 3)
+        dog.start()
+    try:
+        yield dogs, left
+    finally:
+        for dog in dogs:
+            dog.stop()
+
+
+def until(seconds: float, left: dict[int, Verdict], number: int) -> float:
+    """Waits until so many ranks have left; returns the seconds that it took."""
+    start = time.monotonic()
+    while len(left) < number and time.monotonic() - start < seconds:
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def test_a_rank_without_a_heartbeat_is_the_culprit_on_every_other_rank() -> None:
+    with ranks(3) as (dogs, left):
+        dogs[1].position.at(Instruction(Op.FORWARD, 0, 2))
+        time.sleep(3 * dogs[1].every)
+        dogs[1]._over.set()
+        dogs[1]._heart.stop()  # pyright: ignore[reportOptionalMemberAccess]
+        assert until(TIMEOUT + 10, left, 2) < TIMEOUT + 10
+    assert {rank: verdict.culprits for rank, verdict in left.items()} == {0: (1,), 2: (1,)}
+    assert len({verdict.reason for verdict in left.values()}) == 1
+    assert "rank 1 on " in left[0].reason and "step 3, forward of micro-batch 2 in stage 0" in left[0].reason
+
+
+def test_all_ranks_leave_together_when_all_have_a_heartbeat_and_none_goes_on() -> None:
+    with ranks(2) as (dogs, left):
+        dogs[0].position.at("consensus")
+        dogs[0].position.at("update")
+        assert until(TIMEOUT + 10, left, 2) < TIMEOUT + 10
+    assert [left[rank].culprits for rank in range(2)] == [(1,), (1,)]  # has done less
+
+
+def test_a_run_whose_steps_go_on_is_left_alone_however_long_it_takes() -> None:
+    with ranks(2) as (dogs, left):
+        for step in range(4, 4 + 12):
+            time.sleep(TIMEOUT / 4)
+            for dog in dogs:
+                dog.position.enter(Phase.STEP, step)
+        assert not left
+
+
+def test_a_step_may_take_the_timeout_longer_than_the_slowest_and_other_phases_ten_minutes() -> None:
+    position = Position()
+    dog = Watchdog(dist.HashStore(), 0, 1, position, 60.0, lambda verdict: None)
+    position.enter(Phase.STEP, 1)
+    assert dog.limit() == LONG == 600  # the first step
+    position.slowest = 12.0
+    assert dog.limit() == 72
+    for phase in (Phase.LOADING, Phase.SAVE, Phase.EVALUATION, Phase.REPLAY, Phase.COMPARISON):
+        position.enter(phase)
+        assert dog.limit() == 600
+    position.enter(Phase.WAITING)
+    assert dog.limit() == float("inf")
+    position.enter(Phase.STEP)
+    position.slowest = 1e9  # a machine that was suspended
+    assert dog.limit() == 660
+
+
+@pytest.mark.parametrize("timeout", [0.5, 60.0, 7200.0])
+def test_no_group_gives_up_before_the_watchdog(timeout: float) -> None:
+    dog = Watchdog(dist.HashStore(), 0, 1, Position(), timeout, lambda verdict: None)
+    dog.position.slowest = 1e9
+    for phase in Phase:
+        dog.position.enter(phase)
+        assert dog.limit() < longest_wait(timeout) or phase in (Phase.PREPARATION, Phase.WAITING)
+
+
+def limits(mesh: DeviceMesh) -> set[timedelta]:
+    """The time limits of all kinds of groups, in a world that has one of its own."""
+    assert dist.group.WORLD is not None
+    _set_pg_timeout(timedelta(seconds=1234), dist.group.WORLD)
+    mesh = make_mesh(1, 2, 2)
+    made = [
+        Axis.stage(mesh, own=True),
+        Axis.cut(mesh, "dp", 1, "zero"),
+        *(Axis.of(mesh, name) for name in ("dp", "tp")),
+    ]
+    groups = [axis.group for axis in made if axis.group] + [new_group([0, 1, 2, 3])]
+    return {time_limit(group) for group in groups}
+
+
+def test_every_group_has_the_time_limit_of_the_world() -> None:
+    assert run_ranks(limits, {"dp": 2, "tp": 2}) == [{timedelta(seconds=1234)}] * 4
+
+
+def test_a_silent_store_ends_a_rank_which_names_both_hosts() -> None:
+    shared, left = store(), list[Verdict]()
+    dog = Watchdog(shared, 1, 2, Position(), TIMEOUT, left.append)
+    dog.first = replace(beat(0), host="elsewhere")
+    dog.position.enter(Phase.WAITING)
+    dog._heart._beat = lambda: time.sleep(60)  # pyright: ignore[reportOptionalMemberAccess]
+    dog.start()
+    end = time.monotonic() + TIMEOUT + 10
+    while not left and time.monotonic() < end:
+        time.sleep(0.05)
+    dog._over.set()
+    assert "elsewhere" in left[0].reason and f"rank 1 on {dog.me().host}" in left[0].reason
+
+
+def test_a_pause_of_this_process_is_no_hang() -> None:
+    clock = Clock(longest=0.1)
+    time.sleep(0.5)
+    clock.tick()
+    assert clock.now == 0.1
+
+
+def test_the_cause_is_a_rank_that_does_not_wait_and_the_least_far_of_several() -> None:
+    busy = {0: beat(0, count=7, waits=False), 1: beat(1, count=3, waits=False), 2: beat(2, count=1)}
+    verdict = judge_hung(beat(3), busy, 61.0)
+    assert verdict.culprits == (1,)
+    assert verdict.reason == (
+        "rank 1 on a (process 101) hangs in step 5, update after 61 s; ranks 2 and 3 wait, rank 2 in step 5, update"
+    )
+    waiting = judge_hung(beat(0, count=4), {1: beat(1, step=4, doing="record of the step"), 2: beat(2)}, 61.0)
+    assert waiting.culprits == (1,) and waiting.reason.startswith("all ranks wait for each other after 61 s: rank 1 on")
+
+
+def test_a_host_that_is_silent_as_a_whole_is_named_with_the_one_that_hears_nothing() -> None:
+    known = {1: beat(1), 2: beat(2, "b"), 3: beat(3, "b")}
+    assert judge_silent(beat(0), known, {2: 7.0, 3: 6.0}).reason == (
+        "b (ranks 2 and 3) has not been heard of for 7 s by a (ranks 0 and 1): the machine is down, or the link to it "
+        "is cut; rank 2 on b (process 102) was last seen in step 5, update"
+    )
+    one = judge_silent(beat(0), known, {3: 6.0})
+    assert one.reason.startswith("rank 3 on b (process 103) was last seen in step 5, update: stopped or dead")
+    assert judge_silent(beat(0), {1: None}, {1: 6.0}).culprits == (1,)
+
+
+def test_verdicts_survive_the_way_through_the_store() -> None:
+    verdict = judge_silent(beat(0), {1: beat(1)}, {1: 5.0})
+    assert Verdict.from_json(verdict.to_json()) == verdict
+
+
+def test_ranks_are_named_in_words() -> None:
+    assert [ranks_in_words(one) for one in ([3], [2, 0], [0, 1, 2], [7, 0, 1, 2, 5])] == [
+        "rank 3", "ranks 0 and 2", "ranks 0 to 2", "ranks 0 to 2, 5 and 7",
+    ]  # fmt: skip
+
+
+STOPS = """
+import os, signal
+from megaprec.diagnose.position import Phase, Position
+position = Position()
+position.share()
+position.enter(Phase.STEP, 7)
+position.at("update")
+print(position.shared, flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads another process's memory through /proc")
+def test_a_stopped_process_can_be_asked_where_it_is_and_is_killed_only_if_it_is_the_one() -> None:
+    with subprocess.Popen([sys.executable, "-c", STOPS], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        shared = int(process.stdout.readline())
+        mine = Beat.of(1, 1, Position())
+        stopped = replace(mine, pid=process.pid, born=born(process.pid), shared=shared)
+        assert read_shared(process.pid, shared) == ("step", 7, "update")
+        assert (newest(stopped).phase, newest(stopped).step, newest(stopped).doing) == ("step", 7, "update")
+        for other in (replace(stopped, born="1"), replace(stopped, place="elsewhere")):
+            assert newest(other) == other
+            kill_silent(Verdict("", (1,), 0, (1,), (other,)))
+        assert process.poll() is None
+        kill_silent(Verdict("", (1,), 0, (), (stopped,)))
+        assert process.poll() is None
+        kill_silent(Verdict("", (1,), 0, (1,), (stopped,)))
+        assert process.wait(20) == -signal.SIGKILL
+
+
+def test_a_write_of_the_position_takes_microseconds() -> None:
+    position, count = Position(), 20_000
+    position.share()
+    instruction = Instruction(Op.FORWARD, 0, 1)
+    start = time.perf_counter()
+    for _ in range(count):
+        position.at(instruction)
+    assert (time.perf_counter() - start) / count < 50e-6
+    os.close(position.shared)
+
+
+def test_the_first_verdict_is_everyones() -> None:
+    shared, clock = store(), Clock(1.0)
+    hearts = [Heart(shared, rank, 2, Position(), clock, 0.1) for rank in range(2)]
+    for heart in hearts:
+        heart.publish(f"rank {1 - heart.rank}")
+        heart._beat()
+    assert [heart.verdict for heart in hearts] == ["rank 1", "rank 1"]

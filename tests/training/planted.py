@@ -1,0 +1,49 @@
+"""A rank of `megaprec train` that stops, sleeps or ends at a chosen place.
+
+python -m tests.training.planted ACTION RANK PHASE STEP WORDS FILE train run.toml ...: rank RANK does ACTION when it
+begins an instruction or action whose words begin with WORDS, in a phase and a step. FILE then has the time.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megaprec.diagnose.position import Position, in_words
+from parallel import mesh
+from parallel.hangs import watchdog
+from tools.cli import main
+
+LONG, NEWS = 8.0, 1.0
+ACTIONS = {
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "sleep": lambda: time.sleep(1e6),
+    "leave": lambda: os._exit(7),
+    "raise": lambda: 1 / 0,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "hang up": lambda: os.kill(os.getpid(), signal.SIGHUP),
+}
+
+
+def plant(action: str, rank: str, phase: str, step: int, words: str, file: Path) -> None:
+    """Has this rank do `action`, once, if it is `rank`."""
+    at = Position.at
+
+    def planted(self: Position, doing: object) -> None:
+        at(self, doing)
+        there = self.phase == phase and self.step == step and in_words(doing).startswith(words)
+        if there and os.environ.get("RANK", "0") == rank and not file.exists():
+            file.write_text(str(time.time()))
+            ACTIONS[action]()
+
+    Position.at = planted
+
+
+if __name__ == "__main__":
+    watchdog.LONG, mesh.NEWS = LONG, NEWS
+    action, rank, phase, step, words, file, *command = sys.argv[1:]
+    plant(action, rank, phase, int(step), words, Path(file))
+    sys.exit(main(command))

@@ -1,0 +1,259 @@
+"""A run that hangs ends in time, and names the rank that hangs, its host and the instruction it is in."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import ADDRESSES, Hosts, two_hosts
+from tests.runs import write_run
+from tests.training.planted import LONG
+from tools import cli
+from tools.training.launch import start_ranks
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT, LEAVING = 5.0, 10.0  # parallel.timeout of these runs; seconds after it in which all ranks must be out
+SQUARE = ["parallel.tensor=2", "parallel.pipeline=2"]
+STEPS = ["train.steps=100000", "checkpoint.every=4", "train.eval_every=3", "log.every=1000"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs"))
+
+
+def planted(run_file: Path, folder: Path, what: tuple[str, int, str, int, str], *overrides: str) -> list[str]:
+    """The command of a rank that does (action, rank, phase, step, words)."""
+    action, rank, phase, step, words = map(str, what)
+    plant = ["-m", "tests.training.planted", action, rank, phase, step, words, str(folder / "planted")]
+    keys = [f"train.folder={folder / 'run'}", f"parallel.timeout={TIMEOUT}", *STEPS, *overrides]
+    return [sys.executable, *plant, "train", str(run_file), *keys]
+
+
+def slowest(folder: Path) -> float:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return max((json.loads(line)["seconds"] for line in lines), default=0.0)
+
+
+def seconds_since(folder: Path) -> float:
+    return time.time() - float((folder / "planted").read_text())
+
+
+STOPPED = [
+    ("stop", 1, "step", 3, "forward of micro-batch 1 in stage 0"),
+    ("stop", 0, "step", 4, "consensus"),
+    ("sleep", 2, "step", 3, "update"),
+    ("stop", 3, "save", 4, ""),
+]
+EVERYWHERE = [
+    (action, rank, phase, step, words)
+    for action in ("stop", "sleep")
+    for rank in range(4)
+    for phase, step, words in (
+        ("step", 3, "reading of samples"),
+        ("step", 3, "forward of micro-batch 2"),
+        ("step", 3, "backward of micro-batch 0"),
+        ("step", 3, "gradient reduction"),
+        ("step", 3, "consensus"),
+        ("step", 3, "update"),
+        ("step", 3, "record of the step"),
+        ("evaluation", 3, "forward"),
+        ("save", 4, ""),
+        ("step", 1, "forward"),
+        ("loading", 0, "opening"),
+    )
+    if (action, phase) != ("stop", "loading")
+]
+
+
+def check_hang(run_file: Path, folder: Path, what: tuple[str, int, str, int, str], error: str, code: int) -> None:
+    """The last line names the rank and where it is; all ranks were out in time; `diagnose` says it too."""
+    action, rank, phase, step, words = what
+    limit = LONG if action == "sleep" and (phase != "step" or step == 1) else TIMEOUT + slowest(folder)
+    seconds, last = seconds_since(folder), error.splitlines()[-1]
+    assert code == 1
+    assert re.match(rf"rank {rank} on \S+ \(process \d+\) ", last), error
+    assert words in last.partition(";")[0] and (f"step {step}" if step else phase) in last, last
+    assert "Traceback" not in error
+    heartbeat = TIMEOUT / 6 if (phase, step) != ("step", step) or step == 1 else 0.0
+    assert seconds < limit + heartbeat + LEAVING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", STOPPED, ids=lambda what: "-".join(map(str, what)))
+def test_a_rank_that_hangs_is_named_and_all_ranks_are_out_in_time(
+    what: tuple[str, int, str, int, str],
+    run_file: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code = start_ranks(planted(run_file, tmp_path, what, *SQUARE), 4, 1)
+    check_hang(run_file, tmp_path, what, capfd.readouterr().err, code)
+    assert cli.main(["diagnose", str(tmp_path / "run")]) == 0
+    culprit, *ranks = capfd.readouterr().out.splitlines()
+    assert culprit.startswith(f"culprit    rank {what[1]} on ")
+    assert len(ranks) == 4 and what[4] in ranks[what[1]]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("what", EVERYWHERE, ids=lambda what: "-".join(map(str, what)))
+def test_a_rank_that_hangs_anywhere_is_named(
+    what: tuple[str, int, str, int, str],
+    run_file: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code = start_ranks(planted(run_file, tmp_path, what, *SQUARE), 4, 1)
+    check_hang(run_file, tmp_path, what, capfd.readouterr().err, code)
+
+
+def start_on(hosts: Hosts, host: int, command: list[str], folder: Path, port: int) -> subprocess.Popen:
+    """The one rank of a host, as Slurm would start it."""
+    environ = {
+        "RANK": str(host),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": str(ROOT),
+    }
+    with (folder / f"log{host}").open("wb") as output:
+        return hosts.start(host, command, environ, output)
+
+
+def until(seconds: float, done: Path, text: str = "") -> None:
+    """Waits until a file has a text."""
+    end = time.monotonic() + seconds
+    while not (done.is_file() and text in done.read_text()):
+        assert time.monotonic() < end, f"{done} has no {text!r}"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_cut_link_ends_both_sides_in_time_and_each_names_both_hosts(run_file: Path, tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        nothing = ("stop", 9, "step", 0, "")
+        command = planted(run_file, tmp_path, nothing, "parallel.data=2")
+        ranks = [start_on(hosts, host, command, tmp_path, 29571) for host in range(2)]
+        until(120, tmp_path / "run" / "metrics.jsonl", '"step": 10,')
+        hosts.cut()
+        cut = time.monotonic()
+        codes = [rank.wait(60) for rank in ranks]
+        assert time.monotonic() - cut < TIMEOUT + slowest(tmp_path) + LEAVING
+        assert codes == [1, 1]
+    for host in range(2):
+        last = (tmp_path / f"log{host}").read_text().splitlines()[-1]
+        assert "alpha" in last and "beta" in last and "the link" in last, last
+
+
+@pytest.mark.slow
+def test_ranks_say_that_they_wait_for_the_data_and_leave_when_the_host_of_rank_0_is_gone(
+    run_file: Path, tmp_path: Path
+) -> None:
+    with two_hosts() as hosts:
+        prepares = ("sleep", 0, "preparation of the data", 0, "")
+        command = planted(run_file, tmp_path, prepares, "parallel.data=2")
+        ranks = [start_on(hosts, host, command, tmp_path, 29572) for host in range(2)]
+        until(120, tmp_path / "log1", "rank 1 on beta waits for rank 0 on alpha, which prepares the data")
+        time.sleep(2 * TIMEOUT)
+        assert ranks[1].poll() is None  # as long as rank 0 has a heartbeat
+        hosts.cut()
+        cut = time.monotonic()
+        assert ranks[1].wait(60) == 1
+        assert time.monotonic() - cut < TIMEOUT * 7 / 6 + LEAVING
+        ranks[0].wait(60)
+    last = (tmp_path / "log1").read_text().splitlines()[-1]
+    assert "alpha" in last and "beta" in last and "which prepares the data" in last, last
+
+
+def torchrun(hosts: Hosts, host: int, command: list[str], folder: Path, port: int) -> subprocess.Popen:
+    """A torchrun on a host with one rank; both meet at the first host."""
+    python, *program = command
+    agent = [
+        *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+        *(f"--rdzv-endpoint={ADDRESSES[0]}:{port}", f"--rdzv-conf=is_host={1 - host}", "--rdzv-id=cut"),
+        f"--local-addr={ADDRESSES[host]}",
+    ]
+    with (folder / f"log{host}").open("wb") as output:
+        environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        return hosts.start(host, [python, *agent, *program], environ, output)
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_on_both_sides_of_a_cut_link_leave_in_time(run_file: Path, tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        command = planted(run_file, tmp_path, ("stop", 9, "step", 0, ""), "parallel.data=2")
+        agents = [torchrun(hosts, host, command, tmp_path, 29573) for host in range(2)]
+        try:
+            until(120, tmp_path / "run" / "metrics.jsonl", '"step": 10,')
+            hosts.cut()
+            for rank in range(2):
+                until(TIMEOUT + slowest(tmp_path) + LEAVING, tmp_path / "run" / "last_end" / f"rank-0000{rank}.json")
+        finally:  # an agent waits for the kernel to give up its connection
+            for agent in agents:
+                agent.kill()
+                agent.wait()
+    for host in range(2):
+        said = [line for line in (tmp_path / f"log{host}").read_text().splitlines() if "the link" in line]
+        assert "alpha" in said[0] and "beta" in said[0] and "Traceback" not in said[0]
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_lowest_rank_that_does_not_hang_tells_which_one_does_once(
+    run_file: Path, tmp_path: Path
+) -> None:
+    python, *program = planted(run_file, tmp_path, ("stop", 0, "step", 3, "update"), "parallel.tensor=2")
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([python, *agent, *program], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert seconds_since(tmp_path) < TIMEOUT + slowest(tmp_path) + LEAVING
+    assert len(re.findall(r"^rank 0 on \S+ \(process \d+\) was last seen in step 3, update", done.stderr, re.M)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (("stop", 0, "step", 3, "update"), r"rank 0 on \S+ \(process \d+\) was last seen in step 3, update"),
+        (
+            ("raise", 1, "step", 3, "update"),
+            r"rank 1 on \S+ \(process \d+\) failed in step 3, update: ZeroDivisionError",
+        ),
+        (("kill", 0, "step", 3, "update"), r"\S+ \(127.0.0.1:\d+, where the ranks meet\) has closed the connection to"),
+        (("kill", 1, "step", 3, "update"), r"rank 1 on \S+ \(process \d+\) was last seen in step"),
+    ],
+    ids=["store's host stops", "fails", "store's host dies", "dies"],
+)
+def test_ranks_without_a_launcher_tell_why_they_leave(
+    what: tuple[str, int, str, int, str], told: str, run_file: Path, tmp_path: Path
+) -> None:
+    """As Slurm starts them: what the other rank says last."""
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command, ranks = planted(run_file, tmp_path, what, "parallel.tensor=2"), list[subprocess.Popen]()
+    for rank in range(2):
+        environ = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        with (tmp_path / f"log{rank}").open("wb") as output:
+            ranks.append(subprocess.Popen(command, env=environ, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
+    codes = [rank.wait(120) for rank in ranks]
+    assert seconds_since(tmp_path) < TIMEOUT + slowest(tmp_path) + LEAVING
+    other = 1 - what[1]
+    lines = (tmp_path / f"log{other}").read_text().splitlines()
+    assert codes[other] == 1 and re.match(told, lines[-1]) and "Traceback (most recent call last):" not in lines
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -82,7 +82,7 @@ def rewind(folder: Path, step: int, event: dict[str, Any]) -> None:
     """
     _reopen(folder / METRICS, step).close()
     events = _reopen(folder / EVENTS, step)
-    events.write(json.dumps(event))
+    events.write(to_json(event))
     events.close()
 
 

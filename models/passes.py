@@ -94,6 +94,7 @@ class Passes:
     """A rank's stages, by number, with everything that passes through them need.
 
     deferred: the queue in which the stages' layers put weight gradients.
+    watch: if given, called with each new executor of these passes.
     """
 
     config: ModelConfig
@@ -104,6 +105,7 @@ class Passes:
     links: P2P
     deferred: WeightGradQueue
     micro_batch: int
+    watch: Callable[[Executor], None] | None = None
 
     @cached_property
     def program(self) -> Program:
@@ -159,7 +161,7 @@ class Passes:
         spans: as in `Executor`.
         after: called after each instruction.
         """
-        return Executor(
+        executor = Executor(
             self.program if program is None else program,
             self.links,
             partial(self.forward, run),
@@ -169,6 +171,9 @@ class Passes:
             after=partial(self._after, run, after),
             complete=self._complete,
         )
+        if self.watch is not None:
+            self.watch(executor)
+        return executor
 
     def forward(self, run: Running, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """Run one micro-batch through one stage, as `Executor` requires."""

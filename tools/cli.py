@@ -33,6 +33,7 @@ from tools.commands import parity as parity
 from tools.config.key_help import describe
 from tools.training.launch import must_tell, note_failure, slurm_environment
 from tools.training.signals import Stopped
+from tools.training.silent_faults import FaultyHardware
 from tools.training.skipped_steps import TrainingDiverged
 
 
@@ -70,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
         if must_tell():
             print(*error.problems, sep="\n", file=sys.stderr)
         return 2
-    except TrainingDiverged as stop:
+    except (TrainingDiverged, FaultyHardware) as stop:
         note_failure(stop)
         if must_tell():
             print(stop, file=sys.stderr)

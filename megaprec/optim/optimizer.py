@@ -108,7 +108,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.observers = [*observers]
-        self.clip, self.weight_decay, self.seed = clip, weight_decay, seed
+        self.clip, self.weight_decay, self.seed, self.overlap = clip, weight_decay, seed, overlap
         self.rule: UpdateRule = rule or AdamW()
         if not norm >= 1:
             raise UserError(f"norm {norm}: must be 2, inf or another number of at least 1")

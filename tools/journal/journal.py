@@ -11,7 +11,7 @@ from typing import Any, Protocol, TextIO
 from megaprec.data.files import write_whole
 from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
-from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines
+from tools.journal.records import EVENTS, LASTING, METRICS, lost_steps, odd_lines, read_lines
 
 PACE = 20  # number of newest steps whose mean time the ETA is estimated from
 
@@ -86,11 +86,15 @@ def _put_aside(*paths: Path) -> None:
 def _reopen(path: Path, start: int) -> TextIO:
     """Open a file of records for appending, without the records of steps after `start`, which are taken again."""
     lines = read_lines(path)
-    kept = [line.content for line in lines if line.record is None or line.record["step"] <= start]
+    kept = [line.content for line in lines if line.record is None or _stays(line.record, start)]
     write_whole(path, b"".join(content + b"\n" for content in kept))
     if note := odd_lines(path):
         print(f"note       {note}")
     return path.open("a", encoding="utf-8")
+
+
+def _stays(record: dict[str, Any], start: int) -> bool:
+    return record["step"] <= start or record.get("event") in LASTING
 
 
 def _write_line(file: TextIO, record: dict[str, Any]) -> None:

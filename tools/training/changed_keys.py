@@ -29,6 +29,7 @@ FREELY = (
     "data.blend", "data.text_field", "data.tokenizer", "data.vocab_size", "data.max_chars", "data.workers",
     "data.cache", "parallel.zero", "parallel.zero_size", "parallel.recompute*", "optimizer.validation",
     "precision.trace_overflows", "precision.patience", "precision.masters_in_checkpoint", "fp8.shadow_*", "lr.*",
+    "train.sentinel",
 )  # fmt: skip
 
 

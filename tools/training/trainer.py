@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +34,7 @@ from models.fp8_shadow import Shadow, run_shadow
 from models.own_model import stage_maker
 from models.packing import Packing
 from models.post_validation import PostValidation
+from models.sentinel import SilentFault
 from models.stages import Stage
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
@@ -46,6 +48,7 @@ from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.changed_keys import keys_of
 from tools.training.corpus import Corpus
 from tools.training.signals import Stopped, listening
+from tools.training.silent_faults import Checks
 from tools.training.skipped_steps import TrainingDiverged, overflow_event
 
 
@@ -99,6 +102,7 @@ class Trainer:
             make_stage=stage_maker(config.model.factory),
             observers=observers,
         )
+        self._checks = Checks(self.engine, config)
         self._validation = PostValidation(self.engine) if config.optimizer.validation == "after" else None
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = TrainState()  # after the last step whose outcome is known; one more step may have been taken
@@ -110,7 +114,7 @@ class Trainer:
             self._resume(checkpoint)
         elif train.init_from:
             start_from(Path(train.init_from), self.engine.optimizer)
-        self._taken = self.progress.step
+        self._taken = self._saved = self.progress.step  # _saved: the step of the newest checkpoint
         self._shadows: dict[int, Shadow] = {}  # by step number, of steps whose outcome is not yet known
         self._seconds: deque[float] = deque()  # durations of steps whose outcome is not yet known
 
@@ -130,7 +134,8 @@ class Trainer:
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
 
-        Raises Stopped after a signal and TrainingDiverged if further steps are of no use; the state is saved.
+        Raises Stopped after a signal and TrainingDiverged if further steps are of no use; the state is saved. Raises
+        FaultyHardware if the sentinel found a rank that is wrong; the state is saved if the ranks hold the same.
         """
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
@@ -148,7 +153,11 @@ class Trainer:
     def _take_steps(self, journal: Journal | None) -> None:
         while self.progress.step < self.config.train.steps and not self._stops:
             diverged = ""
-            for report, progress, seconds in self._timed_step():
+            try:
+                known = self._timed_step()
+            except SilentFault as found:
+                self._end_for(found, journal)
+            for report, progress, seconds in known:
                 self._write(journal, report, progress, seconds)
                 diverged = diverged or self._divergence()
             done = self.progress.step
@@ -170,6 +179,15 @@ class Trainer:
             print(f"{stopped} after step {self.progress.step}, state saved: the same command goes on", file=sys.stderr)
         world.barrier()
         raise stopped
+
+    def _end_for(self, found: SilentFault, journal: Journal | None) -> NoReturn:
+        """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved if it is sound."""
+        if found.fault.sound and self.progress.step > self._saved:
+            self._save()
+        event, stop = self._checks.outcome(found, self.progress.step, self._saved)
+        if journal is not None:
+            journal.write_event(event)
+        raise stop
 
     def _divergence(self) -> str:
         """Return the reason why further steps are of no use; empty if training may go on."""
@@ -196,6 +214,7 @@ class Trainer:
         record, shadow = self._fields(report, progress, seconds), self._shadows.pop(progress.step, None)
         if self._evaluates_after(progress.step) and self.corpus.held_out is not None:
             record["eval_loss"] = self.evaluate(self.corpus.held_out)
+        record |= self._checks.fields(progress.step)
         self.monitor.note(report)
         events = [] if report.outcome == "applied" else [self._overflow_event(report, progress)]
         if shadow is not None:
@@ -250,9 +269,10 @@ class Trainer:
         share = self.share(self.corpus.train, position)
         if self._shadowed(self._taken + 1):
             self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
+        others = partial(self.share, self.corpus.train, position)
         number, self._taken = self._taken, self._taken + 1
         known = list[tuple[StepReport, TrainState]]()
-        with self._locating(self.corpus.train):
+        with self._locating(self.corpus.train), self._checks.checking(number, others):
             for report in self._reports(share, number, recording):
                 self._advance(report)
                 known.append((report, self.progress))
@@ -287,7 +307,8 @@ class Trainer:
     def _needs_outcome(self) -> bool:
         """Return True if the outcome of the step just taken must be known before the next step begins."""
         step = self._taken
-        return self._stops or self._evaluates_after(step) or self._saves_after(step) or self._shadowed(step + 1)
+        repeats = self._shadowed(step + 1) or self._checks.due(step + 1)  # with weights that are final
+        return self._stops or self._evaluates_after(step) or self._saves_after(step) or repeats
 
     def _lr(self) -> float:
         """Return the learning rate of the next step."""
@@ -326,12 +347,16 @@ class Trainer:
                 total += self.engine.evaluate(self.share(samples, n * batch))
         return total / count
 
-    def share(self, samples: Samples | Blend, position: int) -> Share:
-        """Return this data-parallel rank's consecutive part of the global batch that begins at `position`."""
+    def share(self, samples: Samples | Blend, position: int, replica: int | None = None) -> Share:
+        """Return a data-parallel rank's consecutive part of the global batch that begins at `position`.
+
+        replica: the data-parallel rank; None: this one.
+        """
         own = self.config.train.global_batch // self.dp.size
-        batch = samples.batch(position + self.dp.rank * own, own)
+        first = own * (self.dp.rank if replica is None else replica)
+        batch = samples.batch(position + first, own)
         packing = Packing(batch.documents, batch.positions)
-        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own, packing=packing)
+        return Share(batch.tokens, batch.targets, batch.mask, first=first, packing=packing)
 
     def _save(self) -> None:
         tokenizer = self.corpus.tokenizer
@@ -353,3 +378,4 @@ class Trainer:
         ]  # tokenizer_config.json names the token that ends a document
         folder, keep = self.config.checkpoint_folder, self.config.checkpoint.keep
         save(folder, self.progress.step, self.engine.optimizer, extra, keep, files, self.engine.fp8)
+        self._saved = self.progress.step

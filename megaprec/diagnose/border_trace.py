@@ -51,7 +51,7 @@ class BorderTrace:
         self._stages, self._left = stages, dict(turns)
         self._counts: dict[tuple[int, int], int] = {}
         self._inside: int | None = None  # the stage whose forward pass is being traced
-        self._seen: dict[int, Tensor] = {}  # tensors of this pass by id, kept so that no other tensor gets the id
+        self._newest: tuple[Tensor | None, int, Tensor] = None, 0, torch.zeros(0)  # of the entry before
         self.entries: list[Entry] = []
 
     @contextmanager
@@ -69,8 +69,19 @@ class BorderTrace:
         count = self._counts.get((direction, stage), 0)
         self._counts[direction, stage] = count + 1
         moment = Moment(direction, stage if direction == FORWARD else -stage, count)
-        with torch.no_grad():
-            self.entries.append(Entry(moment, what, module, digest(tensor)))
+        self.entries.append(Entry(moment, what, module, self._digest(tensor)))
+
+    @torch.no_grad()
+    def _digest(self, tensor: Tensor) -> Tensor:
+        """Return the digest of a tensor, that of the entry before if it is of the same tensor.
+
+        A module often returns what its last submodule has returned.
+        """
+        known, version, made = self._newest
+        if known is not tensor or version != tensor._version:
+            made = digest(tensor)
+            self._newest = tensor, tensor._version, made
+        return made
 
     def _hooks(self, number: int, stage: nn.Module) -> Iterator[Any]:
         yield stage.register_forward_pre_hook(partial(self._enter, number))
@@ -94,15 +105,13 @@ class BorderTrace:
         if self._inside == number:
             self._look(number, f"the output of stage {number}", "", output)
             self._inside = None
-            self._seen.clear()
+            self._newest = None, 0, torch.zeros(0)  # it would keep the graph alive
 
     def _look(self, number: int, what: str, path: str, output: object) -> None:
-        for tensor in tensors(output):
-            if tensor.is_floating_point() and id(tensor) not in self._seen:
-                self._seen[id(tensor)] = tensor
-                self.note(FORWARD, number, what, tensor, path)
-                if tensor.requires_grad:
-                    tensor.register_hook(self._of_gradient(number, f"the gradient of {what}", path))
+        for tensor in filter(Tensor.is_floating_point, tensors(output)):
+            self.note(FORWARD, number, what, tensor, path)
+            if tensor.requires_grad:
+                tensor.register_hook(self._of_gradient(number, f"the gradient of {what}", path))
 
     def _of_gradient(self, number: int, what: str, path: str) -> Callable[[Tensor], None]:
         return lambda grad: self.note(BACKWARD, number, what, grad, path)

@@ -5,7 +5,7 @@ be read alone, before those of the next micro-batch are added.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class MicrobatchTrace:
     """Traces the first micro-batch while an executor runs `program`, or its instructions for this micro-batch alone.
 
     last: number of the model's last stage. alone: True if the micro-batch runs alone. in_flight: True if its backward
-    pass in `program` already reduces gradients, which then cannot be read.
+    pass already reduces gradients: they are then given to `look_at` before.
     messages: digests by message (a number, see `message_name`) and side, 0 as sent and 1 as received.
     """
 
@@ -53,7 +53,8 @@ class MicrobatchTrace:
         forwards = [i for i in program if i.op is Op.FORWARD]
         turns = {n: [i.microbatch for i in forwards if i.stage == n].index(TRACED) for n in stages}
         self._borders = BorderTrace(stages, dict.fromkeys(turns, 0) if alone else turns)
-        self._last, self._own = last, {} if in_flight else _parameters(stages, program)
+        self._last, self._in_flight = last, in_flight
+        self._own = _parameters(stages, program)
         self._noted: set[nn.Parameter] = set()
         self.messages: dict[tuple[int, int], Tensor] = {}
 
@@ -89,7 +90,7 @@ class MicrobatchTrace:
             self._note_message(executor, Message(MessageType.ACTIVATION, i.stage, TRACED), 0)
         if i.op in INPUT_GRADIENTS and i.stage > 0:
             self._note_message(executor, Message(MessageType.GRADIENT, i.stage - 1, TRACED), 0)
-        if i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
+        if i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._in_flight:
             self._note_gradients(i.stage)
 
     def _note_message(self, executor: Executor, message: Message | None, side: int) -> None:
@@ -102,14 +103,22 @@ class MicrobatchTrace:
             what = f"{message_name(number)}, as {('sent', 'received')[side]}"
             self._borders.note(BACKWARD if back else FORWARD, message.stage + (back != bool(side)), what, tensor)
 
-    def _note_gradients(self, stage: int) -> None:
-        for parameter in self._own.get(stage, ()):
-            if parameter not in self._noted and has_gradient(parameter):
+    def look_at(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Trace the gradients of these parameters, which are complete on this rank and not reduced yet."""
+        among = set(parameters)
+        for stage in self._own:
+            self._note_gradients(stage, among)
+
+    def _note_gradients(self, stage: int, among: Set[nn.Parameter] | None = None) -> None:
+        for place, parameter in enumerate(self._own.get(stage, ())):
+            if parameter in self._noted or (among is not None and parameter not in among):
+                continue
+            if has_gradient(parameter):
                 self._noted.add(parameter)
                 name = " and ".join(part.name for part in layout_of(parameter).parts)
                 module = layout_of(parameter).parts[0].name.rpartition(".")[0]
                 main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-                self._borders.note(BACKWARD, stage, f"the gradient of {name}", main, module)
+                self._borders.note(BACKWARD, stage, f"the gradient of {name}", main, module, place)
 
 
 def _parameters(stages: Mapping[int, nn.Module], program: Program) -> dict[int, list[nn.Parameter]]:

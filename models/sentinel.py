@@ -58,6 +58,7 @@ class Sentinel(StepObserver):
         dp = self.optimizer.dp
         self.neighbours = dp.size > 1 and self._alike() and not engine.fp8.differs_over_dp
         self._lender = (dp.rank - 1) % dp.size if self.neighbours else dp.rank
+        self._in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
         self._number, self._share_of = 0, _no_share
         self._real = self._again = self._trace()
 
@@ -75,12 +76,15 @@ class Sentinel(StepObserver):
         self._real = self._trace()
         engine.passes = replace(passes, watch=self._real.watch)
         self.optimizer.observers.append(self)
+        if self._in_flight:
+            self.optimizer.watch_local_gradients(lambda buffer: self._real.look_at(buffer.parameters))
         try:
             with self._real.recording():
                 yield
         finally:
             engine.passes = passes
             self.optimizer.observers.remove(self)
+            self.optimizer.watch_local_gradients(None)
             self._share_of = _no_share
 
     def gradients_ready(self, buffers: Sequence[Buffer], scale: Tensor) -> None:
@@ -168,7 +172,7 @@ class Sentinel(StepObserver):
 
     def _trace(self, alone: bool = False) -> MicrobatchTrace:
         engine = self.engine
-        in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
+        in_flight = self._in_flight and not alone
         return MicrobatchTrace(engine.stages, engine.last, engine.passes.program, alone=alone, in_flight=in_flight)
 
     @contextmanager

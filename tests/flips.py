@@ -1,6 +1,6 @@
 """Bits flipped in a rank while it takes a step: what silently wrong hardware does, at each place that is checked."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
+from megaprec.optim.main_grad import zero_missing_grads
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
@@ -50,9 +51,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Flip:
-    """A flipped bit. rank: where. kind: "weight", "activation", "activation gradient", "parameter gradient",
-    "reduced gradient", "sent" or "received". at: path of a module, or name of a parameter. steady: again in every
-    computation of this rank, not in the step alone. bit: its number, from the lowest. back: of a gradient message.
+    """A flipped bit.
+
+    rank: where. kind: "weight", "activation", "activation gradient", "parameter gradient", "gradient before its
+    reduction", "reduced gradient", "sent" or "received". at: path of a module, or name of a parameter. steady: again in
+    each computation of this rank, not in the step alone. bit: counted from the lowest. back: of a gradient message.
     """
 
     rank: int
@@ -148,11 +151,23 @@ def _plant(engine: Engine, flip: Flip, inside: ExitStack) -> None:
     elif flip.kind == "parameter gradient":
         (main,) = (_main_grad(p) for p, name in parameters if name == flip.at)
         inside.enter_context(_after(Executor, "_backward", lambda i, _: turns.now(i) and flip_(main, flip.bit)))
+    elif flip.kind == "gradient before its reduction":
+        (one,) = (p for p, name in parameters if name == flip.at)
+        inside.enter_context(patch("megaprec.optim.grad_sync.zero_missing_grads", _zero_and_flip(one, flip.bit)))
     elif flip.kind == "reduced gradient":
         (main,) = (_main_grad(p) for p, name in parameters if name == flip.at)
         inside.enter_context(_after(type(engine.optimizer), "_finish_sums", lambda *_: flip_(main, flip.bit)))
     else:
         inside.enter_context(patch.object(P2P, *_transfer(flip, turns)))
+
+
+def _zero_and_flip(one: nn.Parameter, bit: int) -> Callable[[Sequence[nn.Parameter]], None]:
+    def both(parameters: Sequence[nn.Parameter]) -> None:
+        zero_missing_grads(parameters)
+        if any(parameter is one for parameter in parameters):
+            flip_(_main_grad(one), bit)
+
+    return both
 
 
 def _main_grad(parameter: nn.Parameter) -> Tensor:

@@ -18,6 +18,7 @@ from megaprec.diagnose.bit_digest import digest
 from megaprec.precision.nested import tensors
 
 FORWARD, BACKWARD = 0, 1
+AFTER = 1_000_000  # index of the first entry after a pass; no pass has as many
 
 
 class Moment(NamedTuple):
@@ -52,7 +53,7 @@ class BorderTrace:
         self._counts: dict[tuple[int, int], int] = {}
         self._inside: int | None = None  # the stage whose forward pass is being traced
         self._newest: tuple[Tensor | None, int, Tensor] = None, 0, torch.zeros(0)  # of the entry before
-        self.entries: list[Entry] = []
+        self._entries: list[Entry] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -64,12 +65,22 @@ class BorderTrace:
             for hook in hooks:
                 hook.remove()
 
-    def note(self, direction: int, stage: int, what: str, tensor: Tensor, module: str = "") -> None:
-        """Append the digest of a tensor."""
-        count = self._counts.get((direction, stage), 0)
-        self._counts[direction, stage] = count + 1
-        moment = Moment(direction, stage if direction == FORWARD else -stage, count)
-        self.entries.append(Entry(moment, what, module, self._digest(tensor)))
+    @property
+    def entries(self) -> list[Entry]:
+        """Return the entries so far, in order of their moments."""
+        return sorted(self._entries, key=lambda entry: entry.moment)
+
+    def note(self, direction: int, stage: int, what: str, tensor: Tensor, module: str = "", place: int = -1) -> None:
+        """Add the digest of a tensor, at the present moment.
+
+        place: if given, the tensor's moment is after the whole pass of the stage, in the order of these numbers.
+        """
+        index = AFTER + place
+        if place < 0:
+            index = self._counts.get((direction, stage), 0)
+            self._counts[direction, stage] = index + 1
+        moment = Moment(direction, stage if direction == FORWARD else -stage, index)
+        self._entries.append(Entry(moment, what, module, self._digest(tensor)))
 
     @torch.no_grad()
     def _digest(self, tensor: Tensor) -> Tensor:

@@ -235,6 +235,10 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         """
         self._sums.reduce(chunk)
 
+    def watch_local_gradients(self, look: Callable[[Buffer], None] | None) -> None:
+        """Call `look`, if it is not None, with each buffer whose gradients on this rank are about to be reduced."""
+        self._sums.before = look
+
     def wait(self) -> None:
         """Wait until the layers have the weights of the last step. A model's forward waits by itself."""
         self._weights.wait()

@@ -81,6 +81,14 @@ def test_replicated_parameters_are_compared_over_tensor_ranks_too() -> None:
     assert (fault["ranks"], fault["certain"]) == ([3], True)  # of four copies
 
 
+def test_the_gradient_of_a_single_micro_batch_is_compared_although_its_reduction_overlaps() -> None:
+    overlapping = Setting(micro_batch=6, overlap=True)
+    flips = [Flip(1, "gradient before its reduction", f"{MLP}.down.weight"), Flip(0, "activation gradient", MLP)]
+    gradient, backward = judged("dp2", flips, overlapping)
+    assert (gradient["what"], gradient["ranks"]) == (f"the gradient of {MLP}.down.weight", [1])
+    assert (backward["module"], backward["ranks"]) == (MLP, [0])
+
+
 def test_reduced_gradients_are_compared_where_replicas_hold_the_same() -> None:
     (fault,) = judged("dp3", [Flip(1, "reduced gradient", f"{MLP}.down.weight")], Setting(zero_size=1))
     assert (fault["kind"], fault["ranks"], fault["certain"]) == ("gradients", [1], True)

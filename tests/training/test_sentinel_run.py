@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.checkpoint.atomic import latest
 from models.mlp import MLP
 from tests.flips import flip_, flipped
+from tests.project.test_glossary import explained
 from tests.ranks import run_ranks
 from tests.runs import steps, tensors, train, train_on, write_run
 from tools.config.run_file import load_run
@@ -58,8 +59,7 @@ def test_a_wrong_activation_ends_the_run_with_its_state_saved_and_the_same_comma
     plain = train_on(file, f"train.folder={tmp_path / 'plain'}")
     # 4 micro-batches of 2 layers a step; before steps 2 and 4 the first one once more: the next call is step 4's own
     flip_in_call(8 + 10 + 8 + 2 + 1)
-    with pytest.MonkeyPatch.context():
-        assert train(file, "train.sentinel=2", folder(tmp_path)) == 3
+    assert train(file, "train.sentinel=2", folder(tmp_path)) == 3
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("stopped in step 4, which was taken back: rank 0 on host ")
     assert "computed the output of layers.0.mlp wrongly in the forward pass, and right when computed again" in said
@@ -69,6 +69,7 @@ def test_a_wrong_activation_ends_the_run_with_its_state_saved_and_the_same_comma
     (event,) = read_events(tmp_path / "run", "silent_fault")
     assert (event["step"], event["checked_step"], event["saved"], event["last_clean"]) == (3, 4, 3, 2)
     assert (event["hosts"], event["ranks"], event["transient"]) == ([HOST], [0], True)
+    assert sorted(event) == sorted(explained("silent_fault"))  # in the glossary
     assert train(file, "train.sentinel=2", folder(tmp_path)) == 0
     assert without_checks(steps(tmp_path / "run")) == steps(plain)
     assert read_events(tmp_path / "run", "silent_fault") == [event]  # the record of a bad host outlives a resume

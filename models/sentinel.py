@@ -47,7 +47,7 @@ class Sentinel(StepObserver):
     """Checks single steps of `engine`.
 
     exact: True if the model and its device are known to compute the same bits each time. If they are not, and a
-    micro-batch computed twice by the same ranks differs on all of them, nobody is accused: `recomputes` becomes False,
+    micro-batch computed twice by the same ranks differs on all of them, no rank is accused: `recomputes` becomes False,
     and from then on only what the ranks hold is compared.
     """
 

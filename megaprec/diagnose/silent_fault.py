@@ -25,7 +25,7 @@ Replica = Mapping[tuple[int, int], Trace]  # traces of a replica's ranks, by (pp
 
 @dataclass(frozen=True)
 class Testimony:
-    """What one rank has to say.
+    """The digests that one rank contributes to the verdict.
 
     place: its (pp, dp, tp). weights, gradients: digests by key. strayed: parameters whose weights are not their
     masters, rounded. messages: digests by message and side, "sent" or "received". traces: by name.
@@ -57,7 +57,7 @@ def rows(entries: Iterable[Entry]) -> Trace:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong, and who is to blame.
+    """A fault, and who is to blame for it.
 
     kind: "weights", "message", "computation", "gradients". what: the tensor in which it is first seen. module: its
     module, "" if there is none. direction: "forward", "backward" or "". ranks, hosts: those to blame. certain: False if

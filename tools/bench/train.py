@@ -161,7 +161,7 @@ class Bench:
         ids = torch.randint(0, VOCAB, (train.global_batch, train.seq_length + 1), generator=random)
         self.parts = ids.chunk(config.parallel.data)
         self.sentinel = Sentinel(self.engine, exact=True) if train.sentinel else None
-        self.number = 0
+        self.number, self.cpu = 0, list[float]()  # cpu: seconds of CPU time of this process, by step
 
     def share(self, replica: int) -> Share:
         """Return the samples of a data-parallel rank."""
@@ -171,10 +171,11 @@ class Bench:
     def step(self) -> float:
         """Take one step and return its seconds, between two barriers."""
         dist.barrier()
-        start = time.perf_counter()
+        start, before = time.perf_counter(), time.process_time()
         with self.sentinel.checking(self.number, self.share) if self.sentinel else nullcontext():
             self.engine.step(self.share(self.engine.dp.rank), 3e-4, self.number)
         dist.barrier()
+        self.cpu.append(time.process_time() - before)
         self.number += 1
         return time.perf_counter() - start
 
@@ -188,6 +189,7 @@ class Bench:
             "step_s": round(median, 3),
             "fastest_s": round(min(seconds), 3),
             "slowest_s": round(max(seconds), 3),
+            "cpu_s": round(statistics.median(self.cpu[-len(seconds) :]), 3),
             "peak_rss_mb": [round(mb) for mb in self.engine.optimizer.world.sum_(rss).tolist()],
         }
 

@@ -96,6 +96,7 @@ class Passes:
 
     deferred: the queue in which the stages' layers put weight gradients.
     position: told of each instruction.
+    watch: if given, called with each new executor of these passes.
     """
 
     config: ModelConfig
@@ -107,6 +108,7 @@ class Passes:
     deferred: WeightGradQueue
     micro_batch: int
     position: Position
+    watch: Callable[[Executor], None] | None = None
 
     @cached_property
     def program(self) -> Program:
@@ -162,7 +164,7 @@ class Passes:
         spans: as in `Executor`.
         after: called after each instruction.
         """
-        return Executor(
+        executor = Executor(
             self.program if program is None else program,
             self.links,
             partial(self.forward, run),
@@ -173,6 +175,9 @@ class Passes:
             complete=self._complete,
             position=self.position,
         )
+        if self.watch is not None:
+            self.watch(executor)
+        return executor
 
     def forward(self, run: Running, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """Run one micro-batch through one stage, as `Executor` requires."""

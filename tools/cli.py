@@ -39,6 +39,7 @@ from tools.commands import parity as parity
 from tools.config.key_help import describe
 from tools.training.launch import must_tell, note_failure, slurm_environment
 from tools.training.signals import Stopped
+from tools.training.silent_faults import FaultyHardware
 from tools.training.skipped_steps import TrainingDiverged
 
 
@@ -80,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
             note_failure(error)
             raise
         return _refused(UserError(file_error(error)))  # a file that cannot be read or written is the user's to mend
-    except TrainingDiverged as stop:
+    except (TrainingDiverged, FaultyHardware) as stop:
         note_failure(stop)
         if must_tell():
             print(stop, file=sys.stderr)

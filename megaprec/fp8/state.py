@@ -251,6 +251,18 @@ class FP8State:
         if self.names:
             self.bank.roll(self._agree)
 
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Forget the amaxes that were recorded since the last call of `roll`, as if there had been no pass."""
+        self._pending = False
+        if self.names:
+            self.bank.now.zero_()
+
+    @property
+    def differs_over_dp(self) -> bool:
+        """Return True if data-parallel ranks have different scales."""
+        return self.recipe is not None and self.recipe.kind == "delayed" and self.dp.size > 1
+
     @property
     def by_microbatch(self) -> bool:
         """Return True if the history advances with each micro-batch."""

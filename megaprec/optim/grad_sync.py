@@ -34,6 +34,7 @@ class GradReducer:
         self._ends: dict[int, list[Callable[[], None]]] = {}  # wait functions of the started reductions, by chunk
         self._reduced: set[int] = set()
         self._awaited: dict[int, list[set[nn.Parameter]]] = {}  # by chunk and buffer: not final
+        self.before: Callable[[Buffer], None] | None = None  # called with a buffer that is about to be reduced
         self._nodes: list[object] = []  # autograd does not keep the nodes alive, and the hooks die with them
         for n, buffers in enumerate(self._chunks) if early else ():
             self._nodes += [self._watch(p, n, k) for k, buffer in enumerate(buffers) for p in buffer.parameters]
@@ -67,6 +68,8 @@ class GradReducer:
         while len(ends) < len(self._chunks[chunk]) and not (awaited and awaited[len(ends)]):
             buffer = self._chunks[chunk][len(ends)]
             zero_missing_grads(buffer.parameters)
+            if self.before is not None:
+                self.before(buffer)
             sum_partial(buffer.parameters, self._tp)
             ends.append(buffer.start_reduce())
 

@@ -108,7 +108,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self.observers = [*observers]
-        self.clip, self.weight_decay, self.seed = clip, weight_decay, seed
+        self.clip, self.weight_decay, self.seed, self.overlap = clip, weight_decay, seed, overlap
         self.rule: UpdateRule = rule or AdamW()
         if not norm >= 1:
             raise UserError(f"norm {norm}: must be 2, inf or another number of at least 1")
@@ -234,6 +234,10 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         With `overlap` the reduction is only started, and `step` waits for it.
         """
         self._sums.reduce(chunk)
+
+    def watch_local_gradients(self, look: Callable[[Buffer], None] | None) -> None:
+        """Call `look`, if it is not None, with each buffer whose gradients on this rank are about to be reduced."""
+        self._sums.before = look
 
     def wait(self) -> None:
         """Wait until the layers have the weights of the last step. A model's forward waits by itself."""

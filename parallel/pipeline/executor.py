@@ -122,6 +122,10 @@ class Executor:
         for i in unread:
             self.links.receive(i)
 
+    def held(self, message: Message) -> Tensor | None:
+        """Return a message between its arrival, or its computation, and its use; None at any other time."""
+        return self._mail.get(message)
+
     def finish(self) -> None:
         """Wait for all sends, and assert that no message, graph or weight gradient is left."""
         self._position.at("end of the passes")

@@ -46,8 +46,8 @@ def test_training_steps_are_timed_and_the_record_says_what_was_asked(capsys: pyt
     asked = {"tensor": 1, "pipeline": 1, "data": 1, "sequence": False, "schedule": "1f1b", "chunks": 1}
     asked |= {"model": "llama", "layers": 2, "hidden": 32, "tokens": 8, "micro_batch": 1, "microbatches": 2}
     asked |= {"recompute": "selective", "recompute_modules": ["attention"], "precision": "fp32", "threads": 1}
-    asked |= {"warmup": 1, "steps": 3, "torch": torch.__version__}
-    measured = ["tokens_per_s", "step_s", "fastest_s", "slowest_s", "peak_rss_mb"]
+    asked |= {"warmup": 1, "steps": 3, "sentinel": False, "torch": torch.__version__}
+    measured = ["tokens_per_s", "step_s", "fastest_s", "slowest_s", "cpu_s", "peak_rss_mb"]
     assert record == asked | {name: record[name] for name in measured}
     assert 0 < record["fastest_s"] <= record["step_s"] <= record["slowest_s"]
     assert record["tokens_per_s"] == pytest.approx(2 * 8 / record["step_s"], rel=0.2)  # of rounded seconds

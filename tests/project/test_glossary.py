@@ -28,7 +28,7 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = write_run(tmp_path_factory.mktemp("glossary"))
     folder = file.parent / "run"
     scaled = ("precision.compute=fp16", "precision.loss_scale=1e30")
-    fp8 = ("fp8.kind=current", "fp8.pad=true", "fp8.shadow_every=1", "fp8.shadow_cosine=0.99999")
+    fp8 = ("train.sentinel=1", "fp8.kind=current", "fp8.pad=true", "fp8.shadow_every=1", "fp8.shadow_cosine=0.99999")
     assert train(file, "train.steps=1", "train.eval_every=1", "precision.compute=bf16", *fp8) == 0
     assert train(file, "train.steps=2", "train.eval_every=1", *scaled) == 0
     return folder

@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from megaprec.precision.plan import DTYPES
 from models.engine import Engine, Share
+from models.sentinel import Sentinel
 from parallel.activation_checkpoint import MODULES
 from parallel.mesh import make_mesh, world
 from parallel.pipeline.builders import KINDS
@@ -51,6 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="per rank (default: 1)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps that are not counted (default: 2)")
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps that are (default: 6)")
+    parser.add_argument(
+        "--sentinel", action="store_true", help="check every step as train.sentinel = 1 does, to measure what it costs"
+    )
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +131,7 @@ def _keys(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         yield "parallel.recompute_modules", args.recompute_modules
     yield "precision.compute", args.precision
     batch = {"global_batch": args.micro_batch * args.microbatches, "micro_batch": args.micro_batch}
-    batch |= {"steps": args.warmup + args.steps, "seq_length": args.tokens}
+    batch |= {"steps": args.warmup + args.steps, "seq_length": args.tokens, "sentinel": int(args.sentinel)}
     yield from ((f"train.{name}", value) for name, value in batch.items())
 
 
@@ -159,16 +164,23 @@ class Bench:
         )
         random = torch.Generator().manual_seed(0)
         ids = torch.randint(0, VOCAB, (train.global_batch, train.seq_length + 1), generator=random)
-        own = ids.chunk(config.parallel.data)[self.engine.dp.rank]
-        self.share = Share(own[:, :-1], own[:, 1:])
-        self.number = 0
+        self.parts = ids.chunk(config.parallel.data)
+        self.sentinel = Sentinel(self.engine, exact=True) if train.sentinel else None
+        self.number, self.cpu = 0, list[float]()  # cpu: seconds of CPU time of this process, by step
+
+    def share(self, replica: int) -> Share:
+        """Return the samples of a data-parallel rank."""
+        own = self.parts[replica]
+        return Share(own[:, :-1], own[:, 1:], first=replica * len(own))
 
     def step(self) -> float:
         """Take one step and return its seconds, between two barriers."""
         dist.barrier()
-        start = time.perf_counter()
-        self.engine.step(self.share, 3e-4, self.number)
+        start, before = time.perf_counter(), time.process_time()
+        with self.sentinel.checking(self.number, self.share) if self.sentinel else nullcontext():
+            self.engine.step(self.share(self.engine.dp.rank), 3e-4, self.number)
         dist.barrier()
+        self.cpu.append(time.process_time() - before)
         self.number += 1
         return time.perf_counter() - start
 
@@ -182,6 +194,7 @@ class Bench:
             "step_s": round(median, 3),
             "fastest_s": round(min(seconds), 3),
             "slowest_s": round(max(seconds), 3),
+            "cpu_s": round(statistics.median(self.cpu[-len(seconds) :]), 3),
             "peak_rss_mb": [round(mb) for mb in self.engine.optimizer.world.sum_(rss).tolist()],
         }
 

@@ -180,8 +180,16 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any)
 
 def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
     """Return the changed keys without those that no number depends on."""
-    hidden = {"train.folder", "train.threads", "train.device", "train.eval_every", "precision.trace_overflows"}
-    hidden |= {"log.sample", "log.timeline", "data.cache", "data.held_out", "data.max_chars", "data.vocab_size"}
+    hidden = {"train.folder", "train.threads", "train.device", "train.eval_every", "train.sentinel"}
+    hidden |= {
+        "precision.trace_overflows",
+        "log.sample",
+        "log.timeline",
+        "data.cache",
+        "data.held_out",
+        "data.max_chars",
+        "data.vocab_size",
+    }
     shown = {key: value for key, value in changed.items() if key not in hidden}
     if "data.source" in shown:
         shown["data.source"] = (shown["data.source"][0], "random tokens, some targets left out of the loss")

@@ -112,6 +112,14 @@ def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
         )
 
 
+def _sentinel(train: Train, fp8: FP8) -> Iterator[str]:
+    if train.sentinel and fp8.kind != "none" and fp8.history == "te":
+        yield (
+            f'train.sentinel = {train.sentinel} computes a micro-batch again, which fp8.history "te" gives other '
+            'scales: set 0, or fp8.history = "step"'
+        )
+
+
 def _native(optimizer: Optimizer, train: Train) -> Iterator[str]:
     if not optimizer.native:
         return
@@ -364,6 +372,7 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _schedule,
     _plan,
     _shadow,
+    _sentinel,
     _kind_of_scale,
     _scale,
     _rule,

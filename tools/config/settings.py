@@ -286,6 +286,12 @@ class Train(Table):
         default=0, ge=0, description="Number of steps between evaluations on the held-out data; 0: never."
     )
     eval_batches: int = Field(default=4, gt=0, le=MOST, description="Number of global batches per evaluation.")
+    sentinel: int = Field(
+        default=0,
+        ge=0,
+        description="Number of steps between checks for hardware that computes wrongly: every such step, replicas "
+        "compare their weights and compute one micro-batch of each other again; 0: never.",
+    )
     folder: FilePath = Field(
         default="runs/default", min_length=1, description="Folder of the run: metrics, checkpoints and plots."
     )

@@ -13,7 +13,7 @@ from megaprec.durable import file_error
 from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
 from tools.journal.lines import Lines
-from tools.journal.records import EVENTS, METRICS, lost_steps, odd_lines, read_lines
+from tools.journal.records import EVENTS, LASTING, METRICS, lost_steps, odd_lines, read_lines
 
 PACE = 20  # number of newest steps whose mean time the ETA is estimated from
 
@@ -105,11 +105,15 @@ def _put_aside(*paths: Path) -> None:
 def _reopen(path: Path, start: int) -> Lines:
     """Open a file of records for appending, without the records of steps after `start`, which are taken again."""
     lines = read_lines(path)
-    kept = [line.content for line in lines if line.record is None or line.record["step"] <= start]
+    kept = [line.content for line in lines if line.record is None or _stays(line.record, start)]
     write_whole(path, b"".join(content + b"\n" for content in kept))
     if note := odd_lines(path):
         print(f"note       {note}")
     return Lines(path)
+
+
+def _stays(record: dict[str, Any], start: int) -> bool:
+    return record["step"] <= start or record.get("event") in LASTING
 
 
 def _numbers(record: dict[str, Any]) -> str:

@@ -31,7 +31,8 @@ EPSILON = {"fp64": 2.0**-52, "fp32": 2.0**-23, "tf32": 2.0**-10, "fp16": 2.0**-1
 def made_ready(config: RunConfig, most: Most, full: bool, steps: int, folder: Path) -> RunConfig:
     """Return the run as it is compared, small unless `full`, in its own layout. folder: folder for its files."""
     ready = config if full else shrunk(config, most)
-    train = {"steps": max(steps, config.train.steps) if full else steps, "eval_every": 0, "threads": 1, "device": "cpu"}
+    taken = max(steps, config.train.steps) if full else steps
+    train = {"steps": taken, "eval_every": 0, "sentinel": 0, "threads": 1, "device": "cpu"}
     precision: dict[str, object] = {"trace_overflows": False, "masters_in_checkpoint": True}
     if config.precision.on_nonfinite == "raise":
         precision["on_nonfinite"] = "skip"

@@ -22,6 +22,7 @@ from parallel.hangs.watchdog import Watchdog, kill_silent
 from tools.training.end_records import EndRecord, write_record
 from tools.training.launch import RankHangs, lost_connection, note_failure, started_here
 from tools.training.signals import Stopped
+from tools.training.silent_faults import FaultyHardware
 from tools.training.skipped_steps import TrainingDiverged
 
 LEFT = "left, because of that"
@@ -44,7 +45,7 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
     dog.start()
     try:
         yield dog
-    except (UserError, Stopped, TrainingDiverged):
+    except (UserError, Stopped, TrainingDiverged, FaultyHardware):
         raise
     except Exception as error:
         if size > 1:

@@ -29,9 +29,10 @@ from tools.journal.journal import rewind
 from tools.journal.records import read_metrics
 from tools.training.launch import Loss
 from tools.training.signals import SIGNALS, Stopped
+from tools.training.silent_faults import FaultyHardware
 from tools.training.skipped_steps import TrainingDiverged
 
-ON_PURPOSE = (UserError, TrainingDiverged, Stopped)
+ON_PURPOSE = (UserError, TrainingDiverged, FaultyHardware, Stopped)
 ASKED = (*SIGNALS, signal.SIGQUIT)  # signals that ask a run to stop
 
 

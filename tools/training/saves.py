@@ -4,10 +4,13 @@ A save that fails costs a warning: the run goes on, and the next save is a new a
 fails does the run end with an error, which names the checkpoint that the same command goes on from.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.saving import Outcome, Saving
@@ -15,6 +18,8 @@ from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from tools.config.run_file import RunConfig
+from tools.training.changed_keys import keys_of
+from tools.training.corpus import Corpus
 
 
 class Saves:
@@ -72,6 +77,31 @@ class Saves:
         for line in (line for line in warnings if line not in self._told):
             print(f"warning    {line}", file=sys.stderr, flush=True)
         self._told = set(warnings)
+
+
+def beside_the_state(
+    config: RunConfig, corpus: Corpus, progress: dict[str, Any], watch: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a run besides the optimizer's state. watch: the state of the overflow monitor."""
+    extra = {
+        "model": json.loads(corpus.model.model_dump_json()),
+        "progress": progress,
+        "watch": watch,
+        "layout": config.parallel.model_dump(),
+        "precision": config.precision.model_dump(),
+        "tokenizer": corpus.tokenizer.path.name if corpus.tokenizer else "",
+        "torch": torch.__version__,
+        "run": keys_of(config),
+    }
+    return extra | ({"data": corpus.identity.model_dump()} if corpus.identity else {})
+
+
+def tokenizer_files(corpus: Corpus) -> list[Path]:
+    """Return the tokenizer's file, and tokenizer_config.json, which names the token that ends a document."""
+    if not corpus.tokenizer:
+        return []
+    path = corpus.tokenizer.path
+    return [file for file in (path, path.with_name("tokenizer_config.json")) if file.is_file()]
 
 
 def _goes_on(folder: Path) -> str:

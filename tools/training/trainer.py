@@ -1,6 +1,5 @@
 """The training loop: steps, records, evaluations and checkpoints. Every rank runs the same loop."""
 
-import json
 import sys
 import time
 import warnings
@@ -8,8 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +35,7 @@ from models.fp8_shadow import Shadow, run_shadow
 from models.own_model import stage_maker
 from models.packing import Packing
 from models.post_validation import PostValidation
+from models.sentinel import SilentFault
 from models.stages import Stage
 from parallel.pipeline.timeline import Recording
 from tools.config.checks import make_rule
@@ -45,11 +46,11 @@ from tools.journal.journal import Journal
 from tools.plots.perfetto import TIMELINE, write_trace
 from tools.plots.shadow_plot import shadow_event, shadow_fields
 from tools.training.banner import print_marked, print_memory, print_start
-from tools.training.changed_keys import keys_of
 from tools.training.corpus import Corpus
 from tools.training.run_folder import RunFolder
-from tools.training.saves import Saves
+from tools.training.saves import Saves, beside_the_state, tokenizer_files
 from tools.training.signals import Stopped, listening
+from tools.training.silent_faults import Checks
 from tools.training.skipped_steps import TrainingDiverged, overflow_event
 
 
@@ -107,6 +108,7 @@ class Trainer:
             observers=[StepPosition(self.position), *observers],
             position=self.position,
         )
+        self._checks = Checks(self.engine, config)
         self._validation = PostValidation(self.engine) if config.optimizer.validation == "after" else None
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = TrainState()  # after the last step whose outcome is known; one more step may have been taken
@@ -119,7 +121,7 @@ class Trainer:
         elif train.init_from:
             start_from(Path(train.init_from), self.engine.optimizer)
         self._saves = Saves(config, self.engine.optimizer, self.engine.fp8)
-        self._taken = self.progress.step
+        self._taken = self._saved = self.progress.step  # _saved: the step of the newest checkpoint
         self._shadows: dict[int, Shadow] = {}  # by step number, of steps whose outcome is not yet known
         self._seconds: deque[float] = deque()  # durations of steps whose outcome is not yet known
 
@@ -139,7 +141,8 @@ class Trainer:
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
 
-        Raises Stopped after a signal and TrainingDiverged if further steps are of no use; the state is saved.
+        Raises Stopped after a signal and TrainingDiverged if further steps are of no use; the state is saved. Raises
+        FaultyHardware if the sentinel found a rank that is wrong; the state is saved if the ranks hold the same.
         """
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
@@ -161,7 +164,11 @@ class Trainer:
             diverged = ""
             self.position.enter(Phase.STEP, self._taken + 1)
             self.engine.optimizer.stop |= folder.is_gone()
-            for report, progress, seconds in self._timed_step():
+            try:
+                known = self._timed_step()
+            except SilentFault as found:
+                self._end_for(found, journal)
+            for report, progress, seconds in known:
                 self._write(journal, report, progress, seconds)
                 diverged = diverged or self._divergence()
             done = self.progress.step
@@ -191,6 +198,17 @@ class Trainer:
         world.barrier()
         raise stopped
 
+    def _end_for(self, found: SilentFault, journal: Journal | None) -> NoReturn:
+        """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved if it is sound."""
+        with self.position.during(Phase.SAVE):
+            if found.fault.sound and self.progress.step > self._saved:
+                self._save()
+            self._saves.finish(str(found))
+        event, stop = self._checks.outcome(found, self.progress.step, self._saved)
+        if journal is not None:
+            journal.write_event(event)
+        raise stop
+
     def _divergence(self) -> str:
         """Return the reason why further steps are of no use; empty if training may go on."""
         if self._raised is not None:
@@ -217,6 +235,7 @@ class Trainer:
         if self._evaluates_after(progress.step) and self.corpus.held_out is not None:
             with self.position.during(Phase.EVALUATION):
                 record["eval_loss"] = self.evaluate(self.corpus.held_out)
+        record |= self._checks.fields(progress.step)
         self.position.at("record of the step")
         self.monitor.note(report)
         events = [] if report.outcome == "applied" else [self._overflow_event(report, progress)]
@@ -243,16 +262,13 @@ class Trainer:
         return fields
 
     def _evaluates_after(self, step: int) -> bool:
-        every = self.config.train.eval_every
-        return bool(every) and step % every == 0
+        return _due(self.config.train.eval_every, step)
 
     def _shadowed(self, step: int) -> bool:
-        every = self.config.fp8.shadow_every
-        return bool(every) and step % every == 0
+        return _due(self.config.fp8.shadow_every, step)
 
     def _saves_after(self, step: int) -> bool:
-        every = self.config.checkpoint.every
-        return step == self.config.train.steps or (bool(every) and step % every == 0)
+        return step == self.config.train.steps or _due(self.config.checkpoint.every, step)
 
     def _overflow_event(self, report: StepReport, progress: TrainState) -> dict[str, Any]:
         samples = range(progress.samples - self.config.train.global_batch, progress.samples)
@@ -273,9 +289,10 @@ class Trainer:
         if self._shadowed(self._taken + 1):
             with self.position.during(Phase.COMPARISON):
                 self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
+        others = partial(self.share, self.corpus.train, position)
         number, self._taken = self._taken, self._taken + 1
         known = list[tuple[StepReport, TrainState]]()
-        with self._locating(self.corpus.train):
+        with self._locating(self.corpus.train), self._checks.checking(number, others):
             for report in self._reports(share, number, recording):
                 self._advance(report)
                 known.append((report, self.progress))
@@ -310,7 +327,8 @@ class Trainer:
     def _needs_outcome(self) -> bool:
         """Return True if the outcome of the step just taken must be known before the next step begins."""
         step = self._taken
-        due = self._evaluates_after(step) or self._saves_after(step) or self._shadowed(step + 1)
+        repeats = self._shadowed(step + 1) or self._checks.due(step + 1)  # with weights that are final
+        due = self._evaluates_after(step) or self._saves_after(step) or repeats
         return self._stops or due or self._saves.under_way
 
     def _lr(self) -> float:
@@ -350,30 +368,23 @@ class Trainer:
                 total += self.engine.evaluate(self.share(samples, n * batch))
         return total / count
 
-    def share(self, samples: Samples | Blend, position: int) -> Share:
-        """Return this data-parallel rank's consecutive part of the global batch that begins at `position`."""
+    def share(self, samples: Samples | Blend, position: int, replica: int | None = None) -> Share:
+        """Return a data-parallel rank's consecutive part of the global batch that begins at `position`.
+
+        replica: the data-parallel rank; None: this one.
+        """
         self.position.at("reading of samples")
         own = self.config.train.global_batch // self.dp.size
-        batch = samples.batch(position + self.dp.rank * own, own)
+        first = own * (self.dp.rank if replica is None else replica)
+        batch = samples.batch(position + first, own)
         packing = Packing(batch.documents, batch.positions)
-        return Share(batch.tokens, batch.targets, batch.mask, first=self.dp.rank * own, packing=packing)
+        return Share(batch.tokens, batch.targets, batch.mask, first=first, packing=packing)
 
     def _save(self) -> None:
-        tokenizer = self.corpus.tokenizer
-        extra = {
-            "model": json.loads(self.corpus.model.model_dump_json()),
-            "progress": asdict(self.progress),
-            "watch": self.monitor.state_dict(),
-            "layout": self.config.parallel.model_dump(),
-            "precision": self.config.precision.model_dump(),
-            "tokenizer": tokenizer.path.name if tokenizer else "",
-            "torch": torch.__version__,
-            "run": keys_of(self.config),
-        }
-        if self.corpus.identity:
-            extra["data"] = self.corpus.identity.model_dump()
-        beside = [tokenizer.path, tokenizer.path.with_name("tokenizer_config.json")] if tokenizer else []
-        files = [
-            file for file in beside if file.is_file()
-        ]  # tokenizer_config.json names the token that ends a document
-        self._saves.start(self.progress.step, extra, files)
+        extra = beside_the_state(self.config, self.corpus, asdict(self.progress), self.monitor.state_dict())
+        self._saves.start(self.progress.step, extra, tokenizer_files(self.corpus))
+        self._saved = self.progress.step
+
+
+def _due(every: int, step: int) -> bool:
+    return bool(every) and step % every == 0

@@ -1,0 +1,137 @@
+"""The trace of one micro-batch through a rank's stages: activations, their gradients, messages, parameter gradients.
+
+The traced micro-batch is the first of a step. Its parameter gradients overwrite those of the step before, so they can
+be read alone, before those of the next micro-batch are added.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from megaprec.comm.layout import layout_of
+from megaprec.diagnose.bit_digest import digest
+from megaprec.diagnose.border_trace import BACKWARD, FORWARD, BorderTrace, Entry
+from megaprec.optim.main_grad import has_gradient
+from parallel.pipeline.executor import Executor
+from parallel.pipeline.instructions import (
+    INPUT_GRADIENTS,
+    RECEIVES,
+    WEIGHT_GRADIENTS,
+    Instruction,
+    Message,
+    MessageType,
+    Op,
+    Program,
+)
+
+TRACED = 0  # the number of the traced micro-batch
+
+
+def message_name(number: int) -> str:
+    """Return the name of message `number`: twice its lower stage, plus one for a gradient."""
+    stage, back = divmod(number, 2)
+    return (
+        f"the gradient from stage {stage + 1} to stage {stage}"
+        if back
+        else (f"the activation from stage {stage} to stage {stage + 1}")
+    )
+
+
+class MicrobatchTrace:
+    """Traces the first micro-batch while an executor runs `program`, or its instructions for this micro-batch alone.
+
+    last: number of the model's last stage. alone: True if the micro-batch runs alone. in_flight: True if its backward
+    pass already reduces gradients: they are then given to `look_at` before.
+    messages: digests by message (a number, see `message_name`) and side, 0 as sent and 1 as received.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], last: int, program: Program, *, alone: bool, in_flight: bool
+    ) -> None:
+        forwards = [i for i in program if i.op is Op.FORWARD]
+        turns = {n: [i.microbatch for i in forwards if i.stage == n].index(TRACED) for n in stages}
+        self._borders = BorderTrace(stages, dict.fromkeys(turns, 0) if alone else turns)
+        self._last, self._in_flight = last, in_flight
+        self._own = _parameters(stages, program)
+        self._noted: set[nn.Parameter] = set()
+        self.messages: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """Return the trace so far."""
+        return self._borders.entries
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Trace within the context."""
+        with self._borders.recording():
+            yield
+
+    def watch(self, executor: Executor) -> None:
+        """Trace what `executor` is going to run."""
+        then = executor.after
+
+        def after(i: Instruction) -> None:
+            if i.microbatch == TRACED:
+                self._look(executor, i)
+            elif i.op in INPUT_GRADIENTS:  # what it adds to no longer holds the traced micro-batch alone
+                self._noted.update(p for p in self._own.get(i.stage, ()) if has_gradient(p))
+            if then is not None:
+                then(i)
+
+        executor.after = after
+
+    def _look(self, executor: Executor, i: Instruction) -> None:
+        if i.op in RECEIVES:
+            self._note_message(executor, Message.of(i), 1)
+        if i.op is Op.FORWARD and i.stage < self._last:
+            self._note_message(executor, Message(MessageType.ACTIVATION, i.stage, TRACED), 0)
+        if i.op in INPUT_GRADIENTS and i.stage > 0:
+            self._note_message(executor, Message(MessageType.GRADIENT, i.stage - 1, TRACED), 0)
+        if i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS and not self._in_flight:
+            self._note_gradients(i.stage)
+
+    def _note_message(self, executor: Executor, message: Message | None, side: int) -> None:
+        assert message is not None
+        tensor = executor.held(message)
+        if tensor is not None:
+            back = message.kind is MessageType.GRADIENT
+            number = 2 * message.stage + back
+            self.messages[number, side] = digest(tensor)
+            what = f"{message_name(number)}, as {('sent', 'received')[side]}"
+            self._borders.note(BACKWARD if back else FORWARD, message.stage + (back != bool(side)), what, tensor)
+
+    def look_at(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Trace the gradients of these parameters, which are complete on this rank and not reduced yet."""
+        among = set(parameters)
+        for stage in self._own:
+            self._note_gradients(stage, among)
+
+    def _note_gradients(self, stage: int, among: Set[nn.Parameter] | None = None) -> None:
+        for place, parameter in enumerate(self._own.get(stage, ())):
+            if parameter in self._noted or (among is not None and parameter not in among):
+                continue
+            if has_gradient(parameter):
+                self._noted.add(parameter)
+                name = " and ".join(part.name for part in layout_of(parameter).parts)
+                module = layout_of(parameter).parts[0].name.rpartition(".")[0]
+                main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+                self._borders.note(BACKWARD, stage, f"the gradient of {name}", main, module, place)
+
+
+def _parameters(stages: Mapping[int, nn.Module], program: Program) -> dict[int, list[nn.Parameter]]:
+    """Return, by stage, the parameters whose gradients of the traced micro-batch can be read alone.
+
+    These are not shared with another stage of the rank, and the traced micro-batch is the first that has a backward
+    pass in the stage.
+    """
+    holders = Counter(p for stage in stages.values() for p in stage.parameters())  # by identity
+    found = {}
+    for number, stage in stages.items():
+        own = [i for i in program if i.stage == number]
+        firsts = [next(i for i in own if i.op in ops) for ops in (INPUT_GRADIENTS, WEIGHT_GRADIENTS)]
+        if all(i.microbatch == TRACED for i in firsts):
+            found[number] = [p for p in stage.parameters() if p.requires_grad and holders[p] == 1]
+    return found

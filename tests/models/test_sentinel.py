@@ -1,0 +1,155 @@
+"""Bits that are flipped in what the sentinel checks are found and laid to the right rank; sound runs are not accused.
+
+The flips are in `tests/flips.py`. Each is planted after a clean check; the checked step must leave nothing behind, and
+taken again without the flip it must be the step of an undisturbed run.
+"""
+
+import random
+from typing import Any
+
+import pytest
+
+from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.plan import LossScaling
+from parallel.activation_checkpoint import Recompute
+from tests.flips import Flip, Setting, all_found, clean
+from tests.ranks import run_ranks
+
+MLP = "layers.1.mlp"
+LAYOUTS: dict[str, dict[str, int]] = {
+    "single": {},
+    "dp2": {"dp": 2},
+    "dp3": {"dp": 3},
+    "pp2": {"pp": 2},
+    "dp2 x pp2": {"dp": 2, "pp": 2},
+    "tp2 x dp2": {"tp": 2, "dp": 2},
+}
+
+
+def judged(layout: str, flips: list[Flip], setting: Setting | None = None) -> list[dict[str, Any]]:
+    """The faults that are found, the same on every rank."""
+    ranks = run_ranks(all_found, LAYOUTS[layout], setting=setting or Setting(), flips=flips)
+    assert all(rank == ranks[0] for rank in ranks), "ranks give different verdicts"
+    missed = [flip for flip, fault in zip(flips, ranks[0], strict=True) if fault is None]
+    assert not missed, f"not found: {missed}"
+    return ranks[0]
+
+
+def transients(rank: int, module: str = MLP) -> list[Flip]:
+    """Flips that happen once, on a rank that holds the module."""
+    weight = f"{module}.down.weight"
+    kinds = {"activation": module, "activation gradient": module, "parameter gradient": weight}
+    return [Flip(rank, kind, at) for kind, at in kinds.items()]
+
+
+def test_with_three_replicas_the_majority_names_the_rank() -> None:
+    flips = [Flip(1, "weight", "layers.0.mlp.up.weight"), Flip(2, "activation", MLP, steady=True)]
+    weight, steady = judged("dp3", flips)
+    assert (weight["kind"], weight["ranks"], weight["certain"], weight["sound"]) == ("weights", [1], True, False)
+    assert weight["what"] == "weight layers.0.mlp.up.weight"
+    assert (steady["kind"], steady["ranks"], steady["certain"]) == ("computation", [2], True)
+    assert (steady["module"], steady["direction"]) == (MLP, "forward")
+    assert not steady["transient"]
+    assert steady["sound"]
+
+
+def test_with_two_replicas_a_fault_that_passes_is_laid_to_its_rank_and_one_that_stays_to_both() -> None:
+    forward, backward, gradient, steady = judged("dp2", [*transients(1), Flip(1, "activation", MLP, steady=True)])
+    for fault, direction in ((forward, "forward"), (backward, "backward"), (gradient, "backward")):
+        assert (fault["ranks"], fault["certain"], fault["transient"]) == ([1], True, True)
+        assert (fault["module"].startswith(MLP), fault["direction"]) == (True, direction)
+    assert (steady["ranks"], steady["certain"], steady["module"]) == ([0, 1], False, MLP)
+
+
+def test_one_process_finds_faults_that_pass_and_weights_that_are_not_their_masters() -> None:
+    flips = [*transients(0), Flip(0, "weight", "layers.0.mlp.up.weight")]
+    *passing, weight = judged("single", flips, Setting(compute="bf16"))
+    assert all(fault["ranks"] == [0] and fault["transient"] for fault in passing)
+    assert (weight["kind"], weight["ranks"], weight["certain"]) == ("weights", [0], True)
+
+
+def test_a_message_that_arrives_changed_names_both_ends() -> None:
+    flips = [Flip(0, "sent"), Flip(1, "received"), Flip(1, "sent", back=True), Flip(0, "received", back=True)]
+    for fault, flip in zip(judged("pp2", flips), flips, strict=True):
+        ends = ["stage 1", "stage 0"] if flip.back else ["stage 0", "stage 1"]
+        assert (fault["kind"], sorted(fault["ranks"])) == ("message", [0, 1])
+        assert fault["what"] == f"the {'gradient' if flip.back else 'activation'} from {ends[0]} to {ends[1]}"
+
+
+def test_replicated_parameters_are_compared_over_tensor_ranks_too() -> None:
+    (fault,) = judged("tp2 x dp2", [Flip(3, "weight", "layers.0.attention_norm.weight")])
+    assert (fault["ranks"], fault["certain"]) == ([3], True)  # of four copies
+
+
+def test_the_gradient_of_a_single_micro_batch_is_compared_although_its_reduction_overlaps() -> None:
+    overlapping = Setting(micro_batch=6, overlap=True)
+    flips = [Flip(1, "gradient before its reduction", f"{MLP}.down.weight"), Flip(0, "activation gradient", MLP)]
+    gradient, backward = judged("dp2", flips, overlapping)
+    assert (gradient["what"], gradient["ranks"]) == (f"the gradient of {MLP}.down.weight", [1])
+    assert (backward["module"], backward["ranks"]) == (MLP, [0])
+
+
+def test_reduced_gradients_are_compared_where_replicas_hold_the_same() -> None:
+    (fault,) = judged("dp3", [Flip(1, "reduced gradient", f"{MLP}.down.weight")], Setting(zero_size=1))
+    assert (fault["kind"], fault["ranks"], fault["certain"]) == ("gradients", [1], True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_flipped_on_any_rank_of_any_layout_is_found_there(layout: str) -> None:
+    world = 1
+    for size in LAYOUTS[layout].values():
+        world *= size
+    pipeline, tensor = LAYOUTS[layout].get("pp", 1), LAYOUTS[layout].get("tp", 1)
+    for rank in range(world):
+        stage = rank * pipeline // world
+        module = f"layers.{stage}.mlp" if pipeline > 1 else MLP
+        for fault in judged(layout, transients(rank, module), Setting(compute="bf16")):
+            assert rank in fault["ranks"], fault
+            assert len(fault["ranks"]) == 1 or tensor > 1, fault
+            assert fault["module"].startswith(module), fault
+
+
+SETTINGS = [
+    Setting(),
+    Setting(compute="bf16", zero_size=1),
+    Setting(compute="fp16", scaling=LossScaling("dynamic", initial=2.0**12), overlap=True),
+    Setting(compute="bf16", fp8=FP8Recipe("delayed"), model=(("hidden", 32), ("ffn", 32))),
+    Setting(compute="bf16", fp8=FP8Recipe("current"), model=(("hidden", 32), ("ffn", 32))),
+    Setting(compute="bf16", changes=(("rounding", "stochastic"),)),
+    Setting(model=(("family", "gpt2"), ("kv_heads", 4))),
+    Setting(model=(("experts", 4), ("experts_per_token", 2))),
+    Setting(recompute=Recompute(fraction=1.0)),
+    Setting(recompute=Recompute(modules=("attention", "norm")), model=(("tied", True),)),
+    Setting(micro_batch=6, overlap=True),
+    Setting(micro_batch=1),
+]
+WITH_PIPELINE = [Setting(kind="zb-h1"), Setting(kind="gpipe", model=(("tied", True),))]
+WITH_TENSOR = [Setting(sequence=True), Setting(sequence=True, compute="bf16")]
+
+
+def possible(layout: str) -> list[Setting]:
+    sizes = LAYOUTS[layout]
+    more = [*(WITH_PIPELINE if "pp" in sizes else ()), *(WITH_TENSOR if "tp" in sizes else ())]
+    return [s for s in SETTINGS if SAMPLES_FIT(s, sizes.get("dp", 1))] + more
+
+
+def SAMPLES_FIT(setting: Setting, dp: int) -> bool:
+    return 12 % (dp * setting.micro_batch) == 0
+
+
+@pytest.mark.parametrize("layout", ["single", "dp2", "pp2"])
+def test_a_sound_run_is_never_accused_and_is_bit_for_bit_the_run_without_checks(layout: str) -> None:
+    some = random.Random(layout).sample(possible(layout), 3)
+    assert run_ranks(clean, LAYOUTS[layout], settings=some, steps=3)[0] == 9
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(10))
+def test_no_false_alarm_in_ten_thousand_checks(layout: str, seed: int) -> None:
+    """60 cases, of 168 checks at least."""
+    settings = possible(layout)
+    steps = -(-168 // len(settings))
+    seeded = [Setting(**{**vars(setting), "seed": 100 + seed}) for setting in settings]
+    assert run_ranks(clean, LAYOUTS[layout], settings=seeded, steps=steps)[0] >= 168

@@ -82,7 +82,7 @@ class Saves:
 def beside_the_state(
     config: RunConfig, corpus: Corpus, progress: dict[str, Any], watch: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what a checkpoint keeps of a run besides the optimizer's state. watch: the state of the overflow monitor."""
+    """Return what a checkpoint has besides the optimizer's state. watch: the state of the overflow monitor."""
     extra = {
         "model": json.loads(corpus.model.model_dump_json()),
         "progress": progress,

@@ -120,9 +120,10 @@ class Store:
         """Yield a problem for each tensor whose chunks are not as large as it is, or larger than their files."""
         sizes = self.index["files"]
         for key, entry in self.index["tensors"].items():
-            chunks, width = entry["chunks"], getattr(torch, entry["dtype"]).itemsize
-            fits = all(prod(chunk["shape"]) * width <= sizes.get(chunk["file"], 0) for chunk in chunks)
-            if "/" not in key or not fits or sum(prod(chunk["shape"]) for chunk in chunks) != prod(entry["shape"]):
+            width = getattr(torch, entry["dtype"]).itemsize
+            there = [(chunk["file"], prod(stored_shape(chunk))) for chunk in entry["chunks"]]
+            fits = all(count * width <= sizes[file] for file, count in there if file in sizes)
+            if "/" not in key or not fits or sum(count for _, count in there) != prod(entry["shape"]):
                 yield f"{self.path} is damaged: {INDEX} does not say where all of {key!r} is"
 
     def file(self, name: str) -> Path:

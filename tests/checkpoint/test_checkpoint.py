@@ -263,7 +263,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no files": (partial(change_index, lambda index: index.pop("files")), "damaged.*\nfiles: Field required"),
     "no scaler": (partial(change_index, lambda index: index["optimizer"].pop("scaler")), "damaged.*\noptimizer.scaler"),
     "no moment": (partial(change_index, lose_moment), "lacks a part of exp_avg_sq/scale"),
-    "no chunk": (partial(change_index, lose_chunk), "lacks a part of weight/linear.weight"),
+    "no chunk": (partial(change_index, lose_chunk), "does not say where all of .weight/linear.weight. is"),
     "another shape": (partial(change_index, of_another_shape), "lacks a part of weight/linear.weight"),
     "cut tensors": (
         partial(truncate, "model-00000.safetensors"),

@@ -60,7 +60,7 @@ class Refused(UserError):
         programs = dict(enumerate(schedule.programs))
         at = {rank: marks[rank].at if rank in marks else 0 for rank in programs}
         notes = {rank: mark.note for rank, mark in marks.items()}
-        super().__init__(*problems, picture(programs, at, notes))
+        super().__init__(*problems, *picture(programs, at, notes).splitlines())
         self.spans, self.marks = spans, marks
 
 

@@ -63,7 +63,7 @@ def test_a_damaged_record_is_one_line(content: bytes, tmp_path: Path, capsys: py
 def test_where_there_is_nothing_to_read_one_line_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "odd" / FOLDER / "rank-00000.json").mkdir(parents=True)
-    for folder in (tmp_path, tmp_path / "file", tmp_path / "gone", tmp_path / "odd", tmp_path / "nul\0"):
+    for folder in (tmp_path, tmp_path / "file", tmp_path / "gone", tmp_path / "odd"):
         assert cli.main(["diagnose", str(folder)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
 

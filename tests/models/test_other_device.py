@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -387,6 +388,7 @@ def test_native_kernels_are_refused_where_the_device_found_is_no_cpu(
 ) -> None:
     file = write_run(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=2**40))
     assert train(file, "optimizer.native=true") == 2
     assert 'optimizer.native = true is for CPUs, but train.device = "auto" takes the CUDA' in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

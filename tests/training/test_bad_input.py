@@ -253,7 +253,7 @@ def test_a_world_of_another_size_is_refused_before_it_is_joined_and_told_once(
 def test_ranks_take_a_cuda_device_each_or_none_does(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[str] = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("tools.commands.train.world", lambda device: devices.append(device) or 1 / 0)
+    monkeypatch.setattr("tools.commands.train.world", lambda device, minutes: devices.append(device) or 1 / 0)
     for name, value in {"RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     for local, world in ((2, 4), (4, 4)):

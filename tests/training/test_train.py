@@ -270,7 +270,7 @@ def _train_and_die(module: str, name: str, instead: Callable[..., None], file: P
         (checkpoint_file, "write_all", write_half, 2),
         (checkpoint_state, "_write_index", die, 2),
         (checkpoint_state, "commit", die, 2),
-        (checkpoint_folder.shutil, "rmtree", die, 4),  # of the checkpoint before, when the new one is whole
+        (checkpoint_folder, "_remove", die, 4),  # of the checkpoint before, when the new one is whole
     ],
     ids=["in-a-file", "before-the-index", "before-the-rename", "before-the-old-one-goes"],
 )

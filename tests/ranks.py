@@ -46,7 +46,8 @@ _server = multiprocessing.get_context("forkserver")
 # from a given gradient, the third at the first step of training, the fourth is most of torch.distributed.
 _imported = ["torch", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.checkpoint"]
 _imported += ["pytest", "hypothesis", "tests.layouts", "tests.runs"]
-_server.set_forkserver_preload(_imported)
+LAST = "tests.frozen"
+_server.set_forkserver_preload([*_imported, LAST])
 
 
 def on_ranks(**axes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -118,7 +119,7 @@ def _preload(modules: Sequence[str]) -> None:
     if new := [module for module in modules if module not in _imported]:
         forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
         _imported.extend(new)
-        _server.set_forkserver_preload(_imported)
+        _server.set_forkserver_preload([*_imported, LAST])
 
 
 def _start(job: _Job, rank: int) -> tuple[ForkServerProcess, Connection]:

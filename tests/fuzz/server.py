@@ -23,6 +23,7 @@ from typing import Self
 from tools import cli
 from tools.commands import train
 from tools.journal.records import METRICS
+from tools.training.launch import Again
 
 RANKS = 4096  # more than this on one machine is a slip
 STEPS = 3  # of training, after which a run has shown that it trains
@@ -166,7 +167,7 @@ def _child(command: Command, out: Path, err: Path) -> None:
         os._exit(code)
 
 
-def _no_ranks(command: Sequence[str], ranks: int, threads: int = 0) -> int:
+def _no_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Again | None = None) -> int:
     if ranks > RANKS:
         raise AssertionError(f"{ranks} ranks would be started")
     print(f"{ranks} ranks would be started")

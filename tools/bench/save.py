@@ -38,6 +38,8 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `python -m tools.bench save`: start the ranks, or be one of them. Raises UserError."""
     config = train.run_of(args)
+    if args.folder:
+        Path(args.folder).mkdir(parents=True, exist_ok=True)
     if config.world_size > 1 and not dist.is_torchelastic_launched():
         if not args.folder:
             raise UserError("--folder: several ranks need one folder: give it")

@@ -141,5 +141,6 @@ def _waiting(known: Mapping[int, Beat], culprits: Iterable[int]) -> str:
     waiting: Sequence[int] = [rank for rank, one in known.items() if one.waits and rank not in set(culprits)]
     if not waiting:
         return ""
-    verb = "waits" if len(waiting) == 1 else "wait"
-    return f"; {ranks_in_words(waiting)} {verb}, rank {waiting[0]} in {where_in_words(known[waiting[0]])}"
+    where = where_in_words(known[waiting[0]])
+    wait = f"waits in {where}" if len(waiting) == 1 else f"wait, rank {waiting[0]} in {where}"
+    return f"; {ranks_in_words(waiting)} {wait}"

@@ -19,7 +19,7 @@ from tools.parity.layouts import asked, fitted
 from tools.parity.noise import Noise
 from tools.parity.ranks import Run, corpus_of, run_alone
 from tools.parity.record import Plan, record
-from tools.parity.runs import alone, in_float64, made_ready, with_random_tokens
+from tools.parity.runs import EPSILON, alone, in_float64, made_ready, with_random_tokens
 from tools.parity.shrink import Most
 
 Bug = Callable[[], None]
@@ -53,7 +53,7 @@ def ready(run: str) -> RunConfig:
 def references(run: str) -> tuple[Record, Record]:
     """On one process: as it is, and from weights moved by rounding."""
     folder = Path(mkdtemp(prefix="megaprec_test_"))
-    plans = (PLAN, Plan(PLAN.steps, planted=PLAN.planted, into=PLAN.into, shaken=True))
+    plans = (PLAN, Plan(PLAN.steps, planted=PLAN.planted, into=PLAN.into, shaken=EPSILON["fp64"]))
     first, second = (run_alone(Run(alone(ready(run)), plan, folder / f"run{n}")) for n, plan in enumerate(plans))
     return first, second
 

@@ -39,11 +39,12 @@ from tools.parity.certificate import (
 from tools.parity.compare import compare
 from tools.parity.gather import Record, gather
 from tools.parity.layouts import Layout, asked, every, fitted, largest
-from tools.parity.noise import Noise
+from tools.parity.noise import DRAWS, Noise
 from tools.parity.page import page, show
 from tools.parity.ranks import FLAG, Failure, Run, as_rank, corpus_of, run_alone, run_together, with_vocabulary
 from tools.parity.record import Plan
 from tools.parity.runs import (
+    EPSILON,
     alone,
     clipped,
     epsilon,
@@ -161,11 +162,11 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any)
     plan = planned(ready, probe, args.steps, args.full)
     exact = in_float64(ready)
     truth = run_alone(Run(alone(exact), plan, folder / "truth"))
-    shaken = run_alone(Run(alone(exact), replace(plan, shaken=True), folder / "shaken"))
+    shaken = run_alone(Run(alone(exact), replace(plan, shaken=EPSILON["fp64"]), folder / "shaken"))
     references = [Reference("float64", exact, plan, truth, Noise(shaken))]
     if args.precision != "float64":
         own = run_alone(Run(alone(ready), plan, folder / "own"))
-        noise = Noise(None, truth, epsilon(ready), tokens_per_expert(ready), kept(ready))
+        noise = Noise(None, truth, moved(ready, plan, folder), epsilon(ready), tokens_per_expert(ready), kept(ready))
         references.append(Reference(ready.precision.compute, ready, plan, own, noise))
     if args.precision == "configured":
         del references[0]
@@ -176,6 +177,13 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any)
     verdicts = {one["verdict"] for one in made["layouts"]}
     made["verdict"] = next(verdict for verdict in (WRONG, PROVEN, NOT_TRIED) if verdict in verdicts)
     return made
+
+
+def moved(ready: RunConfig, plan: Plan, folder: Path) -> list[Record]:
+    """Return runs in float64 on one process, from weights moved by rounding of the run's own precision."""
+    by = [replace(plan, shaken=epsilon(ready) / 2, draw=draw) for draw in range(1, DRAWS + 1)]
+    exact = alone(in_float64(ready))
+    return [run_alone(Run(exact, one, folder / f"moved{one.draw}")) for one in by]
 
 
 def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:

@@ -112,7 +112,8 @@ class _Step:
         one, other = (record.steps[self.step][key] for record in (self.ours, self.theirs))
         shaken, truth = (r.steps[self.step][key] if r else None for r in (self.noise.shaken, self.noise.truth))
         far = apart(one, other if truth is None else truth)
-        bound = self.noise.of_number(other, shaken, truth)
+        moved = [record.steps[self.step][key] for record in self.noise.moved]
+        bound = self.noise.of_number(other, shaken, truth, moved)
         return self.judged(Difference(quantity, "", self.step + 1, far, bound, one / other if other else math.nan))
 
     def tensors(self, quantity: str, kind: str, names: Sequence[str]) -> Iterator[Difference]:
@@ -123,7 +124,7 @@ class _Step:
             return
         against = truth or theirs
         scale = scales(against)
-        bounds = self.noise.of_tensors(theirs, shaken, truth, scale)
+        bounds = self.noise.of_tensors(theirs, shaken, truth, scale, [r.tensors[kind] for r in self.noise.moved])
         for name in (n for n in names if n in ours and n in theirs and ours[n].shape == theirs[n].shape):
             one, other = ours[name], theirs[name]
             far = error(one, against[name], scale[name])
@@ -137,7 +138,8 @@ class _Step:
         assert theirs is not None
         against = truth or theirs
         scale = scales(against)
-        bounds = self.noise.of_tensors(theirs, shaken, truth, scale)
+        moved = [_seen(record, kind, self.step) for record in self.noise.moved]
+        bounds = self.noise.of_tensors(theirs, shaken, truth, scale, moved)
         for border, whole in against.items():
             (other,) = self.theirs.borders[kind, border]
             fragments = [(some, _part(some, other, whole)) for some in self.ours.borders.get((kind, border), [])]

@@ -6,20 +6,24 @@ is only rounding error, such as that of a bias of keys, which softmax cancels. A
 may differ by `FLOAT64`, or by `ROUNDED` times that change if it is more. If this bound exceeds `TELLS`, the quantity
 proves nothing and counts as not tried.
 
-In the run's own precision one process differs from one process in float64 by some error. A layout may differ by `SLACK`
-times that error, or by as many units in the last place of the dtype if that is more, or as if `SLACK` tokens went to
-another expert. If the bound does not exclude a factor of the square root of two, the quantity proves nothing either.
+In the run's own precision one process differs from one process in float64 by some error. So do `DRAWS` runs in float64
+from weights that were each moved by one unit in the last place of that precision: one run alone may be lucky, for the
+first steps of Adam move a weight by the sign of its gradient, which rounding changes where the gradient is small. A
+layout may differ by `SLACK` times the largest of these errors among all layers, or by as many units in the last place
+of the dtype if that is more, or as if `SLACK` tokens went to another expert. If the bound does not exclude a factor of
+the square root of two, the quantity proves nothing either.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from tools.parity.gather import Record, Tensors
 
-FLOAT64, SLACK, ROUNDED, TELLS = 1e-12, 4.0, 100.0, 1e-6
+FLOAT64, SLACK, ROUNDED, TELLS, DRAWS = 1e-12, 4.0, 100.0, 1e-6, 3
 COARSE = 0.41  # in another precision: a factor of the square root of two would pass
 EXPERTS = ".experts."  # in names of tensors of one expert: rounding decides which tokens it gets
 FLOOR = 1e-3  # fraction of the average norm that a tensor's norm counts as at least
@@ -30,13 +34,15 @@ class Noise:
     """The effect of rounding on a run.
 
     shaken: of a run in float64, the same run from weights moved by rounding. truth: of a run in another precision, the
-    run in float64 on one process. epsilon: of the dtype of products. tokens: tokens of an expert in a step, if there
-    are experts: rounding sends a token that is undecided between two experts to the other one, and its part of all
-    gradients with it. kept: epsilon of the optimizer's "weights" and "moments".
+    run in float64 on one process. moved: the same runs from weights moved by rounding of that precision. epsilon: of
+    the dtype of products. tokens: tokens of an expert in a step, if there are experts: rounding sends a token that is
+    undecided between two experts to the other one, and its part of all gradients with it. kept: epsilon of the
+    optimizer's "weights" and "moments".
     """
 
     shaken: Record | None = None
     truth: Record | None = None
+    moved: Sequence[Record] = ()
     epsilon: float = 0.0
     tokens: float = math.inf
     kept: Mapping[str, float] = field(default_factory=dict)
@@ -46,24 +52,33 @@ class Noise:
         """Return the bound for `SLACK` tokens that go to another expert."""
         return math.sqrt(SLACK / self.tokens)
 
-    def of_number(self, theirs: float, shaken: float | None, truth: float | None) -> float:
+    def of_number(self, theirs: float, shaken: float | None, truth: float | None, moved: Sequence[float] = ()) -> float:
         """Return the bound of a number."""
         if truth is not None:
-            return SLACK * max(apart(theirs, truth), self.epsilon)
+            return SLACK * max(self.epsilon, *(apart(other, truth) for other in (theirs, *moved)))
         return max(FLOAT64, ROUNDED * apart(shaken, theirs)) if shaken is not None else FLOAT64
 
     def of_tensors(
-        self, theirs: Tensors, shaken: Tensors | None, truth: Tensors | None, scale: Mapping[str, float]
+        self,
+        theirs: Tensors,
+        shaken: Tensors | None,
+        truth: Tensors | None,
+        scale: Mapping[str, float],
+        moved: Sequence[Tensors] = (),
     ) -> dict[str, float]:
         """Return the bound of each tensor, relative to `scale`."""
         if truth is None:
-            moved = shaken or {}
-            far = {name: error(moved[name], t, scale[name]) for name, t in theirs.items() if name in moved}
+            near = shaken or {}
+            far = {name: error(near[name], t, scale[name]) for name, t in theirs.items() if name in near}
             return {name: max(FLOAT64, ROUNDED * far.get(name, 0.0)) for name in theirs}
-        own = {name: error(t, truth[name], scale[name]) for name, t in theirs.items() if name in truth}
-        common = max(SLACK * max(self.epsilon, _rms(own.values())), self.of_routing)
-        routed = max((far for name, far in own.items() if EXPERTS in name), default=0.0)
-        return {n: max(common, SLACK * (routed if EXPERTS in n else own.get(n, 0.0))) for n in theirs}
+        common, largest = self.epsilon, dict[str, float]()
+        for some in [theirs, *moved]:
+            far = {name: error(t, truth[name], scale[name]) for name, t in some.items() if name in truth}
+            common = max(common, _rms(far.values()))
+            for name, one in far.items():
+                largest[_kind(name)] = max(one, largest.get(_kind(name), 0.0))
+        least = max(SLACK * common, self.of_routing)
+        return {name: max(least, SLACK * largest.get(_kind(name), 0.0)) for name in theirs}
 
     def untold(self, bound: float) -> str:
         """Return the reason why a quantity with this bound proves nothing; empty if it does prove something."""
@@ -128,6 +143,11 @@ def zeros(some: Tensors, theirs: Tensors, shaken: Tensors | None) -> int:
         return sum(int((t == 0).sum()) for t in some.values())
     masks = dict(_masks(theirs, shaken))
     return sum(int(((t == 0) & ~masks[name]).sum()) for name, t in some.items() if name in masks)
+
+
+def _kind(name: str) -> str:
+    """Return the kind of the tensor, which is the same in all layers. All tensors of experts are of one kind."""
+    return EXPERTS if EXPERTS in name else re.sub(r"\d+", "N", name)
 
 
 def _rms(errors: Iterable[float]) -> float:

@@ -39,14 +39,16 @@ class Plan:
     small: some targets are left out of the loss, and what the optimizer keeps is recorded after each step that changed
         it; otherwise none is, and the latter after the first step and the last.
     planted: the step (from 0) whose gradient of the tensor `into` gets an infinity; -1 for none.
-    shaken: whether each initial weight is moved by one unit in its last place, up or down, to see what rounding does.
+    shaken: by how much of itself each initial weight is moved, up or down, to see the effect of rounding.
+    draw: which of the weights move up, as the seed of a random choice.
     """
 
     steps: int
     small: bool = True
     planted: int = -1
     into: str = ""
-    shaken: bool = False
+    shaken: float = 0.0
+    draw: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, fold
     optimizer = trainer.engine.optimizer
     found = list(fragments(optimizer.all_buffers(), "before/weight", lambda buffer: buffer.saved()["weight"]))
     if what.shaken:
-        _shake(optimizer)
+        _shake(optimizer, what.shaken, what.draw)
     train, stages = config.train, list(trainer.engine.stages.values())
     size = Size(train.seq_length, train.global_batch, corpus.model.hidden, what.steps)
     borders = Borders(stages, size, optimizer.tp, optimizer.world.rank)
@@ -158,11 +160,11 @@ def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, fold
 
 
 @torch.no_grad()
-def _shake(optimizer: ParallelAMPOptimizer) -> None:
-    """Moves weights that are their own masters, as in float64, to a neighbouring number each."""
+def _shake(optimizer: ParallelAMPOptimizer, part: float, draw: int) -> None:
+    """Multiplies weights that are their own masters, as in float64, by 1 + `part` or 1 - `part` each."""
     for buffer in optimizer.all_buffers():
-        up = torch.rand(buffer.size, generator=torch.Generator().manual_seed(0)) < 0.5
-        buffer.weights.copy_(torch.nextafter(buffer.weights, torch.where(up, torch.inf, -torch.inf).double()))
+        signs = torch.randint(0, 2, (buffer.size,), generator=torch.Generator().manual_seed(draw)).double() * 2 - 1
+        buffer.weights.mul_(1 + part * signs)
 
 
 def _state(optimizer: ParallelAMPOptimizer, step: int) -> Iterator[tuple[Fragment, Tensor]]:

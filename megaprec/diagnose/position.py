@@ -30,7 +30,7 @@ class Phase(StrEnum):
 
 
 UNLIMITED = frozenset({Phase.PREPARATION, Phase.WAITING})  # tokenizing a large text takes as long as it takes
-
+RECORD = "record of the step"  # the action of rank 0 that the others do not share
 
 SIZE = 256  # bytes of the shared memory
 

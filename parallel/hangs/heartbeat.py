@@ -5,6 +5,8 @@ may be waiting. It reads the other ranks' positions only while the watchdog asks
 a run without a hang costs one small message a beat. Clocks of different machines are never compared: a rank is silent
 since this rank's clock last saw its beat change.
 
+Rank 0 also reads, every `WINDOW` seconds, how much work each rank has done, to find stragglers (`pace.py`).
+
 The first rank to find out who hangs publishes its verdict; every other rank reads it with its next beat.
 """
 
@@ -12,6 +14,7 @@ import json
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +27,10 @@ import torch.distributed as dist
 
 from megaprec.diagnose.call_stack import main_stack
 from megaprec.diagnose.position import Position, in_words, read_shared
+from parallel.hangs.pace import Pace, Straggler, Stragglers, Work
 
 VERDICT, LEFT = "verdict", "left"  # keys of the store; the others are the numbers of ranks
+WINDOW = 20.0  # seconds after which rank 0 looks for stragglers again
 PATIENCE = timedelta(seconds=20)  # limit of one request to the store; the watchdog has a limit of its own
 
 
@@ -35,7 +40,7 @@ class Beat:
 
     place: identifies machine and process namespace, in which `pid` is meaningful. born: start time of the process.
     shared: file descriptor of its `Position`. beat: number of this beat. phase, step, doing, count: as in `Position`.
-    waits, at: as in `call_stack.main_stack`.
+    waits, at: as in `call_stack.main_stack`. computed, begun: as seconds and steps of `Work`.
     """
 
     rank: int
@@ -51,14 +56,16 @@ class Beat:
     count: int
     waits: bool
     at: tuple[str, ...]
+    computed: float = 0.0
+    begun: int = 0
 
     @staticmethod
-    def of(rank: int, number: int, position: Position) -> "Beat":
+    def of(rank: int, number: int, position: Position, work: Work) -> "Beat":
         """Return the beat of this process now."""
         waits, at = main_stack()
         process = socket.gethostname(), place(), os.getpid(), born(os.getpid()), position.shared
         where = position.phase.value, position.step, in_words(position.doing), position.count
-        return Beat(rank, *process, number, *where, waits, tuple(at))
+        return Beat(rank, *process, number, *where, waits, tuple(at), work.seconds, work.steps)
 
     @staticmethod
     def read(said: Mapping[str, Any]) -> "Beat":
@@ -113,17 +120,30 @@ class Heart:
 
     store: the ranks' store; a connection of its own is opened to it. every: seconds between beats.
     heard: by rank, its last beat and this rank's time when it changed; filled while `listening`.
-    answered: time of the last answer of the store. lost: why the connection ended, "" if it has not.
-    verdict: the published verdict as JSON, "" if there is none.
+    noticed: stragglers that rank 0 has found, each with its line. answered: time of the last answer of the store.
+    lost: why the connection ended, "" if it has not. verdict: the published verdict as JSON, "" if there is none.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, position: Position, clock: Clock, every: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        position: Position,
+        clock: Clock,
+        every: float,
+        pace: Pace,
+        peers: int,
+    ) -> None:
         self.rank, self.size, self._position, self._clock, self._every = rank, size, position, clock, every
+        self._pace, self._stragglers = pace, Stragglers([rank // peers for rank in range(size)])
+        self.noticed: deque[tuple[Straggler, str]] = deque()
         self._store = dist.PrefixStore("heartbeat", store.clone())  # pyright: ignore[reportAttributeAccessIssue]
         self._store.set_timeout(PATIENCE)
         self.heard: dict[int, tuple[Beat | None, float]] = {}
         self.listening, self.verdict, self.lost, self.answered = False, "", "", clock.now
         self._wish, self._number, self._over = "", 0, Event()
+        self._compared = clock.now
         self._thread = Thread(target=self._run, daemon=True, name="heartbeat")
         self._beat()
 
@@ -192,7 +212,7 @@ class Heart:
     def _beat(self) -> None:
         """Write this rank's position; read the verdict and, while listening, the other ranks' positions."""
         self._number += 1
-        beat = Beat.of(self.rank, self._number, self._position)
+        beat = Beat.of(self.rank, self._number, self._position, self._pace.work)
         self._store.set(str(self.rank), json.dumps(asdict(beat)))
         if self._wish:
             self.verdict = self._store.compare_set(VERDICT, "", self._wish).decode()
@@ -202,17 +222,30 @@ class Heart:
             self._listen()
         else:
             self.heard = {}  # later on they would seem silent
+        if self.rank == 0 and self._clock.now - self._compared >= WINDOW:
+            self._compare(beat)
         self.answered = self._clock.now
 
-    def _listen(self) -> None:
+    def _compare(self, mine: Beat) -> None:
+        """Look for stragglers among the ranks that have a heartbeat."""
+        beats = {0: mine} | {rank: beat for rank, beat in self._others().items() if beat is not None}
+        self._compared = self._clock.now
+        works = {rank: Work(beat.computed, beat.begun) for rank, beat in beats.items()}
+        for found in self._stragglers.compare(mine.step, works):
+            self.noticed.append((found, found.words(beats[found.rank].host)))
+
+    def _others(self) -> dict[int, Beat | None]:
+        """Return the last beat of each other rank; None for a rank that has ended before its first."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         keys = {str(rank): rank for rank in others}
         if not self._store.check(list(keys)):  # a rank that has ended before its first beat
             keys = {key: rank for key, rank in keys.items() if self._store.check([key])}
         said = self._store.multi_get(list(keys)) if keys else []
         beats: dict[int, Beat | None] = dict.fromkeys(others)
-        beats |= {rank: Beat.read(json.loads(one)) for rank, one in zip(keys.values(), said, strict=True)}
-        for rank, beat in beats.items():
+        return beats | {rank: Beat.read(json.loads(one)) for rank, one in zip(keys.values(), said, strict=True)}
+
+    def _listen(self) -> None:
+        for rank, beat in self._others().items():
             before = self.heard.get(rank)
             if before is None or before[0] != beat:
                 self.heard[rank] = beat, self._clock.now

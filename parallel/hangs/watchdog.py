@@ -8,6 +8,7 @@ This thread never uses the network, so it cannot hang itself: `heartbeat.py` doe
 """
 
 import os
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from signal import SIGKILL
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from megaprec.diagnose.position import UNLIMITED, Phase, Position
 from parallel.hangs.heartbeat import Beat, Clock, Heart, born, newest, place
+from parallel.hangs.pace import Pace, Straggler
 from parallel.hangs.verdict import Verdict, judge_failed, judge_hung, judge_silent, judge_store
 
 LONG = 600.0  # seconds that loading, the first step, a save or an evaluation may take
@@ -35,19 +37,27 @@ class Watchdog:
     """Watches this rank, and through heartbeats all ranks, from `start` to `stop`.
 
     store: the ranks' store; not used by a single rank. first: the first beat of rank 0. leave(verdict): called in the
-    watchdog's thread; it must end the process. timeout: as above, in seconds.
+    watchdog's thread; it must end the process. timeout: as above, in seconds. peers: number of ranks of a pipeline
+    stage, which are neighbours.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, position: Position, timeout: float, leave: Leave
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        position: Position,
+        timeout: float,
+        leave: Leave,
+        peers: int = 1,
     ) -> None:
         self.rank, self.size, self.position, self.timeout, self._leave = rank, size, position, timeout, leave
         self.every = min(2.0, max(0.1, timeout / 10))
         self._window = max(2.5 * self.every, min(2.0, timeout / 2))  # silence that is no delay
         self._clock = Clock(min(5.0, timeout / 2))
-        self._heart = None
+        self._heart, self._pace = None, Pace(position)
         if size > 1:
-            self._heart = Heart(store, rank, size, position, self._clock, self.every)
+            self._heart = Heart(store, rank, size, position, self._clock, self.every, self._pace, peers)
         self.first = self._heart.first_beat() if self._heart else None
         self._entered, self._since = -1, 0.0
         self._urgent, self._searches = float("inf"), False  # time when this rank lost a connection
@@ -58,6 +68,7 @@ class Watchdog:
         """Start the threads."""
         if self._heart:
             self._heart.start()
+            self._pace.start()
         self._thread.start()
 
     def stop(self) -> None:
@@ -66,6 +77,7 @@ class Watchdog:
         self._thread.join()
         if self._heart:
             self._heart.stop()
+            self._pace.stop()
 
     def lost_connection(self, search: bool) -> None:
         """Wait for a verdict that explains why this rank lost a connection; it ends this process.
@@ -89,9 +101,14 @@ class Watchdog:
         heard = self._heart.heard if self._heart else {}
         return tuple(newest(beat) for beat, _ in heard.values() if beat is not None)
 
+    def noticed(self) -> list[tuple[Straggler, str]]:
+        """Return the stragglers found since the last call, each with its line: on rank 0, on others none."""
+        found = self._heart.noticed if self._heart else deque[tuple[Straggler, str]]()
+        return [found.popleft() for _ in range(len(found))]
+
     def me(self) -> Beat:
         """Return this rank's position now."""
-        return Beat.of(self.rank, 0, self.position)
+        return Beat.of(self.rank, 0, self.position, self._pace.work)
 
     def limit(self) -> float:
         """Return the seconds that the present phase may take."""

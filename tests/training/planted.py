@@ -12,10 +12,10 @@ from pathlib import Path
 
 from megaprec.diagnose.position import Position, in_words
 from parallel import mesh
-from parallel.hangs import watchdog
+from parallel.hangs import heartbeat, watchdog
 from tools.cli import main
 
-LONG, NEWS = 8.0, 1.0
+LONG, NEWS, WINDOW = 8.0, 1.0, 4.0
 ACTIONS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(1e6),
@@ -25,6 +25,7 @@ ACTIONS = {
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "hang up": lambda: os.kill(os.getpid(), signal.SIGHUP),
+    "slow": lambda: time.sleep(0.2),  # in every step from STEP on
 }
 
 
@@ -34,8 +35,10 @@ def plant(action: str, rank: str, phase: str, step: int, words: str, file: Path)
 
     def planted(self: Position, doing: object) -> None:
         at(self, doing)
-        there = self.phase == phase and self.step == step and in_words(doing).startswith(words)
-        if there and os.environ.get("RANK", "0") == rank and not file.exists():
+        again = action == "slow"
+        when = self.step == step or (again and self.step > step)
+        there = self.phase == phase and when and in_words(doing).startswith(words)
+        if there and os.environ.get("RANK", "0") == rank and (again or not file.exists()):
             file.write_text(str(time.time()))
             ACTIONS[action]()
 
@@ -43,7 +46,7 @@ def plant(action: str, rank: str, phase: str, step: int, words: str, file: Path)
 
 
 if __name__ == "__main__":
-    watchdog.LONG, mesh.NEWS = LONG, NEWS
+    watchdog.LONG, mesh.NEWS, heartbeat.WINDOW = LONG, NEWS, WINDOW
     action, rank, phase, step, words, file, *command = sys.argv[1:]
     plant(action, rank, phase, int(step), words, Path(file))
     sys.exit(main(command))

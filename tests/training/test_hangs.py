@@ -257,3 +257,17 @@ def test_ranks_without_a_launcher_tell_why_they_leave(
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_computes_slowly_is_named_in_the_log_and_in_the_events(
+    run_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["parallel.data=2", "parallel.timeout=60", "train.steps=150"]
+    assert start_ranks(planted(run_file, tmp_path, ("slow", 1, "step", 60, "update"), *keys), 2, 1) == 0
+    events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    found = next(event for event in events if event["event"] == "straggler")
+    assert (found["rank"], found["slow"]) == (1, True)
+    assert 1 < found["since"] <= found["step"] < 150
+    assert found["factor"] > 1.5
+    assert f"rank 1 on {socket.gethostname()} is slow" in capfd.readouterr().out

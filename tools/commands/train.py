@@ -54,7 +54,7 @@ from tools.training.elastic import (
 )
 from tools.training.end_records import forget_records
 from tools.training.fp8_summary import check_fp8
-from tools.training.hangs import tell_waiting, watching
+from tools.training.hangs import straggler_events, tell_waiting, watching
 from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
 from tools.training.machine import check_machine
 from tools.training.notes import add_strict, tell_notes
@@ -191,13 +191,14 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
     torch.set_num_threads(config.train.threads or share_of_cores(_local_ranks(config)))
     keep_freed_memory()
     position, folder = Position(), Path(config.train.folder)
-    minutes = longest_wait(config.parallel.timeout) / 60
+    parallel = config.parallel
+    minutes = longest_wait(parallel.timeout) / 60
     with (
         world(device, minutes) as store,
         ExitStack() as held,
-        watching(folder, store, position, config.parallel.timeout) as dog,
+        watching(folder, store, position, parallel.timeout, parallel.tensor * parallel.data) as dog,
     ):
-        mesh = make_mesh(config.parallel.pipeline, config.parallel.data, config.parallel.tensor, device)
+        mesh = make_mesh(parallel.pipeline, parallel.data, parallel.tensor, device)
         tell_ended(store)
         position.enter(Phase.WAITING if dist.get_rank() else Phase.PREPARATION)
         begin = partial(_begin, config, store, held, allowed, export, verify)
@@ -205,7 +206,7 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
         position.enter(Phase.LOADING)
         position.at("opening of data and checkpoint")
         corpus, checkpoint = open_named(config, named)
-        Trainer(config, corpus, mesh, checkpoint, position=position).run()
+        Trainer(config, corpus, mesh, checkpoint, position=position, noticed=partial(straggler_events, dog)).run()
         first = dist.get_rank() == 0
         if first:
             release_spares(store, range(config.world_size, ranks))

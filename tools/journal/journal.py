@@ -134,6 +134,8 @@ def _events(record: dict[str, Any]) -> list[str]:
         events.append(f"FP8 shadow: loss gap {record['shadow_loss_gap']:+.3%}, lowest {cosine}")
     if "shadow_alarm" in record:
         events.append(f"FP8 ALARM: {record['shadow_alarm']}")
+    if "straggler" in record:
+        events.append(f"warning: {record['straggler']}")
     if record["outcome"] != "applied":
         where = f" in {record['overflow_in']}" if "overflow_in" in record else ""
         events.append(f"{record['outcome']}{where} ({record['skipped_total']} so far)")

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,11 +30,12 @@ LEFT = "left, because of that"
 
 
 @contextmanager
-def watching(folder: Path, store: dist.Store, position: Position, timeout: float) -> Iterator[Watchdog]:
+def watching(folder: Path, store: dist.Store, position: Position, timeout: float, peers: int) -> Iterator[Watchdog]:
     """Within the context this rank is watched by a watchdog, which ends the process if the run hangs.
 
-    folder: of the run. store: the ranks' store. timeout: `parallel.timeout`. If this rank fails, its record is written;
-    if it failed because it lost its connection to another rank, it leaves with that rank's verdict.
+    folder: of the run. store: the ranks' store. timeout: `parallel.timeout`. peers: ranks of a
+    stage. If this rank fails, its record is written; if it failed because it lost its connection to another rank, it
+    leaves with that rank's verdict.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -41,7 +43,7 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
         _leave(folder, size, verdict, dog.me())
 
     position.share()
-    dog = Watchdog(store, rank, size, position, timeout, leave)
+    dog = Watchdog(store, rank, size, position, timeout, leave, peers)
     dog.start()
     try:
         yield dog
@@ -70,6 +72,16 @@ def tell_waiting(dog: Watchdog, seconds: float) -> None:
     if dog.first and _first_here(dog.rank):
         what = f"waits for rank 0 on {dog.first.host}, which prepares the data"
         print(f"rank {dog.rank} on {socket.gethostname()} {what}: {seconds:.0f} s so far", file=sys.stderr, flush=True)
+
+
+def straggler_events(dog: Watchdog) -> list[dict[str, Any]]:
+    """Return the lines of events.jsonl about ranks that have become slow, or are so no longer, since the last call."""
+    events = []
+    for found, line in dog.noticed():
+        since = {"since": found.since} if found.since else {}
+        head = {"event": "straggler", "step": found.step, "rank": found.rank, "slow": bool(found.since)}
+        events.append({**head, **since, "factor": round(found.factor, 2), "said": line})
+    return events
 
 
 def _first_here(rank: int) -> bool:

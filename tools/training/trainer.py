@@ -4,7 +4,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -20,7 +20,7 @@ from megaprec.data.blend import Blend
 from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
-from megaprec.diagnose.position import Phase, Position
+from megaprec.diagnose.position import RECORD, Phase, Position
 from megaprec.diagnose.step_position import StepPosition
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
@@ -76,7 +76,7 @@ class Trainer:
     """One rank of a run, which resumes from `checkpoint` (the same on every rank) or starts at step 1.
 
     mesh: None for one process without torch.distributed. observers: of the optimizer's steps. position: is kept up to
-    date for a watchdog.
+    date for a watchdog. noticed: returns events about stragglers since the last call.
     """
 
     def __init__(
@@ -87,8 +87,9 @@ class Trainer:
         checkpoint: Path | None = None,
         observers: Sequence[StepObserver] = (),
         position: Position | None = None,
+        noticed: Callable[[], Sequence[dict[str, Any]]] = tuple,
     ) -> None:
-        self.position = position or Position()
+        self.position, self._noticed = position or Position(), noticed
         self.config, self.corpus, self.resumed = config, corpus, checkpoint
         train, parallel = config.train, config.parallel
         self.engine = Engine(
@@ -236,12 +237,15 @@ class Trainer:
             with self.position.during(Phase.EVALUATION):
                 record["eval_loss"] = self.evaluate(self.corpus.held_out)
         record |= self._checks.fields(progress.step)
-        self.position.at("record of the step")
+        self.position.at(RECORD)
         self.monitor.note(report)
         events = [] if report.outcome == "applied" else [self._overflow_event(report, progress)]
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
             events.append(shadow_event(shadow, progress.step, self.config.fp8))
+        for event in self._noticed():
+            events.append(event)
+            record["straggler"] = event["said"]
         if journal is not None:
             journal.write(record)
             for event in events:

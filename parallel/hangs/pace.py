@@ -1,0 +1,126 @@
+"""Stragglers: ranks that compute longer for a step than the other ranks of their pipeline stage.
+
+All ranks of a run finish a step at the same time, because they wait for each other, so seconds of whole steps do not
+show who is slow. A thread of each rank looks `RATE` times a second where the main thread is. It counts the time that
+the main thread is not in a transfer between ranks and does not write the records of rank 0. Each heartbeat carries that
+count. Rank 0 reads all of them once in a window and compares ranks that do the same work: those of one stage. Where a
+stage has a single rank, that rank is compared with its own first window.
+
+On a GPU the main thread runs ahead of the device, so this finds hosts that are slow, and no devices.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from threading import Event, Thread
+
+from megaprec.diagnose.call_stack import main_stack
+from megaprec.diagnose.position import RECORD, Phase, Position
+
+RATE = 20.0  # looks per second
+SLOW = 1.5  # factor from which on a rank is a straggler
+STEPS = 3  # of a window, at least
+LEAST = 0.02  # seconds of a step: a smaller difference is of no account
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds that a rank has computed in training steps, and the number of steps it has begun."""
+
+    seconds: float = 0.0
+    steps: int = 0
+
+    def since(self, before: "Work") -> "Work":
+        """Return the work between two counts."""
+        return Work(self.seconds - before.seconds, self.steps - before.steps)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slow, or was until now. factor: its time over that of the others. since: a step; 0: it is over."""
+
+    rank: int
+    factor: float
+    since: int
+    step: int
+    alone: bool
+
+    def words(self, host: str) -> str:
+        """Return one line."""
+        who = f"rank {self.rank} on {host}"
+        if not self.since:
+            return f"{who} is no longer slow"
+        usual = "as at the start of the run" if self.alone else "as the other ranks of its stage"
+        return f"{who} is slow: it computes {self.factor:.1f} times as long {usual}, since step {self.since}"
+
+
+class Pace:
+    """Counts this rank's work, in a thread from `start` to `stop`. work: so far."""
+
+    def __init__(self, position: Position) -> None:
+        self.work, self._position, self._over = Work(), position, Event()
+        self._thread = Thread(target=self._run, daemon=True, name="pace")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        last, step = time.monotonic(), 0
+        while not self._over.wait(1 / RATE):
+            now, position = time.monotonic(), self._position
+            if position.phase is Phase.STEP:
+                computes = position.doing != RECORD and not main_stack()[0]
+                begun = max(0, position.step - step) if step else 1
+                self.work = Work(self.work.seconds + computes * (now - last), self.work.steps + begun)
+                step = position.step
+            last = now
+
+
+class Stragglers:
+    """Rank 0's comparison of all ranks. stages: the pipeline stage of each rank."""
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        self._stages = stages
+        self._before: Mapping[int, Work] = {}
+        self._first: dict[int, float] = {}  # seconds per step in the first window
+        self._slow: dict[int, int] = {}  # ranks that were slow in the last window, and the step since when
+        self._told: set[int] = set()
+        self._step = 0  # at the end of the last window
+
+    def compare(self, step: int, works: Mapping[int, Work]) -> list[Straggler]:
+        """Return the ranks that have become slow or are so no longer; none while the window is too short.
+
+        works: of all ranks that could be read. A rank is slow if it was so in two windows, one after the other.
+        """
+        window = {rank: work.since(self._before.get(rank, Work())) for rank, work in works.items()}
+        if not window or min(work.steps for work in window.values()) < STEPS:
+            return []
+        seconds = {rank: work.seconds / work.steps for rank, work in window.items()}
+        found = [one for rank in seconds if (one := self._judged(rank, seconds, step)) is not None]
+        self._before, self._step = dict(works), step
+        return found
+
+    def _judged(self, rank: int, seconds: Mapping[int, float], step: int) -> Straggler | None:
+        stage = self._stages[rank]
+        peers = [one for other, one in seconds.items() if other != rank and self._stages[other] == stage]
+        first = self._first.setdefault(rank, seconds[rank])
+        usual = median_low(peers) if peers else first
+        factor = seconds[rank] / max(usual, 1e-9)
+        if factor < SLOW or seconds[rank] - usual < LEAST:
+            was = self._slow.pop(rank, 0) and rank in self._told
+            self._told.discard(rank)
+            return Straggler(rank, factor, 0, step, not peers) if was else None
+        if rank in self._told:
+            return None
+        if rank not in self._slow:
+            self._slow[rank] = self._step + 1
+            return None
+        self._told.add(rank)
+        return Straggler(rank, factor, self._slow[rank], step, not peers)

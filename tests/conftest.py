@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("seconds by folder")
     for folder in sorted(seconds):
         terminalreporter.write_line(f"{seconds[folder]:8.1f} s  {tests[folder]:5} tests  {folder}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases of a test beyond those that `@pytest.mark.cases(fast, slow=None)` gives.
+
+    The first `fast` cases are fast, the next `slow` are slow (all others without `slow`), the rest is for a campaign.
+    Cases that are marked slow themselves are not counted as fast.
+    """
+    used = Counter[tuple[str, str]]()
+    for item in items:
+        mark = item.get_closest_marker("cases")
+        if mark is None or item.get_closest_marker("campaign"):
+            continue
+        room = {"fast": mark.args[0], "slow": mark.kwargs.get("slow", math.inf), "campaign": math.inf}
+        if item.get_closest_marker("slow"):
+            del room["fast"]
+            item.own_markers[:] = [one for one in item.own_markers if one.name != "slow"]
+        name = item.nodeid.partition("[")[0]
+        kind = next(kind for kind, most in room.items() if used[name, kind] < most)
+        used[name, kind] += 1
+        if kind != "fast":
+            item.add_marker(kind)
 
 
 def pytest_collection_finish() -> None:

@@ -41,6 +41,7 @@ def path(tmp_path: Path) -> Path:
     return save(tmp_path, 2, small(), {"progress": {"step": 2, "loss": 0.25}}, files=[tmp_path / "extra.txt"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_byte_is_found(name: str, path: Path) -> None:
     dice, whole = random.Random(0), (path / name).read_bytes()

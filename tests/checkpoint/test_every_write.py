@@ -36,6 +36,7 @@ def cases(library: Path, job: str, folder: Path, every: int) -> tuple[list[dict[
     return lines[:-1], lines[-1]["operations"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("job", "every", "least"),
     [
@@ -43,7 +44,7 @@ def cases(library: Path, job: str, folder: Path, every: int) -> tuple[list[dict[
         ("resume", 17, 60),
         ("data", 13, 20),
         pytest.param("save", 1, 20, marks=pytest.mark.slow),
-        pytest.param("resume", 1, 60, marks=pytest.mark.slow),
+        pytest.param("resume", 1, 60, marks=pytest.mark.campaign),
         pytest.param("data", 1, 20, marks=pytest.mark.slow),
     ],
 )

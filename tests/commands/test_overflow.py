@@ -100,6 +100,7 @@ def test_a_run_without_skips_says_so_and_another_folder_is_refused(
 # --- where it began
 
 
+@pytest.mark.slow
 def test_looking_into_skipped_steps_changes_no_bit_of_the_run(run_file: Path, tmp_path: Path) -> None:
     run = (*FALLING, "precision.initial_scale=4e6", "model.attention_dropout=0.1")
     for layout in ({"tensor": 2, "data": 2}, {"pipeline": 2}):

@@ -177,6 +177,7 @@ def ids_of() -> Tensor:
     return torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(4))
 
 
+@pytest.mark.cases(1, slow=10)
 @pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize("kind", usually(("llama-tied", "qwen3"), KINDS))
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (4, 1), (1, 2), (2, 2))])
@@ -239,6 +240,7 @@ def _as_cuda(said: Any) -> Any:
     return said.replace("torch.", "torch.cuda.", 1) if isinstance(said, str) and "cuda" not in said else said
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("gpt2", torch.bfloat16), ("llama", torch.float32), *slow(("gpt2", torch.float32), ("llama", torch.bfloat16))],

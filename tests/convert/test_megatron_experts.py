@@ -256,6 +256,7 @@ def logical(ours: dict[str, Tensor], kind: str, layer: int, tensor: str) -> Tens
     return torch.cat([ours[f"{prefix}{half}.weight"].chunk(parts)[number] for half in ("gate", "up")])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", [*CASES, *slow(*((case,) for case in SLOW))], ids=str)
 def test_experts_are_read_with_masters_and_moments_however_they_are_kept(case: Case, tmp_path: Path) -> None:
     answers = run_ranks(save, case.world, case=case, folder=tmp_path / "megatron")

@@ -193,12 +193,14 @@ def opened(case: Case, tmp_path: Path, ranks: int = 1) -> tuple[Source, Path]:
     return source, write(tmp_path / "dist", case, source, ranks)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_masters_and_moments_are_taken_out_of_the_buckets(case: Case, tmp_path: Path) -> None:
     check(*opened(case, tmp_path))
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_may_have_written_them_in_pieces(tmp_path: Path) -> None:
     check(*opened(DENSE_CASE, tmp_path, ranks=3))
 
@@ -259,6 +261,7 @@ FAULTS: dict[str, tuple[Case, str]] = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_another_layout_than_the_args_say_is_refused_unless_weights_are_enough(

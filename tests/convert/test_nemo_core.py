@@ -57,6 +57,7 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int) -> Tensor 
         return model.eval()(ids, positions, future)[..., :131]
 
 
+@pytest.mark.cases(0, slow=8)
 @pytest.mark.parametrize("kind", ["llama", *slow(("gpt2",), ("qwen3",), ("llama-tied",))])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (1, 2), (2, 2), (4, 1))])
 def test_what_megatron_core_saves_for_nemo_computes_the_same(kind: str, tp: int, pp: int, tmp_path: Path) -> None:

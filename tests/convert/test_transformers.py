@@ -171,6 +171,7 @@ plot = false
 TRAINED = ("gpt2", "llama", "gpt_neox", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 
+@pytest.mark.cases(1, slow=8)
 @pytest.mark.parametrize("kind", usually(("gpt2", "llama"), TRAINED))
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(2, 2, 1), *slow((1, 1, 1), (1, 2, 2))])
 def test_three_steps_from_a_folder_are_three_steps_of_transformers(

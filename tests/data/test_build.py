@@ -148,6 +148,7 @@ def test_a_text_of_empty_documents_is_refused(tmp_path: Path, tokenizer: Bytes) 
     assert names(tmp_path) == {"x.jsonl", "bytes.tok"}
 
 
+@pytest.mark.slow
 def test_a_killed_build_is_never_readable_and_can_be_repeated(tmp_path: Path, tokenizer: Bytes, lines: Path) -> None:
     program = """
 import os, sys

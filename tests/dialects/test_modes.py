@@ -243,6 +243,7 @@ def together(ranks: Sequence[Trained]) -> Together:
 PARAMETERS = ("weights", "gradients", "masters", "moments")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODES)
 def test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_them(name: str, layout: str) -> None:

@@ -120,6 +120,7 @@ def require_one_scale(axes: dict[str, int], powers: Run = POWERS, first: Run = F
         assert all(torch.equal(rank.scale[name], whole.scale[name]) for name in same)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_forward_scales_are_bitwise_those_of_one_process_in_every_layout(axes: dict[str, int]) -> None:
     require_one_scale(axes)
@@ -147,6 +148,7 @@ def whole(one: Run) -> Result:
 KINDS: list[Kind] = ["delayed", "current", "rowwise", "blockwise", "mx"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axes", [{"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_a_layout_trains_as_one_process_does(axes: dict[str, int]) -> None:
     """Rows and blocks that are cut over tp have scales of their own: there, and after a first step in which a rounding
@@ -163,6 +165,7 @@ def test_a_layout_trains_as_one_process_does(axes: dict[str, int]) -> None:
         assert first <= (2 if cut else 0.1) * error[0] and second <= 2 * error[1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["delayed", "mx"])
 def test_schedules_agree_bit_for_bit(kind: Kind) -> None:
     runs = [run(fp8(kind), "bf16", kind=k, micro_batch=1, steps=1) for k in ("1f1b", "zb-h1", "zb-h2")]

@@ -142,6 +142,7 @@ def through(one: Run) -> Run:
     return replace(one, changes={**one.changes, "fp8": recipe}, before=stand_in.install)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axes", [{}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_that_of_torch(axes: dict[str, int]) -> None:
     results = train_all([*RUNS, *map(through, RUNS)], **axes)

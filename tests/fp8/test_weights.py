@@ -70,6 +70,7 @@ def require_trains_as_weights_in_fp32(axes: dict[str, int], runs: Sequence[Run])
         assert any(not torch.equal(values, ours.before[name]) for name, values in ours.after.items())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axes", [{}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_that_of_weights_kept_in_fp32(axes: dict[str, int]) -> None:
     require_trains_as_weights_in_fp32(axes, list(pairs()))
@@ -215,6 +216,7 @@ def test_an_evaluation_sees_the_weights_of_the_last_step_and_changes_nothing() -
     assert all(torch.equal(plain.after[name], state[f"weight/{name}"]) for name in plain.after)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_is_run_again_with_its_own_codes() -> None:
     """The scale falls until half precision holds; each skipped step is looked into."""
     scaling = LossScaling("dynamic", initial=2.0**20, hysteresis=1)
@@ -330,6 +332,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("fp8_weights"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_exchanges_checkpoints_with_runs_that_keep_wide_weights(
     file: Path, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def held_by(work: Any) -> Iterator[Tensor]:
             yield from held_by(content)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("model", "precision"), [*zip(MODELS, ["fp32", "bf16", "fp16", "bf16"], strict=True)])
 def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict[str, Any], precision: str) -> None:
     config = ModelConfig(**model)

@@ -70,6 +70,7 @@ def cases() -> list[Run]:
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axes", [{}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_the_same_with_and_without_a_shadow(axes: dict[str, int]) -> None:
     run_ranks(require_on_ranks, axes, runs=[one for one in cases() if "pp" in axes or one.kind == "1f1b"])
@@ -86,6 +87,7 @@ def shadows_rank(mesh: DeviceMesh | None, runs: list[Run]) -> list[Shadow]:
     return [trained(make_engine(mesh, one), one, shadows=True, mesh=mesh)[-1] for one in runs]
 
 
+@pytest.mark.slow
 def test_a_shadow_is_the_same_in_every_layout() -> None:
     """Of a first step, for weights differ after it, with scales that are powers of two, which forgive last bits. dp
     ranks have half of the samples each, whose largest magnitudes are their own."""
@@ -217,6 +219,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("shadow"))
 
 
+@pytest.mark.slow
 def test_a_run_logs_draws_and_alarms_and_ends_in_the_same_checkpoint(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +237,7 @@ def test_a_run_logs_draws_and_alarms_and_ends_in_the_same_checkpoint(
     assert read_events(folder) == [], "explain-overflow sees no step that was skipped"
 
 
+@pytest.mark.slow
 def test_ranks_of_all_axes_make_a_shadow_together(file: Path, tmp_path: Path) -> None:
     after = ("fp8.kind=current", *KEYS[1:], "optimizer.validation=after")
     for name, keys, layout in (("before", KEYS, {"tensor": 2, "data": 2}), ("after", after, {"data": 1})):

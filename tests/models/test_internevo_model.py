@@ -102,6 +102,7 @@ def ours(tp: int, pp: int, sequence: bool) -> dict[str, tuple[float, dict[str, T
     return dict(zip(DICTS, step_all([theirs(name)[0] for name in DICTS], tp, pp, sequence), strict=True))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", DICTS)
 def test_a_dict_is_the_model_that_internevo_builds(name: str, layout: tuple[int, int, bool]) -> None:

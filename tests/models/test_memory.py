@@ -93,6 +93,7 @@ def _kept(tp: Axis, case: Case) -> int:
     return sum(sizes)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("every", [False, *slow((True,))], ids=["", "every way"])
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
 def test_a_stage_keeps_what_is_foretold(tp: int, sequence: bool, every: bool) -> None:
@@ -131,6 +132,7 @@ def _peak(mesh: DeviceMesh, case: Case) -> int:
     return max(accumulate(sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, *slow((True,))], ids=["", "every schedule"])
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> None:

@@ -99,6 +99,7 @@ def test_losses_of_routers_are_scaled_like_any_other_on_every_stage() -> None:
         assert not (wrong := differing(grads, record["grads"])), f"gradients differ, by these ratios: {wrong}"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_experts_train_in_half_precision(compute: str) -> None:
     scaling = LossScaling("constant", 2.0**10) if compute == "fp16" else None

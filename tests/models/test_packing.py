@@ -128,6 +128,7 @@ def run_all(
     return [(answers[0][0], assemble([fragments for _, fragments in answers])) for answers in zip(*ranks, strict=True)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("tp", "pp", "sequence"), [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
 )
@@ -190,6 +191,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_run_with_all_resets_is_the_same_in_every_layout(documents: Path) -> None:
     folder = documents.parent
     given = [f"data.source={folder}/many.jsonl", f"data.cache={folder}/many", "precision.compute=fp64", "train.steps=4"]

@@ -86,6 +86,7 @@ def plain(model: str) -> list[dict[str, Any]]:
 CUT = [*dict.fromkeys((layout, layout[0] > 1 and cut) for layout in LAYOUTS for cut in (False, True))]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("layout", "sequence"),
     [*(case for case in CUT if case[0] in COVERING), *slow(*(case for case in CUT if case[0] not in COVERING))],

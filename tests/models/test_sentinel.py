@@ -142,6 +142,7 @@ def fits(setting: Setting, dp: int) -> bool:
     return SAMPLES % (dp * setting.micro_batch) == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", ["single", "dp2", "pp2"])
 def test_a_sound_run_is_never_accused_and_is_bit_for_bit_the_run_without_checks(layout: str) -> None:
     some = random.Random(layout).sample(possible(layout), 3)

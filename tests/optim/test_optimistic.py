@@ -201,6 +201,7 @@ MORE: Layouts = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("axes", "kind", "names"), [*LAYOUTS, *slow(*MORE)], ids=lambda x: "".join(map(str, x)) if x else ""
 )

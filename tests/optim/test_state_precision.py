@@ -63,17 +63,20 @@ def require_same_bits(
                 assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("axes", [*LAYOUTS, {"pp": 2, "tp": 2, "dp": 2}], ids=str)
 def test_no_layout_changes_a_bit_whatever_is_kept(axes: dict[str, int]) -> None:
     """Also with skipped steps, and carried over into a new optimizer."""
     require_same_bits(axes)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_nor_does_the_number_of_ranks_that_share_a_copy(size: int) -> None:
     require_same_bits({"dp": 4}, zero_size=size)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     """From each step on, through `state_dict` and through a checkpoint; also from before the first step."""
     plain = [replace(case, restart=None, bad=(1,), steps=3) for case in CASES.values()]
@@ -125,6 +128,7 @@ def round_ties_away() -> None:
     setattr(ParallelAMPOptimizer, "step", stepped)  # noqa: B010  # its arguments are only passed on
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 1), (1, 1, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
 def test_split_masters_train_like_fp32_masters_bit_for_bit(layout: tuple[int, int, int]) -> None:
     run = Run(MODELS["llama tied biased"], "bf16", steps=8, before=round_ties_away)
@@ -299,6 +303,7 @@ def test_what_is_kept_in_fp32_travels_in_fp32() -> None:
         assert seen == {torch.float32: [torch.float32] * 2, torch.bfloat16: [torch.bfloat16] * 2}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "changes", [{}, {"masters": "split"}, {**NONE, "moments": "bf16"}, {"gradients": "bf16"}], ids=str
 )

@@ -75,6 +75,7 @@ def counted(
     return two.activations - one.activations
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("family", MODELS)
 def test_a_layer_keeps_the_sum_of_its_tensors(family: str, dropout: float, products: bool) -> None:
@@ -118,6 +119,7 @@ def in_table() -> Iterator[tuple[str, str, str, str]]:
         yield row["layout"], row["Korthikanti et al."], row["MB"], row["ours, MB"]
 
 
+@pytest.mark.slow
 def test_a_layer_of_gpt3_keeps_what_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     attention_by_products(False, monkeypatch)
     assert [layout for layout, *_ in in_table()] == [*OURS]
@@ -133,6 +135,7 @@ def test_beside_it_stands_what_the_literature_says() -> None:
         assert f"{LITERATURE[formula](2048, 1, GPT3.hidden, GPT3.heads, 8) / 1e6:.0f}" == number, formula
 
 
+@pytest.mark.slow
 def test_written_out_attention_keeps_its_weights_too() -> None:
     """9 a s bytes a token: what twice as long a sequence adds to a token, but for one mask of all pairs."""
     page = (ROOT / "docs" / "parallelism.md").read_text()

@@ -105,6 +105,7 @@ def megaprec_stages(kind: str, rank: int, ranks: int, chunks: int) -> list[list[
     return [list(range(rank * chunks, (rank + 1) * chunks))]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("axes", "kind", "average", "sequence"),
     [

@@ -51,6 +51,7 @@ def runs(family: str, compute: str = "bf16", ways: list[Recompute] = WAYS, **opt
     return [Run(FAMILIES[family], compute, steps=1, recompute=way, **options) for way in (KEEP, *ways)]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("family", "compute"), [*((f, "bf16") for f in FAMILIES), ("gpt2", "fp32"), ("mixtral", "fp64")]
 )
@@ -62,6 +63,7 @@ def test_gradients_are_bitwise_the_same_whatever_is_made_again(family: str, comp
 SOME = [Recompute(MODULES), Recompute(fraction=1.0)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole sequence", "cut sequence"])
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama"])
 def test_so_they_are_on_tensor_parallel_ranks(family: str, sequence: bool) -> None:
@@ -69,6 +71,7 @@ def test_so_they_are_on_tensor_parallel_ranks(family: str, sequence: bool) -> No
     require_same(all_runs, train_all(all_runs, tp=2))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_so_they_are_under_every_schedule(kind: str) -> None:
     """With weight gradients put off, tied heads, a cut sequence and what a stage keeps in another precision."""

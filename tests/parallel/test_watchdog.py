@@ -138,6 +138,7 @@ def test_every_group_has_the_time_limit_of_the_world() -> None:
     assert run_ranks(limits, {"dp": 2, "tp": 2}) == [{timedelta(seconds=1234)}] * 4
 
 
+@pytest.mark.slow
 def test_a_silent_store_ends_a_rank_which_names_both_hosts() -> None:
     shared, left = store(), list[Verdict]()
     dog = Watchdog(shared, 1, 2, Position(), TIMEOUT, left.append)

@@ -106,6 +106,7 @@ def test_ranks_never_get_more_threads_than_there_are_cores_while_there_are_enoug
     assert share_of_cores(cores + 1) == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("code", "more"), [(2, ["data.vocab_size: too large"]), (3, ["data.vocab_size: too large"]), (1, [])]
 )
@@ -256,6 +257,7 @@ sys.exit(cli.main([]))
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("error", "code", "last"),
     [("UserError('the disk is full')", 2, "the disk is full"), ("ValueError('a bug')", 1, "ValueError: a bug")],

@@ -249,6 +249,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 def test_every_mode_takes_steps_on_two_tensor_ranks(tmp_path: Path) -> None:
     """That the numbers of a mode are right is for other tests; here that its plan is one which runs."""
     file = write_run(tmp_path)

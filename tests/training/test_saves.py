@@ -93,6 +93,7 @@ def told_on_a_disk_that_fills(mesh: DeviceMesh, **arguments: Any) -> list[str]:
 LAYOUT = ["parallel.tensor=2", "parallel.data=2"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_save_that_fails_costs_a_line_and_the_run_ends_as_if_it_had_not(
     background: str, run_file: Path, tmp_path: Path
@@ -125,6 +126,7 @@ def same_bits(one: Path, other: Path, step: int) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stop", [0, 5], ids=["at the end", "by a signal"])
 def test_a_run_whose_last_save_fails_says_where_the_same_command_goes_on(
     stop: int, run_file: Path, tmp_path: Path
@@ -173,6 +175,7 @@ def train_slowly_saving(mesh: DeviceMesh, file: Path, overrides: list[str]) -> l
     return beside
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("validation", ["before", "after"])
 def test_steps_beside_a_save_are_the_steps_without_one_bit_for_bit(
     validation: str, run_file: Path, tmp_path: Path

@@ -58,6 +58,7 @@ def train_until_told(
     return None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("axes", "options", "late"),
     [

@@ -392,6 +392,7 @@ def test_a_signal_ends_all_ranks_in_one_line_their_state_saved(
     assert checkpoint_folder.latest(launched.folder / "checkpoints") == checkpoint(launched.folder, step)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_what_cannot_finish_its_step(launched: Launched) -> None:
     os.kill(launched.ranks["1"], signal.SIGSTOP)
     launched.process.terminate()
@@ -401,6 +402,7 @@ def test_a_second_signal_ends_at_once_what_cannot_finish_its_step(launched: Laun
     assert launched.end() == (143, ["stopped by SIGTERM"])
 
 
+@pytest.mark.slow
 def test_under_torchrun_a_signal_to_one_rank_is_enough(run_file: Path, tmp_path: Path) -> None:
     endless = [f"train.folder={tmp_path}", "train.steps=1000000", "checkpoint.every=0", "parallel.tensor=2"]
     started = command(run_file, *EXACT, *endless, torchrun=2)
@@ -438,6 +440,7 @@ def test_of_two_runs_that_start_at_once_the_later_is_refused(
         prepare(config, later)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_folder_is_refused_and_a_kill_in_mid_save_leaves_the_last_whole_checkpoint_and_no_rank(
     launched: Launched, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def require_same_bits(result: Result, expected: Result, what: str) -> None:
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("pp", "compute"), [(1, "bf16"), (2, "fp32"), (4, "bf16")])
 def test_gradients_are_bitwise_those_of_one_rank_in_every_schedule(pp: int, compute: str) -> None:
     runs = [Run(MODEL, compute, kind=kind, micro_batch=1, steps=1) for kind in KINDS]
@@ -40,6 +41,7 @@ def test_gradients_are_bitwise_those_of_one_rank_in_every_schedule(pp: int, comp
         require_same_bits(result, expected, run.kind)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole sequence", "cut sequence"])
 def test_tensor_parallel_products_may_be_put_off_too(sequence: bool) -> None:
     kinds = ("interleaved", "zb-h1", "zb-v")
@@ -55,6 +57,7 @@ def plain() -> list[dict[str, Any]]:
     return oracle.train(run.config, train(Run(TIED, micro_batch=1, steps=1)).before, batches(run), run.lr, run.clip)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
 def test_tied_weights_count_once_though_first_and_last_stage_share_a_rank(layout: tuple[int, int, int]) -> None:
     runs = [Run(TIED, kind=kind, micro_batch=1, sequence=layout[0] > 1, steps=2) for kind in ("zb-h1", "zb-v")]

@@ -79,6 +79,7 @@ def difference(s: Schedule, real: Sequence[Span]) -> float:
     return max(*shares, abs(length(real) / length(said) - 1))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb-v"])
 def test_ranks_wait_as_long_as_simulated(kind: str) -> None:
     """In the best of some steps: a busy machine only ever makes a rank wait longer, and it does not always."""

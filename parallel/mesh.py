@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megaprec.comm.axis import AXES
 from megaprec.comm.groups import adopt_time_limit
 from megaprec.errors import UserError
+from parallel.joining import NEWS, join
 
-NEWS = 30.0  # seconds between lines about waiting for rank 0
 PARTING = 10.0  # seconds that a failed rank waits for its communication in progress
 
 
@@ -51,11 +51,12 @@ def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
     sees a single device takes that one. Yields the store that all ranks share. minutes: time limit of each collective,
     in all groups that `make_mesh` and `megaprec.comm.groups` make too.
 
-    After an exception the world is left if that is possible within a few seconds (see `_part`).
+    Raises UserError if not all ranks join (`joining.py`). After an exception the world is left if that is possible
+    within a few seconds (see `_part`).
     """
     own = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)
-    store, rank, size = _rendezvous(timeout)
+    store, rank, size = join()
     backend = "nccl" if own else "gloo"
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
     try:
@@ -113,13 +114,6 @@ def told_by_first(
     if "problems" in told:
         raise UserError(*told["problems"])
     return told["made"]
-
-
-def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the store, the rank and the number of ranks."""
-    if "RANK" not in os.environ:
-        return dist.HashStore(), 0, 1
-    return next(iter(dist.rendezvous("env://", timeout=timeout)))
 
 
 def _own_device() -> torch.device:

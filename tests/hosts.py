@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces with a name of their own each, joined by a link that can be cut."""
 
 import os
+import socket
 import subprocess
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,3 +72,8 @@ def two_hosts() -> Iterator[Hosts]:
         yield hosts
     finally:
         hosts.remove()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import ADDRESSES, Hosts, two_hosts
+from tests.hosts import ADDRESSES, Hosts, free_port, two_hosts
 from tests.runs import write_run
 from tests.training.planted import LONG
 from tools import cli
@@ -252,11 +252,6 @@ def test_ranks_without_a_launcher_tell_why_they_leave(
     other = 1 - what[1]
     lines = (tmp_path / f"log{other}").read_text().splitlines()
     assert codes[other] == 1 and re.match(told, lines[-1]) and "Traceback (most recent call last):" not in lines
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.mark.slow

@@ -1,0 +1,108 @@
+"""Joining the world: all ranks connect to one store, and rank 0 waits until the last one has.
+
+torch's own rendezvous waits without a word, and at the end does not say for whom. Here each rank writes the name of its
+host into the store. While rank 0 waits it says for which ranks, and a rank that cannot reach the store says where it
+looks for it. All give up after the same time.
+"""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import Event, Thread
+
+import torch.distributed as dist
+
+from megaprec.errors import UserError
+
+JOIN = 600.0  # seconds in which all ranks must have joined
+NEWS = 30.0  # seconds between lines about waiting
+PARTING = 1.0  # seconds in which other ranks read why rank 0, which has the store, gives up
+SHOWN = 8  # ranks that a line names at most
+OUTCOME = "why not all ranks have joined"  # key of the store; empty if they have
+
+
+def join(environment: Mapping[str, str] = os.environ) -> tuple[dist.Store, int, int]:
+    """Return the ranks' store, this rank and the number of ranks, once all ranks that `environment` names are there.
+
+    Without torchrun's variables the world is this process alone. Raises UserError on every rank that is there if others
+    have not joined within JOIN seconds.
+    """
+    if "RANK" not in environment:
+        return dist.HashStore(), 0, 1
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _connected(rank, size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), hosts)
+    store.set(_key(rank), socket.gethostname())
+    if rank == 0:
+        store.set(OUTCOME, problem := _missing(store, size))
+        if problem:
+            time.sleep(PARTING)
+    else:
+        store.wait([OUTCOME], timedelta(seconds=JOIN + 10))
+        problem = store.get(OUTCOME).decode()
+    if problem:
+        raise UserError(problem)
+    return store, rank, size
+
+
+def _connected(rank: int, size: int, address: str, port: int, hosts: bool) -> dist.Store:
+    """Return the store. hosts: this rank has it; otherwise rank 0 or torchrun's agent."""
+    limit = timedelta(seconds=JOIN)
+    here = f"rank {rank} on {socket.gethostname()}"
+    try:
+        with _telling(f"{here} waits for the ranks' store at {address}:{port}"):
+            return dist.TCPStore(address, port, size, hosts, limit, wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        if hosts:
+            raise UserError(f"{here} cannot open port {port} for the ranks' store: {reason}") from error
+        raise UserError(
+            f"{here} has had no answer from {address}:{port} for {JOIN:.0f} s: the first machine must run there, and "
+            f"let others reach that port ({reason})"
+        ) from error
+
+
+def _missing(store: dist.Store, size: int) -> str:
+    """Wait for all ranks. Return the reason why some are missing, "" if none is."""
+    start, news, missing = time.monotonic(), NEWS, list(range(size))
+    while missing := [rank for rank in missing if not store.check([_key(rank)])]:
+        waited = time.monotonic() - start
+        if waited > JOIN:
+            there = sorted({store.get(_key(rank)).decode() for rank in range(size) if rank not in missing})
+            return f"{_named(missing, size)} not joined within {JOIN:.0f} s; there are the ranks of {', '.join(there)}"
+        if waited > news:
+            print(f"{_named(missing, size)} not joined for {waited:.0f} s so far", file=sys.stderr, flush=True)
+            news += NEWS
+        time.sleep(min(1.0, 0.01 + waited / 20))
+    return ""
+
+
+def _named(missing: list[int], size: int) -> str:
+    some = ", ".join(map(str, missing[:SHOWN])) + (", ..." if len(missing) > SHOWN else "")
+    return f"rank{'s' if len(missing) > 1 else ''} {some} of {size} {'have' if len(missing) > 1 else 'has'}"
+
+
+def _key(rank: int) -> str:
+    return f"host of rank {rank}"
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Within the context, print `what` and the seconds every NEWS seconds."""
+    over, start = Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(NEWS):
+            print(f"{what}: {time.monotonic() - start:.0f} s so far", file=sys.stderr, flush=True)
+
+    thread = Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

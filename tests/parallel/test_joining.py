@@ -1,0 +1,69 @@
+"""Joining the world: all ranks, or a line that names who is missing. Ranks are threads here."""
+
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from megaprec.errors import UserError
+from parallel import joining
+from tests.hosts import free_port
+
+HOST = socket.gethostname()
+
+
+def joined(ranks: Sequence[int], size: int, port: int) -> list[str]:
+    """What each of these ranks gets, which begin one after the other: rank and size, or the error."""
+
+    def of(rank: int) -> str:
+        names = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        time.sleep(0.1 * ranks.index(rank))
+        try:
+            store, *told = joining.join({name: str(value) for name, value in names.items()})
+        except UserError as error:
+            return str(error)
+        stores.append(store)
+        return str(told)
+
+    stores: list[dist.Store] = []
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(of, ranks))
+
+
+def test_all_ranks_join_in_any_order() -> None:
+    assert joined([2, 0, 1], 3, free_port()) == ["[2, 3]", "[0, 3]", "[1, 3]"]
+
+
+def test_ranks_that_do_not_join_are_named_by_all_that_did(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joining, "JOIN", 1.0)
+    monkeypatch.setattr(joining, "NEWS", 0.3)
+    problem = f"ranks 1, 3 of 4 have not joined within 1 s; there are the ranks of {HOST}"
+    assert joined([0, 2], 4, free_port()) == [problem, problem]
+    assert "ranks 1, 3 of 4 have not joined for " in capfd.readouterr().err
+
+
+def test_a_rank_that_cannot_reach_the_store_says_where_it_looks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(joining, "JOIN", 1.0)
+    monkeypatch.setattr(joining, "NEWS", 0.3)
+    port = free_port()
+    (problem,) = joined([1], 2, port)
+    assert problem.startswith(f"rank 1 on {HOST} has had no answer from 127.0.0.1:{port} for 1 s: ")
+    assert f"rank 1 on {HOST} waits for the ranks' store at 127.0.0.1:{port}: " in capfd.readouterr().err
+
+
+def test_a_port_in_use_is_said() -> None:
+    taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (problem,) = joined([0], 2, taken.port)
+    assert problem.startswith(f"rank 0 on {HOST} cannot open port {taken.port} for the ranks' store: ")
+
+
+def test_many_missing_ranks_are_not_all_named() -> None:
+    assert joining._named([5], 8) == "rank 5 of 8 has"
+    assert joining._named(list(range(100)), 128) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... of 128 have"

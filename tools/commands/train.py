@@ -36,6 +36,7 @@ from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
 from tools.convert.train_state import newest
 from tools.journal.records import EVENTS, METRICS
+from tools.journal.trackers import require_trackers
 from tools.plots.run_plots import plot_run
 from tools.plots.shadow_plot import plot_shadow
 from tools.training.allocator import keep_freed_memory
@@ -121,7 +122,7 @@ def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         check_resumable(config, allowed=allowed)
 
     checks = (_device, _check_machine, _check_native, check_fp8, _check_folders, check_sources, resumable)
-    check_all(config, *checks, _check_initial)
+    check_all(config, *checks, _check_initial, lambda config: require_trackers(config.log.to))
     corpus = open_corpus(config, allowed)
     check_resumable(config, corpus, allowed)
     return corpus

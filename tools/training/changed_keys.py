@@ -59,12 +59,8 @@ def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[
 def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
     """Yield a note if changed keys make the learning rate jump, with the ways out."""
     was = _keys(store)
-    before, after, taken = _schedule(was), config.lr_schedule, _taken(config, progress)
-    if before is None or not progress.applied or before == after:
-        return
-    unit = int(was["train.global_batch"]) if config.lr.unit == "samples" else 1
-    last, rate = before.at(taken - unit), after.at(taken)
-    if max(last, rate) <= JUMP * min(last, rate):
+    last, rate = rates_around(store, config, progress)
+    if last is None or _schedule(was) == config.lr_schedule or max(last, rate) <= JUMP * min(last, rate):
         return
     yield (
         f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in step {progress.step + 1}"
@@ -72,6 +68,15 @@ def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[s
         f"old rate; train.init_from={store.path} with another train.folder and lr.warmup starts a new run with "
         'these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" from the start'
     )
+
+
+def rates_around(store: Store, config: RunConfig, progress: TrainState) -> tuple[float | None, float]:
+    """Return the learning rates of the last step before a resume, None if it is not known, and of the next one."""
+    was, taken = _keys(store), _taken(config, progress)
+    before = _schedule(was)
+    unit = int(was["train.global_batch"]) if before is not None and config.lr.unit == "samples" else 1
+    last = before.at(taken - unit) if before is not None and progress.applied else None
+    return last, config.lr_schedule.at(taken)
 
 
 def _stretched(was: dict[str, str], config: RunConfig) -> str:

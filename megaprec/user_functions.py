@@ -1,4 +1,4 @@
-"""Functions of the user's own code that a run file names, as `"my_model.py:build"` or `"my_package.my_module:build"`."""
+"""Functions of the user's own code that a run file names: `"my_model.py:build"` or `"my_package.module:build"`."""
 
 import importlib
 import importlib.util

@@ -18,7 +18,8 @@ PROJECT = "megaprec"
 ID = "id.txt"  # in the folder wandb of the run
 SECONDS = 60  # time limit of each exchange with the service
 PRIVATE = {
-    "console": "off", "disable_code": True, "disable_git": True, "disable_job_creation": True, "save_code": False,
+    "console": "off", "disable_code": True, "disable_git": True, "disable_job_creation": True, "host": "",
+    "save_code": False,
     "x_disable_machine_info": True, "x_disable_meta": True, "x_disable_stats": True,
 }  # fmt: skip
 

@@ -211,7 +211,7 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
         if first:
             release_spares(store, range(config.world_size, ranks))
     if first:
-        print_outcome(config, _plots(Path(config.train.folder)) if config.log.plot else [])
+        print_outcome(config, _plots(config) if config.log.plot else [])
         if export:
             write_model(open_intact(Path(config.train.folder)), "hf", export)
     return 0
@@ -227,12 +227,14 @@ def _begin(
     return named
 
 
-def _plots(folder: Path) -> list[Path]:
+def _plots(config: RunConfig) -> list[Path]:
+    folder = Path(config.train.folder)
     try:
-        return [plot for plot in (plot_run(folder), plot_shadow(folder)) if plot is not None]
+        made = plot_run(folder, config.log.plot_over), plot_shadow(folder, config.fp8)
     except OSError as error:
         print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)
         return []
+    return [plot for plot in made if plot is not None]
 
 
 def _device(config: RunConfig) -> str:

@@ -129,6 +129,14 @@ def mean_width(count: int) -> int:
     return width if width >= 3 else 1
 
 
+def short(number: float) -> str:
+    """Return a number with three digits and a unit: 1.23 M."""
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.3g}"
+
+
 def _lines(quantity: _Quantity, records: Sequence[Record], x: Sequence[float]) -> tuple[list[Line], str]:
     """Return the lines of a quantity, or a remark on the reason why there is none."""
     y = [value * quantity.factor for value in values(records, quantity.key)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.journal.records import read_events, read_metrics
-from tools.plots.panels import Over, Panel, Pictures, pictures
+from tools.plots.panels import Over, Panel, Pictures, pictures, short
 
 PLOT = "training.png"
 BLUE, ORANGE, RED, GREY = "#1f5fa8", "#e07b00", "#d62728", "#8a8f98"
@@ -95,11 +95,3 @@ def _add_tokens(axes: Any, shown: Pictures) -> None:
     if ticks:
         axes.set_xticklabels([f"{tick:,.0f}\n{short(named[tick])}" for tick in ticks])
         axes.set_xlabel("step, and tokens seen")
-
-
-def short(number: float) -> str:
-    """Return a number with three digits and a unit: 1.23 M."""
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:.3g}"

@@ -84,7 +84,7 @@ def test_stdout_is_one_document_with_json_and_none_without(
     assert cli.main([*words, "--json"]) == code, "the exit code is the same"
     document = strict(capsys.readouterr().out)
     assert isinstance(document, dict) and document
-    with pytest.raises(ValueError):
+    with pytest.raises(json.JSONDecodeError):
         strict(plain)
 
 

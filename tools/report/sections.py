@@ -186,7 +186,7 @@ def _timeline(panel: Timeline) -> str:
     data = base64.b64encode(to_svg_file(draw(panel.title, [], [panel])).encode()).decode()
     return (
         f'<div class="scroll"><img class="wide" alt="timeline, {html(panel.title)}" '
-        f'src="data:image/svg+xml;base64,{data}"></div>'
+        f'src="data:image/svg+xml;base64,{data}"/></div>'
     )
 
 
@@ -206,7 +206,7 @@ def fp8(run: Run) -> Html | None:
         content = path.read_bytes()
         if content.startswith(b"\x89PNG"):
             data = base64.b64encode(content).decode()
-            body += f'<div class="scroll"><img class="wide" alt="FP8 shadow" src="data:image/png;base64,{data}"></div>'
+            body += f'<div class="scroll"><img class="wide" alt="FP8 shadow" src="data:image/png;base64,{data}"/></div>'
     return Html(body)
 
 
@@ -280,7 +280,7 @@ SECTIONS: Sequence[tuple[str, Section]] = (
 
 
 def _list(words: Any) -> Html:
-    return Html("<br>".join(html(str(word)) for word in (words if isinstance(words, list) else [words])))
+    return Html("<br/>".join(html(str(word)) for word in (words if isinstance(words, list) else [words])))
 
 
 def _finite(run: Run, key: str) -> list[float]:

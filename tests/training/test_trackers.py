@@ -163,7 +163,7 @@ def test_the_key_of_before_is_answered_with_the_key_of_now(run_file: Path, capsy
 
 
 def test_the_tracker_of_the_documentation_runs(run_file: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tracking.md").read_text()
+    page = (ROOT / "docs" / "runs.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_tracker.py").write_text(example)
     run, name = tmp_path / "run", re.findall(r'log.to=\["my_tracker.py:(\w+)"\]', page)[0]

@@ -665,7 +665,7 @@ def test_progress_fits_100_columns_at_the_numbers_of_a_large_run(
     }
     with terminal(monkeypatch) as shown, Journal(tmp_path, 99_999, 250_000, 1, True) as journal:
         journal.write({"step": 100_000, **record, "tokens_per_s": 1_234_567.8, "seconds": 0.5})
-    words = "loss 10.1234  lr 0.0003  grad norm 0.0123  scale 2^32  1,234,568 tokens/s  ETA 20:50:00"
+    words = "loss 10.1234  grad norm 0.0123  scale 2^32  1,234,568 tokens/s  ETA 20:50:00"
     assert any(re.fullmatch(rf"step 100000/250000 \S* ?{re.escape(words)}", line) for line in shown)
     assert max(len(line) for line in shown if not line.startswith("note")) <= 100  # a note holds a path
 

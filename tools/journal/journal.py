@@ -66,6 +66,8 @@ class Journal(AbstractContextManager["Journal"]):
         step, events = record["step"], _events(record)
         said = f"{_numbers(record)}  ETA {_clock(eta)}"
         if self._bar:
+            if len(said) > self._bar.room:
+                said = said.replace(f"{_rate(record)}  ", "")
             self._bar.update(step, said)
             if events:
                 self._bar.say(f"step {step}/{self._total}  {'  '.join(events)}")
@@ -117,12 +119,16 @@ def _stays(record: dict[str, Any], start: int) -> bool:
 def _numbers(record: dict[str, Any]) -> str:
     words = (
         f"loss {record['loss']:.4f}",
-        f"lr {record['lr']:.3g}",
+        _rate(record),
         f"grad norm {record['grad_norm']:.3g}",
         f"scale {_scale(record['loss_scale'])}",
         f"{record['tokens_per_s']:,.0f} tokens/s",
     )
     return "  ".join(words)
+
+
+def _rate(record: dict[str, Any]) -> str:
+    return f"lr {record['lr']:.3g}"
 
 
 def _events(record: dict[str, Any]) -> list[str]:

@@ -15,6 +15,8 @@ import pytest
 from megaprec.errors import UserError
 from tests.project.test_readme import ROOT
 from tests.runs import rewind, steps, train, write_run
+from tools.config.run_file import load_run
+from tools.console.toml import toml
 from tools.journal.trackers import Feed, require_trackers
 
 RECORD = {"step": 1, "loss": 2.0, "outcome": "applied", "stage_zeros": [1], "loss_scale": float("inf")}
@@ -157,9 +159,20 @@ def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
     assert lines[7] == 'log.to = "a:": give "file.py:function" or "package.module:function"'
 
 
-def test_the_key_of_before_is_answered_with_the_key_of_now(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(run_file, "log.tensorboard=true") == 2
-    assert "log.tensorboard = true (command line): no such key; did you mean log.to?" in capsys.readouterr().err
+@pytest.mark.parametrize(("old", "names"), [("true", ("tensorboard",)), ("false", ())])
+def test_the_key_of_earlier_versions_is_read_as_the_key_of_now_and_a_note_says_so(
+    old: str, names: tuple[str, ...], run_file: Path
+) -> None:
+    config = load_run(run_file, [f"log.tensorboard={old}"])
+    assert config.log.to == names
+    assert config.notes[0].startswith(f"log.tensorboard = {old} (command line): read as log.to = {toml(names)}, ")
+    both = load_run(run_file, [f"log.tensorboard={old}", 'log.to=["wandb"]'])
+    assert both.log.to == ("wandb",)
+    assert both.notes[0].endswith("has no effect beside log.to; remove it")
+    with pytest.raises(
+        UserError, match=re.escape("log.tensorboard = 1 (command line): no such key; did you mean log.to?")
+    ):
+        load_run(run_file, ["log.tensorboard=1"])
 
 
 def test_the_tracker_of_the_documentation_runs(run_file: Path, tmp_path: Path) -> None:

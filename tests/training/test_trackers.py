@@ -175,6 +175,14 @@ def test_the_key_of_earlier_versions_is_read_as_the_key_of_now_and_a_note_says_s
         load_run(run_file, ["log.tensorboard=1"])
 
 
+def test_a_folder_that_a_tracker_left_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match="needs wandb: pip install"):
+        require_trackers(("wandb",))
+
+
 def test_the_tracker_of_the_documentation_runs(run_file: Path, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "runs.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

@@ -60,7 +60,7 @@ def require_trackers(names: tuple[str, ...]) -> None:
 
 def _require(name: str) -> None:
     if name in BUILT_IN:
-        if find_spec(name) is None:
+        if not _is_installed(name):
             raise UserError(f"log.to = \"{name}\" needs {name}: pip install 'megaprec[{name}]'")
         if name == "wandb":
             require_account()
@@ -69,6 +69,15 @@ def _require(name: str) -> None:
         raise UserError(f'log.to = "{name}": no such tracker; there are {there}')
     else:
         find_function("log.to", name)
+
+
+def _is_installed(name: str) -> bool:
+    """Return True if the package is there; a folder of its name, as trackers leave it, is none."""
+    try:
+        found = find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and found.origin is not None
 
 
 class Feed:

@@ -12,6 +12,7 @@ HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
 ORACLES = ["megatron-core>=0.16", "einops>=0.8", "psutil>=6"]  # other people's code that slow tests compare with
 TENSORBOARD = ["tensorboard>=2.15"]
+WANDB = ["wandb>=0.31"]
 YAML = ["pyyaml>=6"]
 README = Path(__file__).with_name("README.md")
 
@@ -40,8 +41,9 @@ setup(
         "oracles": ORACLES,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
+        "wandb": WANDB,
         "yaml": YAML,
-        "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD, *YAML],
+        "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD, *WANDB, *YAML],
     },
     entry_points={"console_scripts": ["megaprec = tools.cli:main"]},
     classifiers=[

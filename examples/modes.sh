@@ -1,5 +1,5 @@
 #!/bin/sh
-# Trains examples/modes.toml in the modes of six systems and draws all loss curves into one picture:
+# Trains examples/modes.toml in the modes of six systems and draws how far the loss of each is from that in FP32:
 #     sh examples/modes.sh runs/modes.png [key=value ...]
 # More keys go to every run, as in: sh examples/modes.sh runs/modes.png train.steps=20 parallel.tensor=2
 set -e
@@ -31,4 +31,4 @@ run nemo-bf16 'precision.nemo={recipe="bf16_mixed"}'
 run nemo-fp16 'precision.nemo={recipe="fp16_mixed", fp16_initial_loss_scale=65536.0}'
 run nemo-bf16-fp8 'precision.nemo={recipe="bf16_with_fp8_mixed", fp8_param_gather=false}'
 run nemo-fp16-fp8 'precision.nemo={recipe="fp16_with_fp8_mixed", fp8_param_gather=false, fp16_initial_loss_scale=65536.0}'
-megaprec compare runs/modes/* -o "$picture"
+megaprec compare runs/modes/* --against runs/modes/fp32 -o "$picture"

@@ -4,18 +4,13 @@ The function is called once for each pipeline stage that a rank holds, as `build
 returns a module with the interface of `models.stages.Stage`. docs/parity.md describes this interface, with an example.
 """
 
-import importlib
-import importlib.util
-import sys
-from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from megaprec.comm.layout import has_layout
 from megaprec.errors import UserError
+from megaprec.user_functions import find_function
 from models.config import ModelConfig
 from models.stages import Cut, MakeStage, Stage
 from parallel.context import Context
@@ -29,7 +24,7 @@ def stage_maker(factory: str) -> MakeStage:
     """
     if not factory:
         return Stage
-    make = _find(factory)
+    make = find_function("model.factory", factory)
 
     def checked(config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...]) -> Stage:
         stage = make(config, context, cut, tied)
@@ -43,34 +38,6 @@ def require_builtin(model: ModelConfig, what: str) -> None:
     """Raise UserError if the model is a custom one, which the feature named `what` does not support."""
     if model.factory:
         raise UserError(f'model.factory = "{model.factory}": {what} knows the built-in families only')
-
-
-def _find(factory: str) -> Any:
-    where, colon, name = factory.rpartition(":")
-    if not colon or not name:
-        raise UserError(f'model.factory = "{factory}": give "file.py:function" or "package.module:function"')
-    try:
-        module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except Exception as error:
-        raise UserError(
-            f'model.factory = "{factory}": {where} cannot be imported: {type(error).__name__}: {error}'
-        ) from error
-    make = getattr(module, name, None)
-    if not callable(make):
-        raise UserError(f'model.factory = "{factory}": {where} has no function "{name}"')
-    return make
-
-
-@cache
-def _from_file(path: Path) -> ModuleType:
-    """Return the module in a file, executed once per process."""
-    spec = importlib.util.spec_from_file_location(f"own_model_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look the module up here
-    spec.loader.exec_module(module)
-    return module
 
 
 def _require_stage(factory: str, stage: Any, cut: Cut) -> None:

@@ -48,7 +48,6 @@ folder = "{folder}/run"
 [checkpoint]
 every = 3
 [log]
-tensorboard = false
 plot = false
 """
 TIMES = ("seconds", "tokens_per_s")

@@ -31,12 +31,14 @@ from tools.commands import (
     generate,
     inspect,
     precision,
+    report,
     schedule,
     train,
 )
 from tools.commands import convert as convert
 from tools.commands import parity as parity
-from tools.config.key_help import describe
+from tools.config.key_help import describe, document
+from tools.console.tables import add_json, put
 from tools.training.launch import must_tell, note_failure, slurm_environment
 from tools.training.signals import Stopped
 from tools.training.silent_faults import FaultyHardware
@@ -127,11 +129,13 @@ def parser_of_all() -> argparse.ArgumentParser:
     inspect.add_parser(commands)
     diff.add_parser(commands)
     compare.add_parser(commands)
+    report.add_parser(commands)
     schedule.add_parser(commands)
     precision.add_parser(commands)
     parity.add_parser(commands)
     fp8_advice.add_parser(commands)
     keys = commands.add_parser("keys", help="list all keys of a run file with their defaults")
+    add_json(keys)
     keys.set_defaults(run=_print_keys)
     return parser
 
@@ -163,8 +167,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _print_keys(args: argparse.Namespace) -> int:
-    print(describe())
-    return 0
+    return put(args, document, lambda: print(describe()))
 
 
 if __name__ == "__main__":

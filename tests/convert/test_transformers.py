@@ -162,7 +162,6 @@ micro_batch = 1
 seq_length = {LENGTH}
 threads = 1
 [log]
-tensorboard = false
 plot = false
 """)
     return path

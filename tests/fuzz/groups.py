@@ -421,7 +421,7 @@ def run_folders(rng: Random, folder: Path) -> list[str]:
         ["compare", "run", "run", "-o", "x.svg"],
         ["schedule", "my.toml", "parallel.pipeline=2"],
     )
-    more = ["log.tensorboard=true", "log.plot=true", "log.timeline=5"]
+    more = ['log.to=["tensorboard"]', "log.plot=true", "log.timeline=5"]
     return [*rng.choice((TRAIN, TRAIN, [*TRAIN, rng.choice(more)], *commands, ["inspect", "run"]))]
 
 

@@ -257,7 +257,7 @@ def test_a_shadow_that_is_not_finite_is_written_as_strict_json_and_drawn(tmp_pat
     assert json.loads(line, parse_constant=lambda word: pytest.fail(word))["cosines"] == {"layers.0.a.weight": "nan"}
     (tmp_path / "events.jsonl").write_text(line + "\n")
     assert read_events(tmp_path, SHADOW)[0]["loss_gap"] == math.inf
-    assert plot_shadow(tmp_path) == tmp_path / PICTURE
+    assert plot_shadow(tmp_path, FP8()) == tmp_path / PICTURE
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from megaprec.checkpoint.reader import Store
 from tests.runs import checkpoint, rewind, steps, tensors, train, write_run
 from tools.config.run_file import known_keys, load_run
+from tools.journal.records import read_events
 from tools.training.changed_keys import FREELY
 
 OWN = "data.cache="
@@ -214,6 +215,27 @@ def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(
     assert train(file, *cosine, *held) == 0
     assert steps(tmp_path.parent / "held")[4]["lr"] == pytest.approx(rates[3], rel=1e-2), "the way out works"
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+
+
+def test_the_event_of_a_resume_has_the_rates_of_the_records_around_it_and_what_changed(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cosine = [f"train.folder={tmp_path}", "lr.schedule=cosine", "train.eval_every=0"]
+    assert train(file, *cosine, "train.steps=3") == 0
+    assert train(file, *cosine, "train.steps=5", "precision.compute=fp16", "precision.loss_scale=1e30") == 0
+    capsys.readouterr()
+    assert train(file, *cosine, "train.steps=8", "precision.compute=fp16", "precision.loss_scale=8.0") == 0
+    said = capsys.readouterr().out.splitlines()
+    records = steps(tmp_path)
+    assert [record["outcome"] == "applied" for record in records] == [True] * 3 + [False] * 2 + [True] * 3
+    resumes = read_events(tmp_path, "resume")
+    assert [event["step"] for event in resumes] == [3, 5]
+    for event in resumes:
+        last, following = records[event["step"] - 1 : event["step"] + 1]
+        assert (event["lr_before"], event["lr_next"]) == (last["lr"], following["lr"])
+    for word, key in (("changed", "changed"), ("note", "notes")):
+        assert resumes[1][key] == [line[11:] for line in said if line.startswith(f"{word} ")]
+    assert "train.steps: 5 -> 8 (not bit for bit)" in resumes[1]["changed"]
 
 
 def test_a_checkpoint_keeps_what_it_was_trained_on(file: Path) -> None:

@@ -9,7 +9,17 @@ import pytest
 
 from tests.project.test_readme import ROOT, listed
 
-BLOCKED = ("tokenizers", "transformers", "pyarrow", "matplotlib", "tensorboard", "zstandard", "huggingface_hub", "PIL")
+BLOCKED = (
+    "tokenizers",
+    "transformers",
+    "pyarrow",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+    "zstandard",
+    "huggingface_hub",
+    "PIL",
+)
 PROGRAM = f"""
 import importlib, json, sys, traceback, warnings
 
@@ -77,6 +87,9 @@ def test_what_needs_an_extra_names_it_in_one_line(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "run.toml").write_text(
+        '[model]\npreset = "llama-demo"\n[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n'
+    )
     size = ["--vocab-size", 300]
     picture = ["schedule", "--kind", "1f1b", "--pipeline", 2, "--microbatches", 4, "-o", "x.png"]
     needs: list[tuple[list[object], str]] = [
@@ -84,14 +97,21 @@ def test_what_needs_an_extra_names_it_in_one_line(tmp_path: Path) -> None:
         (["data", "build", "x.jsonl.zst", "out", *size], "needs pyarrow: pip install 'megaprec[data]'"),
         (["data", "build", "python", "out", "--tokenizer", "tokenizer.json"], "pip install 'megaprec[hf]'"),
         (["data", "tokenizer", "python", "my.json", *size], "needs tokenizers: pip install 'megaprec[hf]'"),
+        (["train", "run.toml", 'log.to=["wandb"]'], "log.to = \"wandb\" needs wandb: pip install 'megaprec[wandb]'"),
         (picture, "PNG needs matplotlib: pip install 'megaprec[plots]', or write .svg"),
     ]
     for (_, line), (code, said) in zip(needs, run(tmp_path, [], [c for c, _ in needs]), strict=True):
         *_, last = said.strip().splitlines()
         assert code == 2 and last.endswith(line) and "Traceback" not in said, said
-    assert {path.name for path in tmp_path.iterdir()} == {"x.parquet", "x.jsonl.zst", "tokenizer.json", "metrics.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "x.parquet",
+        "x.jsonl.zst",
+        "tokenizer.json",
+        "metrics.jsonl",
+        "run.toml",
+    }
 
 
-@pytest.mark.parametrize("extra", ["data", "hf", "plots", "tensorboard"])
+@pytest.mark.parametrize("extra", ["data", "hf", "plots", "tensorboard", "wandb"])
 def test_every_extra_that_a_message_names_is_there(extra: str) -> None:
     assert f'"{extra}": ' in (ROOT / "setup.py").read_text()

@@ -571,12 +571,12 @@ def test_a_resumed_run_never_replaces_the_data_that_it_was_trained_on(
 
 def test_tensorboard_holds_the_numbers_of_metrics_also_after_a_resume(run_file: Path, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    train(run_file, f"train.folder={tmp_path / 'run'}", "log.tensorboard=true", "train.eval_every=3")
+    train(run_file, f"train.folder={tmp_path / 'run'}", 'log.to=["tensorboard"]', "train.eval_every=3")
     again = rewind(tmp_path / "run", tmp_path / "again", step=3)
     train(
         run_file,
         f"train.folder={again}",
-        "log.tensorboard=true",
+        'log.to=["tensorboard"]',
         "train.eval_every=3",
         "train.seed=99",
         "--allow",
@@ -648,7 +648,7 @@ def test_a_terminal_shows_the_data_being_built_and_one_line_of_progress(
     with terminal(monkeypatch) as shown:
         train(run_file, "data.cache=", f"train.folder={tmp_path}", "train.eval_every=3")
     assert any(re.fullmatch(r"1 documents  [\d,]+ tokens .*%.*", line) for line in shown)
-    numbers = r"loss \d\.\d{4}  grad norm \S+  scale 1  [\d,]+ tokens/s  ETA \d:\d\d"
+    numbers = r"loss \d\.\d{4}  lr \S+  grad norm \S+  scale 1  [\d,]+ tokens/s  ETA \d:\d\d"
     bars = [line for line in shown if re.fullmatch(rf"step \d/6 \S+ {numbers}", line)]
     assert bars[-1].startswith("step 6/6")
     assert max(map(len, bars)) <= 100
@@ -658,8 +658,15 @@ def test_a_terminal_shows_the_data_being_built_and_one_line_of_progress(
 def test_progress_fits_100_columns_at_the_numbers_of_a_large_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = {"outcome": "applied", "loss": 10.1234, "grad_norm": 0.01234, "loss_scale": 2.0**32, "skipped_total": 0}
-    with terminal(monkeypatch) as shown, Journal(tmp_path, 99_999, 250_000, 1, True, False) as journal:
+    record = {
+        "outcome": "applied",
+        "loss": 10.1234,
+        "grad_norm": 0.01234,
+        "lr": 3e-4,
+        "loss_scale": 2.0**32,
+        "skipped_total": 0,
+    }
+    with terminal(monkeypatch) as shown, Journal(tmp_path, 99_999, 250_000, 1, True) as journal:
         journal.write({"step": 100_000, **record, "tokens_per_s": 1_234_567.8, "seconds": 0.5})
     words = "loss 10.1234  grad norm 0.0123  scale 2^32  1,234,568 tokens/s  ETA 20:50:00"
     assert any(re.fullmatch(rf"step 100000/250000 \S* ?{re.escape(words)}", line) for line in shown)
@@ -673,7 +680,7 @@ def test_without_a_terminal_progress_is_plain_lines(
     shown = capsys.readouterr()
     assert shown.err == f"building the data set of {run_file.parent}/text.txt\n"
     lines = [line for line in shown.out.splitlines() if line.startswith("step ")]
-    numbers = r"loss \d\.\d{4}  grad norm \S+  scale \S+  [\d,]+ tokens/s  ETA \d+:\d\d"
+    numbers = r"loss \d\.\d{4}  lr \S+  grad norm \S+  scale \S+  [\d,]+ tokens/s  ETA \d+:\d\d"
     assert all(re.fullmatch(rf"step \d/6  {numbers}  skipped_overflow in \S+ \(\d so far\)", line) for line in lines)
     assert "\x1b" not in shown.out
     assert len(lines) == 6  # each was skipped, and of that one hears

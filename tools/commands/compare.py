@@ -1,69 +1,73 @@
-"""`megaprec compare RUN RUN -o PNG`: plot the loss curves of several runs and print a table of their final losses."""
+"""`megaprec compare RUN RUN`: print a table of the final losses of several runs, and plot their loss curves."""
 
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from megaprec.errors import UserError
+from tools.console.tables import add_json, put, table_console
 from tools.journal.records import METRICS, odd_lines, read_metrics
-from tools.plots.run_plots import finite_points
-
-LAST = 10  # newest applied steps, over whose loss the mean is taken
-COLORS = ("#1f5fa8", "#e07b00", "#2a9d55", "#d62728", "#8250c4", "#7a5230", "#d957a8", "#6e7781", "#a8a800", "#17a2b8")
-DASHES = ("-", "--", ":", "-.")  # one more each time that the colours are used up
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One run: its name in the plot and the records of its metrics.jsonl."""
-
-    name: str
-    records: list[dict[str, Any]]
-
-    @property
-    def skipped(self) -> int:
-        return sum(record["outcome"] != "applied" for record in self.records)
-
-    @property
-    def final(self) -> float:
-        """The mean loss over the newest applied steps; NaN if there are none."""
-        losses = [record["loss"] for record in self.records if record["outcome"] == "applied"][-LAST:]
-        return sum(losses) / len(losses) if losses else math.nan
-
-    @property
-    def held_out(self) -> float:
-        """The newest held-out loss; NaN if there is none."""
-        return next((record["eval_loss"] for record in reversed(self.records) if "eval_loss" in record), math.nan)
+from tools.plots.compare_plot import LAST, Curve, by_loss, draw
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `compare` to the commands."""
-    parser = subparsers.add_parser("compare", help="plot the loss curves of several runs", description=__doc__)
+    parser = subparsers.add_parser("compare", help="compare the losses of several runs", description=__doc__)
     parser.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="run folders")
-    parser.add_argument("-o", "--output", metavar="PNG", type=Path, required=True, help="file of the plot")
+    parser.add_argument("-o", "--output", metavar="PNG", type=Path, help="file of the plot (default: no plot)")
+    parser.add_argument(
+        "--against", metavar="RUN_DIR", type=Path, help="run whose loss is subtracted from that of the others"
+    )
+    parser.add_argument(
+        "--over", choices=("steps", "tokens"), default="steps", help="horizontal axis of the plot (default: steps)"
+    )
+    add_json(parser)
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec compare`."""
-    if args.output.suffix != ".png":
-        raise UserError(f"--output {args.output}: the plot is written as .png")
-    if not args.output.absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no folder {args.output.parent}")
-    curves = read_curves(args.runs)
+    if args.output:
+        _require_place(args.output)
+    against = args.against and args.against.resolve()
+    folders = [folder for folder in args.runs if folder.resolve() != against]
+    if not folders:
+        raise UserError(f"--against {args.against}: give another run to compare it with")
+    curves = read_curves([*folders, *([args.against] if against else [])])
+    base = curves.pop() if against else None
+    if args.output:
+        draw(curves, args.output, args.over, base, _figure(args.output))
+    every = [*curves, *([base] if base else [])]
+    return put(args, lambda: {"runs": [_numbers(curve) for curve in by_loss(every)]}, lambda: _show(args, every))
+
+
+def _require_place(path: Path) -> None:
+    if path.suffix != ".png":
+        raise UserError(f"--output {path}: the plot is written as .png")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--output {path}: there is no folder {path.parent}")
+
+
+def _figure(path: Path) -> Any:
+    """Return matplotlib's class of figures. Raises UserError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415  # optional, and slow to import
+    except ImportError as error:
+        raise UserError(f"{path}: plots need matplotlib: pip install 'megaprec[plots]'") from error
+    return Figure
+
+
+def _show(args: argparse.Namespace, curves: Sequence[Curve]) -> None:
     for note in filter(None, (odd_lines(folder / METRICS) for folder in args.runs)):
         print(f"note       {note}")
-    draw(curves, args.output)
-    Console().print(table(curves))
-    print(f"written    {args.output}")
-    return 0
+    table_console().print(table(curves))
+    if args.output:
+        print(f"written    {args.output}")
 
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
@@ -78,6 +82,16 @@ def read_curves(folders: Sequence[Path]) -> list[Curve]:
     return curves
 
 
+def _numbers(curve: Curve) -> dict[str, Any]:
+    return {
+        "run": curve.name,
+        "steps": len(curve.records),
+        "skipped": curve.skipped,
+        "loss": curve.final,
+        "eval_loss": None if math.isnan(curve.held_out) else curve.held_out,
+    }
+
+
 def table(curves: Sequence[Curve]) -> Table:
     """Return a table of the steps and final losses of the runs, lowest loss first."""
     made = Table("run", "steps", "skipped", f"loss, mean of last {LAST} steps", "held-out", box=box.SIMPLE_HEAD)
@@ -85,41 +99,6 @@ def table(curves: Sequence[Curve]) -> Table:
         numbers = (str(len(curve.records)), str(curve.skipped), f"{curve.final:.4f}", _shown(curve.held_out))
         made.add_row(curve.name, *numbers)
     return made
-
-
-def by_loss(curves: Sequence[Curve]) -> list[Curve]:
-    """Return the runs sorted by final loss, the lowest first, runs without a loss last."""
-    return sorted(curves, key=lambda curve: math.inf if math.isnan(curve.final) else curve.final)
-
-
-def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Write the plot: a line per run, with the final losses in the legend. Raises UserError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise UserError(f"{path}: plots need matplotlib: pip install 'megaprec[plots]'") from error
-    figure = Figure(figsize=(11, max(5.0, 1.5 + 0.24 * len(curves))), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    lines = {}
-    for number, curve in enumerate(curves):
-        color, dashes = COLORS[number % len(COLORS)], DASHES[number // len(COLORS) % len(DASHES)]
-        (lines[curve.name],) = axes.plot(*finite_points(curve.records, "loss"), dashes, color=color, linewidth=1.2)
-    ranked, width = by_loss(curves), max(len(curve.name) for curve in curves)
-    labels = [f" {curve.name:{width}}  {curve.final:.4f}" for curve in ranked]  # no label may begin with "_"
-    title = f"loss, mean of last {LAST} steps"
-    beside = axes.legend(
-        [lines[curve.name] for curve in ranked], labels, title=title, loc="upper left", bbox_to_anchor=(1.01, 1),
-        frameon=False, prop={"family": "monospace", "size": 8},
-    )  # fmt: skip
-    for line, text in zip(beside.get_lines(), beside.get_texts(), strict=True):
-        line.set_linewidth(3)
-        text.set_parse_math(False)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
 
 
 def _shown(loss: float) -> str:

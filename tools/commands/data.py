@@ -3,8 +3,10 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from megaprec.data.workers import cores, most_processes
 from megaprec.errors import UserError
 from tools.commands import data_verify as verification
 from tools.console.progress_bar import building
+from tools.console.tables import add_json, put
 
 SHOWN_TOKENS = 64  # of each sample document
 
@@ -52,6 +55,7 @@ def _add_verify(commands: SubParsers) -> None:
         metavar="NAME",
         help="field of a JSONL line or Parquet column that holds the text",
     )
+    add_json(parser)
     parser.set_defaults(run=verification.verify)
 
 
@@ -110,6 +114,7 @@ def _add_inspect(commands: SubParsers) -> None:
         help="tokenizer that decodes the samples (default: PREFIX.model)",
     )
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="number of documents to show (default: 3)")
+    add_json(parser)
     parser.set_defaults(run=inspect)
 
 
@@ -176,11 +181,22 @@ def inspect(args: argparse.Namespace) -> int:
     seen = contents_of(dataset)
     if tokenizer:
         check_vocabulary(dataset, seen, tokenizer.vocab_size)
+    samples = _spread(dataset.num_documents, args.samples)
+    return put(args, lambda: _document(dataset, samples, tokenizer), lambda: _show(dataset, samples, tokenizer))
+
+
+def _show(dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer | None) -> None:
     for name, value in _counts(dataset).items():
-        print(f"{name:<18} {value}")
-    for index in _spread(dataset.num_documents, args.samples):
+        shown = f"{value:,.1f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        print(f"{name:<18} {shown}{' tokens' if name.endswith(' document') else ''}")
+    for index in samples:
         print(f"\n--- document {index}: {_excerpt(dataset, index, tokenizer)}")
-    return 0
+
+
+def _document(dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    counts = {name.removeprefix(".").replace(" ", "_"): value for name, value in _counts(dataset).items()}
+    shown = [{"document": index, "excerpt": _excerpt(dataset, index, tokenizer)} for index in samples]
+    return counts | {"samples": shown}
 
 
 def _summary(source: Source, result: BuildResult) -> str:
@@ -192,22 +208,22 @@ def _summary(source: Source, result: BuildResult) -> str:
     )
 
 
-def _counts(dataset: IndexedDataset) -> dict[str, str]:
+def _counts(dataset: IndexedDataset) -> dict[str, int | float | str]:
     lengths = dataset.document_lengths()
     size = {suffix: beside(dataset.prefix, suffix).stat().st_size for suffix in (".bin", ".idx")}
-    counts = {
-        "documents": f"{dataset.num_documents:,}",
-        "sequences": f"{dataset.num_sequences:,}",
-        "tokens": f"{dataset.num_tokens:,}",
+    counts: dict[str, int | float | str] = {
+        "documents": dataset.num_documents,
+        "sequences": dataset.num_sequences,
+        "tokens": dataset.num_tokens,
         "dtype": dataset.dtype.name,
-        ".bin bytes": f"{size['.bin']:,}",
-        ".idx bytes": f"{size['.idx']:,}",
+        ".bin bytes": size[".bin"],
+        ".idx bytes": size[".idx"],
     }
     if len(lengths):
-        counts["shortest document"] = f"{lengths.min():,} tokens"
-        counts["mean document"] = f"{lengths.mean():,.1f} tokens"
-        counts["longest document"] = f"{lengths.max():,} tokens"
-        counts["largest id"] = f"{dataset.max_token():,}"
+        counts["shortest document"] = int(lengths.min())
+        counts["mean document"] = float(lengths.mean())
+        counts["longest document"] = int(lengths.max())
+        counts["largest id"] = int(dataset.max_token())
     return counts
 
 

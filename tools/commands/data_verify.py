@@ -20,6 +20,7 @@ from megaprec.data.intact import place_of, read_record, scan_file
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
+from tools.console.tables import put
 
 LEVELS = ("ok", "note", "bad")
 OK, NOTE, BAD = range(3)
@@ -29,11 +30,18 @@ Finding = tuple[int, str, str]  # level, what was looked at, what was seen
 
 def verify(args: argparse.Namespace) -> int:
     """Run `megaprec data verify`; return the worst level. Raises UserError if the path does not exist."""
-    worst = OK
+    found = list[Finding]()
     for level, what, seen in findings(args.path, args.tokenizer, args.text_field):
-        print(f"{LEVELS[level]:<5} {what:<10} {seen}")
-        worst = max(worst, level)
+        found.append((level, what, seen))
+        if not args.json:
+            print(f"{LEVELS[level]:<5} {what:<10} {seen}")
+    worst = max(level for level, _, _ in found)
+    put(args, lambda: {"worst": LEVELS[worst], "findings": [_entry(*one) for one in found]}, lambda: None)
     return worst
+
+
+def _entry(level: int, what: str, seen: str) -> dict[str, str]:
+    return {"level": LEVELS[level], "check": what, "seen": seen}
 
 
 def findings(path: str, tokenizer: Path | None, text_field: str = "text") -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import ranks_in_words, where_in_words
+from tools.console.tables import add_json, put
 from tools.training.end_records import EndRecord, read_records
 
 
@@ -16,13 +17,19 @@ def add_parser(subparsers: Any) -> None:
         "diagnose", help="print what each rank was doing when a run ended abnormally", description=__doc__
     )
     parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="folder of a run")
+    add_json(parser)
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec diagnose`."""
-    print(*describe(read_records(args.folder)), sep="\n")
-    return 0
+    records = read_records(args.folder)
+    silent = set(range(max(record.ranks for record in records))) - {record.rank.rank for record in records}
+    return put(
+        args,
+        lambda: {"culprit": _cause(records, silent), "ranks": [record.model_dump(mode="json") for record in records]},
+        lambda: print(*describe(records), sep="\n"),
+    )
 
 
 def describe(records: Sequence[EndRecord]) -> list[str]:

@@ -5,7 +5,7 @@ Tensors are matched by logical name and compared in float64, a block of elements
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from tools.console.progress_bar import moving
-from tools.console.tables import table_console
+from tools.console.tables import add_json, put, table_console
 from tools.convert.core.source import Source
 from tools.convert.formats import open_intact
 
@@ -53,6 +53,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="vocabulary size without padding, if a Megatron folder does not state it",
     )
+    add_json(parser)
     parser.set_defaults(run=main)
 
 
@@ -69,12 +70,23 @@ def main(args: argparse.Namespace) -> int:
             report(1, key)
     found.sort(key=lambda d: (-d.largest, d.key))
     differing = [d for d in found if d.largest > 0 or d.note]
-    if differing:
-        table_console().print(_table(differing[: args.top]))
-    print(f"{len(both) - len(differing)} of {len(both)} tensors are equal, {len(differing)} differ")
-    for line in _only_in(first, second):
-        print(line)
-    return 0
+    return put(
+        args,
+        lambda: {
+            "equal": len(both) - len(differing),
+            "differ": len(differing),
+            "differences": [asdict(one) for one in differing[: args.top]],
+            "only_in_a": [key for key in first.shapes if key not in second.shapes],
+            "only_in_b": [key for key in second.shapes if key not in first.shapes],
+        },
+        lambda: _show(differing[: args.top], len(both), len(differing), [*_only_in(first, second)]),
+    )
+
+
+def _show(shown: list[Difference], compared: int, differ: int, more: list[str]) -> None:
+    if shown or differ:
+        table_console().print(_table(shown))
+    print(f"{compared - differ} of {compared} tensors are equal, {differ} differ", *more, sep="\n")
 
 
 def compare(key: str, one: Tensor, other: Tensor) -> Difference:

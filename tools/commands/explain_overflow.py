@@ -9,6 +9,7 @@ the first module whose output or gradient is not finite. Nothing is written.
 
 import argparse
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megaprec.errors import UserError
 from megaprec.optim.step_report import LOSS
 from megaprec.precision.plan import dtype_name
 from tools.commands.replay import Replay, replay
+from tools.console.tables import add_json, put
 from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
 from tools.training.sampling import harmless
 
@@ -46,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="repeat the newest of these steps and name the first module that is not finite",
     )
+    add_json(parser)
     parser.set_defaults(run=main)
 
 
@@ -56,18 +59,38 @@ def main(args: argparse.Namespace) -> int:
     if args.last < 1:
         raise UserError(f"--last {args.last}: give at least 1")
     events = _chosen(read_events(args.folder), args.step)[-args.last :]
-    if note := odd_lines(args.folder / EVENTS):
+    note = odd_lines(args.folder / EVENTS)
+    if not args.json:
+        _show(args.folder, events, note)
+    seen = replay(args.folder, events[-1]) if args.replay and events else None
+    return put(
+        args,
+        lambda: {"notes": [note] if note else [], "events": events, "replay": _document(seen) if seen else None},
+        lambda: _console().print(picture(seen, events[-1])) if seen else None,
+    )
+
+
+def _show(folder: Path, events: list[dict[str, Any]], note: str) -> None:
+    if note:
         print(f"note       {note}")
     if not events:
-        print(f"{args.folder}: no step was skipped")
-        return 0
+        print(f"{folder}: no step was skipped")
     console = _console()
     for event in events:
         console.print(table(event))
         console.print(event["advice"])
-    if args.replay:
-        console.print(picture(replay(args.folder, events[-1]), events[-1]))
-    return 0
+
+
+def _document(seen: Replay) -> dict[str, Any]:
+    """Return a replay for programs. found: null if every micro-batch was finite."""
+    found = seen.trace.found
+    return {
+        "step": seen.step,
+        "start": seen.start,
+        "microbatch": seen.microbatch,
+        "samples": [{"id": number, "text": text} for number, text in seen.samples],
+        "found": None if found is None else asdict(found) | {"dtype": dtype_name(found.dtype)},
+    }
 
 
 def _console() -> Console:

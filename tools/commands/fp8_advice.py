@@ -9,7 +9,7 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import log
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from models.config import ModelConfig
 from tools.commands.fp8_timing import Shape, linear_times
 from tools.config.run_file import RunConfig, load_run
+from tools.console.tables import add_json, put
 from tools.training.fp8_summary import reaches
 
 # Speed of a linear layer in FP8 over bf16 on an H100, tensor-wise scales, casts fused by torch.compile.
@@ -63,6 +64,7 @@ def add_parser(subparsers: Any) -> None:
         choices=("cpu", "cuda"),
         help="device to time the products on (default: cuda if there is one; otherwise an estimate)",
     )
+    add_json(parser)
     parser.set_defaults(run=main)
 
 
@@ -77,8 +79,29 @@ def main(args: argparse.Namespace) -> int:
     found = products(config, model, recipe)
     judged = [judge(one, config, recipe, device) for one in found]
     rest = others(config, model)
-    print(*_basis(config, recipe, device), *table(judged, rest), *_notes(judged, config, rest), sep="\n")
-    return 0
+    return put(
+        args,
+        lambda: _document(judged, rest, device),
+        lambda: print(*_basis(config, recipe, device), *table(judged, rest), *_notes(judged, config, rest), sep="\n"),
+    )
+
+
+def _document(judged: Sequence[Product], rest: float, device: str) -> dict[str, Any]:
+    """Return the advice for programs. flops: of a micro-batch's forward pass on a rank. gain: null if not in FP8."""
+    products = [
+        {
+            "weight": one.name,
+            "shape": list(astuple(one.shape)),
+            "count": one.count,
+            "flops": one.flops,
+            "gain": None if one.wide else one.gain,
+            "verdict": verdict(one),
+            "why_wide": one.wide,
+        }
+        for one in judged
+    ]
+    basis = f"timed on {device}" if device else SOURCE
+    return {"basis": basis, "products": products, "never_in_fp8_flops": rest, "speedup": speedup(judged, rest)}
 
 
 def products(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[Product]:

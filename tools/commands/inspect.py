@@ -4,7 +4,10 @@ digests.
 
 import argparse
 import hashlib
+import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from textwrap import fill
@@ -16,7 +19,7 @@ from torch import Tensor
 from megaprec.checkpoint.digests import raw
 from megaprec.checkpoint.reader import Store
 from tools.console.progress_bar import moving
-from tools.console.tables import table_console
+from tools.console.tables import add_json, put, table_console
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, open_intact
 
@@ -36,22 +39,55 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="vocabulary size without padding, if a Megatron folder does not state it",
     )
+    add_json(parser)
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec inspect`."""
     source = open_intact(args.path, args.vocab)
-    print(describe(source))
-    if source.kind == "megaprec":
-        print(_checked(Store(source.path)))
+    if not args.json:
+        print(describe(source))
+        if source.kind == "megaprec":
+            print(_checked(Store(source.path)))
     with moving(f"reading {source.path}", sum(_nbytes(source, key) for key in source.shapes)) as report:
-        table, wholes = _digests(source, report)
-    if args.tensors:
+        found, wholes = _digests(source, report)
+    return put(args, lambda: _document(source, found, wholes), lambda: _show(found if args.tensors else [], wholes))
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    tensor: str
+    shape: list[int]
+    dtype: str
+    sha256: str
+
+
+def _show(found: Sequence[_Tensor], wholes: Mapping[str, str]) -> None:
+    if found:
+        table = Table("tensor", "shape", "dtype", "SHA-256")
+        for one in found:
+            table.add_row(one.tensor, str(one.shape), one.dtype, one.sha256)
         table_console().print(table)
     for kind, whole in wholes.items():
         print(f"digest     {whole}  ({kind}: SHA-256)")
-    return 0
+
+
+def _document(source: Source, found: Sequence[_Tensor], wholes: Mapping[str, str]) -> dict[str, Any]:
+    facts = source.facts
+    return {
+        "folder": str(source.path),
+        "format": FORMATS[source.kind].name,
+        "model": json.loads(source.model.model_dump_json()),
+        "progress": facts.progress,
+        "layout": facts.layout,
+        "precision": facts.precision,
+        "scaler": facts.scaler,
+        "notes": list(facts.notes),
+        "tokenizer": [file.name for file in source.tokenizer],
+        "digests": wholes,
+        "tensors": [asdict(one) for one in found],
+    }
 
 
 def describe(source: Source) -> str:
@@ -88,19 +124,16 @@ def _checked(store: Store) -> str:
     return f"files      {len(store.digests) + 1}, with the bytes that were saved (SHA-256)"
 
 
-def _digests(source: Source, report: Any) -> tuple[Table, dict[str, str]]:
-    """Return a table with a row per tensor, and the digest of each kind of tensors, equal for equal models in any
-    format.
-    """
-    table = Table("tensor", "shape", "dtype", "SHA-256")
-    found = {}
+def _digests(source: Source, report: Any) -> tuple[list[_Tensor], dict[str, str]]:
+    """Return all tensors, and the digest of each kind of tensors, equal for equal models in any format."""
+    tensors, found = list[_Tensor](), dict[str, str]()
     for key in source.shapes:
         values = source.read(key)
         found[key] = _digest(values)
-        table.add_row(key, str(list(values.shape)), str(values.dtype).removeprefix("torch."), found[key])
+        tensors.append(_Tensor(key, list(values.shape), str(values.dtype).removeprefix("torch."), found[key]))
         report(values.nbytes, f"reading {key}")
     wholes = {kind: "".join(f"{key} {found[key]}\n" for key in sorted(source.keys(kind))) for kind in source.kinds}
-    return table, {kind: hashlib.sha256(lines.encode()).hexdigest() for kind, lines in sorted(wholes.items())[::-1]}
+    return tensors, {kind: hashlib.sha256(lines.encode()).hexdigest() for kind, lines in sorted(wholes.items())[::-1]}
 
 
 def _digest(values: Tensor) -> str:

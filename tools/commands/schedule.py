@@ -7,6 +7,7 @@ that would hang or leave something out is drawn up to the instruction where it g
 
 import argparse
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from parallel.pipeline.simulation import Refused, Span, bubble, idle, in_flight,
 from parallel.pipeline.verify import check
 from tools.config.checks import plan_equal, read_schedule
 from tools.config.run_file import RunConfig, load_run
+from tools.console.tables import add_json, put
 from tools.plots.perfetto import TIMELINE, read_trace, write_trace
 from tools.plots.timeline import Panel, as_text, draw
 from tools.training.notes import add_strict, tell_notes
@@ -95,6 +97,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help=f"file to write; its suffix decides the form: {FORMS}",
     )
+    add_json(parser)
     add_strict(parser)
     parser.set_defaults(run=main)
 
@@ -113,14 +116,40 @@ def main(args: argparse.Namespace) -> int:
         for path in (p for p in args.output if p.suffix in (".svg", ".png")):
             panel = Panel("what would run", refusal.spans, len(case.schedule.programs), "forwards", marks=refusal.marks)
             draw(f"{case.name} cannot run", refusal.problems[:1], [panel]).save(path)
-            print(f"drawn      {path}")
+            print(f"drawn      {path}", file=sys.stderr if args.json else sys.stdout)
         raise
     predicted = simulate(case.schedule, case.cost)
-    print("\n".join(_report(case, predicted)))
+    put(args, lambda: _document(case, predicted), lambda: print("\n".join(_report(case, predicted))))
     for path in args.output:
         _write(case, predicted, path)
-        print(f"written    {path}")
+        if not args.json:
+            print(f"written    {path}")
     return 0
+
+
+def _document(case: _Case, predicted: Sequence[Span]) -> dict[str, Any]:
+    """Return the report for programs: the step, and each rank. Times are in `unit`, memory in bytes."""
+    peaks = peak(case.schedule, case.growth, case.within, case.message) if case.growth else []
+    waits, holds = idle(predicted), in_flight(case.schedule)
+    ranks = [
+        {
+            "rank": rank,
+            "stages": [stage for stage, home in enumerate(case.schedule.rank_of_stage) if home == rank],
+            "waits": waits[rank],
+            "holds": holds[rank],
+            "peak_activations": peaks[rank] if peaks else None,
+        }
+        for rank in range(len(case.schedule.programs))
+    ]
+    return {
+        "schedule": case.kind or case.name,
+        "microbatches": case.schedule.microbatches,
+        "bubble": bubble(predicted),
+        "step": Panel("", predicted, len(ranks)).length,
+        "unit": case.unit,
+        "ranks": ranks,
+        "measured_bubble": bubble(case.measured) if case.measured else None,
+    }
 
 
 def _of_file(args: argparse.Namespace) -> _Case:
@@ -203,7 +232,7 @@ def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None)
         return spans
     if asked_for:
         raise UserError(f"--measured {path}: it was recorded with another schedule")
-    print(f"left out   {path}, which was recorded with another schedule")
+    print(f"left out   {path}, which was recorded with another schedule", file=sys.stderr)
     return ()
 
 

@@ -36,6 +36,7 @@ from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
 from tools.convert.train_state import newest
 from tools.journal.records import EVENTS, METRICS
+from tools.journal.trackers import require_trackers
 from tools.plots.run_plots import plot_run
 from tools.plots.shadow_plot import plot_shadow
 from tools.training.allocator import keep_freed_memory
@@ -121,7 +122,7 @@ def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         check_resumable(config, allowed=allowed)
 
     checks = (_device, _check_machine, _check_native, check_fp8, _check_folders, check_sources, resumable)
-    check_all(config, *checks, _check_initial)
+    check_all(config, *checks, _check_initial, lambda config: require_trackers(config.log.to))
     corpus = open_corpus(config, allowed)
     check_resumable(config, corpus, allowed)
     return corpus
@@ -211,7 +212,7 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
         if first:
             release_spares(store, range(config.world_size, ranks))
     if first:
-        print_outcome(config, _plots(Path(config.train.folder)) if config.log.plot else [])
+        print_outcome(config, _plots(config) if config.log.plot else [])
         if export:
             write_model(open_intact(Path(config.train.folder)), "hf", export)
     return 0
@@ -227,12 +228,14 @@ def _begin(
     return named
 
 
-def _plots(folder: Path) -> list[Path]:
+def _plots(config: RunConfig) -> list[Path]:
+    folder = Path(config.train.folder)
     try:
-        return [plot for plot in (plot_run(folder), plot_shadow(folder)) if plot is not None]
+        made = plot_run(folder, config.log.plot_over), plot_shadow(folder, config.fp8)
     except OSError as error:
         print(f"warning    no plot: {file_error(error)}", file=sys.stderr, flush=True)
         return []
+    return [plot for plot in made if plot is not None]
 
 
 def _device(config: RunConfig) -> str:

@@ -68,6 +68,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "checkpoint.keep": ("save_total_limit",),
     "checkpoint.resume": ("load", "resume_from_checkpoint"),
     "log.every": ("log_interval", "logging_steps"),
+    "log.to": ("tensorboard", "tensorboard_dir", "wandb", "wandb_project", "report_to", "loggers"),
 }
 """Our keys, and the words for them elsewhere."""
 

@@ -145,6 +145,19 @@ def take_plan_only(given: dict[str, Given]) -> tuple[tuple[str, ...], list[str]]
     return tuple(notes), problems
 
 
+def take_renamed(given: dict[str, Given]) -> tuple[str, ...]:
+    """Replace log.tensorboard, which runs of earlier versions have saved, by log.to in `given`. Returns notes."""
+    entry = given.get("log.tensorboard")
+    if entry is None or not isinstance(entry.value, bool):
+        return ()
+    del given["log.tensorboard"]
+    said = f"log.tensorboard = {toml(entry.value)} ({entry.origin})"
+    if "log.to" in given:
+        return (f"{said}: this key has no effect beside log.to; remove it",)
+    given["log.to"] = Given(["tensorboard"] if entry.value else [], entry.origin)
+    return (f"{said}: read as log.to = {toml(given['log.to'].value)}, which names all trackers; write that instead",)
+
+
 def resolve_dialect(given: dict[str, Given], known: frozenset[str] | None) -> tuple[tuple[str, ...], list[str]]:
     """Replace the tables of a dialect in `given` by native keys.
 

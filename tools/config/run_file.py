@@ -30,7 +30,7 @@ from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Schedule
 from tools.config.checks import cross_problems, lr_schedule, pipeline_schedule, sized
 from tools.config.key_suggestions import unknown
-from tools.config.native_keys import plan_of, resolve_dialect, take_plan_only, with_origins
+from tools.config.native_keys import plan_of, resolve_dialect, take_plan_only, take_renamed, with_origins
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
 from tools.config.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Train
 from tools.config.wrong_values import explained, too_large
@@ -171,6 +171,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     given, problems = given_in(path, overrides)
     if large := [*too_large(given)]:
         raise UserError(*problems, *large)
+    renamed = take_renamed(given)
     notes, wrong = _resolved(given, known_keys())
     problems += wrong
     problems += unknown({key: entry for key, entry in given.items() if key not in PLAN_ONLY}, _known())
@@ -184,7 +185,7 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     if problems:
         raise UserError(*problems)
     config = RunConfig.model_validate(tables)
-    config._origins, config._notes = _origins(given), notes
+    config._origins, config._notes = _origins(given), (*renamed, *notes)
     return config
 
 

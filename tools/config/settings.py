@@ -330,11 +330,17 @@ class Checkpoint(Table):
 
 
 class Log(Table):
-    """Output of a run: log lines, TensorBoard, plots, timeline, sample text."""
+    """Output of a run: log lines, trackers, plots, timeline, sample text."""
 
     every: int = Field(default=1, gt=0, description="Number of steps between log lines.")
-    tensorboard: bool = Field(default=True, description="Write TensorBoard event files, if tensorboard is installed.")
-    plot: bool = Field(default=True, description="Plot loss, gradient norm and loss scale at the end of the run.")
+    to: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(),
+        strict=False,
+        description='Trackers that receive the numbers of every step, of ["tensorboard", "wandb", '
+        '"my_tracker.py:function"]; empty: metrics.jsonl alone.',
+    )
+    plot: bool = Field(default=True, description="Draw training.png at the end of the run.")
+    plot_over: Literal["steps", "tokens"] = Field(default="steps", description="Horizontal axis of training.png.")
     timeline: int = Field(
         default=0,
         ge=0,

@@ -50,8 +50,14 @@ class Steps:
         room = BarColumn(bar_width=None, table_column=Column(ratio=1))  # takes the width that the words leave
         columns = (TextColumn("step {task.completed}/{task.total}"), room, TextColumn("{task.fields[said]}"))
         self._bar = Progress(*columns, console=Console(), expand=True)
+        self._total = total
         self._task = self._bar.add_task("", total=total, completed=done, said="")
         self._bar.start()
+
+    @property
+    def room(self) -> int:
+        """The columns for words, beside a bar of a few columns."""
+        return self._bar.console.width - len(f"step {self._total}/{self._total}") - 6
 
     def update(self, step: int, said: str) -> None:
         self._bar.update(self._task, completed=step, said=said)

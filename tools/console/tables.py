@@ -1,6 +1,12 @@
-"""Tables as wide as the terminal, or as wide as their contents in a pipe or a file."""
+"""Tables as wide as the terminal, or as wide as their contents in a pipe or a file; or one JSON document instead."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
+
+from megaprec.optim.step_report import to_json
 
 UNBOUNDED = 1000  # columns
 
@@ -9,3 +15,20 @@ def table_console() -> Console:
     """Return a console on stdout for tables and lines."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, UNBOUNDED))
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` to a command that prints a table."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document in place of tables and lines")
+
+
+def put(args: argparse.Namespace, document: Callable[[], dict[str, Any]], show: Callable[[], object]) -> int:
+    """Print `document` as the only line on stdout if `--json` is given, otherwise call `show`. Returns exit code 0.
+
+    Numbers that are not finite become the strings "inf", "-inf" and "nan", as in metrics.jsonl.
+    """
+    if args.json:
+        print(to_json(document()))
+    else:
+        show()
+    return 0

@@ -1,28 +1,22 @@
-"""The records of a run: metrics.jsonl, events.jsonl, TensorBoard events and log lines. Rank 0 alone writes them."""
+"""The records of a run: metrics.jsonl, events.jsonl, log lines and trackers. Rank 0 alone writes them."""
 
 import math
 import sys
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megaprec.data.files import write_whole
-from megaprec.durable import file_error
 from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
 from tools.journal.lines import Lines
 from tools.journal.records import EVENTS, LASTING, METRICS, lost_steps, odd_lines, read_lines
+from tools.journal.trackers import Feed
 
 PACE = 20  # number of newest steps whose mean time the ETA is estimated from
-
-
-class Scalars(Protocol):
-    """The part of TensorBoard's writer that is used here."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class Journal(AbstractContextManager["Journal"]):
@@ -32,30 +26,34 @@ class Journal(AbstractContextManager["Journal"]):
     With start = 0 in the folder of a run that left no checkpoint, that run's records are kept as metrics.jsonl.old.
     """
 
-    def __init__(self, folder: Path, start: int, total: int, every: int, progress: bool, tensorboard: bool) -> None:
+    def __init__(
+        self, folder: Path, start: int, total: int, every: int, progress: bool, trackers: Sequence[Feed] = ()
+    ) -> None:
         if start == 0:
             _put_aside(folder / METRICS, folder / EVENTS)
         self._metrics, self._events = (_reopen(folder / name, start) for name in (METRICS, EVENTS))
         if note := lost_steps(folder / METRICS, start):
             print(f"note       {note}")
-        self._scalars = _tensorboard(folder / "tensorboard", start) if tensorboard else None
+        self._trackers, self._newest = trackers, start
         self._total, self._every = total, every
         self._pace: deque[float] = deque(maxlen=PACE)
         self._bar = Steps(start, total) if progress and sys.stdout.isatty() else None
 
     def __exit__(self, *error: object) -> None:
         with ExitStack() as closing:  # whatever fails, the others are closed
+            for tracker in self._trackers:
+                closing.callback(tracker.finish, self._newest == self._total)
             if self._bar:
                 closing.callback(self._bar.stop)
             closing.callback(self._metrics.close)
             closing.callback(self._events.close)
-            if self._scalars:
-                closing.callback(self._scalars.close)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the record of a step. record: the fields of metrics.jsonl."""
         self._metrics.write(to_json(record))
-        self._scalars = _added(self._scalars, record)
+        self._newest = record["step"]
+        for tracker in self._trackers:
+            tracker.log(record)
         self._pace.append(record["seconds"])
         self._show(record, (self._total - record["step"]) * sum(self._pace) / len(self._pace))
 
@@ -68,6 +66,8 @@ class Journal(AbstractContextManager["Journal"]):
         step, events = record["step"], _events(record)
         said = f"{_numbers(record)}  ETA {_clock(eta)}"
         if self._bar:
+            if len(said) > self._bar.room:
+                said = said.replace(f"{_rate(record)}  ", "")
             self._bar.update(step, said)
             if events:
                 self._bar.say(f"step {step}/{self._total}  {'  '.join(events)}")
@@ -119,11 +119,16 @@ def _stays(record: dict[str, Any], start: int) -> bool:
 def _numbers(record: dict[str, Any]) -> str:
     words = (
         f"loss {record['loss']:.4f}",
+        _rate(record),
         f"grad norm {record['grad_norm']:.3g}",
         f"scale {_scale(record['loss_scale'])}",
         f"{record['tokens_per_s']:,.0f} tokens/s",
     )
     return "  ".join(words)
+
+
+def _rate(record: dict[str, Any]) -> str:
+    return f"lr {record['lr']:.3g}"
 
 
 def _events(record: dict[str, Any]) -> list[str]:
@@ -151,26 +156,3 @@ def _scale(scale: float) -> str:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
-
-
-def _added(scalars: Scalars | None, record: dict[str, Any]) -> Scalars | None:
-    """Add the numbers of a record. Return the writer, None with a warning if its disk fails."""
-    if scalars is None:
-        return None
-    try:
-        for name, value in record.items():
-            if isinstance(value, int | float) and name != "step":
-                scalars.add_scalar(name, value, record["step"])
-    except OSError as error:
-        print(f"warning    no more TensorBoard events: {file_error(error)}", file=sys.stderr, flush=True)
-        return None
-    return scalars
-
-
-def _tensorboard(folder: Path, start: int) -> Scalars | None:
-    """Return a writer if TensorBoard is installed. It hides events after `start` of an earlier, longer run."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional, and slow to import
-    except ImportError:
-        return None
-    return SummaryWriter(str(folder), purge_step=start + 1)

@@ -22,6 +22,8 @@ NEEDED = {  # kind of event, "" for the record of a step -> required keys
     "fp8_shadow": {"loss_gap", "alarms", "cosines", "saturated", "underflowed"},
     "restart": {"ranks", "why", "left"},
     "straggler": {"rank", "slow", "factor", "said"},
+    "resume": {"checkpoint", "changed", "notes", "lr_before", "lr_next"},
+    "end": {"complete", "why", "peak_memory"},
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},
 }
 LASTING = ("silent_fault",)  # kinds of events that are kept although their steps are taken again

@@ -1,16 +1,19 @@
-"""The plot of a run: loss, gradient norm and loss scale over steps, with skipped steps marked."""
+"""The picture training.png: loss, gradient norm, learning rate, speed and loss scale (`tools.plots.panels`)."""
 
-import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.journal.records import read_metrics
+from tools.journal.records import read_events, read_metrics
+from tools.plots.panels import Over, Panel, Pictures, pictures, short
 
 PLOT = "training.png"
-BLUE, ORANGE, RED = "#1f5fa8", "#e07b00", "#d62728"
+BLUE, ORANGE, RED, GREY = "#1f5fa8", "#e07b00", "#d62728", "#8a8f98"
+OTHERS = (ORANGE, "#2a9d55", "#8250c4", "#7a5230")  # lines beside the main one
+PAIRED = 2  # panels beside each other, below that of the loss
 
 
-def plot_run(folder: Path) -> Path | None:
+def plot_run(folder: Path, over: Over = "steps") -> Path | None:
     """Plot folder/metrics.jsonl to folder/training.png and return its path; None without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
@@ -18,53 +21,77 @@ def plot_run(folder: Path) -> Path | None:
     except ImportError:
         return None
     records = read_metrics(folder)
-    figure = Figure(figsize=(9, 7.5), layout="constrained")
+    shown = pictures(records, over, [event["step"] for event in read_events(folder, "resume")])
+    rows = -(-(len(shown.panels) - 1) // PAIRED)
+    figure = Figure(figsize=(11, 4.4 + 2.1 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    loss, norm, scale = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
-    _draw_loss(loss, records)
-    _draw_norm(norm, records)
-    _draw_scale(scale, records)
-    for axes in (loss, norm, scale):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(_title(folder, records))
+    grid = figure.add_gridspec(1 + rows, PAIRED, height_ratios=(1.9, *[1] * rows))
+    for number, panel in enumerate(shown.panels):
+        below = number - 1
+        axes = figure.add_subplot(grid[0, :] if number == 0 else grid[1 + below // PAIRED, below % PAIRED])
+        draw_panel(axes, panel, shown.resumed, legend=number == 0)
+        if number == 0 or number >= len(shown.panels) - PAIRED:
+            axes.set_xlabel(shown.x_label)
+        if number == 0 and shown.tokens:
+            _add_tokens(axes, shown)
+    skipped = sum(record["outcome"] != "applied" for record in records)
+    title = [f"{folder.resolve().name}: {len(records):,} steps, {skipped:,} skipped", *shown.remarks]
+    figure.suptitle("; ".join(title), parse_math=False, fontsize=12)
     figure.savefig(folder / PLOT, dpi=110)
     return folder / PLOT
 
 
-def _title(folder: Path, records: list[dict[str, Any]]) -> str:
-    skipped = sum(record["outcome"] != "applied" for record in records)
-    return f"{folder.resolve().name}: {len(records)} steps, {skipped} skipped"
+def draw_panel(axes: Any, panel: Panel, resumed: Sequence[float], legend: bool) -> None:
+    """Draw a panel, with its title and, if wanted, its legend above the curves."""
+    others = iter(OTHERS * len(panel.lines))
+    for line in panel.lines:
+        look: dict[str, Any] = {"color": BLUE, "linewidth": 1.5}
+        if line.look == "raw":
+            look |= {"alpha": 0.3, "linewidth": 0.9}
+        elif line.look == "other":
+            look |= {"color": next(others), "marker": "o", "markersize": 4.5}
+        steps = {"drawstyle": "steps-mid"} if panel.stepped else {}
+        axes.plot(line.x, line.y, label=line.label, **look, **steps)
+    for at in resumed:
+        axes.axvline(at, color=GREY, linewidth=0.9, linestyle=":", label="resumed" if at == resumed[0] else None)
+    if panel.base:
+        axes.set_yscale("log", base=panel.base)
+    elif panel.from_zero:
+        axes.set_ylim(bottom=0)
+    mark_skipped(axes, panel.skipped, RED)
+    axes.set_title(panel.title, loc="left", fontsize=10)
+    if legend and len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=5, fontsize=8, borderaxespad=0.2,
+            columnspacing=1.2, handlelength=1.4,
+        )  # fmt: skip
+    plain(axes)
 
 
-def _draw_loss(axes: Any, records: list[dict[str, Any]]) -> None:
-    axes.plot(*finite_points(records, "loss"), label="training", color=BLUE, linewidth=1.3)
-    evaluated = [record for record in records if "eval_loss" in record]
-    if evaluated:
-        axes.plot(*finite_points(evaluated, "eval_loss"), label="held-out", color=ORANGE, marker="o", markersize=5)
-    axes.set_ylabel("loss")
-    axes.legend(loc="upper right", frameon=False)
+def mark_skipped(axes: Any, at: Sequence[float], color: str, height: float = 0.0) -> None:
+    """Mark skipped steps by crosses on the horizontal axis, or `height` of the panel's height above it."""
+    look = {"color": color, "markersize": 5, "clip_on": False, "zorder": 5}
+    if at:  # an empty line without clipping breaks the layout
+        axes.plot(at, [height] * len(at), "x", transform=axes.get_xaxis_transform(), label="skipped step", **look)
 
 
-def _draw_norm(axes: Any, records: list[dict[str, Any]]) -> None:
-    axes.plot(*finite_points(records, "grad_norm"), color=BLUE, linewidth=1.3)
-    axes.set_ylabel("gradient norm\nbefore clipping")
-    axes.set_ylim(bottom=0)
+def plain(axes: Any) -> None:
+    """Give the axes a faint grid, no frame and numbers without a common factor."""
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_xscale() == "linear":
+        axes.xaxis.set_major_formatter(lambda value, _: short(value) if value >= 1e5 else f"{value:,.6g}")
+    if axes.get_yscale() == "linear":
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 
 
-def _draw_scale(axes: Any, records: list[dict[str, Any]]) -> None:
-    axes.step(*finite_points(records, "loss_scale"), where="mid", color=BLUE, linewidth=1.3)
-    skipped = [record for record in records if record["outcome"] != "applied"]
-    if skipped:
-        steps, scales = finite_points(skipped, "loss_scale")
-        axes.plot(steps, scales, "x", color=RED, markersize=6, label="skipped step: overflow")
-        axes.legend(loc="upper right", frameon=False)
-    axes.set_yscale("log", base=2)
-    axes.set_ylabel("loss scale")
-    axes.set_xlabel("step")
-
-
-def finite_points(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Return steps and values; a value that is not finite leaves a gap in the line."""
-    values = [record[key] if math.isfinite(record[key]) else math.nan for record in records]
-    return [record["step"] for record in records], values
+def _add_tokens(axes: Any, shown: Pictures) -> None:
+    """Name the tokens seen at some of the axis' ticks."""
+    low, high = axes.get_xlim()
+    named = {at: tokens for at, tokens in shown.tokens if low <= at <= high}
+    axes.set_xlim(low, high)
+    ticks = [tick for tick in axes.get_xticks() if tick in named]
+    axes.set_xticks(ticks or axes.get_xticks())
+    if ticks:
+        axes.set_xticklabels([f"{tick:,.0f}\n{short(named[tick])}" for tick in ticks])
+        axes.set_xlabel("step, and tokens seen")

@@ -9,11 +9,13 @@ from typing import Any
 from models.fp8_shadow import Shadow
 from tools.config.precision_settings import FP8
 from tools.journal.records import read_events
-from tools.plots.run_plots import BLUE, ORANGE, RED
+from tools.plots.run_plots import BLUE, GREY, ORANGE, RED, plain
 
 SHADOW = "fp8_shadow"
 PICTURE = "fp8-shadow.png"
-GREEN, GREY = "#2a8f3a", "#8a8f98"
+GREEN = "#2a8f3a"
+NEAR = 4.0  # limits of alarms are drawn if the axis then is at most this many times as long
+NAMED = 6  # layers that the legend names at most
 ROLES = {"input": BLUE, "weight": GREEN, "gradient": ORANGE}
 
 
@@ -56,9 +58,10 @@ def alarms(shadow: Shadow, fp8: FP8) -> list[str]:
     return said
 
 
-def plot_shadow(folder: Path) -> Path | None:
-    """Plot the comparisons in `folder` to fp8-shadow.png and return its path; None without comparisons or
-    matplotlib.
+def plot_shadow(folder: Path, fp8: FP8) -> Path | None:
+    """Plot the comparisons in `folder`, with the limits of alarms, to fp8-shadow.png and return its path.
+
+    None without comparisons or matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
@@ -68,15 +71,14 @@ def plot_shadow(folder: Path) -> Path | None:
     events = read_events(folder, SHADOW)
     if not events:
         return None
-    figure = Figure(figsize=(9, 8.5), layout="constrained")
+    figure = Figure(figsize=(11, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
     gap, cosines, lost = figure.subplots(3, 1, sharex=True, height_ratios=(1, 1.4, 1.2))
-    _draw_gap(gap, events)
-    _draw_cosines(cosines, events)
+    _draw_gap(gap, events, fp8.shadow_loss_gap)
+    _draw_cosines(cosines, events, fp8.shadow_cosine)
     _draw_lost(lost, events)
     for axes in (gap, cosines, lost):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain(axes)
     alarmed = sum(bool(event["alarms"]) for event in events)
     figure.suptitle(f"{folder.resolve().name}: FP8 against no FP8 in {len(events)} micro-batches, {alarmed} alarms")
     figure.savefig(folder / PICTURE, dpi=110)
@@ -87,31 +89,62 @@ def _steps(events: list[dict[str, Any]]) -> list[int]:
     return [event["step"] for event in events]
 
 
-def _draw_gap(axes: Any, events: list[dict[str, Any]]) -> None:
+def _draw_gap(axes: Any, events: list[dict[str, Any]], limit: float) -> None:
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.plot(_steps(events), [_finite(event["loss_gap"]) * 100 for event in events], color=BLUE, marker=".")
+    _draw_limit(axes, 100 * limit, -100 * limit, f"±{100 * limit:g} %")
     alarmed = [event for event in events if event["alarms"]]
-    axes.plot(
-        _steps(alarmed), [_finite(e["loss_gap"]) * 100 for e in alarmed], "x", color=RED, label="alarm", markersize=8
-    )
     if alarmed:
-        axes.legend(loc="upper right", frameon=False)
-    axes.set_ylabel("loss gap, %")
+        gaps = [_finite(e["loss_gap"]) * 100 for e in alarmed]
+        axes.plot(_steps(alarmed), gaps, "x", color=RED, label="alarm", markersize=8)
+    _add_title(axes, "loss gap, %")
 
 
-def _draw_cosines(axes: Any, events: list[dict[str, Any]]) -> None:
-    """Plot a line per layer: the lowest cosine of its weights."""
-    layers = defaultdict[int, list[float]](list)
-    for event in events:
-        for layer, cosine in _worst_of_layers(event).items():
-            layers[layer].append(cosine)
-    ends = {min(layers), max(layers)} if layers else set()
-    for layer, values in sorted(layers.items()):
+def _draw_limit(axes: Any, high: float, low: float, said: str) -> None:
+    """Shade the band of values without an alarm, or name its limits if they are too far away to be shown."""
+    bottom, top = axes.get_ylim()
+    shown = [value for value in (low, high) if math.isfinite(value)]
+    if max(top, *shown) - min(bottom, *shown) > NEAR * (top - bottom):
+        axes.plot([], [], color="none", label=f"alarms begin at {said}, outside of this picture")
+        return
+    inside = [value if math.isfinite(value) else top for value in (low, high)]
+    axes.axhspan(*inside, color=GREEN, alpha=0.08, linewidth=0)
+    for number, value in enumerate(shown):
+        label = None if number else f"limit of alarms: {said}"
+        axes.axhline(value, color=RED, linewidth=1, linestyle="--", label=label)
+
+
+def _draw_cosines(axes: Any, events: list[dict[str, Any]], limit: float) -> None:
+    """Plot a line per layer, the lowest cosine of its weights, and name the layer that is lowest of all."""
+    worst = [_worst_of_layers(event) for event in events]
+    layers = sorted({layer for found in worst for layer in found})
+    every = -(-(len(layers) - 1) // (NAMED - 1)) or 1
+    for layer in layers:
         share = layer / max(1, *layers)
         color = 0.12 + 0.76 * share, 0.37 + 0.1 * share, 0.66 - 0.66 * share
-        axes.plot(_steps(events), values, color=color, label=f"layer {layer}" if layer in ends else None)
-    axes.set_ylabel("lowest cosine of a layer's\nweight gradients")
-    axes.legend(loc="lower right", frameon=False, fontsize=8)
+        label = f"layer {layer}" if layer % every == 0 or layer == layers[-1] else None
+        axes.plot(_steps(events), [found.get(layer, math.nan) for found in worst], color=color, label=label)
+    lowest = [
+        (cosine, event["step"], layer)
+        for event, found in zip(events, worst, strict=True)
+        for layer, cosine in found.items()
+        if not math.isnan(cosine)
+    ]
+    if lowest:
+        cosine, step, layer = min(lowest)
+        axes.annotate(f"layer {layer}: {cosine:.3f}", (step, cosine), (8, -3), textcoords="offset points", fontsize=8)
+    _draw_limit(axes, math.inf, limit, f"{limit:g}")
+    _add_title(axes, "lowest cosine of a layer's gradients")
+
+
+def _add_title(axes: Any, title: str) -> None:
+    """Add the title above the panel on the left, and on the right a legend, which never lies over a curve."""
+    axes.set_title(title, loc="left", fontsize=10)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1, 1), frameon=False, ncols=10, fontsize=7.5, borderaxespad=0.2,
+            columnspacing=0.9, handlelength=1.1, handletextpad=0.4,
+        )  # fmt: skip
 
 
 def _worst_of_layers(event: dict[str, Any]) -> dict[int, float]:
@@ -123,16 +156,16 @@ def _worst_of_layers(event: dict[str, Any]) -> dict[int, float]:
 
 
 def _draw_lost(axes: Any, events: list[dict[str, Any]]) -> None:
-    """Plot, by role, the saturated and underflowed ratios of the worst product."""
+    """Plot, by role, the saturated and underflowed ratios of the worst product, as far as there are any."""
     for kind, style in (("saturated", "-"), ("underflowed", ":")):
         for role, color in ROLES.items():
             worst = [100 * _largest(event[kind], f".{role}") for event in events]
-            axes.plot(_steps(events), worst, style, color=color, label=f"{role}s {kind}", linewidth=1.2)
+            if any(worst):
+                axes.plot(_steps(events), worst, style, color=color, label=f"{role}s {kind}", linewidth=1.2)
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("numbers lost in the\nworst product, %")
     axes.set_xlabel("step")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, ncols=3, fontsize=8)
+    _add_title(axes, "numbers lost in the worst product, %")
 
 
 def _largest(parts: dict[str, float | str], ending: str) -> float:

@@ -6,6 +6,7 @@ says, except for keys that no number depends on.
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,6 +21,7 @@ from tools.config.run_file import FREE, RunConfig
 from tools.config.settings import LR, Train
 from tools.console.toml import toml
 from tools.convert.train_state import TrainState, kept
+from tools.journal.records import read_metrics
 
 MARK = " (not bit for bit)"
 JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
@@ -59,12 +61,10 @@ def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[
 def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
     """Yield a note if changed keys make the learning rate jump, with the ways out."""
     was = _keys(store)
-    before, after, taken = _schedule(was), config.lr_schedule, _taken(config, progress)
-    if before is None or not progress.applied or before == after:
+    last, rate = rates_around(store, config, progress)
+    if not progress.applied or _schedule(was) in (None, config.lr_schedule):
         return
-    unit = int(was["train.global_batch"]) if config.lr.unit == "samples" else 1
-    last, rate = before.at(taken - unit), after.at(taken)
-    if max(last, rate) <= JUMP * min(last, rate):
+    if last is None or max(last, rate) <= JUMP * min(last, rate):
         return
     yield (
         f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in step {progress.step + 1}"
@@ -72,6 +72,21 @@ def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[s
         f"old rate; train.init_from={store.path} with another train.folder and lr.warmup starts a new run with "
         'these weights; for runs that may be prolonged use lr.schedule = "constant" or "wsd" from the start'
     )
+
+
+def rates_around(store: Store, config: RunConfig, progress: TrainState) -> tuple[float | None, float]:
+    """Return the learning rates of the last step before a resume, None if it is not known, and of the next one.
+
+    The rate of the last step is the recorded one; without a record that of the last applied step.
+    """
+    was, taken = _keys(store), _taken(config, progress)
+    for record in reversed(read_metrics(Path(config.train.folder))):
+        if record["step"] == progress.step and isinstance(record.get("lr"), int | float):
+            return record["lr"], config.lr_schedule.at(taken)
+    before = _schedule(was)
+    unit = int(was["train.global_batch"]) if before is not None and config.lr.unit == "samples" else 1
+    last = before.at(taken - unit) if before is not None and progress.applied else None
+    return last, config.lr_schedule.at(taken)
 
 
 def _stretched(was: dict[str, str], config: RunConfig) -> str:

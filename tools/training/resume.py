@@ -5,6 +5,7 @@ then.
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
@@ -12,7 +13,7 @@ from models.config import ModelConfig
 from tools.config.checks import make_rule
 from tools.config.run_file import FREE, RunConfig
 from tools.convert.train_state import newest, read_model, read_progress, read_tokenizer, read_watch
-from tools.training.changed_keys import MARK, changed_keys, lr_jump
+from tools.training.changed_keys import MARK, changed_keys, lr_jump, rates_around
 from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW, Difference, other_sets, other_settings, read_identity
 from tools.training.launch import restarted
@@ -64,21 +65,42 @@ def differences(store: Store, config: RunConfig, corpus: Corpus | None = None) -
 
 def resume_lines(config: RunConfig, corpus: Corpus, checkpoint: Path) -> Iterator[str]:
     """Yield the lines that a resumed run prints: changed keys, warnings and notes."""
+    yield from (f"{word:11}{said}" for word, said in _remarks(config, corpus, Store(checkpoint)))
+
+
+def resume_event(config: RunConfig, corpus: Corpus, checkpoint: Path) -> dict[str, Any]:
+    """Return the record of a resume for events.jsonl: the same remarks, and the learning rates around it."""
     store = Store(checkpoint)
+    remarks, progress = [*_remarks(config, corpus, store)], read_progress(store)
+    before, after = rates_around(store, config, progress)
+    return {
+        "event": "resume",
+        "step": progress.step,
+        "checkpoint": str(checkpoint),
+        "ranks": config.world_size,
+        "changed": [said for word, said in remarks if word == "changed"],
+        "notes": [said for word, said in remarks if word == "note"],
+        "lr_before": before,
+        "lr_next": after,
+    }
+
+
+def _remarks(config: RunConfig, corpus: Corpus, store: Store) -> Iterator[tuple[str, str]]:
+    """Yield ("changed" or "note", text) of a resume; nothing if no step is left."""
     progress = read_progress(store)
     if progress.step >= config.train.steps:
         return
     if missing := [what for what, key in KEPT.items() if key not in store.index]:
         lacks = f"keeps no record of {' and '.join(missing)} that it was trained with"
-        yield f"note       {checkpoint} {lacks}, so what has changed is not known"
+        yield "note", f"{store.path} {lacks}, so what has changed is not known"
     if not store.digests:
         unchecked = "(an earlier version saved it), so nothing tells whether its files are what was saved"
-        yield f"note       {checkpoint} has no digests {unchecked}"
+        yield "note", f"{store.path} has no digests {unchecked}"
     told = [found.line for found in differences(store, config, corpus)]
     keys = [line for line in changed_keys(store, config, progress) if not any(same_key(line, other) for other in told)]
-    yield from (f"changed    {line}{MARK}" for line in told)
-    yield from (f"changed    {line}" for line in keys)
-    yield from (f"note       {line}" for line in lr_jump(store, config, progress))
+    yield from (("changed", f"{line}{MARK}") for line in told)
+    yield from (("changed", line) for line in keys)
+    yield from (("note", line) for line in lr_jump(store, config, progress))
 
 
 def same_key(line: str, other: str) -> bool:

@@ -5,7 +5,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from tools.plots.perfetto import TIMELINE, write_trace
 from tools.plots.shadow_plot import shadow_event, shadow_fields
 from tools.training.banner import print_marked, print_memory, print_start
 from tools.training.corpus import Corpus
+from tools.training.recording import recorded
 from tools.training.run_folder import RunFolder
 from tools.training.saves import Saves, beside_the_state, tokenizer_files
 from tools.training.signals import Stopped, listening
@@ -216,12 +217,11 @@ class Trainer:
             return f'precision.on_nonfinite = "raise", and {self._raised}'
         return self.monitor.advice() if self.monitor.hopeless else ""
 
-    def _journal(self) -> Journal | nullcontext[None]:
+    def _journal(self) -> AbstractContextManager[Journal | None]:
         """Return the journal, which rank 0 alone writes."""
-        train, log = self.config.train, self.config.log
         if self.rank:
             return nullcontext()
-        return Journal(Path(train.folder), self.progress.step, train.steps, log.every, log.progress, log.tensorboard)
+        return recorded(self.config, self.corpus, self.resumed, lambda: self.progress.step, self.engine.optimizer)
 
     def _timed_step(self) -> list[tuple[StepReport, TrainState, float]]:
         """Take the next step. Returns the steps whose outcome is now known, with the progress and seconds of each."""

@@ -1,0 +1,172 @@
+"""`megaprec report`: one page that needs nothing else, whatever the folder of the run holds."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.test_command import open_tags
+from tests.runs import train, write_run
+from tools import cli
+from tools.report.sections import SECTIONS
+
+EVIL = "</td><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)>&\"'"
+TAGS = {
+    "html", "head", "meta", "title", "style", "body", "h1", "h2", "nav", "a", "section", "dl", "div", "dt", "dd", "p",
+    "figure", "figcaption", "b", "span", "i", "svg", "path", "text", "table", "tr", "th", "td", "details", "summary",
+    "img", "br",
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The tags, attributes and text of a page. A closing tag in a style is not seen as one."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.text = set[str](), list[tuple[str, str, str]](), ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has skipped a step, was resumed with other keys and stopped before its end."""
+    file = write_run(tmp_path_factory.mktemp("report"))
+    scaled = ("precision.compute=fp16", "precision.initial_scale=65536.0", "precision.growth_interval=1")
+    assert train(file, "train.steps=6", "train.eval_every=2", *scaled) == 0
+    assert train(file, "train.steps=7", "lr.peak=1e-3", "train.eval_every=2", *scaled, "precision.max_scale=1e30") == 0
+    return file.parent / "run"
+
+
+def made(folder: Path, output: Path) -> str:
+    assert cli.main(["report", str(folder), "-o", str(output)]) == 0
+    return output.read_text(encoding="utf-8")
+
+
+def require_alone(html: str) -> Page:
+    """Asserts that the page runs nothing, asks for nothing and is well formed."""
+    page = Page(html)
+    assert open_tags(html) == []
+    assert page.tags <= TAGS
+    for tag, name, value in page.attributes:
+        assert not name.startswith("on") and name not in ("srcset", "action", "data"), (tag, name)
+        if name == "href":
+            assert re.fullmatch(r"#s\d+", value)
+        if name == "src":
+            assert value.startswith(("data:image/svg+xml;base64,", "data:image/png;base64,"))
+    assert ("meta", "content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in page.attributes
+    assert not re.search(
+        r"url\(|@import|http:|https:", re.sub(r"data:[^\"]*", "", html.replace(EVIL, "")).split("<body")[0]
+    )
+    return page
+
+
+def test_the_page_of_a_run_has_its_parts_in_order_and_needs_nothing_else(folder: Path, tmp_path: Path) -> None:
+    html = made(folder, tmp_path / "a.html")
+    page = require_alone(html)
+    titles = re.findall(r"<h2>(.*?)</h2>", html)
+    assert titles == [title for title, _ in SECTIONS if title in titles]
+    assert {"Summary", "Curves", "Changes on resume", "Speed", "Memory", "Evidence", "Configuration"} <= set(titles)
+    assert "lr.peak: 0.01 -> 0.001 (not bit for bit)" in page.text
+    assert "the learning rate jumps from 0.01 in step 6 to 0.001 in step 7" in page.text
+    assert "7 of 7" in page.text and "all steps are taken" in page.text
+    assert "megaprec parity RUN.toml" in page.text
+    assert re.search(r"peak of the process.*?MiB", page.text)
+    assert len(html) < 200_000
+
+
+def hostile(folder: Path, at: Path) -> Path:
+    """A run folder in which every text that can be chosen is an attack."""
+    run = at / "<img src=x onerror=alert(3)>"
+    run.mkdir(parents=True)
+    first = {"step": 1, "outcome": EVIL, "loss": 1.0, "grad_norm": 1.0, "loss_scale": 1.0, "overflow_in": EVIL}
+    lines = [first | {"eval_loss." + EVIL: 1.0, EVIL: EVIL, "sentinel": EVIL, "tokens": EVIL}, first | {"step": 2}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    offender = {"name": EVIL, "infs": EVIL, "nans": EVIL}
+    events: list[dict[str, Any]] = [
+        {"event": "overflow", "step": 1, "outcome": EVIL, "loss": 1, "loss_scale": 1.0, "first_sample": 0,
+         "num_samples": 1, "advice": EVIL, "offenders": [offender, EVIL]},
+        {"event": "overflow", "step": 1, "outcome": EVIL, "loss_scale": 2.0, "first_sample": 0, "num_samples": 1,
+         "advice": {EVIL: EVIL}, "offenders": EVIL},
+        {"event": "resume", "step": 1, "checkpoint": EVIL, "ranks": EVIL, "changed": [EVIL], "notes": EVIL,
+         "lr_before": EVIL, "lr_next": None},
+        {"event": "end", "step": 1, "complete": False, "why": EVIL, "peak_memory": 5, "held_memory": EVIL,
+         "memory_of": EVIL},
+        {"event": "end", "step": 1, "complete": EVIL, "why": [EVIL], "peak_memory": EVIL},
+        {"event": "restart", "step": 1, "ranks": EVIL, "why": EVIL, "left": EVIL},
+        {"event": "silent_fault", "step": 1, "checked_step": EVIL, "kind": EVIL, "what": EVIL, "ranks": EVIL,
+         "hosts": [EVIL], "certain": EVIL},
+        {"event": "fp8_shadow", "step": 1, "loss_gap": EVIL, "alarms": [EVIL], "cosines": EVIL, "saturated": EVIL,
+         "underflowed": EVIL},
+    ]  # fmt: skip
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    saved = (folder / "run.toml").read_text().splitlines()
+    extra = ["[log]", f"sample = {json.dumps(EVIL)}  # {EVIL}", f"{EVIL} = 1  # file {EVIL}"]
+    (run / "run.toml").write_text("\n".join([saved[0], *extra]))
+    (run / "parity.json").write_text(json.dumps({"layouts": [{"layout": EVIL, "precision": EVIL, "verdict": EVIL}]}))
+    (run / "timeline.json").write_text(EVIL)
+    (run / "fp8-shadow.png").write_text(EVIL)
+    return run
+
+
+def test_nothing_that_a_run_folder_holds_becomes_a_part_of_the_page(folder: Path, tmp_path: Path) -> None:
+    html = made(hostile(folder, tmp_path / "r"), tmp_path / "a.html")
+    page = require_alone(html)
+    assert page.text.count(EVIL) > 15
+    assert "<script" not in html and "<img src=x" not in html
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 5000, b"null", b"5", b"{}", b'{"layouts": [5]}'])
+def test_damaged_files_beside_the_records_end_nothing(content: bytes, folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(folder / "metrics.jsonl", run)
+    for name in ("events.jsonl", "run.toml", "parity.json", "timeline.json", "fp8-shadow.png"):
+        (run / name).write_bytes(content)
+    (run / "last_end").mkdir()
+    (run / "last_end" / "rank-00000.json").write_bytes(content)
+    require_alone(made(run, tmp_path / "a.html"))
+
+
+def test_what_cannot_be_reported_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for words, line in (
+        (["empty", "-o", str(tmp_path / "a.html")], "empty has no steps in metrics.jsonl: give the folder of a run"),
+        (["empty", "-o", "a.pdf"], "--output a.pdf: the page is written as .html"),
+        (["empty", "-o", str(tmp_path / "no" / "a.html")], f"there is no folder {tmp_path / 'no'}"),
+    ):
+        assert cli.main(["report", *words]) == 2
+        assert capsys.readouterr().err.strip().endswith(line)
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_on_a_narrow_screen_without_scrolling_sideways(folder: Path, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("chromium is not installed")
+    html = made(folder, tmp_path / "a.html")
+    script = (
+        "<script>document.body.style.width='390px';"
+        "document.title='wide '+document.body.scrollWidth+' figures '+document.querySelectorAll('svg path').length"
+        "</script></body>"
+    )
+    looked_at = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", html).replace("</body>", script)
+    (tmp_path / "b.html").write_text(looked_at, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [browser, *options, "--window-size=500,900", "--dump-dom", f"file://{tmp_path}/b.html"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r"<title>wide (\d+) figures (\d+)</title>", shown)
+    assert found is not None, shown[:500]
+    assert int(found[1]) <= 390 and int(found[2]) > 20

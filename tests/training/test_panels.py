@@ -1,0 +1,97 @@
+"""The pictures of a run show what there is to see, and say what they leave out."""
+
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.plots.panels import Over, mean_width, pictures, short, smoothed
+from tools.plots.run_plots import plot_run
+from tools.plots.svg_panels import MOST, to_svg
+
+
+def record(step: int, **more: Any) -> dict[str, Any]:
+    made = {"outcome": "applied", "loss": 5 - step / 100, "grad_norm": 1 + step % 3, "loss_scale": 1.0, "lr": step / 10}
+    return {"step": step, "tokens": 64 * step, "tokens_per_s": 100.0 + step, "seconds": 0.1, **made, **more}
+
+
+def titles(records: list[dict[str, Any]], over: Over = "steps") -> list[str]:
+    return [panel.title.partition(",")[0] for panel in pictures(records, over).panels]
+
+
+def test_a_quantity_without_values_or_without_change_is_a_remark_and_no_panel() -> None:
+    records = [record(step, lr=0.1) for step in range(1, 11)]
+    assert titles(records) == ["loss", "gradient norm before clipping", "speed"]
+    assert pictures(records).remarks == ["learning rate 0.1 throughout", "loss scale 1 throughout"]
+    skipped = [record(step, outcome="skipped_overflow", grad_norm=math.inf, loss=math.nan) for step in range(1, 5)]
+    assert titles(skipped) == ["learning rate", "speed"]
+    assert pictures(skipped).remarks[:2] == ["no finite loss", "no finite gradient norm before clipping"]
+
+
+def test_utilization_is_shown_where_it_is_known_in_place_of_flops() -> None:
+    flops = [record(step, tflops=400.0 + step) for step in range(1, 5)]
+    assert "model TFLOP/s a rank" in titles(flops)
+    both = [one | {"mfu": 0.4 + one["step"] / 100} for one in flops]
+    (panel,) = (panel for panel in pictures(both).panels if panel.title.startswith("model FLOPs"))
+    assert "model TFLOP/s a rank" not in titles(both)
+    assert list(panel.lines[-1].y) == pytest.approx([41, 42, 43, 44])
+
+
+def test_the_mean_is_that_of_its_neighbours_and_gaps_stay() -> None:
+    dice = random.Random(0)
+    y = [dice.gauss(0, 1) for _ in range(50)]
+    y[20] = math.nan
+    mean = smoothed(y, 7)
+    assert math.isnan(mean[20]) and mean[0] == y[0]
+    for at in (3, 10, 30, 46):
+        assert mean[at] == pytest.approx(sum(y[at - 3 : at + 4]) / 7)
+    assert mean[22] == pytest.approx(sum(v for v in y[19:26] if not math.isnan(v)) / 6)
+    assert mean[49] == pytest.approx(sum(y[46:]) / 4)
+    assert [mean_width(count) for count in (5, 39, 40, 300, 10**6)] == [1, 1, 3, 15, 201]
+
+
+def test_skipped_steps_resumes_and_evaluations_are_marked_over_steps_and_over_tokens() -> None:
+    records = [record(step) for step in range(1, 7)]
+    records[2] |= {"outcome": "skipped_overflow", "loss_scale": 8.0}
+    records[3] |= {"eval_loss": 4.0, "eval_loss.code": 3.0}
+    cases: list[tuple[Over, int]] = [("steps", 1), ("tokens", 64)]
+    for over, factor in cases:
+        shown = pictures(records, over, [2])
+        loss, *_, scale = shown.panels
+        assert loss.skipped == scale.skipped == [3 * factor]
+        assert shown.resumed == [2 * factor]
+        held_out = [(line.label, list(line.x), list(line.y)) for line in loss.lines if line.look == "other"]
+        assert held_out == [("held-out", [4 * factor], [4.0]), ("held-out code", [4 * factor], [3.0])]
+
+
+def test_an_svg_has_a_gap_where_a_value_is_not_finite_and_stays_small() -> None:
+    records = [record(step, grad_norm=math.inf if step == 3 else 1.0 + step) for step in range(1, 7)]
+    shown = pictures(records)
+    norm = next(panel for panel in shown.panels if panel.title.startswith("gradient"))
+    assert len(re.findall(r'class="main" d="(M[^M"]+)(M[^M"]+)"', to_svg(norm, shown))) == 1
+    long = pictures([record(step) for step in range(1, 20_001)])
+    assert max(len(to_svg(panel, long)) for panel in long.panels) < 2 * MOST * 2 * 16 + 4000
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_the_shortest_runs_have_a_picture_too(count: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [
+        f'{{"step": {n}, "outcome": "applied", "loss": 1, "grad_norm": 1, "loss_scale": 1}}\n' for n in range(count)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert plot_run(tmp_path) == tmp_path / "training.png"
+
+
+def test_numbers_are_short() -> None:
+    assert [short(number) for number in (0, 950, 1234, 5.1e6, 2e9, 3e12)] == [
+        "0",
+        "950",
+        "1.23 k",
+        "5.1 M",
+        "2 G",
+        "3 T",
+    ]

@@ -1,0 +1,251 @@
+"""Trackers get the numbers of metrics.jsonl, and nothing that they do or fail to do changes the training."""
+
+import json
+import re
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprec.errors import UserError
+from tests.project.test_readme import ROOT
+from tests.runs import rewind, steps, train, write_run
+from tools.config.run_file import load_run
+from tools.console.toml import toml
+from tools.journal.trackers import Feed, require_trackers
+
+RECORD = {"step": 1, "loss": 2.0, "outcome": "applied", "stage_zeros": [1], "loss_scale": float("inf")}
+OWN = """
+import json
+from pathlib import Path
+
+class Lines:
+    def __init__(self, folder):
+        self.path = folder / "own.jsonl"
+    def start(self, configuration, step):
+        self.say("start", step, configuration["train"]["steps"])
+    def log(self, step, numbers):
+        self.say("log", step, numbers["loss"])
+        if (self.path.parent / "break").exists():
+            raise {error}
+    def finish(self, complete):
+        self.say("finish", complete)
+    def say(self, *said):
+        with self.path.open("a") as file:
+            file.write(json.dumps(said) + "\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("trackers"))
+
+
+def own(folder: Path, error: str = "ValueError('no\\nroom')") -> str:
+    """A tracker of the user's in a file of its own; returns the override that names it."""
+    (folder / "my_tracker.py").write_text(OWN.replace("{error}", error))
+    return f'log.to=["{folder}/my_tracker.py:Lines"]'
+
+
+def said(folder: Path) -> list[list[Any]]:
+    return [json.loads(line) for line in (folder / "own.jsonl").read_text().splitlines()]
+
+
+def test_a_tracker_of_the_users_is_started_fed_and_finished_and_again_after_a_resume(
+    run_file: Path, tmp_path: Path
+) -> None:
+    run, to = tmp_path / "run", own(tmp_path)
+    assert train(run_file, to, f"train.folder={run}") == 0
+    losses = [["log", record["step"], record["loss"]] for record in steps(run)]
+    assert said(run) == [["start", 0, 6], *losses, ["finish", True]]
+    again = rewind(run, tmp_path / "again", 3)
+    (again / "own.jsonl").unlink()
+    assert train(run_file, to, f"train.folder={again}") == 0
+    assert said(again) == [["start", 3, 6], *losses[3:], ["finish", True]]
+
+
+@pytest.mark.parametrize(
+    "error", ["ValueError('no\\nroom')", "OSError(28, 'No space left on device')", "SystemExit(3)"]
+)
+def test_a_tracker_that_fails_is_a_warning_by_name_and_the_training_is_the_same(
+    error: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, to = tmp_path / "run", own(tmp_path, error)
+    run.mkdir()
+    (run / "break").touch()
+    assert train(run_file, to, f"train.folder={run}", "train.steps=3") == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1
+    assert f"no more numbers for {tmp_path}/my_tracker.py:Lines: {error.partition('(')[0]}" in warnings[0]
+    assert [record["step"] for record in steps(run)] == [1, 2, 3]
+    assert said(run)[-1][0] == "log", "a tracker that has failed is not called again"
+
+
+class Stuck:
+    """A tracker whose start returns when it is told to."""
+
+    go = threading.Event()
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, configuration: Mapping[str, Any], step: int) -> None:
+        self.go.wait(30)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        (self.folder / f"{step}.json").write_text(json.dumps(sorted(numbers)))
+
+    def finish(self, complete: bool) -> None: ...
+
+
+def test_nothing_waits_for_a_tracker_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Stuck.go = threading.Event()
+    feed = Feed(f"{__name__}:Stuck", tmp_path, {}, 0)
+    begun = time.monotonic()
+    for _ in range(1000):
+        feed.log(RECORD)
+    assert time.monotonic() - begun < 2
+    feed.finish(True, patience=0.05)
+    assert f"{__name__}:Stuck did not end within 0.05 s" in capsys.readouterr().err
+    Stuck.go.set()
+
+
+def test_a_tracker_gets_numbers_alone_and_those_that_are_not_finite_too(tmp_path: Path) -> None:
+    Stuck.go = threading.Event()
+    Stuck.go.set()
+    feed = Feed(f"{__name__}:Stuck", tmp_path, {}, 0)
+    feed.log(RECORD)
+    feed.finish(True)
+    assert json.loads((tmp_path / "1.json").read_text()) == ["loss", "loss_scale"]
+
+
+def test_a_tracker_that_is_far_behind_lacks_numbers_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.journal.trackers.MOST_WAITING", 4)
+    Stuck.go = threading.Event()
+    feed = Feed(f"{__name__}:Stuck", tmp_path, {}, 0)
+    for step in range(1, 10):
+        feed.log(RECORD | {"step": step})
+    Stuck.go.set()
+    feed.finish(True)
+    warned = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"warning    \S+:Stuck is 4 steps behind: .*", warned[0])
+    assert warned[1].endswith("was too slow for 5 steps: it lacks their numbers")
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.journal.trackers.find_spec", lambda name: None)
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    names = ("tensorboard", "wandb", "wandb", "comet", "tensorbord", f"{tmp_path}/mine.py:x", "nowhere.py:f", "a:")
+    with pytest.raises(UserError) as refused:
+        require_trackers(names)
+    lines = refused.value.problems
+    assert lines[0] == 'log.to: "wandb" is named twice'
+    assert lines[1] == "log.to = \"tensorboard\" needs tensorboard: pip install 'megaprec[tensorboard]'"
+    assert lines[2] == "log.to = \"wandb\" needs wandb: pip install 'megaprec[wandb]'"
+    assert lines[3].startswith('log.to = "comet": no such tracker; there are tensorboard, wandb, or "file.py:function"')
+    assert lines[4].endswith("did you mean tensorboard?")
+    assert lines[5].endswith('mine.py has no function "x"')
+    assert "nowhere.py cannot be imported: FileNotFoundError" in lines[6]
+    assert lines[7] == 'log.to = "a:": give "file.py:function" or "package.module:function"'
+
+
+@pytest.mark.parametrize(("old", "names"), [("true", ("tensorboard",)), ("false", ())])
+def test_the_key_of_earlier_versions_is_read_as_the_key_of_now_and_a_note_says_so(
+    old: str, names: tuple[str, ...], run_file: Path
+) -> None:
+    config = load_run(run_file, [f"log.tensorboard={old}"])
+    assert config.log.to == names
+    assert config.notes[0].startswith(f"log.tensorboard = {old} (command line): read as log.to = {toml(names)}, ")
+    both = load_run(run_file, [f"log.tensorboard={old}", 'log.to=["wandb"]'])
+    assert both.log.to == ("wandb",)
+    assert both.notes[0].endswith("has no effect beside log.to; remove it")
+    with pytest.raises(
+        UserError, match=re.escape("log.tensorboard = 1 (command line): no such key; did you mean log.to?")
+    ):
+        load_run(run_file, ["log.tensorboard=1"])
+
+
+def test_a_folder_that_a_tracker_left_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match="needs wandb: pip install"):
+        require_trackers(("wandb",))
+
+
+def test_the_tracker_of_the_documentation_runs(run_file: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "runs.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_tracker.py").write_text(example)
+    run, name = tmp_path / "run", re.findall(r'log.to=\["my_tracker.py:(\w+)"\]', page)[0]
+    assert train(run_file, f'log.to=["{tmp_path}/my_tracker.py:{name}"]', f"train.folder={run}") == 0
+    rows = [line.split(",") for line in (run / "losses.csv").read_text().splitlines()]
+    assert rows == [[str(record["step"]), str(record["loss"])] for record in steps(run)]
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The records of a .wandb file: a log in LevelDB's format, of blocks of 32 KiB, after 7 bytes of its own."""
+    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    data, at, whole = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = proto.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def history(path: Path) -> dict[int, dict[str, float]]:
+    """The numbers of each step in a .wandb file."""
+    found = {}
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            found[items.pop("_step")] = {k: v for k, v in items.items() if not k.startswith("_")}
+    return found
+
+
+@pytest.mark.slow
+def test_wandb_offline_holds_the_numbers_and_the_configuration_and_no_secret_and_a_resumed_run_is_the_same_run(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    secrets = {"MY_TOKEN": "hunter2hunter2", "WANDB_API_KEY": "k" * 40, "PASSWORD": "correct-horse"}
+    for name, value in (secrets | {"WANDB_MODE": "offline"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--token=in-the-command-line"])
+    run, to = tmp_path / "run", 'log.to=["wandb"]'
+    assert train(run_file, to, f"train.folder={run}", "train.eval_every=3") == 0
+    assert train(run_file, to, f"train.folder={run}", "train.eval_every=3", "train.steps=8") == 0
+    first, second = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    numbers = {r["step"]: {k: v for k, v in r.items() if type(v) in (int, float)} for r in steps(run)}
+    found = history(first) | history(second)
+    assert sorted(history(first)) == [1, 2, 3, 4, 5, 6] and sorted(history(second)) == [7, 8]
+    for step, expected in numbers.items():
+        assert {k: found[step][k] for k in expected if k != "step"} == {
+            k: v for k, v in expected.items() if k != "step"
+        }
+    begun = [next(r.run for r in records(path) if r.WhichOneof("record_type") == "run") for path in (first, second)]
+    assert begun[0].run_id == begun[1].run_id
+    told = {item.key: json.loads(item.value_json) for item in begun[0].config.update}
+    assert told["train"]["seq_length"] == 16 and told["log"]["to"] == ["wandb"]
+    assert not begun[0].host
+    for path in (path for path in run.rglob("*") if path.is_file()):
+        for secret in (*secrets.values(), "in-the-command-line"):
+            assert secret.encode() not in path.read_bytes(), path

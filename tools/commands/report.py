@@ -1,0 +1,36 @@
+"""`megaprec report RUN_DIR -o FILE.html`: write a page about a run.
+
+The page is one file that needs no network: pictures, changes on resume, skipped steps and their causes, speed, memory,
+schedule, evidence, faults, and the configuration with its origins.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megaprec.data.files import write_whole
+from megaprec.errors import UserError
+from tools.report.page import page
+from tools.report.run import Run
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `report` to the commands."""
+    parser = subparsers.add_parser("report", help="write a page about a run", description=__doc__)
+    parser.add_argument("folder", metavar="RUN_DIR", type=Path, help="folder of a run")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.html", type=Path, required=True, help="file to write; it is replaced"
+    )
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `megaprec report`."""
+    if args.output.suffix not in (".html", ".htm"):
+        raise UserError(f"--output {args.output}: the page is written as .html")
+    if not args.output.absolute().parent.is_dir():
+        raise UserError(f"--output {args.output}: there is no folder {args.output.parent}")
+    made = page(Run.read(args.folder)).encode("utf-8", errors="replace")
+    write_whole(args.output, made)
+    print(f"written    {args.output}, {len(made) / 1000:,.0f} kB")
+    return 0

@@ -1,0 +1,138 @@
+"""Trackers: programs beside metrics.jsonl that receive a run's numbers, as `log.to` names them.
+
+A tracker is any object with the three methods of `Tracker`. Rank 0 alone has trackers. Each runs in a thread of its
+own, so that training neither waits for one that is slow nor ends with one that fails: that is a warning, and the
+numbers are in metrics.jsonl in any case.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, Protocol
+
+from megaprec.errors import UserError, did_you_mean
+from megaprec.user_functions import find_function
+from tools.journal.tensorboard_tracker import TensorBoard
+from tools.journal.wandb_tracker import Wandb, require_account
+
+MOST_WAITING = 100_000  # steps whose numbers wait for a slow tracker; those of further ones are left out
+PATIENCE = 60.0  # seconds that a tracker may take at the end of a run for what still waits
+
+Numbers = Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """Receiver of a run's numbers. All three methods are called in one thread, which is not that of the training."""
+
+    def start(self, configuration: Mapping[str, Any], step: int) -> None:
+        """Begin, before any numbers.
+
+        configuration: the tables of the run file with all their keys. step: 0 for a new run, or the step from which the
+        run resumes; what was logged of later steps is void, for these steps are taken again.
+        """
+
+    def log(self, step: int, numbers: Numbers) -> None:
+        """Receive the numbers of a step, by the field's name in metrics.jsonl. They may be inf or NaN."""
+
+    def finish(self, complete: bool) -> None:
+        """End. complete: all steps of the run are taken; False if it stopped before, and may resume."""
+
+
+Factory = Callable[[Path], Tracker]
+BUILT_IN: dict[str, Factory] = {"tensorboard": TensorBoard, "wandb": Wandb}
+
+
+def require_trackers(names: tuple[str, ...]) -> None:
+    """Raise UserError, with a line each, for names of `log.to` that name no tracker or one that is not installed."""
+    problems = [f'log.to: "{name}" is named twice' for name in sorted(set(names)) if names.count(name) > 1]
+    for name in dict.fromkeys(names):
+        try:
+            _require(name)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(*problems)
+
+
+def _require(name: str) -> None:
+    if name in BUILT_IN:
+        if not _is_installed(name):
+            raise UserError(f"log.to = \"{name}\" needs {name}: pip install 'megaprec[{name}]'")
+        if name == "wandb":
+            require_account()
+    elif ":" not in name:
+        there = f'{", ".join(BUILT_IN)}, or "file.py:function" of your own{did_you_mean(name, BUILT_IN)}'
+        raise UserError(f'log.to = "{name}": no such tracker; there are {there}')
+    else:
+        find_function("log.to", name)
+
+
+def _is_installed(name: str) -> bool:
+    """Return True if the package is there; a folder of its name, as trackers leave it, is none."""
+    try:
+        found = find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and found.origin is not None
+
+
+class Feed:
+    """The numbers of a run on their way to one tracker."""
+
+    def __init__(self, name: str, folder: Path, configuration: Mapping[str, Any], step: int) -> None:
+        self._name, self._failed, self._left_out = name, False, 0
+        self._waiting: Queue[tuple[int, Numbers] | bool] = Queue(MOST_WAITING)
+        arguments = (folder, configuration, step)
+        self._thread = Thread(target=self._run, args=arguments, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Send the numbers of the record of a step."""
+        numbers = {k: v for k, v in record.items() if type(v) in (int, float) and k != "step"}
+        try:
+            self._waiting.put_nowait((record["step"], numbers))
+        except Full:
+            self._left_out += 1
+            if self._left_out == 1 and not self._failed:
+                _warn(f"{self._name} is {MOST_WAITING:,} steps behind: it gets no numbers until it has caught up")
+
+    def finish(self, complete: bool, patience: float = PATIENCE) -> None:
+        """End the tracker, which has `patience` seconds for it."""
+        with suppress(Full):
+            self._waiting.put(complete, timeout=patience)
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            _warn(f"{self._name} did not end within {patience:g} s: its last numbers may be missing")
+        elif self._left_out and not self._failed:
+            _warn(f"{self._name} was too slow for {self._left_out:,} steps: it lacks their numbers")
+
+    def _run(self, folder: Path, configuration: Mapping[str, Any], step: int) -> None:
+        """Make the tracker and call its methods, until it has ended or failed."""
+        try:
+            tracker = _factory(self._name)(folder)
+            tracker.start(configuration, step)
+            while not isinstance(waiting := self._waiting.get(), bool):
+                tracker.log(*waiting)
+            tracker.finish(waiting)
+        except BaseException as error:  # a tracker that calls sys.exit ends itself alone
+            self._failed = True
+            _warn(f"no more numbers for {self._name}: {_in_a_line(error)}; training goes on")
+            while not isinstance(self._waiting.get(), bool):
+                pass
+
+
+def _factory(name: str) -> Factory:
+    return BUILT_IN[name] if name in BUILT_IN else find_function("log.to", name)
+
+
+def _in_a_line(error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if said else ''}{said if len(said) <= 300 else f'{said[:300]}...'}"
+
+
+def _warn(line: str) -> None:
+    print(f"warning    {line}", file=sys.stderr, flush=True)

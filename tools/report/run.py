@@ -1,0 +1,108 @@
+"""A run folder as the report reads it. Every file of it may be missing, damaged or written by someone else."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megaprec.errors import UserError
+from megaprec.parsing import parse_json, parse_toml
+from tools.config.run_file import SAVED, RunConfig, load_run
+from tools.journal.records import EVENTS, METRICS, odd_lines, read_lines, read_metrics
+
+LARGEST = 50_000_000  # bytes of a file that is read whole, other than those of records
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the run file: its value in TOML's grammar, and its origin."""
+
+    name: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder. records: of its steps. events: all, oldest first."""
+
+    folder: Path
+    records: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Run":
+        """Return the run in `folder`. Raises UserError if it has no record of a step."""
+        records = read_metrics(folder)
+        if not records:
+            raise UserError(f"{folder} has no steps in {METRICS}: give the folder of a run")
+        lines = (line.record for line in read_lines(folder / EVENTS))
+        return cls(folder, records, [event for event in lines if event is not None])
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes on damaged lines of the records."""
+        return [note for note in (odd_lines(self.folder / name) for name in (METRICS, EVENTS)) if note]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of one kind, oldest first."""
+        return [event for event in self.events if event.get("event") == kind]
+
+    @cached_property
+    def run_file(self) -> Path | None:
+        """The resolved run file that the run has saved."""
+        for name in ("run.toml", "run.resolved.toml"):
+            path = self.folder / name
+            if path.is_file() and path.stat().st_size < LARGEST and path.read_bytes().startswith(SAVED.encode()):
+                return path
+        return None
+
+    @cached_property
+    def keys(self) -> list[Key]:
+        """Every key of the run file, with its origin."""
+        if self.run_file is None:
+            return []
+        return [*_keys(self.run_file.read_text(encoding="utf-8", errors="replace"))]
+
+    @cached_property
+    def config(self) -> RunConfig | str:
+        """The run file as it was read, or the reason why it cannot be."""
+        if self.run_file is None:
+            return "there is no run.toml that the run has written"
+        try:
+            return load_run(self.run_file)
+        except (UserError, ValueError) as error:
+            return str(error)
+
+    def json(self, name: str) -> Any:
+        """Return a JSON file of the folder; None if there is none that can be read."""
+        path = self.folder / name
+        try:
+            return parse_json(path.read_bytes()) if path.is_file() and path.stat().st_size < LARGEST else None
+        except (OSError, ValueError):
+            return None
+
+
+def _keys(text: str) -> Iterator[Key]:
+    table = ""
+    for line in text.splitlines():
+        if line.startswith("[") and line.endswith("]"):
+            table = line[1:-1]
+        elif " = " in line and not line.startswith("#"):
+            name, _, rest = line.partition(" = ")
+            value, _, origin = rest.rpartition("  # ")
+            yield Key(f"{table}.{name}", value, _plain(origin))
+
+
+def _plain(origin: str) -> str:
+    """Return the text of a comment, in which quotes and backslashes are escaped as in TOML."""
+    try:
+        return str(parse_toml(f'value = "{origin}"')["value"])
+    except (ValueError, KeyError, json.JSONDecodeError):
+        return origin

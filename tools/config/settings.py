@@ -273,9 +273,7 @@ class LR(Table):
         description="Length of the schedule, warmup included, in lr.unit, after which the rate is lr.final; 0: the "
         "length of the run.",
     )
-    unit: Literal["steps", "samples"] = Field(
-        default="steps", description="Unit of lr.warmup, lr.decay and lr.length."
-    )
+    unit: Literal["steps", "samples"] = Field(default="steps", description="Unit of lr.warmup, lr.decay and lr.length.")
 
 
 class Train(Table):

@@ -169,7 +169,9 @@ class _Script:
         if not self.branches:
             return
         before = self.taken[-1]
-        self.branches[-1] = False if before is True else holds if before is False else (False if holds is False else None)
+        self.branches[-1] = (
+            False if before is True else holds if before is False else (False if holds is False else None)
+        )
         self.taken[-1] = True if before is True or holds is True else None if None in (before, holds) else False
 
     def _keyword(self, word: str) -> None:

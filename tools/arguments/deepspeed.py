@@ -26,6 +26,7 @@ READ: Mapping[str, tuple[str, ...]] = {
     "bfloat16.enabled": ("precision.compute",),
     "zero_optimization.stage": ("parallel.zero",),
     "zero_optimization.overlap_comm": ("parallel.overlap",),
+    "zero_optimization.reduce_bucket_size": ("parallel.bucket",),
     "optimizer.type": ("optimizer.name",),
     "optimizer.params.lr": ("lr.peak",),
     "optimizer.params.betas": ("optimizer.betas",),

@@ -196,7 +196,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (
         "it is of communication and memory: the results are the same without it",
         "DDP_impl= activation_offload_fraction= cp_comm_type* cpu_offloading_retain_pinned_cpu_buffers "
-        "data_parallel_sharding_strategy= ddp_average_in_collective ddp_bucket_size= ddp_num_buckets= "
+        "data_parallel_sharding_strategy= ddp_average_in_collective ddp_num_buckets= "
         "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation defer_embedding_wgrad_compute "
         "delay_offload_until_cuda_graph delay_param_gather delay_wgrad_compute delta_offload_bytes_across_pp_ranks= "
         "disable_align_grad_reduce disable_async_tensor_model_parallel_allreduce "

@@ -47,6 +47,13 @@ def add_parser(subparsers: Any) -> None:
         help="value of a variable that the script leaves open, such as DATA_PATH=tokens/mine; may be given several "
         "times; 1=... is the script's first argument",
     )
+    parser.add_argument(
+        "--drop",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="argument of Megatron-LM to leave out, such as mock-data; may be given several times",
+    )
     parser.set_defaults(run=main)
 
 
@@ -57,11 +64,12 @@ def main(args: argparse.Namespace) -> int:
     given, problems = given_in(None, keys)
     if problems:
         raise UserError(*problems)
+    dropped = frozenset(name.lstrip("-").replace("-", "_") for name in args.drop)
     if args.ranks is not None and not 0 < args.ranks <= MOST_RANKS:
         raise UserError(f"--ranks {args.ranks}: give a number from 1 to {MOST_RANKS}")
     if args.output is not None and args.output.exists():
         raise UserError(f"{args.output} exists: give another name, or remove it")
-    made = import_run(items, given, assumed, args.ranks)
+    made = import_run(items, given, assumed, args.ranks, dropped)
     for note in made.notes:
         print(f"note: {note}", file=sys.stderr)
     counts = f"{made.read} arguments read, {made.unused} not needed here"

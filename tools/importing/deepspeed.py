@@ -10,7 +10,7 @@ from typing import Any
 
 from megaprec.errors import did_you_mean
 from tools.arguments.deepspeed import IDLE, READ, REFUSED, idle
-from tools.importing.draft import Draft
+from tools.importing.draft import ASSUMED, DEEPSPEED, Draft
 
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FUSED_ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
@@ -24,7 +24,8 @@ TYPES: Mapping[str, str] = {
     ),
     **dict.fromkeys((key for key in READ if key.endswith(("type", "_dtype"))), "text"),
     **dict.fromkeys(
-        (key for key in READ if key.endswith(("_size", "_gpu", "_steps", "_print", "stage"))), "whole number"
+        (key for key in READ if key.endswith(("_size", "_gpu", "_steps", "_print", "stage")) and "bucket" not in key),
+        "whole number",
     ),
     **dict.fromkeys(("fp16.loss_scale_window", "fp16.hysteresis", "fp16.initial_scale_power"), "whole number"),
     "optimizer.params.betas": "list",
@@ -50,7 +51,7 @@ class Config:
     def origin(self, *keys: str) -> str:
         """Return the given ones of these keys, or that the value is DeepSpeed's default."""
         given = [f"{key} = {self.leaves[key]}" for key in keys if key in self.leaves]
-        return ", ".join(given) if given else "DeepSpeed's default"
+        return ", ".join(given) if given else DEEPSPEED
 
 
 def add_deepspeed(content: Mapping[str, Any], place: str, draft: Draft, ranks: int | None) -> dict[str, str]:
@@ -105,14 +106,14 @@ def _put(draft: Draft, key: str, value: Any, origin: str) -> None:
     """Set a key; a value that the arguments give otherwise is a problem."""
     if value == "auto":
         return
-    before = draft.keys.get(key)
-    given = before is not None and "default" not in before.origin and "not in the arguments" not in before.origin
-    if given and before and before.value != value and draft.needs(key) and not origin.endswith("default"):
+    assumed = origin in ASSUMED
+    if not draft.given(key):
+        draft.put(key, value, origin)
+    elif not assumed and draft.keys[key].value != value and draft.needs(key):
+        before = draft.keys[key]
         draft.problems.append(
             f"{key}: {before.origin} says {before.value}, but {origin} says {value}: keep one of them"
         )
-    elif not given or not origin.endswith("default"):
-        draft.put(key, value, origin)
 
 
 def _add_batch(config: Config, draft: Draft, ranks: int | None) -> None:
@@ -123,21 +124,14 @@ def _add_batch(config: Config, draft: Draft, ranks: int | None) -> None:
     if any(size is not None and size < 1 for size in (whole, micro, steps)):
         draft.problems.append(f"{origin} ({config.place}): give numbers from 1 on")
         return
-    model = (draft.value("parallel.tensor", 1) or 1) * (draft.value("parallel.pipeline", 1) or 1)
-    data = (
-        draft.settled["parallel.data"].value if "parallel.data" in draft.settled else ranks // model if ranks else None
-    )
-    if data is None and None not in (whole, micro, steps) and whole % (micro * steps) == 0:
-        data = whole // (micro * steps)
+    data = _replicas(draft, ranks, whole, micro, steps)
     if whole is None and micro is None:
         return
     if data is None and (whole is None or micro is None):
         if draft.needs("train.global_batch") or draft.needs("train.micro_batch"):
             draft.problems.append(f"{origin} ({config.place}): the rest depends on the number of ranks: give --ranks N")
         return
-    steps = steps or (whole // (micro * (data or 1)) if whole and micro else 1)
-    micro = micro or whole // ((data or 1) * steps)
-    whole = whole or micro * steps * (data or 1)
+    whole, micro, steps = _completed(whole, micro, steps, data or 1)
     if data and whole != micro * steps * data:
         rule = f"{whole} is not {micro} x {steps} x {data} replicas, as DeepSpeed demands"
         draft.problems.append(f"{origin} ({config.place}): {rule}")
@@ -148,6 +142,29 @@ def _add_batch(config: Config, draft: Draft, ranks: int | None) -> None:
         _put(draft, "parallel.data", data, f"{ranks} ranks" if ranks else origin)
 
 
+def _replicas(draft: Draft, ranks: int | None, whole: int | None, micro: int | None, steps: int | None) -> int | None:
+    """Return the number of replicas: as given, by the ranks, or by the three sizes; None if it is not known."""
+    if "parallel.data" in draft.settled:
+        return draft.settled["parallel.data"].value
+    model = (draft.value("parallel.tensor", 1) or 1) * (draft.value("parallel.pipeline", 1) or 1)
+    if ranks:
+        return ranks // model
+    if whole and micro and steps and whole % (micro * steps) == 0:
+        return whole // (micro * steps)
+    return None
+
+
+def _completed(whole: int | None, micro: int | None, steps: int | None, data: int) -> tuple[int, int, int]:
+    """Return the three sizes by DeepSpeed's rule, of which the whole batch or the micro-batch is known."""
+    if micro is None:
+        assert whole is not None
+        steps = steps or 1
+        return whole, whole // data // steps, steps
+    if whole is None:
+        return micro * (steps or 1) * data, micro, steps or 1
+    return whole, micro, steps or whole // micro // data
+
+
 def _add_precision(config: Config, draft: Draft) -> None:
     bf16 = config.get("bf16.enabled", config.get("bfloat16.enabled", False))
     fp16 = config.get("fp16.enabled", False)
@@ -156,7 +173,7 @@ def _add_precision(config: Config, draft: Draft) -> None:
         return
     half = "bf16" if bf16 is True else "fp16" if fp16 is True else "fp32"
     origin = config.origin("bf16.enabled", "bfloat16.enabled", "fp16.enabled")
-    if "auto" in (bf16, fp16) or ("default" in origin and "precision.compute" in draft.keys):
+    if "auto" in (bf16, fp16) or (origin == DEEPSPEED and "precision.compute" in draft.keys):
         return
     _put(draft, "precision.compute", half, origin)
     sharded = bool(config.get("zero_optimization.stage", 0))
@@ -170,7 +187,7 @@ def _add_precision(config: Config, draft: Draft) -> None:
             draft.problems.append(f"{config.shown(name)}: the dtypes are fp32, fp16 and bf16")
         elif half != "fp32":
             _put(draft, key, DTYPES[said], config.origin(name))
-    _put(draft, "precision.on_nonfinite", "skip", "DeepSpeed's default")
+    _put(draft, "precision.on_nonfinite", "skip", DEEPSPEED)
     if half == "fp16":
         _add_scaling(config, draft)
 
@@ -216,6 +233,9 @@ def _add_zero(config: Config, draft: Draft) -> None:
     _put(draft, "parallel.zero", stage > 0, config.origin("zero_optimization.stage"))
     if config.get("zero_optimization.overlap_comm") is True:
         _put(draft, "parallel.overlap", True, config.origin("zero_optimization.overlap_comm"))
+    bucket = config.get("zero_optimization.reduce_bucket_size", "auto")
+    if bucket != "auto":
+        _put(draft, "parallel.bucket", round(bucket), config.origin("zero_optimization.reduce_bucket_size"))
 
 
 def _add_optimizer(config: Config, draft: Draft) -> None:
@@ -229,8 +249,8 @@ def _add_optimizer(config: Config, draft: Draft) -> None:
     if kind.lower() in ADAMS:
         if config.get("optimizer.params.adam_w_mode", True) is False and kind.lower() == "adam":
             draft.problems.append(
-                f"{config.shown('optimizer.params.adam_w_mode')}: weight decay is decoupled in adamw; optimizer.name=Adam "
-                "beside the file adds it to the gradient"
+                f"{config.shown('optimizer.params.adam_w_mode')}: weight decay is decoupled in adamw; "
+                "optimizer.name=Adam beside the file adds it to the gradient"
             )
         _put(draft, "optimizer.name", "adamw", config.origin("optimizer.type"))
         usual = dict(FUSED_ADAM)

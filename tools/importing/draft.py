@@ -6,6 +6,11 @@ from typing import Any
 
 from tools.console.toml import Given
 
+MEGATRON, DEEPSPEED = "Megatron-LM's default", "DeepSpeed's default"
+NO_RANKS, NO_HALF = "the number of ranks is not in the arguments", "neither --bf16 nor --fp16"
+ASSUMED = frozenset({MEGATRON, DEEPSPEED, NO_RANKS, NO_HALF})
+"""Origins of values that the user has not given, which another source may replace."""
+
 
 @dataclass
 class Draft:
@@ -22,6 +27,10 @@ class Draft:
     def put(self, key: str, value: Any, origin: str) -> None:
         """Set a key."""
         self.keys[key] = Given(value, origin)
+
+    def given(self, key: str) -> bool:
+        """Return True if the arguments give a value to a key."""
+        return key in self.keys and self.keys[key].origin not in ASSUMED
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return the value that the user or the arguments give to a key."""

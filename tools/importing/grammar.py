@@ -14,6 +14,7 @@ from megaprec.errors import did_you_mean
 from tools.arguments import megatron_idle, megatron_refused
 from tools.arguments.forms import Form, option
 from tools.arguments.megatron import DEFAULTS, READ
+from tools.importing.draft import MEGATRON
 from tools.importing.shell import Word
 
 NEGATIVE = re.compile(r"-\d+$|-\d*\.\d+$")
@@ -25,12 +26,18 @@ class Arguments:
     """The arguments that were given. values: of those that are read, by the name that Megatron-LM keeps them under.
 
     shown: how each of these was given, and place where. idle: arguments without a meaning here, as they were given.
+    dropped: names that are left out because the user says so. left_out: those that were found, as they were given.
+    tried: the names of all arguments that were given, right or wrong.
     """
+
+    dropped: frozenset[str] = frozenset()
 
     values: dict[str, Any] = field(default_factory=dict)
     shown: dict[str, str] = field(default_factory=dict)
     place: dict[str, str] = field(default_factory=dict)
     idle: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    tried: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
     def get(self, name: str) -> Any:
@@ -44,7 +51,7 @@ class Arguments:
     def origin(self, *names: str) -> str:
         """Return how arguments were given, those of them that were; otherwise that it is Megatron-LM's default."""
         given = [self.shown[name] for name in names if name in self.shown]
-        return " ".join(given) if given else "Megatron-LM's default"
+        return " ".join(given) if given else MEGATRON
 
     def refuse(self, why: str, *names: str) -> None:
         """Add a problem with what these arguments say."""
@@ -57,6 +64,10 @@ class Arguments:
         said = " ".join([f"{option(name)}{'=' if joined else ' '}{words[0].text}" if words else option(name)])
         said = " ".join([said, *(word.text for word in words[1:])])
         where = f" ({place})" if place else ""
+        self.tried |= {name, READ[name].sets} if name in READ else {name}
+        if name in self.dropped:
+            self.left_out[name] = said
+            return
         if name in megatron_idle.SHAPES:
             self.idle[name] = said
             return
@@ -94,6 +105,12 @@ def read_words(words: Sequence[Word], arguments: Arguments) -> None:
         form = _form(name) if text.startswith("--") else None
         where = f" ({word.place})" if word.place else ""
         at += 1
+        if name in arguments.dropped and text.startswith("--"):
+            end = next((i for i in range(at, len(words)) if _is_option(words[i])), len(words))
+            arguments.left_out[name] = " ".join([word.text, *(w.text for w in words[at:end])])
+            arguments.tried.add(name)
+            at = end
+            continue
         if form is None:
             arguments.problems.append(f"{word.text}{where}: {_unknown(word)}")
             while at < len(words) and not _is_option(words[at]):
@@ -118,12 +135,15 @@ def read_table(table: Mapping[str, Any], arguments: Arguments, place: str) -> No
 
     A value of null counts as not given.
     """
-    kept = {row.sets: row.name for row in reversed(READ.values()) if row.name != row.sets}
+    kept = {row.sets: row.name for row in reversed([*READ.values()]) if row.name != row.sets}
     for key, value in table.items():
         name = key.removeprefix("--").replace("-", "_")
         typed = name if _form(name) else kept.get(name, name)
         form = _form(typed)
-        if form is None:
+        if typed in arguments.dropped:
+            arguments.left_out[typed] = f"{key} = {value}"
+            arguments.tried.add(typed)
+        elif form is None:
             arguments.problems.append(f"{key} ({place}): {_unknown(Word(f'--{name}'))}")
         elif form == "flag":
             _take_flag(name, typed, key, value, arguments, place)

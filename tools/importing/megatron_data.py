@@ -34,7 +34,8 @@ def add_data(a: Arguments, draft: Draft) -> None:
 def _add_paths(a: Arguments, draft: Draft) -> None:
     paths = a.get("data_path")
     if not paths:
-        if draft.needs("data.source") and draft.needs("data.blend"):
+        needed = draft.needs("data.source") and draft.needs("data.blend")
+        if needed and not {"data_path", "mock_data", "train_data_path"} & a.tried:
             draft.problems.append(
                 "--data-path is missing: the prefix of a .bin and .idx pair, or data.source=... beside"
             )
@@ -77,18 +78,23 @@ def _add_tokenizer(a: Arguments, draft: Draft) -> None:
         )
     elif kind in (None, "GPT2BPETokenizer") and a.get("vocab_file"):
         _add_vocabulary(a, draft)
-    elif kind in (None, "HuggingFaceTokenizer", *SENTENCEPIECE):
-        if not a.get("vocab_size") and not a.get("padded_vocab_size"):
-            draft.problems.append(
-                "the size of the vocabulary is not in the arguments: give data.tokenizer=FILE (a SentencePiece .model or "
-                "a Hugging Face tokenizer.json) or model.vocab=N beside them"
-            )
-    elif not a.get("vocab_size"):
-        a.refuse(
-            "there is no such tokenizer here: give data.tokenizer=FILE (a SentencePiece .model or a Hugging Face "
-            "tokenizer.json) or, for tokens that are on disk, model.vocab=N beside the arguments",
-            "tokenizer_type",
-        )
+    elif a.get("vocab_size") or a.get("padded_vocab_size"):
+        if kind is not None:
+            draft.notes.append(f"{a.shown['tokenizer_type']}: no tokenizer is read; token files need model.vocab alone")
+    elif not {"vocab_size", "padded_vocab_size", "vocab_file", "tokenizer_model"} & a.tried or kind is not None:
+        _refuse_vocabulary(a, draft)
+
+
+def _refuse_vocabulary(a: Arguments, draft: Draft) -> None:
+    """Add the problem that nothing says how many tokens there are."""
+    if "tokenizer_type" in a.shown and a.get("tokenizer_type") not in ("HuggingFaceTokenizer", *SENTENCEPIECE):
+        what = f"{a.shown['tokenizer_type']}: there is no such tokenizer here"
+    else:
+        what = "the size of the vocabulary is not in the arguments"
+    draft.problems.append(
+        f"{what}: give data.tokenizer=FILE (a SentencePiece .model or a Hugging Face tokenizer.json) or, for tokens that "
+        "are on disk, model.vocab=N beside them"
+    )
 
 
 def _add_vocabulary(a: Arguments, draft: Draft) -> None:
@@ -136,8 +142,8 @@ def _add_load(a: Arguments, draft: Draft) -> None:
         return
     if a.get("load") == a.get("save") and not a.get("pretrained_checkpoint"):
         draft.notes.append(
-            f"{a.shown['load']}: a run resumes from its own newest checkpoint there; train.init_from={path} begins with "
-            "the weights of one of Megatron-LM"
+            f"{a.shown['load']}: a run resumes from its own newest checkpoint there; train.init_from={path} "
+            "begins with the weights of one of Megatron-LM"
         )
     elif a.get("finetune") or a.get("no_load_optim") or a.get("pretrained_checkpoint"):
         draft.put("train.init_from", path, a.origin("pretrained_checkpoint", "load", "finetune", "no_load_optim"))

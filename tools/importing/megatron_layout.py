@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tools.importing.draft import Draft
+from tools.importing.draft import NO_RANKS, Draft
 from tools.importing.grammar import Arguments
 
 MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
@@ -24,6 +24,17 @@ def add_layout(a: Arguments, draft: Draft, ranks: int | None) -> None:
     draft.put("parallel.zero", bool(a.get("use_distributed_optimizer")), a.origin("use_distributed_optimizer"))
     if a.get("overlap_grad_reduce") or a.get("overlap_param_gather"):
         draft.put("parallel.overlap", True, a.origin("overlap_grad_reduce", "overlap_param_gather"))
+    if a.has("ddp_bucket_size"):
+        draft.put("parallel.bucket", a.get("ddp_bucket_size"), a.origin("ddp_bucket_size"))
+    if a.idle.get("expert_model_parallel_size", " 1").split()[-1] not in ("1", "=1"):
+        said = a.idle["expert_model_parallel_size"]
+        draft.notes.append(
+            f"{said}: there is no expert parallelism here; each replica has all experts, which takes memory"
+        )
+    _add_instances(a, draft, data)
+
+
+def _add_instances(a: Arguments, draft: Draft, data: int) -> None:
     instances = a.get("num_distributed_optimizer_instances")
     if instances != 1:
         if instances < 1 or not data or data % instances:
@@ -44,7 +55,7 @@ def _add_data(a: Arguments, draft: Draft, ranks: int | None, per_replica: int) -
                 "--ranks gives another number"
             )
             return 0
-        draft.put("parallel.data", data, f"{ranks} ranks" if ranks else "the number of ranks is not in the arguments")
+        draft.put("parallel.data", data, f"{ranks} ranks" if ranks else NO_RANKS)
         if not ranks:
             said = "parallel.data = 1: the arguments do not say how many ranks there are; --ranks N does"
             draft.notes.append(f"{said}. The global batch is the same for any number")
@@ -55,7 +66,7 @@ def _add_data(a: Arguments, draft: Draft, ranks: int | None, per_replica: int) -
     elif micro is not None and (ranks or "parallel.data" in draft.settled):
         draft.put("train.global_batch", micro * data, "--micro-batch-size x replicas, as in Megatron-LM")
         draft.notes[:] = [note for note in draft.notes if not note.startswith("parallel.data = 1")]
-    else:
+    elif "global_batch_size" not in a.tried:
         draft.problems.append(
             "--global-batch-size is missing, and without it the batch depends on the number of ranks: give it, or "
             "--ranks N"

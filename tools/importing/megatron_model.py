@@ -31,7 +31,8 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
     if missing == list(REQUIRED) and any(key in draft.settled for key in ("model.preset", "train.init_from")):
         return
     for name in missing:
-        draft.problems.append(f"{option(name)} is missing, which Megatron-LM needs")
+        if name not in arguments.tried:
+            draft.problems.append(f"{option(name)} is missing, which Megatron-LM needs")
     if missing:
         return
     try:

@@ -12,7 +12,7 @@ from megaprec.precision.plan import PrecisionPlan
 from tools.arguments.forms import option
 from tools.config.native_keys import native
 from tools.config.precision_settings import FP8, PLAN_ONLY
-from tools.importing.draft import Draft
+from tools.importing.draft import MEGATRON, NO_HALF, Draft
 from tools.importing.grammar import Arguments
 
 STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
@@ -30,7 +30,7 @@ def add_length(a: Arguments, draft: Draft) -> None:
     for name, key in (("seq_length", "train.seq_length"), ("micro_batch_size", "train.micro_batch")):
         if not a.has(name):
             del draft.keys[key]
-            if draft.needs(key):
+            if draft.needs(key) and name not in a.tried:
                 draft.problems.append(f"{option(name)} is missing, which Megatron-LM needs")
     _add_steps(a, draft)
     draft.put("train.seed", a.get("seed"), a.origin("seed"))
@@ -51,7 +51,7 @@ def _add_steps(a: Arguments, draft: Draft) -> None:
             )
     elif a.has("train_iters"):
         draft.put("train.steps", a.get("train_iters"), a.origin("train_iters"))
-    elif draft.needs("train.steps"):
+    elif draft.needs("train.steps") and not {"train_iters", "train_samples"} & a.tried:
         draft.problems.append("--train-iters or --train-samples is missing, which Megatron-LM needs")
 
 
@@ -59,7 +59,7 @@ def add_rate(a: Arguments, draft: Draft) -> None:
     """Add the schedule of the learning rate."""
     if a.has("lr"):
         draft.put("lr.peak", a.get("lr"), a.origin("lr"))
-    elif draft.needs("lr.peak"):
+    elif draft.needs("lr.peak") and "lr" not in a.tried:
         draft.problems.append("--lr is missing, which Megatron-LM needs")
     style = a.get("lr_decay_style")
     if style not in STYLES:
@@ -145,7 +145,7 @@ def add_precision(a: Arguments, draft: Draft) -> None:
         return
     half = "bf16" if a.get("bf16") else "fp16" if a.get("fp16") else "fp32"
     keys = native(plan)
-    draft.put("precision.compute", half, a.origin(half) if half != "fp32" else "neither --bf16 nor --fp16")
+    draft.put("precision.compute", half, a.origin(half) if half != "fp32" else NO_HALF)
     reduced = ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16", "main_grads_dtype")
     if half != "fp32":
         draft.put("precision.gradients", keys["precision.gradients"], a.origin(*reduced))
@@ -208,7 +208,7 @@ def _add_scaling(a: Arguments, draft: Draft, keys: dict[str, Any], half: str) ->
     if scaling == "dynamic":
         draft.put("precision.on_nonfinite", "skip", "--fp16 with a dynamic loss scale")
     elif a.get("check_for_nan_in_loss_and_grad"):
-        draft.put("precision.on_nonfinite", "raise", "Megatron-LM's default")
+        draft.put("precision.on_nonfinite", "raise", MEGATRON)
     else:
         skips = half != "fp32" and scaling == "constant"
         kind = "skip" if skips else "ignore"

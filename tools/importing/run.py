@@ -29,14 +29,19 @@ class Imported:
 
 
 def import_run(
-    items: Sequence[str], settled: Mapping[str, Given], assumed: Mapping[str, str], ranks: int | None
+    items: Sequence[str],
+    settled: Mapping[str, Given],
+    assumed: Mapping[str, str],
+    ranks: int | None,
+    dropped: frozenset[str] = frozenset(),
 ) -> Imported:
     """Return the run file of a command line, script, YAML or DeepSpeed's JSON.
 
     settled: keys that the user gives beside them, which count. assumed: values of a script's variables. ranks: how
-    many there are; None: as a launcher in the script says. Raises UserError with all problems.
+    many there are; None: as a launcher in the script says. dropped: arguments of Megatron-LM to leave out, by name.
+    Raises UserError with all problems.
     """
-    sources = read_sources(items, assumed)
+    sources = read_sources(items, assumed, dropped)
     draft = Draft(settled)
     draft.problems += sources.arguments.problems
     ranks = ranks or sources.ranks
@@ -49,6 +54,8 @@ def import_run(
         read += _leaves(content) - len(idle)
     for key, entry in settled.items():
         draft.put(key, entry.value, "given beside the arguments")
+    draft.problems += [f"--drop {name}: no such argument is given" for name in dropped - sources.arguments.tried]
+    draft.notes += [f"left out, as --drop says: {said}" for said in sources.arguments.left_out.values()]
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
     if draft.problems:
         raise UserError(*dict.fromkeys(draft.problems))

@@ -31,9 +31,12 @@ class Sources:
     megatron: bool = False
 
 
-def read_sources(items: Sequence[str], assumed: Mapping[str, str]) -> Sources:
-    """Read files by their suffix; everything else is a command line. Raises UserError for what cannot be read."""
-    sources, words = Sources(), list[Word]()
+def read_sources(items: Sequence[str], assumed: Mapping[str, str], dropped: frozenset[str]) -> Sources:
+    """Read files by their suffix; everything else is a command line. dropped: arguments to leave out.
+
+    Raises UserError for what cannot be read.
+    """
+    sources, words = Sources(Arguments(dropped)), list[Word]()
     for i, item in enumerate(items):
         if item.startswith("-") and not any(sign in item for sign in " \t\n"):
             words += [Word(word) for word in items[i:]]

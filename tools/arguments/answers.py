@@ -7,7 +7,7 @@ from tools.arguments.megatron import READ
 
 
 def _keys() -> dict[str, tuple[str, ...]]:
-    """Return the keys of all names that are read: as typed, as Megatron-LM keeps them, and by the last part of a path."""
+    """Return the keys of all names that are read: as typed, as kept by Megatron-LM, and the parts of a path."""
     found = {row.sets: row.keys for row in READ.values()} | {row.name: row.keys for row in READ.values()}
     for path, keys in deepspeed.READ.items():
         leaf = path.rpartition(".")[2]

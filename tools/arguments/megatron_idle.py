@@ -225,7 +225,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping wgrad_deferral_limit=",
     ),
     (
-        "it is of reading data: data sets, tokens and padding rows are handled without it (docs/from- megatron.md)",
+        "it is of reading data: data sets, tokens and padding rows are handled without it (docs/from-megatron.md)",
         "allow_ambiguous_pad_tokens chat_template= data_cache_path= data_impl= dataloader_defer_npy_index_mmap "
         "dataloader_fast_cache_load disable_pad_vocab_size disable_tokenizer_sentencepiece_ignore_extra_whitespaces "
         "eval_global_batch_size= eval_micro_batch_size= full_validation make_vocab_size_divisible_by= "

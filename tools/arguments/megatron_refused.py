@@ -109,8 +109,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "skip_train",
     ),
     (
-        "Megatron-LM itself refuses it: use --micro-batch-size, --lr-warmup-fraction, --tensor-model- "
-        "parallel-size or --recompute-granularity",
+        "Megatron-LM itself refuses it: use --micro-batch-size, --lr-warmup-fraction, "
+        "--tensor-model-parallel-size or --recompute-granularity",
         "batch_size= checkpoint_activations checkpoint_num_layers=1 model_parallel_size= warmup=",
     ),
 )

@@ -92,8 +92,8 @@ def _refuse_vocabulary(a: Arguments, draft: Draft) -> None:
     else:
         what = "the size of the vocabulary is not in the arguments"
     draft.problems.append(
-        f"{what}: give data.tokenizer=FILE (a SentencePiece .model or a Hugging Face tokenizer.json) or, for tokens that "
-        "are on disk, model.vocab=N beside them"
+        f"{what}: give data.tokenizer=FILE (a SentencePiece .model or a Hugging Face tokenizer.json) or, for tokens "
+        "that are on disk, model.vocab=N beside them"
     )
 
 

@@ -55,12 +55,19 @@ class CommandLine:
 
 def split_words(text: str, assumed: Mapping[str, str]) -> CommandLine:
     """Return the words of a command line that is given as text. Raises UserError for what is not known."""
-    return _Script(text, "", assumed).command_line(any_command=True)
+    return _read(text, "", assumed)
 
 
 def read_script(text: str, name: str, assumed: Mapping[str, str]) -> CommandLine:
     """Return the command line of the training program in a script. Raises UserError."""
-    return _Script(text, name, assumed).command_line(any_command=False)
+    return _read(text, name, assumed)
+
+
+def _read(text: str, name: str, assumed: Mapping[str, str]) -> CommandLine:
+    try:
+        return _Script(text, name, assumed).command_line(any_command=not name)
+    except RecursionError as error:
+        raise UserError(f"{name or 'the command line'}: nested too deeply") from error
 
 
 class _Script:

@@ -13,6 +13,7 @@ from megaprec.errors import UserError
 
 SPACE, ENDS = " \t\r", "\n;&|()"
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
+REDIRECTION = re.compile(r"(?:\d*>>?&?|&>>?|\d*<(?!<))[ \t]*")
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 
 
@@ -90,6 +91,9 @@ class Lexer:
             elif sign == "#":
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
+            elif redirection := REDIRECTION.match(self.text, self.at):
+                self._advance(redirection.end() - self.at)
+                self._word(ends)
             elif sign in ends:
                 return words
             else:
@@ -107,7 +111,7 @@ class Lexer:
                 return Raw(_joined(parts), line, tuple(inner))
             if self.text.startswith("\\\n", self.at):
                 self._advance(2)
-            elif sign in SPACE or sign in ends or sign == "\n":
+            elif sign in SPACE or sign in ends or sign in "\n>":
                 break
             else:
                 parts.append(self._part(sign, quoted=False))

@@ -124,6 +124,8 @@ def _add_batch(config: Config, draft: Draft, ranks: int | None) -> None:
     if any(size is not None and size < 1 for size in (whole, micro, steps)):
         draft.problems.append(f"{origin} ({config.place}): give numbers from 1 on")
         return
+    whole = draft.value("train.global_batch") if whole is None else whole
+    micro = draft.value("train.micro_batch") if micro is None else micro
     data = _replicas(draft, ranks, whole, micro, steps)
     if whole is None and micro is None:
         return

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from megaprec.parsing import parse_json, read_text
+from tools.config.settings import Data
 from tools.importing.draft import Draft
 from tools.importing.grammar import Arguments
 
@@ -29,6 +30,9 @@ def add_data(a: Arguments, draft: Draft) -> None:
             "all counted tokens of a step have the same weight"
         )
     _add_tokenizer(a, draft)
+    vocab = draft.value("model.vocab")
+    if draft.value("data.tokenizer") is None and isinstance(vocab, int) and 0 < vocab < Data().vocab_size:
+        draft.put("data.vocab_size", vocab, "model.vocab, for a tokenizer that were trained")
 
 
 def _add_paths(a: Arguments, draft: Draft) -> None:

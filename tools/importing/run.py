@@ -43,7 +43,6 @@ def import_run(
     """
     sources = read_sources(items, assumed, dropped)
     draft = Draft(settled)
-    draft.problems += sources.arguments.problems
     ranks = ranks or sources.ranks
     if sources.megatron:
         _add_megatron(sources, draft, ranks)
@@ -57,8 +56,8 @@ def import_run(
     draft.problems += [f"--drop {name}: no such argument is given" for name in dropped - sources.arguments.tried]
     draft.notes += [f"left out, as --drop says: {said}" for said in sources.arguments.left_out.values()]
     notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
-    if draft.problems:
-        raise UserError(*dict.fromkeys(draft.problems))
+    if problems := [*sources.arguments.problems, *draft.problems]:
+        raise UserError(*dict.fromkeys(problems))
     text = run_text(draft.keys, notes, unused, " and ".join(sources.names))
     _check(draft, text, sources)
     return Imported(text, tuple(notes), read, len(unused))

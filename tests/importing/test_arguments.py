@@ -72,7 +72,7 @@ def test_every_argument_has_the_form_of_megatrons_parser() -> None:
 
 
 def test_every_default_is_that_of_megatrons_parser() -> None:
-    for name, form, default in FACTS:
+    for name, _, default in FACTS:
         typed = name[2:].replace("-", "_")
         if typed in READ and READ[typed].form != "flag" and typed not in DEFAULT_HERE:
             value, theirs = READ[typed].default, ast.literal_eval(default)

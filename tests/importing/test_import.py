@@ -139,7 +139,8 @@ def test_the_feed_forward_of_swiglu_has_megatrons_width(tmp_path: Path) -> None:
 
 
 RATES = (
-    "--lr-decay-style linear", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 10", "--lr-decay-style constant",
+    "--lr-decay-style linear", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 10",
+    "--lr-decay-style constant",
     "--lr-decay-style cosine --lr-warmup-fraction 0.05 --lr-decay-iters 60", "--lr-warmup-fraction 0.033",
     "--lr-decay-iters 150 --min-lr 1e-5", "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-warmup-iters 5",
     "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-decay-iters 80 --min-lr 1e-4",
@@ -256,7 +257,6 @@ def test_arguments_mean_what_they_mean_in_megatron(change: str, key: str, value:
 )
 def test_what_cannot_be_had_is_refused_by_its_name(change: str, line: str) -> None:
     said = refused(f"{BASE} {shlex.join(change.split())}")
-    assert len(said) == 1 and said[0].startswith(line[:12]) or any(line in one for one in said), said
     assert any(line in one for one in said), said
 
 

@@ -119,5 +119,5 @@ def test_a_hostile_script_ends_soon_with_a_line_or_with_words(text: str) -> None
     try:
         read(text)
     except UserError as error:
-        assert all(len(problem.splitlines()) == 1 for problem in error.problems)
+        assert all(len(problem.splitlines()) == 1 for problem in error.problems)  # noqa: PT017
     assert time.process_time() - began < 2

@@ -1,4 +1,4 @@
-"""What a name from Megatron-LM or DeepSpeed means here: keys of a run file, or the reason why there is none."""
+"""Names of Megatron-LM and DeepSpeed, answered: keys of a run file, or the reason why there is none."""
 
 from collections.abc import Mapping
 

@@ -32,7 +32,7 @@ def add_data(a: Arguments, draft: Draft) -> None:
     _add_tokenizer(a, draft)
     vocab = draft.value("model.vocab")
     if draft.value("data.tokenizer") is None and isinstance(vocab, int) and 0 < vocab < Data().vocab_size:
-        draft.put("data.vocab_size", vocab, "model.vocab, for a tokenizer that were trained")
+        draft.put("data.vocab_size", vocab, "as model.vocab")
 
 
 def _add_paths(a: Arguments, draft: Draft) -> None:

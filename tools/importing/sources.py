@@ -1,4 +1,4 @@
-"""What `megaprec import-args` is given: a command line, a script, YAML or DeepSpeed's JSON, each read as text."""
+"""The sources of `megaprec import-args`: a command line, a script, YAML or DeepSpeed's JSON, each read as text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

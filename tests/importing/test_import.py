@@ -373,7 +373,7 @@ VALUES = [
 def test_random_arguments_end_with_a_run_or_with_lines(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(60):
-        words = BASE.split()
+        words: list[str] = [*BASE.split()]
         for _ in range(rng.randrange(1, 6)):
             at = rng.randrange(len(words))
             kind = rng.random()

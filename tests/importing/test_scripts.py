@@ -56,7 +56,7 @@ def test_the_words_are_those_that_a_shell_would_pass(text: str, expected: str) -
         (f"{RUN} --a `hostname`", "would have to be run"),
         (f"{RUN} --a 1 $@", "$@ stands for the script's own arguments"),
         (f'if [ -n "$K" ]; then A=1; fi\n{RUN} --a $A', "on $K: --assume K=VALUE decides it"),
-        (f"for i in 1 2; do A=$i; done\n{RUN} --a $A", "$A depends on a loop"),
+        (f"for i in 1 2; do A=$i; done\n{RUN} --a $A", "$A depends on a loop or case"),
     ],
 )
 def test_what_a_script_leaves_open_is_named_with_the_way_to_give_it(text: str, line: str) -> None:

@@ -81,6 +81,7 @@ class _Script:
         self.reading: set[str] = set()
         self.reasons: dict[str, str] = {}
         self.condition = ""
+        self.sourced: list[str] = []
         self.branches: list[bool | None] = []
         self.taken: list[bool | None] = []
         self.loops: list[str] = []
@@ -103,7 +104,8 @@ class _Script:
         at = _program(words)
         arguments = words if at is None else words[at + 1 :]
         read = self._all_read(arguments)
-        notes = [
+        notes = [*self.sourced]
+        notes += [
             f"${name} is taken as its default, {value!r}: --assume {name}=VALUE gives another"
             for name, value in sorted(self.defaults.items())
             if name in read
@@ -215,7 +217,9 @@ class _Script:
             raise UserError(f"{self._shown()}, line {line}: more words than a command line has")
         if not expanded:
             return
-        if expanded[0].text == "eval":
+        if expanded[0].text in ("source", ".") and len(expanded) > 1:
+            self.sourced.append(f"{self._shown()}, line {line}: what {expanded[1].text} sets is not read")
+        elif expanded[0].text == "eval":
             self._again(" ".join(word.text for word in expanded[1:]), line, depth)
         elif inner := [word.text for word in expanded[1:] if " " in word.text and ".py " in word.text]:
             self._again(inner[-1], line, depth)
@@ -246,7 +250,9 @@ class _Script:
             value = [*before, *value] if word.array is not None else ["".join([*before[:1], *value]), *before[1:]]
         if mode is None and value != before:
             value = [f"{OPEN}{name}{CLOSE}"]
-            self.reasons[name] = f"${name} depends on {self.condition or 'a loop'}, or --assume {name}=VALUE gives it"
+            self.reasons[name] = (
+                f"${name} depends on {self.condition or 'a loop or case'}, or --assume {name}=VALUE gives it"
+            )
         if sum(map(len, value)) > 1_000_000:
             raise UserError(f"{self._shown()}, line {word.line}: {name} grows too long")
         self.values[name], self.uses[name] = value, self.reading

@@ -32,7 +32,7 @@ class Sources:
 
 
 def read_sources(items: Sequence[str], assumed: Mapping[str, str], dropped: frozenset[str]) -> Sources:
-    """Read files by their suffix; everything else is a command line. dropped: arguments to leave out.
+    """Read files by their suffix, others as scripts; the rest is a command line. dropped: arguments to leave out.
 
     Raises UserError for what cannot be read.
     """
@@ -54,7 +54,8 @@ def read_sources(items: Sequence[str], assumed: Mapping[str, str], dropped: froz
 def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, str]) -> None:
     path = Path(item)
     suffix = path.suffix.lower() if not item.startswith("-") and "\n" not in item else ""
-    if suffix in (*SCRIPTS, *YAML, *JSON) and (" " not in item or _is_file(path)):
+    is_file = "--" not in item and _is_file(path)
+    if is_file or (suffix in (*SCRIPTS, *YAML, *JSON) and " " not in item):
         sources.names.append(path.name)
         text = _text(path)
         if suffix in JSON:
@@ -65,6 +66,10 @@ def _read(item: str, sources: Sources, words: list[Word], assumed: Mapping[str, 
             _read_yaml(path, text, sources)
             return
         found = read_script(text, path.name, assumed)
+    elif "--" not in item:
+        raise UserError(
+            f"{item or 'an empty word'}: neither a file that is there nor a command line, which has --arguments"
+        )
     else:
         found = split_words(item, assumed)
         words += found.words

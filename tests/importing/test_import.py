@@ -248,6 +248,8 @@ def test_arguments_mean_what_they_mean_in_megatron(change: str, key: str, value:
         ("--load elsewhere", "--load elsewhere: to begin with its weights give train.init_from=elsewhere"),
         ("--position-embedding-type yarn", "--position-embedding-type = 'yarn' cannot be converted"),
         ("--num-experts 4", "--add-bias-linear = True"),
+        ("--num-attention-heads 0", "--num-attention-heads 0: give a number from 1 on"),
+        ("--hidden-size 65", "--hidden-size 65: must be a multiple of --num-attention-heads 4"),
         ("--data-path a b", "--data-path a b: give the weight of each data set"),
         ("--pipeline-model-parallel-size 3", "4 layers cannot be cut evenly into 3 x 1 stages"),
         ("--moe-layer-freq __import__('os')", "--moe-layer-freq"),
@@ -279,6 +281,12 @@ def test_a_key_beside_the_arguments_settles_what_they_leave_open(tmp_path: Path)
     assert "model.vocab=N" in said
     assert run_of(tmp_path, line, keys=["model.vocab=50257", "train.steps=7"]).model.vocab == 50257
     assert run_of(tmp_path, f"{BASE} --lr-decay-style inverse-square-root", keys=["lr.schedule=linear"])
+
+
+def test_a_layout_beside_the_arguments_is_the_one_that_counts(tmp_path: Path) -> None:
+    line = f"{BASE} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    run = run_of(tmp_path, line, ranks=8, keys=["parallel.tensor=1", "parallel.pipeline=4"])
+    assert (run.parallel.data, run.parallel.cuts) == (2, (1, 1, 1, 1))
 
 
 def test_an_argument_that_is_dropped_is_left_out_and_named() -> None:

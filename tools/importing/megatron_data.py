@@ -77,8 +77,10 @@ def _add_tokenizer(a: Arguments, draft: Draft) -> None:
         if file != path:
             draft.notes.append(f"data.tokenizer = {file}: if {path} is a name on the hub, download it first")
     elif kind == "NullTokenizer" and a.get("vocab_size"):
-        draft.put(
-            "model.vocab", a.get("vocab_size") + 1, f"{a.origin('vocab_size')}, and one token that ends a document"
+        vocab = a.get("vocab_size")
+        draft.put("model.vocab", vocab + 1, f"{a.origin('vocab_size')}, and one token that ends a document")
+        draft.notes.append(
+            f"NullTokenizer: Megatron-LM adds a token up to core_v0.16; for newer ones give model.vocab={vocab}"
         )
     elif kind in (None, "GPT2BPETokenizer") and a.get("vocab_file"):
         _add_vocabulary(a, draft)

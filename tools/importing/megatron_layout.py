@@ -10,7 +10,12 @@ MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation
 
 def add_layout(a: Arguments, draft: Draft, ranks: int | None) -> None:
     """Add the layout. ranks: how many there are; None if that is not said."""
-    tensor, pipeline = a.get("tensor_model_parallel_size"), a.get("pipeline_model_parallel_size")
+    tensor, pipeline = (
+        draft.settled[key].value if key in draft.settled else a.get(f"{key.partition('.')[2]}_model_parallel_size")
+        for key in ("parallel.tensor", "parallel.pipeline")
+    )
+    if not isinstance(tensor, int) or not isinstance(pipeline, int):
+        return
     draft.put("parallel.tensor", tensor, a.origin("tensor_model_parallel_size"))
     draft.put("parallel.pipeline", pipeline, a.origin("pipeline_model_parallel_size"))
     if tensor < 1 or pipeline < 1:

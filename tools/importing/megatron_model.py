@@ -51,6 +51,13 @@ def completed(arguments: Arguments) -> dict[str, Any]:
     """Return the model's arguments as Megatron-LM has them after its checks. Raises UserError."""
     args = {name: arguments.get(name) for name in OF_MODEL}
     args |= {name: DEFAULTS[name] for name in IN_CHECKPOINTS.split() if name in DEFAULTS and name not in args}
+    for name in (*REQUIRED, "kv_channels", "ffn_hidden_size", "num_query_groups"):
+        if args[name] is not None and args[name] < 1:
+            raise UserError(f"{arguments.origin(name)}: give a number from 1 on")
+    heads = args["num_attention_heads"]
+    if args["kv_channels"] is None and args["hidden_size"] % heads:
+        said = arguments.origin("hidden_size")
+        raise UserError(f"{said}: must be a multiple of --num-attention-heads {heads}, or give --kv-channels")
     if args["ffn_hidden_size"] is None:
         hidden = args["hidden_size"]
         args["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64 if args["swiglu"] else 4 * hidden

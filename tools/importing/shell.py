@@ -8,18 +8,18 @@ name of the variable, and `--assume NAME=VALUE` gives it.
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megaprec.errors import UserError
+from tools.importing.launcher import program, ranks
 from tools.importing.shell_words import Command, Lexer, Part, Raw
 
 OPEN, CLOSE = "\ue000", "\ue001"  # around what is not known, in the text of a word
 UNKNOWN = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 EXPANSION = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
-LAUNCHERS = {"nproc_per_node", "nproc-per-node", "nnodes", "num_gpus", "num_nodes"}
-PROGRAM, MOST_DEPTH, MOST_WORDS = re.compile(r"(\S*/)?\w+\.py"), 20, 20_000
+MOST_DEPTH, MOST_WORDS = 20, 20_000
 LOOPS = {"for": "done", "while": "done", "until": "done", "case": "esac", "select": "done"}
 MATHS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -90,7 +90,7 @@ class _Script:
 
     def command_line(self, any_command: bool) -> CommandLine:
         """Return the one command that runs a program with arguments."""
-        found = [(line, words) for line, words in self.found if _program(words) is not None]
+        found = [(line, words) for line, words in self.found if program([word.text for word in words]) is not None]
         if any_command and not found:
             found = self.found[:1] if len(self.found) == 1 else []
             if not found:
@@ -101,7 +101,7 @@ class _Script:
             lines = ", ".join(str(line) for line, _ in found)
             raise UserError(f"{self._shown()}: {len(found)} programs with arguments, in lines {lines}: keep one")
         words = found[0][1]
-        at = _program(words)
+        at = program([word.text for word in words])
         arguments = words if at is None else words[at + 1 :]
         read = self._all_read(arguments)
         notes = [*self.sourced]
@@ -110,7 +110,7 @@ class _Script:
             for name, value in sorted(self.defaults.items())
             if name in read
         ]
-        return CommandLine(arguments, None if at is None else _ranks(words[:at]), notes)
+        return CommandLine(arguments, None if at is None else ranks([word.text for word in words[:at]]), notes)
 
     def _all_read(self, words: Sequence[Word]) -> set[str]:
         """Return the variables that words are made of, and those that these are made of."""
@@ -380,26 +380,3 @@ def _computed(node: ast.expr) -> int:
     if isinstance(node, ast.BinOp) and type(node.op) in MATHS:
         return MATHS[type(node.op)](_computed(node.left), _computed(node.right))
     raise ValueError
-
-
-def _program(words: Sequence[Word]) -> int | None:
-    """Return the index of the program among the words of a command, if arguments follow it."""
-    at = next((i for i, word in enumerate(words) if PROGRAM.fullmatch(word.text)), None)
-    return at if at is not None and any(word.text.startswith("--") for word in words[at + 1 :]) else None
-
-
-def _ranks(words: Sequence[Word]) -> int | None:
-    """Return the number of ranks that torchrun or the like before the program starts, if its options say so."""
-    sizes = dict[str, str]()
-    for name, value in _pairs([word.text for word in words]):
-        if name.lstrip("-") in LAUNCHERS:
-            sizes[name.lstrip("-").replace("-", "_")] = value
-    local = sizes.get("nproc_per_node", sizes.get("num_gpus", ""))
-    nodes = sizes.get("nnodes", sizes.get("num_nodes", "1"))
-    return int(local) * int(nodes) if local.isdecimal() and nodes.isdecimal() and len(local + nodes) < 12 else None
-
-
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for i, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        yield name, value if equals else words[i + 1] if i + 1 < len(words) else ""

@@ -84,6 +84,7 @@ def test_a_script_that_cannot_be_read_is_one_line(text: str, line: str) -> None:
 def test_a_default_of_a_variable_is_told_where_the_arguments_need_it() -> None:
     found = read(f"N=${{NODES:-2}}\nA=${{HOST:-x}}\n{RUN} --master $A.\n".replace("--master $A.", "--a $N"))
     assert found.notes == ["$NODES is taken as its default, '2': --assume NODES=VALUE gives another"]
+    assert not read(f"N=${{NODES:-2}}\n{RUN} --a $N", {"N": "4"}).notes  # what is assumed needs no default
 
 
 def test_the_ranks_are_those_that_the_launcher_starts() -> None:

@@ -117,7 +117,7 @@ class _Script:
         found, left = set[str](), [name for word in words for name in word.reads]
         while left:
             name = left.pop()
-            if name not in found:
+            if name not in found and name not in self.assumed:
                 found.add(name)
                 left += self.uses.get(name, ())
         return found

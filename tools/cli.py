@@ -29,6 +29,7 @@ from tools.commands import (
     explain_overflow,
     fp8_advice,
     generate,
+    import_args,
     inspect,
     precision,
     report,
@@ -127,6 +128,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     diagnose.add_parser(commands)
     convert.add_parser(commands)
     inspect.add_parser(commands)
+    import_args.add_parser(commands)
     diff.add_parser(commands)
     compare.add_parser(commands)
     report.add_parser(commands)

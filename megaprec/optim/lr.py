@@ -64,7 +64,7 @@ class LRSchedule:
         if self.total < 1:
             yield f"total {self.total}: a run takes at least 1"
         elif not 0 <= self.warmup <= self.total:
-            yield f"warmup {self.warmup}: must be between 0 and {self.total}, the length of the run"
+            yield f"warmup {self.warmup}: must be between 0 and {self.total}, the length of the schedule"
         elif self.kind == "wsd" and not 1 <= self.decay <= self.total - self.warmup:
             yield f'decay {self.decay}: "wsd" needs a tail of 1 to {self.total - self.warmup}, the length after warm-up'
         if not 0 <= self.final <= self.peak:

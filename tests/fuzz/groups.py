@@ -42,6 +42,7 @@ SIZES += ["train.global_batch", "train.micro_batch", "train.seq_length", "train.
 SIZES += ["train.eval_batches", "train.threads", "data.vocab_size", "data.max_chars", "data.workers", "lr.warmup"]
 SIZES += [
     "lr.decay",
+    "lr.length",
     "fp8.margin",
     "fp8.history_length",
     "checkpoint.every",

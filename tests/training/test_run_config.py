@@ -84,6 +84,14 @@ def test_the_learning_rate_counts_in_its_unit(unit: str, total: int) -> None:
     assert schedule.peak == LR().peak
 
 
+def test_a_schedule_may_be_shorter_or_longer_than_its_run() -> None:
+    run = [*MINIMAL, "lr.schedule=linear", "lr.peak=1.0", "lr.final=0.5"]
+    short, long = (load_run(None, [*run, f"lr.length={n}"]).lr_schedule for n in (4, 20))
+    assert [short.at(n) for n in (0, 2, 4, 9)] == [1.0, 0.75, 0.5, 0.5]
+    assert [long.at(n) for n in (0, 10)] == [1.0, 0.75]
+    assert any("lr.warmup 5: must be between 0 and 4" in one for one in problems(*run, "lr.length=4", "lr.warmup=5"))
+
+
 @pytest.mark.parametrize(
     ("override", "value"),
     [
@@ -181,7 +189,7 @@ def test_a_number_where_text_belongs_in_a_file_is_refused(run_file: Path) -> Non
         (["model.vocab=100"], "model.vocab 100 is smaller than data.vocab_size 4096"),
         (["train.eval_every=5", "data.held_out=0"], "data.held_out is 0"),
         (["lr.warmup=11"], "lr.warmup 11: must be between 0 and 10"),
-        (["lr.warmup=81", "lr.unit=samples"], "between 0 and 80, the length of the run (in samples)"),
+        (["lr.warmup=81", "lr.unit=samples"], "between 0 and 80, the length of the schedule (in samples)"),
         (["lr.schedule=wsd"], 'lr.decay 0: "wsd" needs a tail of 1 to 10'),
         (["lr.final=1.0"], "lr.final 1: must be between 0 and the peak, 0.0003"),
         (["precision.min_scale=4.0", "precision.initial_scale=2.0"], "precision.min_scale 4 is more than"),

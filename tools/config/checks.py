@@ -71,9 +71,9 @@ def make_rule(optimizer: Optimizer) -> UpdateRule:
 
 
 def lr_schedule(lr: LR, train: Train) -> LRSchedule:
-    """Return the schedule over the whole run, in steps or samples as lr.unit says. Raises UserError."""
-    total = train.steps * (train.global_batch if lr.unit == "samples" else 1)
-    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, total, lr.decay)
+    """Return the schedule over lr.length or the whole run, in steps or samples as lr.unit says. Raises UserError."""
+    run = train.steps * (train.global_batch if lr.unit == "samples" else 1)
+    return LRSchedule(lr.schedule, lr.peak, lr.final, lr.warmup, lr.length or run, lr.decay)
 
 
 def _schedule(lr: LR, train: Train) -> Iterator[str]:

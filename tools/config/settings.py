@@ -262,11 +262,18 @@ class LR(Table):
     warmup: int = Field(
         default=0, ge=0, le=MOST_STEPS, description="Length of the linear warmup from 0 to lr.peak, in lr.unit."
     )
-    final: float = Field(default=0.0, ge=0, description="Learning rate at the end of the run.")
+    final: float = Field(default=0.0, ge=0, description="Learning rate at the end of the schedule, and after it.")
     decay: int = Field(
-        default=0, ge=0, le=MOST_STEPS, description="Length of the decay of wsd at the end of the run, in lr.unit."
+        default=0, ge=0, le=MOST_STEPS, description="Length of the decay of wsd at the end of the schedule, in lr.unit."
     )
-    unit: Literal["steps", "samples"] = Field(default="steps", description="Unit of lr.warmup and lr.decay.")
+    length: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_STEPS,
+        description="Length of the schedule, warmup included, in lr.unit, after which the rate is lr.final; 0: the "
+        "length of the run.",
+    )
+    unit: Literal["steps", "samples"] = Field(default="steps", description="Unit of lr.warmup, lr.decay and lr.length.")
 
 
 class Train(Table):

@@ -37,7 +37,7 @@ def shrunk(config: RunConfig, most: Most) -> RunConfig:
     tables: dict[str, Table | ModelConfig] = {
         "model": model,
         "train": config.train.model_copy(update={**_train(config, most), "init_from": ""}),
-        "lr": config.lr.model_copy(update={"schedule": "constant", "warmup": 0, "decay": 0, "final": 0.0}),
+        "lr": config.lr.model_copy(update={"schedule": "constant", "warmup": 0, "decay": 0, "length": 0, "final": 0.0}),
     }
     if config.precision.scaling == "dynamic":
         initial = max(config.precision.min_scale, min(config.precision.initial_scale, SCALE))

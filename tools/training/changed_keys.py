@@ -91,7 +91,7 @@ def rates_around(store: Store, config: RunConfig, progress: TrainState) -> tuple
 
 def _stretched(was: dict[str, str], config: RunConfig) -> str:
     steps, kind = was.get("train.steps"), config.lr.schedule
-    if steps is None or steps == toml(config.train.steps) or kind == "constant":
+    if steps is None or steps == toml(config.train.steps) or kind == "constant" or config.lr.length:
         return ""
     return f": train.steps {steps} -> {config.train.steps} stretches the {kind} schedule"
 

@@ -1,0 +1,151 @@
+"""A configuration of DeepSpeed: every key is read, refused or without a meaning; the batch follows DeepSpeed's rule."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprec.errors import UserError
+from tools.arguments.deepspeed import IDLE, READ, REFUSED
+from tools.config.run_file import RunConfig, given_in, load_run
+from tools.importing.run import import_run
+
+KEYS = ("model.preset=llama-demo", "train.steps=100", "train.seq_length=32")
+FULL: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "steps_per_print": 10,
+    "fp16": {
+        "enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3,
+        "consecutive_hysteresis": True, "min_loss_scale": 2,
+    },
+    "zero_optimization": {"stage": 1, "overlap_comm": True, "allgather_bucket_size": 5e8, "reduce_bucket_size": 5e6},
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 90, "warmup_num_steps": 9, "warmup_max_lr": 3e-4, "warmup_type": "linear"},
+    },
+    "wall_clock_breakdown": False,
+    "flops_profiler": {"enabled": True, "profile_step": 5},
+}  # fmt: skip
+
+
+def made(
+    tmp_path: Path, config: object, *items: str, ranks: int | None = None, keys: Sequence[str] = KEYS
+) -> RunConfig:
+    path, run = tmp_path / "ds.json", tmp_path / "run.toml"
+    path.write_text(json.dumps(config))
+    given, _ = given_in(None, keys)
+    run.write_text(import_run([*items, str(path)], given, {}, ranks).text)
+    return load_run(run)
+
+
+def refused(
+    tmp_path: Path, config: object, *items: str, ranks: int | None = None, keys: Sequence[str] = KEYS
+) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        made(tmp_path, config, *items, ranks=ranks, keys=keys)
+    return list(caught.value.problems)
+
+
+def test_a_configuration_becomes_the_keys_of_a_run(tmp_path: Path) -> None:
+    run = made(tmp_path, FULL)
+    p = run.precision
+    assert (run.train.global_batch, run.train.micro_batch, run.parallel.data) == (64, 4, 8)
+    assert (p.compute, p.initial_scale, p.growth_interval, p.hysteresis, p.min_scale) == ("fp16", 4096.0, 500, 3, 2.0)
+    assert (p.hysteresis_refill, p.gradients, p.reduce, p.on_nonfinite) == ("good_step", "fp16", "fp16", "skip")
+    assert (run.parallel.zero, run.parallel.overlap, run.parallel.bucket) == (True, True, 5_000_000)
+    optimizer = run.optimizer
+    assert (optimizer.name, optimizer.betas, optimizer.eps) == ("adamw", (0.9, 0.95), 1e-6)
+    assert (optimizer.weight_decay, optimizer.clip) == (0.1, 1.0)
+    assert (run.lr.schedule, run.lr.peak, run.lr.warmup, run.lr.length, run.lr.final) == ("linear", 3e-4, 9, 90, 0.0)
+    assert run.log.every == 10
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "expected"),
+    [
+        ((64, 4, 2), None, (64, 4, 8)),
+        ((64, 4, 2), 8, (64, 4, 8)),
+        ((64, 4, None), 8, (64, 4, 8)),
+        ((64, None, 2), 8, (64, 4, 8)),
+        ((None, 4, 2), 8, (64, 4, 8)),
+        ((64, None, None), 8, (64, 8, 8)),
+        ((None, 4, None), 8, (32, 4, 8)),
+        ((64, 4, None), None, (64, 4, 1)),
+        ((64, 4, "auto"), 8, (64, 4, 8)),
+    ],
+)
+def test_the_batch_is_that_of_deepspeeds_rule(
+    sizes: tuple[Any, ...], ranks: int | None, expected: tuple[int, int, int], tmp_path: Path
+) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
+    keys = (*KEYS, "train.global_batch=64") if "auto" in sizes else KEYS
+    run = made(tmp_path, config, ranks=ranks, keys=keys)
+    assert (run.train.global_batch, run.train.micro_batch, run.parallel.data) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"train_batch_size": 60}, "60 is not 4 x 2 x"),
+        ({"train_batch_size": "auto"}, "train_batch_size = 'auto' (ds.json): what it will be is not known"),
+        ({"train_batch_size": True}, "must be a whole number"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3 (ds.json): weights are not sharded"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "nothing is offloaded here"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type = 'OneBitAdam' (ds.json): the update rules here"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type = 'OneCycle'"),
+        ({"scheduler": {"type": "WarmupLR"}}, "warm-up is linear here"),
+        ({"bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled (ds.json): give one of them"),
+        ({"gradient_cliping": 1}, "no such key of DeepSpeed is known here; did you mean gradient_clipping?"),
+        ({"sparse_attention": {"mode": "fixed"}}, "attention is dense here"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 1000}}, "give a power of two from 0 to 127"),
+        ({"fp16": {"enabled": "yes"}}, "fp16.enabled = 'yes' (ds.json): must be a bool"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_by_its_name(change: dict[str, Any], line: str, tmp_path: Path) -> None:
+    said = refused(tmp_path, FULL | change, ranks=8 if "60 is" in line else None)
+    assert any(line in problem for problem in said), said
+
+
+def test_a_configuration_and_a_command_line_are_one_run_and_may_not_contradict(tmp_path: Path) -> None:
+    line = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 64 "
+        "--micro-batch-size 4 --global-batch-size 64 --lr 3e-4 --train-iters 100 --data-path tokens/mine "
+        "--vocab-size 500 --save runs/mine"
+    )
+    both = {key: FULL[key] for key in ("train_batch_size", "fp16", "zero_optimization", "gradient_clipping")}
+    run = made(tmp_path, both, line, ranks=8, keys=())
+    assert (run.precision.initial_scale, run.parallel.zero, run.parallel.data, run.model.layers) == (4096.0, True, 8, 4)
+    (said,) = refused(
+        tmp_path, both, line.replace("--global-batch-size 64", "--global-batch-size 32"), ranks=8, keys=()
+    )
+    assert "train.global_batch: --global-batch-size 32 says 32, but train_batch_size = 64 says 64: keep one" in said
+
+
+def test_a_configuration_alone_says_what_is_missing(tmp_path: Path) -> None:
+    said = refused(tmp_path, FULL, keys=())
+    assert any(problem.startswith("train.steps is missing") for problem in said)
+    assert "model.preset" in said[-1]
+
+
+def test_random_configurations_end_with_a_run_or_with_lines(tmp_path: Path) -> None:
+    rng, values = random.Random(0), [0, 1, -1, 2.5, "auto", "x", True, None, [], [1], {}, {"a": 1}, 10**30, 1e308]
+    for _ in range(150):
+        config = json.loads(json.dumps(FULL))
+        for path in rng.choices([*READ, *REFUSED, *IDLE, "other.key"], k=3):
+            *tables, leaf = path.split(".")
+            place = config
+            for table in tables:
+                place = place.setdefault(table, {}) if isinstance(place.get(table, {}), dict) else {}
+            place[leaf] = rng.choice(values)
+        try:
+            made(tmp_path, config, ranks=rng.choice([None, 8]))
+        except UserError as error:
+            assert all(line.isprintable() for line in error.problems)  # noqa: PT017

@@ -1,0 +1,400 @@
+"""A command line of Megatron-LM becomes the run file of the same training, or is refused by the names of arguments."""
+
+import random
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprec.errors import UserError
+from tests.importing.scripts import ASSUMED, SCRIPTS
+from tools.arguments import megatron_idle, megatron_refused
+from tools.arguments.forms import option
+from tools.arguments.megatron import READ
+from tools.cli import main
+from tools.config.run_file import RunConfig, given_in, load_run
+from tools.convert.megatron.layout import model_of
+from tools.importing.grammar import Arguments, read_words
+from tools.importing.megatron_model import completed
+from tools.importing.run import import_run
+from tools.importing.shell import split_words
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 100 --data-path tokens/mine --vocab-size 500 "
+    "--save runs/mine"
+)
+
+
+def run_of(tmp_path: Path, *items: str, ranks: int | None = None, keys: Sequence[str] = ()) -> RunConfig:
+    """The run that the text of an import describes."""
+    given, _ = given_in(None, keys)
+    made = import_run(items, given, ASSUMED, ranks)
+    path = tmp_path / "imported.toml"
+    path.write_text(made.text)
+    return load_run(path)
+
+
+def refused(*items: str, ranks: int | None = None, keys: Sequence[str] = (), drop: str = "") -> tuple[str, ...]:
+    given, _ = given_in(None, keys)
+    with pytest.raises(UserError) as caught:
+        import_run(items, given, {}, ranks, frozenset(drop.split()))
+    return caught.value.problems
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> dict[str, str]:
+    for name, text in SCRIPTS.items():
+        (tmp_path / f"{name}.sh").write_text(text)
+    return {name: str(tmp_path / f"{name}.sh") for name in SCRIPTS}
+
+
+def test_a_gpt_script_becomes_its_run(scripts: dict[str, str], tmp_path: Path) -> None:
+    run = run_of(tmp_path, scripts["gpt"])
+    m, p, t, lr = run.model, run.parallel, run.train, run.lr
+    assert (m.family, m.layers, m.hidden, m.heads, m.ffn, m.vocab) == ("gpt2", 32, 1024, 16, 4096, 50257)
+    assert (m.mlp, m.norm, m.positions, m.tied, m.bias, m.dropout, m.attention_dropout) == (
+        "gelu", "layer", "learned", True, True, 0.1, 0.1,
+    )  # fmt: skip
+    assert (p.tensor, p.pipeline, p.data, p.zero, p.cuts) == (4, 2, 2, False, (16, 16))
+    assert (t.steps, t.global_batch, t.micro_batch, t.seq_length, t.folder) == (500000, 1536, 1, 2048, "runs/mine")
+    assert (lr.schedule, lr.peak, lr.final, lr.warmup, lr.length, lr.unit) == (
+        "cosine",
+        6e-5,
+        6e-6,
+        430,
+        430000,
+        "steps",
+    )
+    precision = run.precision
+    assert (precision.compute, precision.gradients, precision.initial_scale) == ("fp16", "fp16", 2.0**32)
+    assert (precision.growth_interval, precision.hysteresis, precision.on_nonfinite) == (1000, 2, "skip")
+    assert run.optimizer.betas == (0.9, 0.95) and run.optimizer.weight_decay == 0.1
+    assert run.data.source == "tokens/mine_text_document" and run.data.held_out == pytest.approx(0.051)
+    assert (run.checkpoint.every, run.log.every, t.eval_every, t.eval_batches) == (10000, 100, 1000, 10)
+
+
+def test_a_llama_script_counts_in_samples_and_blends_data(scripts: dict[str, str], tmp_path: Path) -> None:
+    run = run_of(tmp_path, scripts["llama"])
+    m, lr = run.model, run.lr
+    assert (m.family, m.mlp, m.norm, m.tied, m.bias, m.kv_heads, m.rope_base) == (
+        "llama", "swiglu", "rms", False, False, 8, 1e6,
+    )  # fmt: skip
+    assert (lr.unit, lr.warmup, lr.length) == ("samples", 3906252, 1949218748)
+    assert run.train.steps == 1953125000 // 128
+    assert [(one.source, one.weight) for one in run.data.blend] == [("tokens/a", 0.7), ("tokens/b", 0.3)]
+    assert run.data.tokenizer == "tokenizers/llama/tokenizer.json" and run.data.held_out == pytest.approx(0.01)
+    assert (run.fp8.kind, run.fp8.history_length, run.fp8.amax_algo, run.fp8.parameters) == (
+        "delayed",
+        1024,
+        "max",
+        True,
+    )
+    assert (run.precision.compute, run.precision.gradients, run.precision.on_nonfinite) == ("bf16", "bf16", "raise")
+    assert not run.parallel.sequence  # as in Megatron-LM with one tensor-parallel rank
+    assert run.parallel.zero and run.parallel.overlap and run.parallel.data == 16
+
+
+def test_a_mixtral_script_keeps_its_interleaved_stages(scripts: dict[str, str], tmp_path: Path) -> None:
+    run = run_of(tmp_path, scripts["mixtral"])
+    m, p = run.model, run.parallel
+    assert (m.family, m.experts, m.experts_per_token, m.router_aux_loss, m.norm_topk) == ("mixtral", 8, 2, 0.01, True)
+    assert (p.schedule, p.chunks, p.cuts, p.sequence) == ("interleaved", 2, (4,) * 8, True)
+    assert (p.recompute, p.recompute_layers, p.tensor, p.pipeline, p.data) == ("full", 2, 2, 4, 2)
+    assert run.data.tokenizer == "tokenizer.model"
+    assert (run.lr.warmup, run.lr.length, run.lr.final) == (500, 320000, 1e-5)
+
+
+CHANGES = (
+    "", "--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--disable-bias-linear --add-qkv-bias",
+    "--position-embedding-type rope --rotary-percent 0.5", "--use-rotary-position-embeddings --rotary-base 5000",
+    "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 4", "--no-bias-gelu-fusion",
+    "--position-embedding-type rope --rotary-seq-len-interpolation-factor 2", "--untie-embeddings-and-output-weights",
+    "--group-query-attention --num-query-groups 2", "--num-query-groups 2", "--kv-channels 32",
+    "--ffn-hidden-size 100", "--swiglu --ffn-hidden-size 100", "--norm-epsilon 1e-6", "--layernorm-epsilon 1e-6",
+    "--hidden-dropout 0 --attention-dropout 0.2", "--init-method-std 0.01", "--window-size 15,0",
+    "--window-size (15,0) --window-attn-skip-freq 2", "--window-size 15,0 --window-attn-skip-freq ([1]*2+[0])+[1]",
+    "--qk-layernorm --normalization RMSNorm", "--disable-bias-linear --num-experts 4 --moe-router-topk 1 "
+    "--moe-router-pre-softmax --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.2 --moe-ffn-hidden-size 32",
+    "--disable-bias-linear --num-experts 4 --moe-router-load-balancing-type none --moe-layer-freq ([1]*4)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_model_is_the_one_that_a_checkpoint_of_the_same_arguments_has(change: str, tmp_path: Path) -> None:
+    line = f"{BASE} {shlex.join(change.split())}"
+    arguments = Arguments()
+    read_words(split_words(line, {}).words, arguments)
+    assert not arguments.problems
+    assert run_of(tmp_path, line).model == model_of(completed(arguments), None)
+
+
+def test_the_feed_forward_of_swiglu_has_megatrons_width(tmp_path: Path) -> None:
+    line = BASE.replace("--hidden-size 64", "--hidden-size 4096")
+    assert run_of(tmp_path, f"{line} --swiglu").model.ffn == 10880  # int(4 * 4096 * 2 / 3 / 64) * 64
+    assert run_of(tmp_path, line).model.ffn == 16384
+
+
+RATES = (
+    "--lr-decay-style linear", "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 10",
+    "--lr-decay-style constant",
+    "--lr-decay-style cosine --lr-warmup-fraction 0.05 --lr-decay-iters 60", "--lr-warmup-fraction 0.033",
+    "--lr-decay-iters 150 --min-lr 1e-5", "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-warmup-iters 5",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-decay-iters 80 --min-lr 1e-4",
+    "--train-samples 803 --lr-warmup-samples 33", "--train-samples 800 --lr-decay-samples 603 --lr-warmup-fraction 0.1",
+    "--train-samples 800 --lr-decay-style WSD --lr-wsd-decay-samples 100 --lr-decay-samples 700 --min-lr 2e-4",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", RATES)
+def test_every_rate_is_that_of_megatrons_scheduler(change: str, tmp_path: Path) -> None:
+    module = pytest.importorskip("megatron.core.optimizer_param_scheduler", exc_type=ImportError)
+    line = f"{BASE} {change}"
+    line = line.replace("--train-iters 100 ", "") if "--train-samples" in change else line
+    run = run_of(tmp_path, line)
+    arguments = Arguments()
+    read_words(split_words(line, {}).words, arguments)
+    theirs = scheduler(module, arguments)
+    unit = 8 if run.lr.unit == "samples" else 1
+    for step in range(run.train.steps):
+        theirs.num_steps = step * 8
+        assert run.lr_schedule.at(step * unit) == pytest.approx(theirs.get_lr({}), rel=1e-12, abs=1e-18), step
+
+
+def scheduler(module: Any, a: Arguments) -> Any:
+    """Megatron-core's scheduler, with the steps that training.py's get_optimizer_param_scheduler gives it."""
+    batch = a.get("global_batch_size")
+    by_samples = a.has("train_samples")
+    unit, factor = ("samples", 1) if by_samples else ("iters", batch)
+    decay = (a.get(f"lr_decay_{unit}") or a.get(f"train_{unit}")) * factor
+    wsd = a.get(f"lr_wsd_decay_{unit}")
+    share = a.get("lr_warmup_fraction")
+    warmup = a.get(f"lr_warmup_{unit}") * factor if share is None else share * decay
+    warmup = round(warmup) if abs(warmup - round(warmup)) > 1e-6 else warmup  # as the note says
+    optimizer = type("Optimizer", (), {"param_groups": []})()
+    return module.OptimizerParamScheduler(
+        optimizer, 0.0, a.get("lr"), a.get("min_lr"), warmup, decay, a.get("lr_decay_style"), 0.0, 0.0, 1, "constant",
+        wsd_decay_steps=wsd and wsd * factor, lr_wsd_decay_style=a.get("lr_wsd_decay_style"),
+    )  # fmt: skip
+
+
+def test_where_megatrons_default_differs_from_ours_the_run_file_states_it(tmp_path: Path) -> None:
+    run = run_of(tmp_path, BASE)
+    assert (run.lr.schedule, run.optimizer.betas, run.optimizer.weight_decay) == ("linear", (0.9, 0.999), 0.01)
+    assert (run.train.eval_every, run.train.eval_batches, run.log.every, run.checkpoint.every) == (1000, 100, 100, 0)
+    assert run.data.held_out == pytest.approx(0.031) and not run.parallel.zero and run.precision.on_nonfinite == "raise"
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "value"),
+    [
+        ("--bf16", "precision.gradients", "fp32"),
+        ("--bf16 --grad-reduce-in-bf16", "precision.gradients", "bf16"),
+        ("--fp16", "precision.gradients", "fp16"),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", "precision.gradients", "fp32"),
+        ("--fp16 --loss-scale 1024", "precision.loss_scale", 1024.0),
+        ("--fp16 --loss-scale-window 500 --hysteresis 3 --initial-loss-scale 65536", "precision.growth_interval", 500),
+        ("--bf16 --no-check-for-nan-in-loss-and-grad", "precision.on_nonfinite", "ignore"),
+        ("--bf16 --fp32-residual-connection", "precision.residual", "fp32"),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe tensorwise", "fp8.kind", "current"),
+        ("--bf16 --fp8-format hybrid --no-fp8-wgrad", "fp8.weight_gradients", False),
+        ("--optimizer sgd --sgd-momentum 0.5", "optimizer.options", {"momentum": 0.5}),
+        ("--clip-grad 0", "optimizer.clip", 0.0),
+        ("--recompute-activations", "parallel.recompute_modules", ("attention",)),
+        ("--recompute-granularity selective --recompute-modules core_attn layernorm", "parallel.recompute_modules",
+         ("attention", "norm")),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "parallel.cuts", (1, 3)),
+        ("--num-layers 6 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split "
+         "--account-for-loss-in-pipeline-split", "parallel.cuts", (1, 2, 2, 1)),
+        ("--tokenizer-type NullTokenizer", "model.vocab", 501),
+        ("--split 100,0,0", "train.eval_every", 0),
+        ("--eval-iters 0", "train.eval_every", 0),
+        ("--train-iters 7 --train-iters 9", "train.steps", 9),
+        ("--load ck --finetune", "train.init_from", "ck"),
+        ("--embedding-init-method-std 0.5", "model.init", None),
+    ],
+)  # fmt: skip
+def test_arguments_mean_what_they_mean_in_megatron(change: str, key: str, value: object, tmp_path: Path) -> None:
+    line = BASE.replace(" --vocab-size 500", " --vocab-size 500")
+    if key == "train.init_from":  # it need not be there to be written down
+        assert 'init_from = "ck"' in import_run([f"{line} {change}"], {}, {}, None).text
+        return
+    found = run_of(tmp_path, f"{line} {change}").get(key)
+    assert found.embedding == 0.5 if value is None else found == value
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("--swigul", "--swigul: no such argument of Megatron-LM is known here; did you mean --swiglu?"),
+        ("--num-layer 3", "--num-layer: no such argument"),
+        ("--context-parallel-size 2", "--context-parallel-size 2: there is no context parallelism here"),
+        ("--rampup-batch-size 1 1 10", "--rampup-batch-size 1 1 10: the batch of a run is constant"),
+        ("--lr abc", "--lr abc: the value must be a number"),
+        ("--num-layers 2.5", "--num-layers 2.5: the value must be a whole number"),
+        ("--normalization rms", "--normalization rms: the values are LayerNorm, RMSNorm"),
+        ("--swiglu=true", "--swiglu=true: is a flag, which takes no value"),
+        ("--seed", "--seed: a value must follow"),
+        ("stray", "stray: no argument takes this value"),
+        ("--bf16 --fp16", "--bf16 --fp16: give one of them"),
+        ("--lr-decay-style inverse-square-root", "--lr-decay-style inverse-square-root: the schedules here are"),
+        ("--lr-warmup-samples 5", "--lr-warmup-samples 5: the length of the run is in iters"),
+        ("--optimizer muon", "--optimizer muon: the update rules here are adamw"),
+        ("--load elsewhere", "--load elsewhere: to begin with its weights give train.init_from=elsewhere"),
+        ("--position-embedding-type yarn", "--position-embedding-type = 'yarn' cannot be converted"),
+        ("--num-experts 4", "--add-bias-linear = True"),
+        ("--num-attention-heads 0", "--num-attention-heads 0: give a number from 1 on"),
+        ("--hidden-size 65", "--hidden-size 65: must be a multiple of --num-attention-heads 4"),
+        ("--data-path a b", "--data-path a b: give the weight of each data set"),
+        ("--pipeline-model-parallel-size 3", "4 layers cannot be cut evenly into 3 x 1 stages"),
+        ("--moe-layer-freq __import__('os')", "--moe-layer-freq"),
+        ("--main-params-dtype fp16 --use-precision-aware-optimizer", "--main-params-dtype = "),
+        ("--tokenizer-type TikTokenizer --vocab-size x", "--vocab-size x: the value must be a whole number"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_its_name(change: str, line: str) -> None:
+    said = refused(f"{BASE} {shlex.join(change.split())}")
+    assert any(line in one for one in said), said
+
+
+@pytest.mark.parametrize("name", ["--lr", "--num-layers", "--seq-length", "--train-iters", "--micro-batch-size"])
+def test_what_megatron_needs_and_is_not_there_is_named(name: str) -> None:
+    line = re.sub(rf"{name} \S+ ", "", BASE)
+    assert any(name in problem and "missing" in problem for problem in refused(line))
+
+
+def test_without_a_global_batch_the_ranks_decide_it(tmp_path: Path) -> None:
+    line = BASE.replace("--global-batch-size 8 ", "")
+    assert any("--ranks N" in problem for problem in refused(line))
+    run = run_of(tmp_path, f"{line} --tensor-model-parallel-size 2", ranks=8)
+    assert (run.parallel.data, run.train.global_batch) == (4, 8)
+
+
+def test_a_key_beside_the_arguments_settles_what_they_leave_open(tmp_path: Path) -> None:
+    line = BASE.replace("--vocab-size 500 ", "") + " --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt"
+    (said,) = refused(line)
+    assert "model.vocab=N" in said
+    assert run_of(tmp_path, line, keys=["model.vocab=50257", "train.steps=7"]).model.vocab == 50257
+    assert run_of(tmp_path, f"{BASE} --lr-decay-style inverse-square-root", keys=["lr.schedule=linear"])
+
+
+def test_a_layout_beside_the_arguments_is_the_one_that_counts(tmp_path: Path) -> None:
+    line = f"{BASE} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    run = run_of(tmp_path, line, ranks=8, keys=["parallel.tensor=1", "parallel.pipeline=4"])
+    assert (run.parallel.data, run.parallel.cuts) == (2, (1, 1, 1, 1))
+
+
+def test_an_argument_that_is_dropped_is_left_out_and_named() -> None:
+    made = import_run(
+        [f"{BASE} --context-parallel-size 2 --no-such 1 2"],
+        {},
+        {},
+        None,
+        frozenset({"context_parallel_size", "no_such"}),
+    )
+    assert "# - left out, as --drop says: --context-parallel-size 2" in made.text
+    assert refused(BASE, drop="swiglu") == ("--drop swiglu: no such argument is given",)
+
+
+def test_words_after_two_dashes_and_yaml_and_a_quoted_line_are_the_same_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("yaml", reason="needs the package PyYAML (pip install 'megaprec[yaml]')")
+    words, texts = BASE.split(), []
+    listed = dict(zip(words[::2], words[1::2], strict=True))
+    yaml = tmp_path / "a.yaml"
+    yaml.write_text(
+        "MODEL_ARGS:\n" + "\n".join(f"  {key}: {value}" for key, value in listed.items()) + "\n  --bf16: true\n"
+    )
+    flat = tmp_path / "b.yaml"
+    flat.write_text(
+        "\n".join(f"{key[2:].replace('-', '_')}: {value}" for key, value in listed.items()) + "\nbf16: true\n"
+    )
+    for command in ([f"{BASE} --bf16"], ["--", *words, "--bf16"], [str(yaml)], [str(flat)]):
+        assert main(["import-args", *command]) == 0
+        texts.append(
+            [line.partition("  #")[0].strip() for line in capsys.readouterr().out.splitlines() if " = " in line]
+        )
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+
+
+def test_names_that_megatron_keeps_are_read_from_yaml_with_their_own_value(tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="needs the package PyYAML (pip install 'megaprec[yaml]')")
+    path = tmp_path / "c.yaml"
+    names = [
+        f"{key[2:].replace('-', '_')}: {value}"
+        for key, value in zip(BASE.split()[::2], BASE.split()[1::2], strict=True)
+    ]
+    path.write_text(
+        "\n".join([*names, "add_bias_linear: false", "swiglu: null", "bias_gelu_fusion: true", "lr: 0.001"])
+    )
+    run = run_of(tmp_path, str(path))
+    assert not run.model.bias and run.model.mlp == "gelu_exact"
+    path.write_text("model:\n  num_layers: 2\nother:\n  num_layers: 3\n")
+    assert any("is 2 and 3: keep one of them" in problem for problem in refused(str(path)))
+    path.write_text("num_layers: ${oc.env:LAYERS}\n")
+    assert any("interpolation" in problem for problem in refused(str(path)))
+
+
+def test_the_command_writes_a_file_once_and_says_what_it_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    assert main(["import-args", f"{BASE} --num-workers 2", "-o", str(path)]) == 0
+    said = capsys.readouterr()
+    assert f"12 arguments read, 1 not needed here; wrote {path}" in said.out and said.err.startswith(
+        "note: parallel.data = 1"
+    )
+    assert "# - --num-workers 2: it is of reading data" in path.read_text()
+    assert main(["import-args", BASE, "-o", str(path)]) == 2
+    assert capsys.readouterr().err == f"{path} exists: give another name, or remove it\n"
+
+
+FLAGS = [option(name) for name in (*READ, *megatron_idle.SHAPES, *megatron_refused.SHAPES)]
+VALUES = [
+    "1",
+    "-1",
+    "0",
+    "abc",
+    "1e400",
+    "nan",
+    "",
+    "9" * 30,
+    "rope",
+    "--",
+    "-",
+    "=",
+    "'",
+    '"',
+    "$X",
+    "[",
+    "1,2",
+    "\u2028",
+    "a b",
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_arguments_end_with_a_run_or_with_lines(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        words: list[str] = [*BASE.split()]
+        for _ in range(rng.randrange(1, 6)):
+            at = rng.randrange(len(words))
+            kind = rng.random()
+            if kind < 0.4:
+                words[at:at] = [rng.choice(FLAGS), *rng.choices(VALUES, k=rng.randrange(3))]
+            elif kind < 0.7:
+                words[at] = rng.choice(VALUES)
+            else:
+                del words[at]
+        for item in (shlex.join(words), " ".join(words)):
+            try:
+                import_run([item], {}, {}, rng.choice([None, 1, 8]))
+            except UserError as error:
+                assert error.problems and all(line and line.isprintable() for line in error.problems)  # noqa: PT017

@@ -1,0 +1,45 @@
+"""The tables of docs/from-megatron.md are those of the code."""
+
+from collections.abc import Iterator, Mapping
+
+from tests.project.test_readme import ROOT
+from tools.arguments import deepspeed, megatron_idle, megatron_refused
+from tools.arguments.forms import option
+from tools.arguments.megatron import READ
+
+PAGE = (ROOT / "docs" / "from-megatron.md").read_text()
+
+
+def quoted(names: Iterator[str] | list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def by_reason(why: Mapping[str, str]) -> dict[str, list[str]]:
+    found = dict[str, list[str]]()
+    for name, reason in why.items():
+        found.setdefault(reason, []).append(option(name))
+    return found
+
+
+def rows() -> Iterator[str]:
+    keys = dict[tuple[str, ...], list[str]]()
+    for row in READ.values():
+        keys.setdefault(row.keys, []).append(option(row.name))
+    for ours, names in sorted(keys.items()):
+        yield f"| {quoted([*ours])} | {quoted(names)} |"
+    for why, names in by_reason(megatron_refused.WHY).items():
+        yield f"| {why} | {quoted(names)} |"
+    for why, names in by_reason(megatron_idle.WHY).items():
+        yield f"| {why} | {len(names)} | {quoted(names[:6])}{' ...' if len(names) > 6 else ''} |"
+    for path, ours in deepspeed.READ.items():
+        yield f"| `{path}` | {quoted([*ours])} |"
+
+
+def test_every_row_of_the_tables_is_on_the_page() -> None:
+    missing = [row for row in rows() if f"\n{row}\n" not in PAGE]
+    assert not missing, "docs/from-megatron.md lacks these rows:\n" + "\n".join(missing)
+
+
+def test_the_page_counts_the_arguments() -> None:
+    for count in (len(READ), len(megatron_refused.WHY), len(megatron_idle.WHY)):
+        assert f"({count} arguments)" in PAGE

@@ -1,0 +1,124 @@
+"""A launch script is read as text: its variables, arrays and plain conditions; what it leaves open is named."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megaprec.errors import UserError
+from tests.importing.scripts import ASSUMED, SCRIPTS
+from tools.importing.shell import CommandLine, read_script, split_words
+
+RUN = "torchrun --nproc-per-node 4 pretrain_gpt.py"
+
+
+def read(text: str, assumed: Mapping[str, str] | None = None) -> CommandLine:
+    return read_script(text, "train.sh", assumed or {})
+
+
+def texts(text: str, **assumed: str) -> list[str]:
+    return [word.text for word in read(text, assumed).words]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{RUN} --a 1 --b=2", "--a|1|--b=2"),
+        (f"{RUN} --a 1 \\\n  --b 2 # no --c\n# nor --d", "--a|1|--b|2"),
+        (f"X=3; Y='a b'\n{RUN} --a $X --b \"$Y\"", "--a|3|--b|a b"),
+        (f"Y='a b'\n{RUN} --a $Y", "--a|a|b"),
+        (f"ARGS=(--a 1\n  --b \"c d\")\nARGS+=(--e)\n{RUN} \"${{ARGS[@]}}\"", "--a|1|--b|c d|--e"),
+        (f"ARGS=(\"--a 1\")\n{RUN} ${{ARGS[@]}}", "--a|1"),
+        (f"A='--a 1'\nA=\"$A --b 2\"\n{RUN} $A", "--a|1|--b|2"),
+        (f"A=x\nA+=y\n{RUN} --a $A-${{A}}z", "--a|xy-xyz"),
+        (f"{RUN} --a ${{N:-7}} --b ${{M-8}}", "--a|7|--b|8"),
+        (f"{RUN} --a $((2 * (3 + 4)))", "--a|14"),
+        (f"D=fp8\nif [ $D == fp8 ]; then A=1; elif [ $D = x ]; then A=2; else A=3; fi\n{RUN} --a $A", "--a|1"),
+        (f"D=no\nif [[ \"$D\" == \"fp8\" ]] || [ -z \"$D\" ]; then A=1\nelse A=3\nfi\n{RUN} --a $A", "--a|3"),
+        (f"run_cmd=\"{RUN} --a 1\"\necho ${{run_cmd}}\neval ${{run_cmd}}", "--a|1"),
+        (f"srun --ntasks 8 bash -c '{RUN} --a 1'", "--a|1"),
+        (f"cat <<EOF\n{RUN} --x 1\nEOF\n{RUN} --a 1", "--a|1"),
+        (f"NCCL_DEBUG=1 {RUN} --a 1 && echo done", "--a|1"),
+        (f"python tools/make.py\n{RUN} --a 1 > log.txt 2>&1", "--a|1"),
+    ],
+)  # fmt: skip
+def test_the_words_are_those_that_a_shell_would_pass(text: str, expected: str) -> None:
+    assert texts(text) == expected.split("|")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (f"{RUN} --a $1", "$1 has no value in the script: --assume 1=VALUE gives it"),
+        (f"{RUN} --a $PATH_OF_DATA", "--assume PATH_OF_DATA=VALUE"),
+        (f"{RUN} --a $(nproc)", "$(nproc) would have to be run"),
+        (f"{RUN} --a `hostname`", "would have to be run"),
+        (f"{RUN} --a 1 $@", "$@ stands for the script's own arguments"),
+        (f'if [ -n "$K" ]; then A=1; fi\n{RUN} --a $A', "on $K: --assume K=VALUE decides it"),
+        (f"for i in 1 2; do A=$i; done\n{RUN} --a $A", "$A depends on a loop or case"),
+    ],
+)
+def test_what_a_script_leaves_open_is_named_with_the_way_to_give_it(text: str, line: str) -> None:
+    unknown = [word.unknown for word in read(text).words if word.unknown]
+    assert len(unknown) == 1 and line in unknown[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("echo 1", "no command that runs a .py program"),
+        (f"{RUN} --a 1\n{RUN} --a 2", "2 programs with arguments, in lines 1, 2: keep one"),
+        (f'A="x\n{RUN} --a 1', "train.sh, line 1: what opens here is never closed"),
+        (f"{RUN} --a ${{X", "has no }"),
+        (f"{RUN} --a 'x", "is never closed"),
+        (f"A=(1 2\n{RUN} --a", "never closed by )"),
+    ],
+)
+def test_a_script_that_cannot_be_read_is_one_line(text: str, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(text)
+    assert len(caught.value.problems) == 1 and line in caught.value.problems[0]
+
+
+def test_a_default_of_a_variable_is_told_where_the_arguments_need_it() -> None:
+    found = read(f"N=${{NODES:-2}}\nA=${{HOST:-x}}\n{RUN} --master $A.\n".replace("--master $A.", "--a $N"))
+    assert found.notes == ["$NODES is taken as its default, '2': --assume NODES=VALUE gives another"]
+    assert not read(f"N=${{NODES:-2}}\n{RUN} --a $N", {"N": "4"}).notes  # what is assumed needs no default
+
+
+def test_the_ranks_are_those_that_the_launcher_starts() -> None:
+    assert read(SCRIPTS["gpt"], ASSUMED).ranks == 16
+    assert read("deepspeed --num_gpus 4 --num_nodes=2 pretrain_gpt.py --a 1").ranks == 8
+    assert read("python pretrain_gpt.py --a 1").ranks is None
+    assert split_words("--a 1 --b 'c d'", {}).ranks is None
+
+
+def test_nothing_of_a_script_is_run_and_every_word_has_its_line(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    words = read(f"A=$(touch {mark})\ntouch {mark}\n{RUN} \\\n --a 1 --b $((__import__('os').mkdir('{mark}')))").words
+    assert not mark.exists()
+    assert [word.place for word in words[:2]] == ["train.sh, line 4"] * 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=x\n" + "A=$A$A\n" * 60 + f"{RUN} --a $A",
+        "A=(x x)\n" + "A=(${A[@]} ${A[@]})\n" * 60 + f"{RUN} --a $A",
+        "eval " * 3000 + f"{RUN} --a 1",
+        "A='eval $A'\neval $A\n" + f"{RUN} --a 1",
+        "if [ 1 = 1 ]; then\n" * 3000 + f"{RUN} --a 1",
+        f"{RUN} --a " + "$(" * 3000 + ")" * 3000,
+        f"{RUN} --a " + "${A:-" * 3000 + "}" * 3000,
+        f"{RUN} --a $((" + "(" * 90 + "1" + ")" * 90 + "))",
+    ],
+    ids=range(8),
+)
+def test_a_hostile_script_ends_soon_with_a_line_or_with_words(text: str) -> None:
+    began = time.process_time()
+    try:
+        read(text)
+    except UserError as error:
+        assert all(len(problem.splitlines()) == 1 for problem in error.problems)  # noqa: PT017
+    assert time.process_time() - began < 2

@@ -1,0 +1,99 @@
+"""From what was given to the run file: the parts put together, and the result checked as `megaprec train` checks it."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaprec.errors import UserError
+from tools.config.run_file import load_run
+from tools.console.toml import Given
+from tools.importing.deepspeed import add_deepspeed
+from tools.importing.draft import Draft
+from tools.importing.megatron_data import add_data, add_run
+from tools.importing.megatron_layout import add_layout
+from tools.importing.megatron_model import add_model
+from tools.importing.megatron_training import add_length, add_optimizer, add_precision, add_rate
+from tools.importing.page import run_text
+from tools.importing.sources import Sources, read_sources
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A run file. read and unused: how many arguments it was made of, and how many have no meaning here."""
+
+    text: str
+    notes: tuple[str, ...]
+    read: int
+    unused: int
+
+
+def import_run(
+    items: Sequence[str],
+    settled: Mapping[str, Given],
+    assumed: Mapping[str, str],
+    ranks: int | None,
+    dropped: frozenset[str] = frozenset(),
+) -> Imported:
+    """Return the run file of a command line, script, YAML or DeepSpeed's JSON.
+
+    settled: keys that the user gives beside them, which count. assumed: values of a script's variables. ranks: how
+    many there are; None: as a launcher in the script says. dropped: arguments of Megatron-LM to leave out, by name.
+    Raises UserError with all problems.
+    """
+    sources = read_sources(items, assumed, dropped)
+    draft = Draft(settled)
+    ranks = ranks or sources.ranks
+    if sources.megatron:
+        _add_megatron(sources, draft, ranks)
+    unused, read = dict(sources.arguments.idle), len(sources.arguments.values)
+    for place, content in sources.deepspeed.items():
+        idle = add_deepspeed(content, place, draft, ranks)
+        unused |= idle
+        read += _leaves(content) - len(idle)
+    for key, entry in settled.items():
+        draft.put(key, entry.value, "given beside the arguments")
+    draft.problems += [f"--drop {name}: no such argument is given" for name in dropped - sources.arguments.tried]
+    draft.notes += [f"left out, as --drop says: {said}" for said in sources.arguments.left_out.values()]
+    notes = list(dict.fromkeys([*sources.notes, *draft.notes]))
+    if problems := [*sources.arguments.problems, *draft.problems]:
+        raise UserError(*dict.fromkeys(problems))
+    text = run_text(draft.keys, notes, unused, " and ".join(sources.names))
+    _check(draft, text, sources)
+    return Imported(text, tuple(notes), read, len(unused))
+
+
+def _add_megatron(sources: Sources, draft: Draft, ranks: int | None) -> None:
+    arguments = sources.arguments
+    add_model(arguments, draft)
+    add_layout(arguments, draft, ranks)
+    add_length(arguments, draft)
+    add_rate(arguments, draft)
+    add_optimizer(arguments, draft)
+    add_precision(arguments, draft)
+    add_data(arguments, draft)
+    add_run(arguments, draft)
+
+
+def _leaves(content: object) -> int:
+    return sum(map(_leaves, content.values())) if isinstance(content, dict) and content else 1
+
+
+def _check(draft: Draft, text: str, sources: Sources) -> None:
+    """Raise UserError unless a run can be read from the text. Weights to begin with need not be there yet."""
+    first = draft.keys.get("train.init_from")
+    absent = first is not None and not Path(str(first.value)).expanduser().exists()
+    lines = [line for line in text.splitlines() if not (absent and line.startswith("init_from = "))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.toml"
+        path.write_text("\n".join(lines))
+        try:
+            load_run(path)
+        except UserError as error:
+            problems = [problem.replace(f"file {path}", "imported") for problem in error.problems]
+            if not sources.megatron:
+                problems.append(
+                    "DeepSpeed's configuration says nothing of model, data and length: give Megatron-LM's arguments "
+                    "too, or keys such as model.preset=llama-2-7b train.steps=1000 train.seq_length=4096"
+                )
+            raise UserError(*problems) from error

@@ -1,0 +1,382 @@
+"""The command line of a shell script, without running it.
+
+Variables that the script assigns are followed, arrays and `if` with plain comparisons too. What it would run, read from
+its environment or from its own arguments is not known: a word of the command line that needs it is refused by the
+name of the variable, and `--assume NAME=VALUE` gives it.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megaprec.errors import UserError
+from tools.importing.launcher import program, ranks
+from tools.importing.shell_words import Command, Lexer, Part, Raw
+
+OPEN, CLOSE = "\ue000", "\ue001"  # around what is not known, in the text of a word
+UNKNOWN = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
+ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+EXPANSION = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
+MOST_DEPTH, MOST_WORDS = 20, 20_000
+LOOPS = {"for": "done", "while": "done", "until": "done", "case": "esac", "select": "done"}
+MATHS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of a command line.
+
+    place: the file and line that it stands in, "train.sh, line 3"; "" for a command line that is given as text.
+    unknown: why it is not known, with the way to give it; "" if it is. reads: the variables that it was made of.
+    """
+
+    text: str
+    place: str = ""
+    unknown: str = ""
+    reads: frozenset[str] = frozenset()
+
+
+@dataclass
+class CommandLine:
+    """A program's arguments. ranks: what the launcher before it starts; None if that is not said."""
+
+    words: list[Word]
+    ranks: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def split_words(text: str, assumed: Mapping[str, str]) -> CommandLine:
+    """Return the words of a command line that is given as text. Raises UserError for what is not known."""
+    return _read(text, "", assumed)
+
+
+def read_script(text: str, name: str, assumed: Mapping[str, str]) -> CommandLine:
+    """Return the command line of the training program in a script. Raises UserError."""
+    return _read(text, name, assumed)
+
+
+def _read(text: str, name: str, assumed: Mapping[str, str]) -> CommandLine:
+    try:
+        return _Script(text, name, assumed).command_line(any_command=not name)
+    except RecursionError as error:
+        raise UserError(f"{name or 'the command line'}: nested too deeply") from error
+
+
+class _Script:
+    """A script that is followed. values: what is known of its variables, each a list of words."""
+
+    def __init__(self, text: str, name: str, assumed: Mapping[str, str]) -> None:
+        self.name, self.assumed = name, assumed
+        self.values: dict[str, list[str]] = {}
+        self.defaults: dict[str, str] = {}
+        self.uses: dict[str, set[str]] = {}
+        self.reading: set[str] = set()
+        self.reasons: dict[str, str] = {}
+        self.condition = ""
+        self.sourced: list[str] = []
+        self.branches: list[bool | None] = []
+        self.taken: list[bool | None] = []
+        self.loops: list[str] = []
+        self.found: list[tuple[int, list[Word]]] = []
+        self._follow(Lexer(text, name or "the command line").commands(), 0)
+
+    def command_line(self, any_command: bool) -> CommandLine:
+        """Return the one command that runs a program with arguments."""
+        found = [(line, words) for line, words in self.found if program([word.text for word in words]) is not None]
+        if any_command and not found:
+            found = self.found[:1] if len(self.found) == 1 else []
+            if not found:
+                raise UserError(f"{self._shown()}: {len(self.found)} commands, of which none runs a .py program")
+        if not found:
+            raise UserError(f"{self._shown()}: no command that runs a .py program with arguments, like pretrain_gpt.py")
+        if len(found) > 1:
+            lines = ", ".join(str(line) for line, _ in found)
+            raise UserError(f"{self._shown()}: {len(found)} programs with arguments, in lines {lines}: keep one")
+        words = found[0][1]
+        at = program([word.text for word in words])
+        arguments = words if at is None else words[at + 1 :]
+        read = self._all_read(arguments)
+        notes = [*self.sourced]
+        notes += [
+            f"${name} is taken as its default, {value!r}: --assume {name}=VALUE gives another"
+            for name, value in sorted(self.defaults.items())
+            if name in read
+        ]
+        return CommandLine(arguments, None if at is None else ranks([word.text for word in words[:at]]), notes)
+
+    def _all_read(self, words: Sequence[Word]) -> set[str]:
+        """Return the variables that words are made of, and those that these are made of."""
+        found, left = set[str](), [name for word in words for name in word.reads]
+        while left:
+            name = left.pop()
+            if name not in found and name not in self.assumed:
+                found.add(name)
+                left += self.uses.get(name, ())
+        return found
+
+    def _shown(self) -> str:
+        return self.name or "the command line"
+
+    def _why_unknown(self, text: str) -> str:
+        match = UNKNOWN.search(text)
+        if not match:
+            return ""
+        what = match.group(1)
+        if what in self.reasons:
+            return self.reasons[what]
+        if what in ("@", "*"):
+            return f"${what} stands for the script's own arguments: --assume '{what}=...' gives them"
+        if re.fullmatch(r"\w+", what):
+            return f"${what} has no value in the script: --assume {what}=VALUE gives it"
+        return f"{what} would have to be run: write its value"
+
+    # following
+
+    def _follow(self, commands: Sequence[Command], depth: int) -> None:
+        if depth > MOST_DEPTH:
+            raise UserError(f"{self._shown()}: commands within commands, more than {MOST_DEPTH} deep")
+        condition: list[Command] | None = None
+        for command in commands:
+            condition = self._step(command, condition, depth)
+
+    def _step(self, command: Command, condition: list[Command] | None, depth: int) -> list[Command] | None:
+        """Follow one command; returns the commands of a condition that is being read."""
+        words = list(command.words)
+        first = words[0].plain if words else ""
+        if condition is not None:
+            if first != "then":
+                return [*condition, command]
+            self._decide(self._holds(condition))
+            words, first = words[1:], words[1].plain if len(words) > 1 else ""
+        while first in ("do", "else", "elif", "if", "fi", "done", "esac", "{", "}", "!", "time", "exec"):
+            if first in ("if", "elif"):
+                self._open(first)
+                return [Command(tuple(words[1:]), command.line, command.end)]
+            self._keyword(first)
+            words = words[1:]
+            first = words[0].plain if words else ""
+        if first in LOOPS:
+            self.loops.append(LOOPS[first])
+        elif words:
+            self._run(words, command.line, depth)
+        return None
+
+    def _open(self, word: str) -> None:
+        if word == "if":
+            self.branches.append(None)
+            self.taken.append(False)
+
+    def _decide(self, holds: bool | None) -> None:
+        if not self.branches:
+            return
+        before = self.taken[-1]
+        self.branches[-1] = (
+            False if before is True else holds if before is False else (False if holds is False else None)
+        )
+        self.taken[-1] = True if before is True or holds is True else None if None in (before, holds) else False
+
+    def _keyword(self, word: str) -> None:
+        if word == "else":
+            if self.branches:
+                self.branches[-1] = None if self.taken[-1] is None else not self.taken[-1]
+        elif word == "fi":
+            if self.branches:
+                self.branches.pop()
+                self.taken.pop()
+        elif self.loops and word == self.loops[-1]:
+            self.loops.pop()
+
+    def _mode(self) -> bool | None:
+        """Return True where commands run, False where they do not, None where that is not known."""
+        if False in self.branches:
+            return False
+        return None if None in self.branches or self.loops else True
+
+    def _run(self, words: list[Raw], line: int, depth: int) -> None:
+        mode = self._mode()
+        if mode is False:
+            return
+        if words[0].plain in ("export", "declare", "local", "readonly", "typeset"):
+            words = words[1:]
+        if words and all(ASSIGN.match(word.start) for word in words):
+            for word in words:
+                self._assign(word, mode)
+            return
+        while words and ASSIGN.match(words[0].start):
+            words = words[1:]
+        expanded = [word for raw in words for word in self._words_of(raw)]
+        if len(expanded) > MOST_WORDS:
+            raise UserError(f"{self._shown()}, line {line}: more words than a command line has")
+        if not expanded:
+            return
+        if expanded[0].text in ("source", ".") and len(expanded) > 1:
+            self.sourced.append(f"{self._shown()}, line {line}: what {expanded[1].text} sets is not read")
+        elif expanded[0].text == "eval":
+            self._again(" ".join(word.text for word in expanded[1:]), line, depth)
+        elif inner := [word.text for word in expanded[1:] if " " in word.text and ".py " in word.text]:
+            self._again(inner[-1], line, depth)
+        elif expanded[0].text not in ("echo", "cat", "printf"):
+            self.found.append((line, expanded))
+
+    def _words_of(self, raw: Raw) -> list[Word]:
+        self.reading = set()
+        texts = self._expanded(raw)
+        reads, place = frozenset(self.reading), f"{self.name}, line {raw.line}" if self.name else ""
+        return [Word(UNKNOWN.sub(r"$\1", text), place, self._why_unknown(text), reads) for text in texts]
+
+    def _again(self, text: str, line: int, depth: int) -> None:
+        self._follow(Lexer(text, self._shown(), line).commands(), depth + 1)
+
+    def _assign(self, word: Raw, mode: bool | None) -> None:
+        match = ASSIGN.match(word.start)
+        assert match
+        name, adds = match.group(1), bool(match.group(2))
+        self.reading = self.uses.get(name, set()) if adds else set()
+        if word.array is not None:
+            value = [text for raw in word.array for text in self._expanded(raw)]
+        else:
+            rest = Part("text", word.parts[0].text[match.end() :], False)
+            value = [self._joined(Raw((rest, *word.parts[1:]), word.line))]
+        before = self.values.get(name, [])
+        if adds:
+            value = [*before, *value] if word.array is not None else ["".join([*before[:1], *value]), *before[1:]]
+        if mode is None and value != before:
+            value = [f"{OPEN}{name}{CLOSE}"]
+            self.reasons[name] = (
+                f"${name} depends on {self.condition or 'a loop or case'}, or --assume {name}=VALUE gives it"
+            )
+        if sum(map(len, value)) > 1_000_000:
+            raise UserError(f"{self._shown()}, line {word.line}: {name} grows too long")
+        self.values[name], self.uses[name] = value, self.reading
+
+    # expansion
+
+    def _joined(self, raw: Raw) -> str:
+        return " ".join(self._expanded(raw, split=False))
+
+    def _expanded(self, raw: Raw, split: bool = True) -> list[str]:
+        """Return the words that a word becomes; `split` at the spaces of what is not quoted."""
+        if raw.array is not None:
+            return [raw.start]
+        words, open_word, any_part = list[str](), "", False
+        for part in raw.parts:
+            pieces, whole = self._pieces(part)
+            if split and not whole:
+                joined = " ".join(pieces)
+                fields = joined.split()
+                if joined[:1].isspace() and (open_word or any_part):
+                    words, open_word, any_part = [*words, open_word], "", False
+                for i, piece in enumerate(fields):
+                    if i:
+                        words.append(open_word)
+                        open_word = ""
+                    open_word, any_part = open_word + piece, True
+                if fields and joined[-1:].isspace():
+                    words, open_word, any_part = [*words, open_word], "", False
+                continue
+            for i, piece in enumerate(pieces):
+                if i:
+                    words.append(open_word)
+                    open_word = ""
+                open_word, any_part = open_word + piece, True
+        return [*words, open_word] if any_part else words
+
+    def _pieces(self, part: Part) -> tuple[list[str], bool]:
+        """Return the texts of a part, and whether they are left whole."""
+        if part.kind == "text":
+            return [part.text], True
+        if part.kind == "run":
+            return [f"{OPEN}$({part.text}){CLOSE}"], True
+        if part.kind == "arithmetic":
+            return [self._arithmetic(part.text)], True
+        if part.text.startswith('"'):
+            return self._of_quotes(part.text[1:]), True
+        return self._variable(part.text), part.quoted
+
+    def _of_quotes(self, inside: str) -> list[str]:
+        words = [""]
+        for part in Lexer(inside, self._shown()).inside():
+            values = self._variable(part.text) if part.kind == "expand" else self._pieces(part)[0]
+            if part.kind == "expand" and not part.text.endswith("[@]") and part.text != "@":
+                values = [" ".join(values)]
+            if values:
+                words = [*words[:-1], words[-1] + values[0], *values[1:]]
+            elif len(words) == 1 and inside in (f"${{{part.text}}}", f"${part.text}"):
+                return []
+        return words
+
+    def _variable(self, text: str) -> list[str]:
+        """Return the words of `${text}`."""
+        match = EXPANSION.fullmatch(text)
+        if not match:
+            return [f"{OPEN}${{{text}}}{CLOSE}"]
+        name, whole, sign, default = match.groups()
+        self.reading.add(name)
+        if name in self.assumed:
+            return self.assumed[name].split() if whole or name in "@*" else [self.assumed[name]]
+        value = self.values.get(name)
+        if value is not None and (not sign or "".join(value) or sign[0] != ":"):
+            return value if whole or len(value) < 2 else value[:1]
+        if sign:
+            chosen = self._joined(Raw(tuple(Lexer(default, self._shown()).inside()), 0)).strip("\"'")
+            self.defaults[name] = chosen
+            return [chosen]
+        return [f"{OPEN}{name}{CLOSE}"]
+
+    def _arithmetic(self, text: str) -> str:
+        known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: " ".join(self._variable(m.group(1))), text)
+        unknown = f"{OPEN}$(({text.strip()})){CLOSE}"
+        if not re.fullmatch(r"[\d\s+*/%()-]{1,200}", known):
+            return unknown
+        try:
+            return str(_computed(ast.parse(known.strip().replace("/", "//"), mode="eval").body))
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return unknown
+
+    # conditions
+
+    def _holds(self, commands: Sequence[Command]) -> bool | None:
+        """Return the outcome of a condition of plain comparisons, from the left; None if it is not known."""
+        holds, sign = True, "&&"
+        result: bool | None = holds
+        for command in commands:
+            one = self._test([text for raw in command.words for text in self._expanded_test(raw)], command.line)
+            if sign == "&&":
+                result = False if False in (result, one) else None if None in (result, one) else True
+            else:
+                result = True if True in (result, one) else None if None in (result, one) else False
+            sign = command.end
+        return result
+
+    def _expanded_test(self, raw: Raw) -> list[str]:
+        return self._expanded(raw, split=False) or [""]
+
+    def _test(self, words: list[str], line: int) -> bool | None:
+        unknown = [name for word in words for name in UNKNOWN.findall(word) if name.isidentifier()]
+        self.condition = f"the condition in line {line}"
+        if unknown:
+            self.condition += f", on ${unknown[0]}: --assume {unknown[0]}=VALUE decides it"
+        if len(words) < 3 or words[0] not in ("[", "[[") or any(UNKNOWN.search(word) for word in words):
+            return None
+        inner = words[1:-1]
+        if len(inner) == 2 and inner[0] in ("-n", "-z"):
+            return bool(inner[1]) == (inner[0] == "-n")
+        if len(inner) == 3 and inner[1] in ("=", "==", "!=", "-eq", "-ne") and not set(inner[2]) & set("*?["):
+            return (inner[0] == inner[2]) == (inner[1] in ("=", "==", "-eq"))
+        return None
+
+
+def _computed(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in MATHS:
+        return MATHS[type(node.op)](_computed(node.left), _computed(node.right))
+    raise ValueError

@@ -40,9 +40,7 @@ WHOLE = Packing()
 """The packing in which every sample is treated as one document."""
 
 
-def causal_mask(
-    length: int, window: int, documents: Tensor | None, device: torch.device, past: int = 0
-) -> Tensor:
+def causal_mask(length: int, window: int, documents: Tensor | None, device: torch.device, past: int = 0) -> Tensor:
     """Return bool [s, s], or [b, 1, s, s] with documents: True where a token (row) attends to another (column).
 
     A token attends to itself and to earlier tokens, but not to tokens before its window (0: no window) or in other

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tools.journal.records import read_metrics
+from tools.journal.records import NAMED, read_metrics
 
 PLOT = "training.png"
 BLUE, ORANGE, RED = "#1f5fa8", "#e07b00", "#d62728"
@@ -42,6 +42,9 @@ def _draw_loss(axes: Any, records: list[dict[str, Any]]) -> None:
     evaluated = [record for record in records if "eval_loss" in record]
     if evaluated:
         axes.plot(*finite_points(evaluated, "eval_loss"), label="held-out", color=ORANGE, marker="o", markersize=5)
+    for key in sorted({key for record in records for key in record if key.startswith(NAMED)}):
+        some = [record for record in records if key in record]
+        axes.plot(*finite_points(some, key), label=key.removeprefix(NAMED), marker="o", markersize=4, linewidth=1)
     axes.set_ylabel("loss")
     axes.legend(loc="upper right", frameon=False)
 

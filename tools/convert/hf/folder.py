@@ -26,7 +26,7 @@ from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.config import from_hugging_face, special_ids
 from tools.convert.hf.keys import notes
-from tools.convert.hf.vocabulary import main_file, write_tokenizer
+from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -177,7 +177,11 @@ def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any])
 
 
 def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Target:
-    """Return a target with the weights of `source` in `dtype`, or in their own dtypes."""
+    """Return a target with the weights of `source` in `dtype`, or in their own dtypes.
+
+    Raises UserError for a tokenizer that the format cannot hold, or whose package is missing.
+    """
+    require_writable(source.tokenizer)
     model, sizes = source.model, heads(source.model)
     found = matches(HUGGING_FACE[model_type(model)], model)
     kept = {match: dtype or source.dtype(f"weight/{match.logical[0]}") for match in found}

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import sentencepiece
@@ -60,6 +61,15 @@ def write_tokenizer(files: Sequence[Path], folder: Path) -> None:
     probe = PROBE + _spelled(file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
         raise UserError(f"{file} cannot be put as a tokenizer.json: it would split texts otherwise")
+
+
+def require_writable(files: Sequence[Path]) -> None:
+    """Raise UserError if `write_tokenizer` would, before hours of work that come first."""
+    with TemporaryDirectory() as folder:
+        try:
+            write_tokenizer(files, Path(folder))
+        except UserError as error:
+            raise UserError(*(problem.replace(f"{folder}/", "") for problem in error.problems)) from error
 
 
 def _spelled(file: Path) -> str:

@@ -207,7 +207,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
             where = {m.foreign: file for file, inside in shards.items() for m in inside}
             index = {"metadata": {"total_size": size}, "weight_map": where}
             _write_json(folder / "model.safetensors.index.json", index)
-        write_tokenizer(source.tokenizer, folder)
+        write_tokenizer(source.tokenizer, folder, ids["bos_token_id"])
 
     dtypes = {f"weight/{name}": kept[match] for match in found for name in match.logical}
     describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}

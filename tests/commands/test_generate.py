@@ -157,6 +157,24 @@ def test_a_hugging_face_folder_says_what_the_checkpoint_says(
     assert generate("--tokens", 12, path=tmp_path / "hf") == generate("--tokens", 12)
 
 
+def test_what_transformers_says_of_the_exported_model_is_what_generate_says(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+    assert main(["convert", str(trained), str(tmp_path / "hf"), "--no-verify"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = tokenizer(f"{tokenizer.bos_token}the text", return_tensors="pt").input_ids
+    expected = tokenizer.decode(
+        model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0], skip_special_tokens=True
+    )
+    capsys.readouterr()
+    options = ["--prompt", "the text", "--tokens", "8", "--temperature", "0"]
+    for folder in (trained, tmp_path / "hf"):
+        assert main(["generate", str(folder), *options]) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
+
+
 WRONG = {
     "--temperature -1": "--temperature -1: give 0 (always the most likely token) or more",
     "--top-k -1": "--top-k -1: give at least 1, or 0 for no such limit",

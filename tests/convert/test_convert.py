@@ -340,6 +340,15 @@ def test_memory_is_that_of_some_tensors_not_of_the_model(to: str, tmp_path: Path
     assert grew < 6 * largest
 
 
+def test_a_chat_template_that_is_not_carried_over_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "hf", "llama")
+    for there in (False, True):
+        if there:
+            (folder / "chat_template.jinja").write_text("{{ messages }}")
+        run(folder, tmp_path / f"{there}")
+        assert ("chat_template.jinja is not carried over" in capsys.readouterr().out) is there
+
+
 @pytest.mark.parametrize("fails", ["finish", "reopen"])
 def test_a_conversion_that_is_refused_leaves_nothing(
     fails: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

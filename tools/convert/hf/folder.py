@@ -29,7 +29,7 @@ from tools.convert.hf.keys import notes
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, TEMPLATE = "config.json", "generation_config.json", "chat_template.jinja"
 WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  # an index of shards, or one file
     ("model.safetensors.index.json", "model.safetensors", safetensors_in),
     ("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
@@ -95,6 +95,8 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
         for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
     ]
     said = tuple(f"{path}: {note}" for note in notes(config, ARCHITECTURES[kind]))
+    if (path / TEMPLATE).is_file():
+        said += (f"{path / TEMPLATE} is not carried over: copy it where the tokenizer goes",)
     facts = replace(facts, special=special_ids(config), generation=read_generation(path), notes=(*facts.notes, *said))
     return Source(path, system, model, origins, facts, hf_tokenizer(path))
 

@@ -8,6 +8,7 @@ from tools.journal.records import NAMED, read_metrics
 
 PLOT = "training.png"
 BLUE, ORANGE, RED = "#1f5fa8", "#e07b00", "#d62728"
+NAMED_COLORS = ("#2a9d55", "#8250c4", "#17a2b8", "#d957a8", "#7a5230", "#6e7781")  # of the sets of data.validation
 
 
 def plot_run(folder: Path) -> Path | None:
@@ -42,9 +43,9 @@ def _draw_loss(axes: Any, records: list[dict[str, Any]]) -> None:
     evaluated = [record for record in records if "eval_loss" in record]
     if evaluated:
         axes.plot(*finite_points(evaluated, "eval_loss"), label="held-out", color=ORANGE, marker="o", markersize=5)
-    for key in sorted({key for record in records for key in record if key.startswith(NAMED)}):
-        some = [record for record in records if key in record]
-        axes.plot(*finite_points(some, key), label=key.removeprefix(NAMED), marker="o", markersize=4, linewidth=1)
+    for number, key in enumerate(sorted({key for record in records for key in record if key.startswith(NAMED)})):
+        some, color = [record for record in records if key in record], NAMED_COLORS[number % len(NAMED_COLORS)]
+        axes.plot(*finite_points(some, key), label=key.removeprefix(NAMED), color=color, marker="o", markersize=4)
     axes.set_ylabel("loss")
     axes.legend(loc="upper right", frameon=False)
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
+from megaprec.comm.axis import Axis
 from megaprec.data.build import prepare
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
@@ -20,9 +22,10 @@ from models.stages import Stage, cuts
 from parallel.context import Context
 from tests import oracle
 from tests.families import CASES, config_of
+from tests.ranks import run_ranks
 from tests.runs import checkpoint, train, write_run
 from tools.cli import main
-from tools.text.evaluation import batches, score
+from tools.text.evaluation import Score, batches, score
 from tools.text.windows import Document, windows
 
 TEXTS = ["the model learns", "über Öl — 数", "to say what it has seen in this text and 123 other 45 texts", "a"]
@@ -161,6 +164,23 @@ def test_documents_of_all_lengths_in_one_batch_have_the_losses_of_each_alone(cas
     assert (together.documents, together.tokens, together.size) == (len(lengths), sum(lengths), sum(lengths))
     assert sum(told) == sum(lengths)
     assert together.nats == pytest.approx(total, rel=1e-12)
+
+
+def score_on_rank(mesh: DeviceMesh, documents: list[Document]) -> Score:
+    config = config_of(CASES["llama"])
+    stage = Stage(config, Context(plan("fp64")), cuts(config, 1, POSITIONS)[0])
+    return score(stage, documents, 0, 12, 5, lambda _: None, Axis.world(mesh))
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_work_have_the_score_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.text.evaluation.LOGITS", 97 * 30)
+    dice = np.random.default_rng(0)
+    documents = [Document(dice.integers(97, size=length), length) for length in (3, 20, 11, 1, 16, 11, 40)]
+    alone, *both = (one for ranks in (1, 2) for one in run_ranks(score_on_rank, {"dp": ranks}, documents=documents))
+    for one in both:
+        assert (one.documents, one.tokens, one.size) == (alone.documents, alone.tokens, alone.size)
+        assert one.nats == pytest.approx(alone.nats, rel=1e-12)
 
 
 def test_batches_hold_all_windows_and_no_more_tokens_than_allowed() -> None:

@@ -1,30 +1,36 @@
-"""`megaprec evaluate MODEL --data PATH`: loss, perplexity and bits per byte of a model on texts, on one process.
+"""`megaprec evaluate MODEL --data PATH`: loss, perplexity and bits per byte of a model on texts.
 
 MODEL is a run folder, a checkpoint of any layout, a Hugging Face folder, or a folder of any other format that megaprec
 reads. Each document is evaluated alone, as docs/evaluation.md says. The loss is the mean over all tokens of the text,
-in nats; perplexity its exponential; bits per byte the sum in bits over the bytes of the text in UTF-8.
+in nats; perplexity its exponential; bits per byte the sum in bits over the bytes of the text in UTF-8. It runs on one
+process; ranks that torchrun starts share the work, each with the whole model.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from rich import box
 from rich.table import Table
 
 from megaprec.checkpoint.digests import file_digest
+from megaprec.comm.axis import Axis
 from megaprec.data.files import beside
 from megaprec.data.intact import read_record
 from megaprec.errors import UserError
 from megaprec.optim.step_report import to_json
 from models.stages import Stage
+from parallel.mesh import make_mesh, world
 from tools.console.progress_bar import scoring
 from tools.console.tables import table_console
-from tools.text.evaluation import Score, score
+from tools.text.evaluation import ALONE, Score, score
 from tools.text.load import Loaded, load_model
 from tools.text.windows import documents
+from tools.training.launch import joined_world
 
 COMPUTE = ("fp32", "bf16", "fp64")
 
@@ -62,17 +68,26 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec evaluate`."""
+    """Run `megaprec evaluate`: alone, or as one of the ranks that a launcher has started."""
+    if not joined_world():
+        return _evaluate(args, ALONE)
+    with world():
+        return _evaluate(args, Axis.world(make_mesh(dp=dist.get_world_size())))
+
+
+def _evaluate(args: argparse.Namespace, ranks: Axis) -> int:
     sets = _sets(args.data)
     model = load_model(args.model, Stage, args.compute, args.tokenizer)
     window, stride = _window(args, model.stage.config.max_positions)
     opened = {name: documents(path, model, args.text_field, args.max_chars) for name, path in sets.items()}
     scores = dict[str, Score]()
     for name, texts in opened.items():
-        with scoring(name) as report:
-            scores[name] = score(model.stage, texts, model.begin, window, stride, report)
+        with scoring(name) if ranks.rank == 0 else nullcontext(_unseen) as report:
+            scores[name] = score(model.stage, texts, model.begin, window, stride, report, ranks)
         if not scores[name].tokens:
             raise UserError(f"--data {sets[name]} has no token to predict: give more text")
+    if ranks.rank > 0:
+        return 0
     for note in _notes(model, sets):
         print(f"note: {note}", file=sys.stderr)
     if args.json:
@@ -82,6 +97,10 @@ def main(args: argparse.Namespace) -> int:
     else:
         table_console().print(_table(scores))
     return 0
+
+
+def _unseen(tokens: int) -> None:
+    """Show no progress: the first rank does."""
 
 
 def _sets(given: list[str]) -> dict[str, str]:

@@ -12,11 +12,13 @@ from itertools import islice
 import numpy as np
 import torch
 
+from megaprec.comm.axis import Axis
 from models.stages import Stage
 from tools.text.windows import Document, Window, windows
 
 POOL = 512  # windows that are sorted by length together, so that little is padded
 LOGITS = 1 << 25  # of a batch at most, unless one window has more
+ALONE = Axis("world")
 
 
 @dataclass
@@ -50,12 +52,14 @@ def score(
     length: int,
     stride: int,
     report: Callable[[int], None],
+    ranks: Axis = ALONE,
 ) -> Score:
     """Return the score of a model on documents.
 
     begin: id of the token before a document; None: the first token of each is not predicted, and the bytes of those
     that are are not known. length, stride: of the windows, in tokens, see
-    `tools.text.windows`. report: called with the number of tokens after each batch.
+    `tools.text.windows`. report: called with the number of tokens after each batch. ranks: each has the whole model and
+    takes its share of the batches; all return the score of all.
     """
     total = Score(size=None if begin is None else 0)
 
@@ -65,11 +69,14 @@ def score(
             total.size = None if total.size is None or text.size is None else total.size + text.size
             yield from windows(text.ids, begin, length, stride)
 
-    for batch in batches(cut(), LOGITS // stage.config.vocab, stage.config.rope_scaling.kind == "dynamic"):
+    every = batches(cut(), LOGITS // stage.config.vocab, stage.config.rope_scaling.kind == "dynamic")
+    for number, batch in enumerate(every):
         counted = sum(len(window.targets) - window.first for window in batch)
-        total.nats += _nats(stage, batch)
         total.tokens += counted
+        if number % ranks.size == ranks.rank:
+            total.nats += _nats(stage, batch)
         report(counted)
+    total.nats = ranks.sum_(torch.tensor(total.nats, dtype=torch.float64)).item()
     return total
 
 

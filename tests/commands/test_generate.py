@@ -182,7 +182,7 @@ WRONG = {
     "--top-p nan": "--top-p nan: give a number above 0 and at most 1, which is no limit",
     "--min-p 1.5": "--min-p 1.5: give a number from 0, which is no limit, to 1",
     "--tokens -1": "--tokens -1: give 0 or more",
-    "--prompts no.txt": "no.txt: no such file",
+    "--prompts no.txt": "--prompts no.txt: no such file",
     "--prompt - --prompt -": "--prompt -: standard input can be read once; give it once",
     "--tokenizer no.json": "no.json: no such file; give a SentencePiece .model or a Hugging Face tokenizer.json",
 }

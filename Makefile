@@ -22,7 +22,7 @@ help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
 	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on)"
-	@echo "make oracles install megatron-core, which tests compare with and are skipped without"
+	@echo "make oracles install megatron-core and lm-eval, which tests compare with and are skipped without"
 	@echo "make lint    check style and types"
 	@echo "make format  put the code in its standard format"
 	@echo "make clean   remove the virtual environment and caches, keep runs"
@@ -58,7 +58,7 @@ $(READY): setup.py pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
 	touch $@
 
-# What it needs is there by now, but for a few small packages: torch stays the build that it is.
+# torch is there by now, and stays the build that it is.
 $(ORACLES): $(READY)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[oracles]"
 	touch $@

@@ -11,6 +11,7 @@ DATA = ["pyarrow>=17"]
 HF = ["tokenizers>=0.20", "transformers>=5"]
 PLOTS = ["matplotlib>=3.8"]
 ORACLES = ["megatron-core>=0.16", "einops>=0.8", "psutil>=6"]  # other people's code that slow tests compare with
+ORACLES += ["lm-eval[hf]>=0.4.9"]
 TENSORBOARD = ["tensorboard>=2.15"]
 WANDB = ["wandb>=0.31"]
 YAML = ["pyyaml>=6"]

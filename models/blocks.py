@@ -141,11 +141,18 @@ class DecoderLayer(nn.Module):
     of products.
     """
 
-    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        name: str,
+        layer: int = 0,
+        attention: type[Attention] = Attention,
+    ) -> None:
         super().__init__()
         self.config, self.context, self.name = config, context, name
         self.attention_norm = make_norm(config, context, f"{name}.attention_norm")
-        self.attention = Attention(config, context, f"{name}.attention", layer)
+        self.attention = attention(config, context, f"{name}.attention", layer)
         self.mlp_norm = make_norm(config, context, f"{name}.mlp_norm")
         self.mlp = (MixtureOfExperts if config.experts else MLP)(config, context, f"{name}.mlp", layer)
 

@@ -40,15 +40,16 @@ WHOLE = Packing()
 """The packing in which every sample is treated as one document."""
 
 
-def causal_mask(length: int, window: int, documents: Tensor | None, device: torch.device) -> Tensor:
+def causal_mask(length: int, window: int, documents: Tensor | None, device: torch.device, past: int = 0) -> Tensor:
     """Return bool [s, s], or [b, 1, s, s] with documents: True where a token (row) attends to another (column).
 
     A token attends to itself and to earlier tokens, but not to tokens before its window (0: no window) or in other
     documents. The polarity is that of torch's scaled_dot_product_attention.
+    past: number of first tokens that have no row, because they are only attended to; 0 if there are documents.
     """
-    attends = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    attends = torch.ones(length - past, length, dtype=torch.bool, device=device).tril(past)
     if 0 < window < length:
-        attends = attends.triu(1 - window)
+        attends = attends.triu(past + 1 - window)
     if documents is None:
         return attends
     return attends & (documents[:, :, None] == documents[:, None, :]).unsqueeze(1)

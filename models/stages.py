@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
-from models.blocks import DecoderLayer, make_norm
+from models.blocks import Attention, DecoderLayer, make_norm
 from models.config import ModelConfig
 from models.packing import WHOLE, Packing, causal_mask
 from models.rope import rotary_tables
@@ -55,6 +55,8 @@ class Stage(nn.Module):
     parallelism; logits are [s, b, own vocabulary].
     """
 
+    attention: ClassVar[type[Attention]] = Attention
+
     def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.config, self.context, self.cut = config, context, cut
@@ -74,9 +76,8 @@ class Stage(nn.Module):
 
     def _make_block(self, n: str) -> DecoderLayer:
         within = self.context.recompute.within(whole=n in self.again)
-        return DecoderLayer(
-            self.config.of_layer(int(n)), replace(self.context, recompute=within), f"layers.{n}", int(n)
-        )
+        context = replace(self.context, recompute=within)
+        return DecoderLayer(self.config.of_layer(int(n)), context, f"layers.{n}", int(n), self.attention)
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
         if self.config.tied and self.cut.first:

@@ -26,6 +26,7 @@ from tools.commands import (
     data,
     diagnose,
     diff,
+    evaluate,
     explain_overflow,
     fp8_advice,
     generate,
@@ -123,6 +124,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train.add_parser(commands)
     generate.add_parser(commands)
+    evaluate.add_parser(commands)
     data.add_parser(commands)
     explain_overflow.add_parser(commands)
     diagnose.add_parser(commands)

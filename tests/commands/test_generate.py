@@ -1,9 +1,12 @@
 """`megaprec generate`: text out of a checkpoint of any layout, on one process."""
 
+import io
+import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +14,13 @@ import torch
 from megaprec.checkpoint.reader import Store
 from megaprec.data.tokenizer import load_tokenizer
 from models.config import ModelConfig
+from models.kv_cache import CachedStage
 from tests import oracle
 from tests.runs import WORDS, checkpoint, train_on, write_run
 from tools.cli import main
-from tools.training.sampling import harmless
+from tools.text.generation import Generation, harmless
+from tools.text.load import load_model
+from tools.text.sampling import Sampling
 
 PROMPT = "the model learns über Öl — 数"
 STEPS = 40
@@ -85,7 +91,112 @@ def test_a_checkpoint_stands_alone_and_can_be_moved(trained: Path, generate: Gen
 
 def test_control_characters_do_not_reach_a_terminal(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
     assert harmless("a\tü\n\x1b[2J\x07") == "a\tü\n\ufffd[2J\ufffd"
-    monkeypatch.setattr("tools.commands.generate.generate", lambda *_: iter("\x1b[2J"))
+    monkeypatch.setattr("tools.commands.generate.Generation.__iter__", lambda _: iter("\x1b[2J"))
     assert generate(prompt="x") == "x\x1b[2J\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert generate(prompt="x") == "x\ufffd[2J\n"
+
+
+def test_text_beyond_the_positions_of_the_model_is_noted(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tokens, noted in ((4, False), (30, True)):
+        assert main(["generate", str(trained), "--prompt", "the", "--tokens", str(tokens)]) == 0
+        said = capsys.readouterr()
+        note = "note: the model has 16 positions (model.max_positions): beyond them, each token was chosen from the "
+        assert said.err == (note + "newest 16 tokens alone\n" if noted else "")
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_each_of_several_prompts_is_continued_as_if_it_were_alone(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.txt").write_text("the text\n\nwhat it\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("über\n"))
+    asked = ["--prompt", "model", "--prompt", "-", "--prompts", str(tmp_path / "prompts.txt"), "--tokens", "9"]
+    assert main(["generate", str(trained), *asked, "--json"]) == 0
+    together = lines(capsys)
+    assert [one["prompt"] for one in together] == ["model", "über", "the text", "what it"]
+    for one in together:
+        assert main(["generate", str(trained), "--prompt", one["prompt"], "--tokens", "9", "--json"]) == 0
+        assert lines(capsys) == [one]
+        assert one["finish"] in ("length", "end") and one["tokens"] <= 9 and one["text"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("über\n"))
+    assert main(["generate", str(trained), *asked]) == 0
+    said = [f"--- prompt {n} of 4\n{one['prompt']}{one['text']}\n" for n, one in enumerate(together, 1)]
+    assert capsys.readouterr().out == "\n".join(said)
+
+
+@pytest.mark.parametrize("stop", ["say", " ", "model learns to", "is nowhere"])
+def test_the_text_ends_before_a_stop_string(
+    stop: str, trained: Path, capsys: pytest.CaptureFixture[str], generate: Generate
+) -> None:
+    whole = generate("--tokens", 40, prompt="the ").removesuffix("\n")
+    assert main(["generate", str(trained), "--prompt", "the ", "--tokens", "40", "--stop", stop, "--json"]) == 0
+    (one,) = lines(capsys)
+    continued = whole.removeprefix("the ")
+    assert one["text"] == continued.partition(stop)[0]
+    assert (one["finish"] == "stop") is (stop in continued)
+
+
+def test_pieces_come_one_by_one_and_never_hold_a_part_of_a_stop_string(trained: Path) -> None:
+    model = load_model(trained, CachedStage)
+    pieces = [*Generation(model, "the ", 40, Sampling())]
+    assert len(pieces) > 20
+    stop = "".join(pieces)[30:36]
+    held = [*Generation(model, "the ", 40, Sampling(), stop=[stop])]
+    assert "".join(held) == "".join(pieces).partition(stop)[0]
+
+
+def test_a_hugging_face_folder_says_what_the_checkpoint_says(
+    trained: Path, tmp_path: Path, generate: Generate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(trained), str(tmp_path / "hf"), "--no-verify"]) == 0
+    capsys.readouterr()
+    assert generate("--tokens", 12, path=tmp_path / "hf") == generate("--tokens", 12)
+
+
+def test_what_transformers_says_of_the_exported_model_is_what_generate_says(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+    assert main(["convert", str(trained), str(tmp_path / "hf"), "--no-verify"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = tokenizer(f"{tokenizer.bos_token}the text", return_tensors="pt").input_ids
+    expected = tokenizer.decode(
+        model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0], skip_special_tokens=True
+    )
+    capsys.readouterr()
+    options = ["--prompt", "the text", "--tokens", "8", "--temperature", "0"]
+    for folder in (trained, tmp_path / "hf"):
+        assert main(["generate", str(folder), *options]) == 0
+        assert capsys.readouterr().out == f"{expected}\n"
+
+
+WRONG = {
+    "--temperature -1": "--temperature -1: give 0 (always the most likely token) or more",
+    "--top-k -1": "--top-k -1: give at least 1, or 0 for no such limit",
+    "--top-p 0": "--top-p 0: give a number above 0 and at most 1, which is no limit",
+    "--top-p nan": "--top-p nan: give a number above 0 and at most 1, which is no limit",
+    "--min-p 1.5": "--min-p 1.5: give a number from 0, which is no limit, to 1",
+    "--tokens -1": "--tokens -1: give 0 or more",
+    "--prompts no.txt": "--prompts no.txt: no such file",
+    "--prompt - --prompt -": "--prompt -: standard input can be read once; give it once",
+    "--tokenizer no.json": "no.json: no such file; give a SentencePiece .model or a Hugging Face tokenizer.json",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_wrong_options_are_refused_by_name(options: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(trained), "--prompt", "x", *options.split()]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(WRONG[options]) and said.err.count("\n") == 1 and not said.out
+
+
+def test_no_prompt_and_no_model_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(trained)]) == 2
+    assert capsys.readouterr().err == "give --prompt TEXT, --prompt - for standard input, or --prompts FILE\n"
+    assert main(["generate", "nowhere", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err.startswith("nowhere does not exist: give a run folder, ")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -337,3 +338,34 @@ def test_memory_is_that_of_some_tensors_not_of_the_model(to: str, tmp_path: Path
     largest = 4 * 1024 * (2 * 2816 if to == "megatron" else 4096)  # gate and up are one tensor there
     assert (hf / "model.safetensors").stat().st_size > 17 * largest
     assert grew < 6 * largest
+
+
+def test_a_chat_template_that_is_not_carried_over_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "hf", "llama")
+    for there in (False, True):
+        if there:
+            (folder / "chat_template.jinja").write_text("{{ messages }}")
+        run(folder, tmp_path / f"{there}")
+        assert ("chat_template.jinja is not carried over" in capsys.readouterr().out) is there
+
+
+@pytest.mark.parametrize("fails", ["finish", "reopen"])
+def test_a_conversion_that_is_refused_leaves_nothing(
+    fails: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UserError("no")
+
+    wrong = replace(hf_target(open_source(trained), None), **{fails: refuse})
+    with pytest.raises(UserError, match="no"):
+        convert(open_source(trained), wrong, tmp_path / "hf", silent)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_tokenizer_that_cannot_be_written_is_refused_before_anything_is(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert main(["convert", str(trained), str(tmp_path / "hf"), "--no-verify"]) == 2
+    assert capsys.readouterr().err == "tokenizer.json needs tokenizers: pip install 'megaprec[hf]'\n"
+    assert not [*tmp_path.iterdir()]

@@ -226,6 +226,7 @@ def _of_weights(rng: Random, source: str) -> list[str]:
         ["inspect", source, "--tensors"],
         ["diff", source, "hf"],
         ["generate", source, "--prompt=the"],
+        ["evaluate", source, "--data=text.txt"],
     )
     more = (
         ["convert", source, "new", "--no-verify"],
@@ -358,6 +359,7 @@ def checkpoints(rng: Random, folder: Path) -> list[str]:
         TRAIN,
         ["inspect", "run"],
         ["generate", "run", "--prompt=the"],
+        ["evaluate", "run", "--data=text.txt"],
         ["convert", "run", "new", "--no-verify"],
     )
     more = (

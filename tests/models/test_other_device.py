@@ -33,6 +33,7 @@ from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import PlannedModel
 from megaprec.precision.plan import LossScaling, plan
 from models.engine import Share
+from models.kv_cache import CachedStage
 from models.replay import trace_modules
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.p2p import CPU, P2P
@@ -44,8 +45,10 @@ from tests.runs import checkpoint, steps, tensors, train, train_on, write_run
 from tools.cli import main
 from tools.config.run_file import load_run
 from tools.parity.record import Plan, record
+from tools.text.generation import Generation
+from tools.text.load import load_model
+from tools.text.sampling import Sampling
 from tools.training.corpus import open_corpus
-from tools.training.sampling import generate, load_model
 from tools.training.trainer import Trainer
 
 MODEL = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 61}
@@ -383,7 +386,7 @@ def test_a_run_its_checkpoints_and_what_looks_into_them_are_the_same(tmp_path: P
 
 def said(folder: Path) -> str:
     """What the trained model goes on with."""
-    return "".join(generate(*load_model(checkpoint(folder, 4)), "the", 8, temperature=0))
+    return "".join(Generation(load_model(checkpoint(folder, 4), CachedStage), "the", 8, Sampling(temperature=0)))
 
 
 def test_native_kernels_are_refused_where_the_device_found_is_no_cpu(

@@ -88,6 +88,7 @@ GIVEN: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "fp8.md": run_file,
     "precision.md": run_file,
     "schedules.md": run_file,
+    "serving.md": models,
 }
 """What a page takes for granted; all others begin in an empty folder."""
 

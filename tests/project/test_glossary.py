@@ -29,7 +29,8 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = file.parent / "run"
     scaled = ("precision.compute=fp16", "precision.loss_scale=1e30")
     fp8 = ("train.sentinel=1", "fp8.kind=current", "fp8.pad=true", "fp8.shadow_every=1", "fp8.shadow_cosine=0.99999")
-    assert train(file, "train.steps=1", "train.eval_every=1", "precision.compute=bf16", *fp8) == 0
+    named = f'data.validation=[{{name="NAME", source="{file.parent}/text.txt"}}]'
+    assert train(file, "train.steps=1", "train.eval_every=1", named, "precision.compute=bf16", *fp8) == 0
     assert train(file, "train.steps=2", "train.eval_every=1", *scaled) == 0
     return folder
 
@@ -63,7 +64,8 @@ def test_every_word_of_a_run_is_explained(skipped: bool, tmp_path: Path, capsys:
     file = write_run(tmp_path)
     capsys.readouterr()
     more = ("precision.compute=fp16", "precision.loss_scale=1e30") if skipped else ()
-    assert train(file, "train.steps=1", "train.eval_every=1", *more) == 0
+    named = f'data.validation=[{{name="NAME", source="{tmp_path}/text.txt"}}]'
+    assert train(file, "train.steps=1", "train.eval_every=1", named, *more) == 0
     said = capsys.readouterr().out.splitlines()
     begun = [match[1] for line in said if (match := re.match(r"(\w+) {2,}", line))]
     lines = explained("Before the first step")

@@ -222,8 +222,8 @@ def test_a_checkpoint_that_another_program_saved_is_refused(
         (["generate", ".", "--prompt", "x"], [". has no checkpoint: give a run folder, or .*"]),
         (["generate", "my.toml", "--prompt", "x"], ["my.toml is not a folder: give a run folder, or .*"]),
         (
-            ["generate", "run", "--prompt", "x", "--tokens=-1", "--temperature=nan", "--top-k=0"],
-            ["--tokens -1: give 0 or more", r"--temperature nan: give 0 \(.*", "--top-k 0: give at least 1"],
+            ["generate", "run", "--prompt", "x", "--tokens=-1", "--temperature=nan", "--top-k=-1"],
+            ["--tokens -1: give 0 or more", r"--temperature nan: give 0 \(.*", "--top-k -1: give at least 1.*"],
         ),
     ],
     ids=["no run file", "no TOML", "no checkpoint", "folder", "file", "options"],

@@ -56,7 +56,7 @@ def test_the_mean_is_that_of_its_neighbours_and_gaps_stay() -> None:
 def test_skipped_steps_resumes_and_evaluations_are_marked_over_steps_and_over_tokens() -> None:
     records = [record(step) for step in range(1, 7)]
     records[2] |= {"outcome": "skipped_overflow", "loss_scale": 8.0}
-    records[3] |= {"eval_loss": 4.0, "eval_loss.code": 3.0}
+    records[3] |= {"eval_loss": 4.0, "eval_loss/code": 3.0}
     cases: list[tuple[Over, int]] = [("steps", 1), ("tokens", 64)]
     for over, factor in cases:
         shown = pictures(records, over, [2])
@@ -64,7 +64,7 @@ def test_skipped_steps_resumes_and_evaluations_are_marked_over_steps_and_over_to
         assert loss.skipped == scale.skipped == [3 * factor]
         assert shown.resumed == [2 * factor]
         held_out = [(line.label, list(line.x), list(line.y)) for line in loss.lines if line.look == "other"]
-        assert held_out == [("held-out", [4 * factor], [4.0]), ("held-out code", [4 * factor], [3.0])]
+        assert held_out == [("held-out", [4 * factor], [4.0]), ("code", [4 * factor], [3.0])]
 
 
 def test_an_svg_has_a_gap_where_a_value_is_not_finite_and_stays_small() -> None:

@@ -27,7 +27,7 @@ from megaprec.precision.plan import dtype_name
 from tools.commands.replay import Replay, replay
 from tools.console.tables import add_json, put
 from tools.journal.records import EVENTS, METRICS, odd_lines, read_events
-from tools.training.sampling import harmless
+from tools.text.generation import harmless
 
 PIPE_COLUMNS = 120
 SHOWN_IDS = 4  # sample ids of a micro-batch that are shown

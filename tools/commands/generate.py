@@ -1,53 +1,145 @@
-"""`megaprec generate CKPT --prompt "def main"`: text from a checkpoint, on one process."""
+"""`megaprec generate MODEL --prompt "def main"`: continue texts with a trained model, on one process.
+
+MODEL is a run folder, a checkpoint of any layout, a Hugging Face folder, or a folder of any other format that megaprec
+reads. The text appears as it is generated. The same seed gives the same text, whatever other prompts there are.
+"""
 
 import argparse
-import math
+import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
-from tools.training.sampling import find_checkpoint, generate, harmless, load_model
+from megaprec.parsing import read_text
+from models.kv_cache import CachedStage
+from tools.text.generation import Generation, harmless
+from tools.text.load import Loaded, load_model
+from tools.text.sampling import Sampling
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `generate` to the commands."""
+    usual = Sampling()
     parser = subparsers.add_parser("generate", help="continue a text with a trained model", description=__doc__)
-    parser.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint, or a run folder for its newest one")
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder")
     parser.add_argument(
-        "--tokens", type=int, default=100, metavar="N", help="largest number of tokens to add (default: 100)"
+        "--prompt", action="append", default=[], metavar="TEXT", help="text to continue; - reads it from standard input"
     )
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="text file with a prompt in each line")
+    parser.add_argument("--tokens", type=int, default=100, metavar="N", help="most tokens to add (default: 100)")
     parser.add_argument(
         "--temperature",
         type=float,
-        default=0.8,
-        help="sampling temperature; 0: always the most likely token (default: 0.8)",
+        default=usual.temperature,
+        metavar="T",
+        help=f"0: always the most likely token (default: {usual.temperature})",
     )
     parser.add_argument(
-        "--top-k", type=int, default=40, metavar="K", help="sample from the K most likely tokens (default: 40)"
+        "--top-k",
+        type=int,
+        default=usual.top_k,
+        metavar="K",
+        help=f"sample from the K most likely tokens; 0: from all (default: {usual.top_k})",
     )
-    parser.add_argument("--seed", type=int, default=0, help="random seed of the sampling (default: 0)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=usual.top_p,
+        metavar="P",
+        help="sample from the fewest most likely tokens that have probability P together (default: 1, all)",
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=usual.min_p,
+        metavar="P",
+        help="leave out tokens of less than P times the highest probability (default: 0, none)",
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the sampling (default: 0)")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each prompt, in a line of its own")
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec generate`."""
-    if problems := [*_problems(args)]:
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    if problems := [*_problems(args), *sampling.problems()]:
         raise UserError(*problems)
-    model, tokenizer = load_model(find_checkpoint(args.checkpoint))
-    print(args.prompt, end="", flush=True)
-    for text in generate(model, tokenizer, args.prompt, args.tokens, args.temperature, args.top_k, args.seed):
-        print(harmless(text) if sys.stdout.isatty() else text, end="", flush=True)
-    print()
+    prompts = [*_prompts(args)]
+    model = load_model(args.model, CachedStage, tokenizer=args.tokenizer)
+    made = [Generation(model, prompt, args.tokens, sampling, args.seed, args.stop) for prompt in prompts]
+    for number, (prompt, text) in enumerate(zip(prompts, made, strict=True), 1):
+        if args.json:
+            _print_json(prompt, text)
+            continue
+        if len(prompts) > 1:
+            print(f"{'' if number == 1 else chr(10)}--- prompt {number} of {len(prompts)}")
+        _stream(prompt, text)
+    _note_slid(model, made)
     return 0
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.tokens < 0:
         yield f"--tokens {args.tokens}: give 0 or more"
-    if not 0 <= args.temperature < math.inf:
-        yield f"--temperature {args.temperature:g}: give 0 (always the most likely token) or more"
-    if args.top_k < 1:
-        yield f"--top-k {args.top_k}: give at least 1"
+    if not args.prompt and args.prompts is None:
+        yield "give --prompt TEXT, --prompt - for standard input, or --prompts FILE"
+    if args.prompts is not None and not args.prompts.is_file():
+        yield f"--prompts {args.prompts}: no such file"
+    if args.prompt.count("-") > 1:
+        yield "--prompt -: standard input can be read once; give it once"
+    if "" in args.stop:
+        yield '--stop "": an empty text is everywhere; leave it out'
+    if not -(2**63) <= args.seed < 2**64:
+        yield f"--seed {args.seed}: give a number of at most 64 bits"
+
+
+def _prompts(args: argparse.Namespace) -> Iterator[str]:
+    for text in args.prompt:
+        with _text_of("--prompt -"):
+            yield sys.stdin.read().removesuffix("\n") if text == "-" else text
+    if args.prompts is not None:
+        with _text_of(f"--prompts {args.prompts}"):
+            lines = [line for line in read_text(args.prompts).split("\n") if line.strip()]
+        if not lines:
+            raise UserError(f"--prompts {args.prompts}: the file has no line with a prompt")
+        yield from lines
+
+
+@contextmanager
+def _text_of(option: str) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option}: {error}; give UTF-8 text") from error
+
+
+def _stream(prompt: str, text: Generation) -> None:
+    print(prompt, end="", flush=True)
+    for piece in text:
+        print(harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+    print()
+
+
+def _print_json(prompt: str, text: Generation) -> None:
+    said = "".join(text)
+    print(json.dumps({"prompt": prompt, "text": said, "tokens": text.tokens, "finish": text.finish}), flush=True)
+
+
+def _note_slid(model: Loaded[CachedStage], made: list[Generation]) -> None:
+    """Say on stderr if texts were longer than the model's positions, as nothing in a text shows it."""
+    if any(text.slid for text in made):
+        positions = model.stage.config.max_positions
+        sys.stdout.flush()
+        print(
+            f"note: the model has {positions} positions (model.max_positions): beyond them, each token was chosen "
+            f"from the newest {positions} tokens alone",
+            file=sys.stderr,
+        )

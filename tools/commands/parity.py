@@ -195,6 +195,7 @@ def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, An
         "log.timeline",
         "data.cache",
         "data.held_out",
+        "data.validation",
         "data.max_chars",
         "data.vocab_size",
     }

@@ -41,7 +41,7 @@ from tools.plots.run_plots import plot_run
 from tools.plots.shadow_plot import plot_shadow
 from tools.training.allocator import keep_freed_memory
 from tools.training.banner import print_outcome
-from tools.training.corpus import Corpus, check_sources, looked_at, open_corpus, open_made
+from tools.training.corpus import Corpus, cache_of, check_sources, looked_at, open_corpus, open_made
 from tools.training.data_identity import ALLOW, Identity
 from tools.training.elastic import (
     in_this_world,
@@ -63,6 +63,7 @@ from tools.training.restarts import Restarts
 from tools.training.resume import check_resumable, differences
 from tools.training.run_folder import LOCK
 from tools.training.trainer import Trainer
+from tools.training.validation_sets import open_validation
 
 MANY = 1000  # feed-forwards; a model that has more takes seconds to build
 
@@ -321,4 +322,5 @@ def open_named(config: RunConfig, named: dict[str, Any]) -> tuple[Corpus, Path |
     if os.environ.get("LOCAL_RANK") == "0" and os.environ.get("RANK") != "0":
         looked_at(config, corpus)  # checks the files of this machine; rank 0 has checked those of the first
     identity = named["identity"] and Identity.model_validate(named["identity"])
-    return replace(corpus, identity=identity, notes=tuple(named["notes"])), checkpoint
+    validation = open_validation(config, cache_of(config))
+    return replace(corpus, identity=identity, notes=tuple(named["notes"]), validation=validation), checkpoint

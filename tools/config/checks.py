@@ -5,6 +5,7 @@ line with the key, its value, the reason and the nearest values that are allowed
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -302,11 +303,17 @@ def _blend(data: Data) -> Iterator[str]:
 
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
-    if train.eval_every and not data.held_out:
+    if train.eval_every and not data.held_out and not data.validation:
         yield (
             f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set it to 0.02, for "
-            "example"
+            "example, or name sets in data.validation"
         )
+    names = [one.name for one in data.validation]
+    for name in dict.fromkeys(names):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,60}", name):
+            yield f'data.validation: the name "{name}" needs 1 to 60 letters, digits, dots, "_" or "-"'
+        elif names.count(name) > 1:
+            yield f'data.validation: {names.count(name)} sets have the name "{name}": give each its own'
 
 
 def _sample(model: ModelConfig, log: Log) -> Iterator[str]:

@@ -26,6 +26,13 @@ class Blended(Table):
     weight: float = Field(gt=0, description="Share of the samples, relative to the sum of all weights.")
 
 
+class Validated(Table):
+    """One named set that the run evaluates."""
+
+    name: str = Field(min_length=1, description="Name of the set in the log and in metrics.jsonl, as eval_loss/NAME.")
+    source: FilePath = Field(min_length=1, description="Text or data set, as in data.source.")
+
+
 class Data(Table):
     """Training data: text or token files, tokenizer, held-out part."""
 
@@ -58,6 +65,12 @@ class Data(Table):
     workers: int = Field(default=0, ge=0, description="Number of processes that tokenize text; 0: one per CPU core.")
     held_out: float = Field(
         default=0.02, ge=0, lt=1, description="Fraction of the data kept out of training, for evaluation."
+    )
+    validation: tuple[Validated, ...] = Field(
+        default=(),
+        strict=False,
+        description="Further sets to evaluate, each with a loss of its own: "
+        '[{name = "wiki", source = "wiki.txt"}, {name = "code", source = "code/"}]; empty: the held-out part alone.',
     )
     shuffle: bool = Field(default=True, description="Shuffle the samples of each epoch; false: samples in file order.")
     reset_attention_mask: bool = Field(
@@ -290,7 +303,9 @@ class Train(Table):
     )
     seed: int = Field(default=1234, ge=0, description="Random seed of weights, dropout and sample order.")
     eval_every: int = Field(
-        default=0, ge=0, description="Number of steps between evaluations on the held-out data; 0: never."
+        default=0,
+        ge=0,
+        description="Number of steps between evaluations on the held-out data and data.validation; 0: never.",
     )
     eval_batches: int = Field(default=4, gt=0, le=MOST, description="Number of global batches per evaluation.")
     sentinel: int = Field(

@@ -1,7 +1,7 @@
 """Lines about values of a run that are wrong: key, value, origin, and what the value must be."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -57,13 +57,21 @@ def explained(
 
 def _must(found: ErrorDetails) -> str:
     """Return the requirement that a value found wrong by pydantic violates, as "must be ..."."""
+    inside = found["loc"][1:]
     if found["type"] == "missing":
-        return "too few values"
+        return f"value {inside[0] + 1} lacks {inside[1]}" if _is_field(inside) else "too few values"
     said = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = PLAINER.get(found["type"], said)
-    place = found["loc"][1] if len(found["loc"]) > 1 else None
+    place = inside[0] if inside else None
+    if _is_field(inside):
+        message = f"{inside[1]} {message}"
     where = "" if place is None else f"value {place + 1} " if isinstance(place, int) else f"{place} "
     if found["type"] == "literal_error":
         expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
         message += did_you_mean(str(found["input"]), expected)
     return where + message
+
+
+def _is_field(inside: Sequence[int | str]) -> TypeGuard[tuple[int, str]]:
+    """Return True if a place inside a value is a field of a table in a list."""
+    return len(inside) == 2 and isinstance(inside[0], int) and isinstance(inside[1], str)

@@ -78,3 +78,20 @@ def moving(what: str, size: int) -> Iterator[Callable[[int, str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=size)
         yield lambda moved, said: bar.update(task, advance=moved, description=said)
+
+
+@contextmanager
+def scoring(name: str) -> Iterator[Callable[[int], None]]:
+    """Show, on a terminal, how many tokens of a text are evaluated; yields a callback for the tokens just done."""
+    console = Console(stderr=True)
+    words = TextColumn("{task.description}", markup=False)
+    with Progress(words, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, began, done = bar.add_task(f"evaluating {name}", total=None), time.monotonic(), 0
+
+        def on_tokens(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            speed = done / max(time.monotonic() - began, 1e-3)
+            bar.update(task, description=f"evaluating {name}  {done:,} tokens  {speed:,.0f} tokens/s")
+
+        yield on_tokens

@@ -75,11 +75,16 @@ def _ours(source: Source, dtype: torch.dtype) -> Forward:
 
 def load_stage(source: Source, compute: str = "fp32") -> Stage:
     """Return the whole model on this process, with the weights of `source`."""
-    config, chosen = source.model, plan(compute)
-    stage = Stage(config, Context(chosen), cuts(config, 1, config.max_positions)[0])
-    with torch.no_grad():
-        for parameter in stage.parameters():
-            parameter.data = parameter.data.to(chosen.parameters)
-            for part, first, last in layout_of(parameter).spans():
-                parameter.view(-1)[first:last] = source.read(f"weight/{part.name}").reshape(-1)
+    config = source.model.undrawn
+    stage = Stage(config, Context(plan(compute)), cuts(config, 1, config.max_positions)[0])
+    read_weights(stage, source)
     return stage
+
+
+@torch.no_grad()
+def read_weights(stage: Stage, source: Source) -> None:
+    """Copy the weights of `source` into a stage that holds the whole model, in the dtype that its plan has for them."""
+    for parameter in stage.parameters():
+        parameter.data = parameter.data.to(stage.context.plan.parameters)
+        for part, first, last in layout_of(parameter).spans():
+            parameter.view(-1)[first:last] = source.read(f"weight/{part.name}").reshape(-1)

@@ -13,7 +13,7 @@ from megaprec.data.files import write_whole
 from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
 from tools.journal.lines import Lines
-from tools.journal.records import EVENTS, LASTING, METRICS, lost_steps, odd_lines, read_lines
+from tools.journal.records import EVENTS, LASTING, METRICS, NAMED, lost_steps, odd_lines, read_lines
 from tools.journal.trackers import Feed
 
 PACE = 20  # number of newest steps whose mean time the ETA is estimated from
@@ -134,6 +134,8 @@ def _rate(record: dict[str, Any]) -> str:
 def _events(record: dict[str, Any]) -> list[str]:
     """Return the parts of the log line that are not printed for every step."""
     events = [f"held-out loss {record['eval_loss']:.4f}"] if "eval_loss" in record else []
+    named = ((key.removeprefix(NAMED), loss) for key, loss in record.items() if key.startswith(NAMED))
+    events += [f"{name} loss {loss:.4f}" for name, loss in named]
     if "shadow_loss_gap" in record:
         cosine = f"cosine {record['shadow_cosine']:.3f}"
         events.append(f"FP8 shadow: loss gap {record['shadow_loss_gap']:+.3%}, lowest {cosine}")

@@ -16,6 +16,7 @@ from megaprec.parsing import parse_json
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
 NUMBERS = ("loss", "grad_norm", "loss_scale", "eval_loss")  # fields of a step that may be "inf" or "nan"
+NAMED = "eval_loss/"  # prefix of fields that may be, too: losses on the sets of data.validation
 NEEDED = {  # kind of event, "" for the record of a step -> required keys
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
     "overflow": {"loss_scale", "first_sample", "num_samples", "advice", "offenders"},
@@ -92,7 +93,7 @@ def _is_record(record: dict[str, Any]) -> bool:
     kind = record.get("event", "")
     if type(record.get("step")) is not int or not isinstance(kind, str):
         return False
-    numbers = all(isinstance(record[key], int | float) for key in NUMBERS if key in record)
+    numbers = all(isinstance(record[key], int | float) for key in record if key in NUMBERS or key.startswith(NAMED))
     return numbers and NEEDED.get(kind, set()) <= record.keys()
 
 

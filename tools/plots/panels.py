@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
+from tools.journal.records import NAMED
+
 Over = Literal["steps", "tokens"]
 Record = dict[str, Any]
 WIDEST = 201  # steps that a mean is taken of at most
@@ -152,9 +154,9 @@ def _lines(quantity: _Quantity, records: Sequence[Record], x: Sequence[float]) -
 
 
 def _held_out(records: Sequence[Record], x: Sequence[float]) -> Iterator[Line]:
-    """Yield a line for each kind of evaluation: the fields eval_loss and eval_loss.NAME."""
-    kinds = dict.fromkeys(key for record in records for key in record if key.split(".")[0] == "eval_loss")
+    """Yield a line for the held-out text, and for each set of data.validation."""
+    kinds = dict.fromkeys(key for record in records for key in record if key == "eval_loss" or key.startswith(NAMED))
     for kind in kinds:
         there = [(at, record) for at, record in zip(x, records, strict=True) if kind in record]
-        label = " ".join(filter(None, ("held-out", kind.partition(".")[2])))
+        label = "held-out" if kind == "eval_loss" else kind.removeprefix(NAMED)
         yield Line(label, [at for at, _ in there], values([record for _, record in there], kind), "other")

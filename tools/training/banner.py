@@ -4,14 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaprec.data.blend import Blend
+from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
+from models.kv_cache import CachedStage
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.run_file import RunConfig
+from tools.text.generation import Generation, harmless
+from tools.text.load import find_checkpoint, load_model
+from tools.text.sampling import Sampling
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
 from tools.training.resume import resume_lines
-from tools.training.sampling import find_checkpoint, generate, harmless, load_model
 
 SAMPLE_TOKENS = 60
 NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"
@@ -115,9 +119,16 @@ def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
     """Print a generated sample and the paths of checkpoint, metrics and plots."""
     folder = Path(config.train.folder)
     if config.log.sample:
-        model, tokenizer = load_model(find_checkpoint(folder))
-        text = "".join(generate(model, tokenizer, config.log.sample, SAMPLE_TOKENS))
-        print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
+        print(f"\nsample\n{_sample(folder, config.log.sample)}\n")
     print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
         print(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")
+
+
+def _sample(folder: Path, prompt: str) -> str:
+    """Return a text that begins with the prompt, or the reason why the prompt cannot be continued."""
+    try:
+        text = "".join(Generation(load_model(folder, CachedStage), prompt, SAMPLE_TOKENS, Sampling()))
+    except UserError as error:
+        return f"none: {error}"
+    return f"{prompt}{harmless(text)}"

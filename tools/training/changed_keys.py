@@ -29,8 +29,8 @@ JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
 FREELY = (
     "log.*", "checkpoint.*", "train.folder", "train.eval_*", "train.init_from", "train.steps", "train.restarts",
     "data.source", "data.blend", "data.text_field", "data.tokenizer", "data.vocab_size", "data.max_chars",
-    "data.workers", "data.cache", "parallel.zero", "parallel.zero_size", "parallel.recompute*", "parallel.elastic",
-    "parallel.timeout", "train.sentinel",
+    "data.workers", "data.cache", "data.validation", "parallel.zero", "parallel.zero_size", "parallel.recompute*",
+    "parallel.elastic", "parallel.timeout", "train.sentinel",
     "optimizer.validation", "precision.trace_overflows", "precision.patience", "precision.masters_in_checkpoint",
     "fp8.shadow_*", "lr.*",
 )  # fmt: skip

@@ -5,9 +5,9 @@ the one that lies beside the data sets, or one that is trained on all texts of t
 """
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,7 @@ from tools.console.progress_bar import building
 from tools.console.toml import toml
 from tools.convert.train_state import newest, read_tokenizer
 from tools.training.data_identity import DataSet, Identity, read_identity
+from tools.training.validation_sets import build_validation, check_validation, open_validation
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Corpus:
     """The opened data of a run. model: the run's, with its vocabulary size. held_out, tokenizer: None if the run has
     none.
 
-    identity: identifies the data in checkpoints; None if it was not checked. notes: lines for the user.
+    identity: identifies the data in checkpoints; None if it was not checked. notes: lines for the user. validation:
+    further sets to evaluate, by name.
     """
 
     datasets: tuple[IndexedDataset, ...]
@@ -50,6 +52,13 @@ class Corpus:
     model: ModelConfig
     identity: Identity | None = None
     notes: tuple[str, ...] = ()
+    validation: Mapping[str, Samples] = field(default_factory=dict)
+
+    @property
+    def evaluated(self) -> dict[str, Samples | Blend]:
+        """Return the samples of each evaluation, by the field of metrics.jsonl that its loss has."""
+        held_out = {} if self.held_out is None else {"eval_loss": self.held_out}
+        return held_out | {f"eval_loss/{name}": samples for name, samples in self.validation.items()}
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class _Part:
 
 def check_sources(config: RunConfig) -> None:
     """Raise UserError for parts of [data] that do not exist, cannot be read or do not fit together. Builds nothing."""
-    check_all(config, _find_data, _find_tokenizer)
+    check_all(config, _find_data, _find_tokenizer, lambda config: check_validation(config, cache_of(config)))
 
 
 def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
@@ -84,7 +93,9 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     parts, given = _parts(config), _given(config)
     texts = [part for part in parts if not part.ready]
     model_file = _build(config, texts, given, allowed) if texts else given
-    return looked_at(config, open_made(config, [part.prefix for part in parts], model_file))
+    corpus = looked_at(config, open_made(config, [part.prefix for part in parts], model_file))
+    notes = build_validation(config, corpus.tokenizer, corpus.model.vocab, cache_of(config))
+    return replace(corpus, notes=(*corpus.notes, *notes), validation=open_validation(config, cache_of(config)))
 
 
 def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
@@ -172,7 +183,7 @@ def _parts(config: RunConfig) -> list[_Part]:
     parts = []
     for n, (key, name, weight) in enumerate(named or [("data.source", config.data.source, 1.0)]):
         ready = beside(Path(name), ".idx").is_file()
-        made = _cache(config) / (f"text{n}" if named else "text")
+        made = cache_of(config) / (f"text{n}" if named else "text")
         parts.append(_Part(key, name, weight, Path(name) if ready else made))
     return parts
 
@@ -231,14 +242,14 @@ def _source(config: RunConfig, part: _Part) -> Source:
         return open_source(part.name, text_field=data.text_field, max_chars=data.max_chars or None)
 
 
-def _cache(config: RunConfig) -> Path:
+def cache_of(config: RunConfig) -> Path:
     """Return the folder of the data sets that are built of texts."""
     return Path(config.data.cache) if config.data.cache else Path(config.train.folder) / "data"
 
 
 def _learned(config: RunConfig) -> Path:
     """Return the path of the tokenizer that is trained on the texts."""
-    return beside(_cache(config) / ("blend" if config.data.blend else "text"), ".model")
+    return beside(cache_of(config) / ("blend" if config.data.blend else "text"), ".model")
 
 
 @dataclass(frozen=True)
@@ -277,7 +288,7 @@ def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None, allowe
 
     if there():
         return encoding.file
-    with alone(_cache(config) / ".lock", partial(_say_busy, _cache(config))):
+    with alone(cache_of(config) / ".lock", partial(_say_busy, cache_of(config))):
         if not there():
             _build_alone(config, sources, encoding, store, allowed)
     return encoding.file

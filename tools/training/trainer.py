@@ -233,9 +233,9 @@ class Trainer:
     def _write(self, journal: Journal | None, report: StepReport, progress: TrainState, seconds: float) -> None:
         """Run the evaluation that is due after a step, feed the overflow monitor and write the step's record."""
         record, shadow = self._fields(report, progress, seconds), self._shadows.pop(progress.step, None)
-        if self._evaluates_after(progress.step) and self.corpus.held_out is not None:
+        if self._evaluates_after(progress.step):
             with self.position.during(Phase.EVALUATION):
-                record["eval_loss"] = self.evaluate(self.corpus.held_out)
+                record |= {name: self.evaluate(samples) for name, samples in self.corpus.evaluated.items()}
         record |= self._checks.fields(progress.step)
         self.position.at(RECORD)
         self.monitor.note(report)

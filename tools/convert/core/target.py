@@ -3,7 +3,8 @@
 A target is written to a hidden folder beside its final name. A journal in it has a line for every tensor that is
 written, with a checksum of its values; an interrupted conversion resumes after the last line, and since every tensor
 has a place of its own, it leaves the same bytes. Then everything is read back through the reader of the target's
-format, each tensor's checksum is compared, and only then the folder gets its name.
+format, each tensor's checksum is compared, and only then the folder gets its name. A conversion that is refused would
+be refused again, so it leaves nothing.
 """
 
 import errno
@@ -83,17 +84,33 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
         journal = Journal(partial / JOURNAL, _identity(source, target))
         if not journal.begun:
             _make_room(partial, target.size)
-        writes = _ordered(target.reserve(partial, not journal.begun), source)
-        _check_complete(writes, target, source)
-        journal.begin()
-        for write in writes:
-            if write.name not in journal.digests:
-                journal.add(write.name, _write(write, source, target, partial))
-            report(_nbytes(write.keys, source, target), f"writing {write.name}")
-        target.finish(partial)
-        _compare(target.reopen(partial), journal.by_key(), report)
+        with _nothing_left(partial):
+            _fill(source, target, partial, journal, report)
+            _compare(target.reopen(partial), journal.by_key(), report)
         journal.path.unlink()
         _publish(partial, destination)
+
+
+def _fill(source: Source, target: Target, partial: Path, journal: "Journal", report: Report) -> None:
+    """Write everything that is not written yet."""
+    writes = _ordered(target.reserve(partial, not journal.begun), source)
+    _check_complete(writes, target, source)
+    journal.begin()
+    for write in writes:
+        if write.name not in journal.digests:
+            journal.add(write.name, _write(write, source, target, partial))
+        report(_nbytes(write.keys, source, target), f"writing {write.name}")
+    target.finish(partial)
+
+
+@contextmanager
+def _nothing_left(partial: Path) -> Iterator[None]:
+    """Remove the folder if the conversion is refused. After a full disk or a kill it stays, to be resumed."""
+    try:
+        yield
+    except UserError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _publish(partial: Path, destination: Path) -> None:

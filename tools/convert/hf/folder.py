@@ -26,10 +26,10 @@ from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.config import from_hugging_face, special_ids
 from tools.convert.hf.keys import notes
-from tools.convert.hf.vocabulary import main_file, write_tokenizer
+from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
 from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, TEMPLATE = "config.json", "generation_config.json", "chat_template.jinja"
 WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  # an index of shards, or one file
     ("model.safetensors.index.json", "model.safetensors", safetensors_in),
     ("pytorch_model.bin.index.json", "pytorch_model.bin", tensors_in),
@@ -95,6 +95,8 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
         for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
     ]
     said = tuple(f"{path}: {note}" for note in notes(config, ARCHITECTURES[kind]))
+    if (path / TEMPLATE).is_file():
+        said += (f"{path / TEMPLATE} is not carried over: copy it where the tokenizer goes",)
     facts = replace(facts, special=special_ids(config), generation=read_generation(path), notes=(*facts.notes, *said))
     return Source(path, system, model, origins, facts, hf_tokenizer(path))
 
@@ -177,7 +179,11 @@ def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any])
 
 
 def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES) -> Target:
-    """Return a target with the weights of `source` in `dtype`, or in their own dtypes."""
+    """Return a target with the weights of `source` in `dtype`, or in their own dtypes.
+
+    Raises UserError for a tokenizer that the format cannot hold, or whose package is missing.
+    """
+    require_writable(source.tokenizer)
     model, sizes = source.model, heads(source.model)
     found = matches(HUGGING_FACE[model_type(model)], model)
     kept = {match: dtype or source.dtype(f"weight/{match.logical[0]}") for match in found}
@@ -203,7 +209,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
             where = {m.foreign: file for file, inside in shards.items() for m in inside}
             index = {"metadata": {"total_size": size}, "weight_map": where}
             _write_json(folder / "model.safetensors.index.json", index)
-        write_tokenizer(source.tokenizer, folder)
+        write_tokenizer(source.tokenizer, folder, ids["bos_token_id"])
 
     dtypes = {f"weight/{name}": kept[match] for match in found for name in match.logical}
     describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}

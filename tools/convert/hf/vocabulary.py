@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import sentencepiece
@@ -39,8 +40,11 @@ def check_tokenizer(files: Sequence[Path], vocab: int) -> Tokenizer | None:
     return tokenizer
 
 
-def write_tokenizer(files: Sequence[Path], folder: Path) -> None:
-    """Writes into `folder` what AutoTokenizer needs. Raises UserError for a model that a tokenizer.json cannot say."""
+def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = None) -> None:
+    """Writes into `folder` what AutoTokenizer needs. Raises UserError for a model that a tokenizer.json cannot say.
+
+    begin: id of the token that begins a document, as in config.json, if the files do not name it.
+    """
     file = main_file(files)
     if file is None:
         return
@@ -54,12 +58,21 @@ def write_tokenizer(files: Sequence[Path], folder: Path) -> None:
     if given:
         (folder / CONFIG).write_bytes(given.read_bytes())
     else:
-        (folder / CONFIG).write_text(json.dumps(_config(content, tokenizer), indent=2, ensure_ascii=False))
+        (folder / CONFIG).write_text(json.dumps(_config(content, tokenizer, begin), indent=2, ensure_ascii=False))
     for extra in (f for f in files if f.name == "special_tokens_map.json"):
         (folder / extra.name).write_bytes(extra.read_bytes())
     probe = PROBE + _spelled(file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
         raise UserError(f"{file} cannot be put as a tokenizer.json: it would split texts otherwise")
+
+
+def require_writable(files: Sequence[Path]) -> None:
+    """Raise UserError if `write_tokenizer` would, before hours of work that come first."""
+    with TemporaryDirectory() as folder:
+        try:
+            write_tokenizer(files, Path(folder))
+        except UserError as error:
+            raise UserError(*(problem.replace(f"{folder}/", "") for problem in error.problems)) from error
 
 
 def _spelled(file: Path) -> str:
@@ -75,14 +88,19 @@ def _user_defined(file: Path) -> list[str]:
     return sorted(found, key=lambda symbol: (-len(symbol), symbol))
 
 
-def _config(content: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """tokenizer_config.json of a tokenizer that came without one."""
+def _config(content: dict[str, Any], tokenizer: Tokenizer, begin: int | None) -> dict[str, Any]:
+    """tokenizer_config.json of a tokenizer that came without one.
+
+    The begin token is that of the model, and not a piece `<s>` that the model may never have seen.
+    """
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for token in content.get("added_tokens") or ():
         if token["id"] == tokenizer.eos:
             config["eos_token"] = token["content"]
-        if token["content"] in ("<s>", "<unk>"):
-            config["bos_token" if token["content"] == "<s>" else "unk_token"] = token["content"]
+        if token["id"] == begin:
+            config["bos_token"] = token["content"]
+        if token["content"] == "<unk>":
+            config["unk_token"] = token["content"]
     return config
 
 

@@ -1,0 +1,106 @@
+"""A model that continues a text without computing it again: keys and values of earlier tokens are kept.
+
+An earlier token's key and value do not depend on later tokens, so each new token costs one token's products plus
+attention over what is kept. Training knows nothing of this: the cache is a subclass of the attention and of the stage.
+
+Dynamic rotary scaling is the exception. Beyond its original length every further token changes the angles of all
+tokens, and with them everything above the first layer, so the whole text is computed again.
+"""
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from models.blocks import Attention
+from models.config import ModelConfig
+from models.packing import Packing, causal_mask
+from models.stages import Cut, Stage
+from parallel.context import Context
+from parallel.dropout import MicrobatchInfo
+
+
+class CachedAttention(Attention):
+    """Attention of new tokens over all tokens since `reserve`. Under a sliding window all tokens are kept too."""
+
+    def reserve(self, batch: int, capacity: int) -> None:
+        """Forget all tokens and make room for `capacity` tokens of `batch` sequences."""
+        shape, like = (batch, self.own[1] // self.config.head_dim, capacity, self.config.head_dim), self.output.weight
+        self._keys, self._values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all tokens."""
+        self._length = 0
+
+    def _mix(
+        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return attention of the new tokens, as in `Attention`, over the kept tokens and themselves."""
+        past, total = self._length, self._length + query.shape[2]
+        self._keys[:, :, past:total], self._values[:, :, past:total] = key, value
+        self._length = total
+        attends = causal_mask(total, self.config.window, None, query.device, past)
+        key, value = (kept[:, :, :total].to(query.dtype) for kept in (self._keys, self._values))
+        return super()._mix(query, key, value, place, attends)
+
+
+class CachedStage(Stage):
+    """A whole model, in one stage on one process, that continues texts. `start` and `extend` replace `forward`."""
+
+    attention = CachedAttention
+
+    def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
+        super().__init__(config, context, cut, tied)
+        self._capacity = 0
+        self._seen = torch.empty(0, 1, dtype=torch.int64)
+
+    def start(self, capacity: int, batch: int = 1) -> None:
+        """Begin `batch` new texts of up to `capacity` tokens each.
+
+        Raises UserError if the model has fewer positions.
+        """
+        if capacity > self.config.max_positions:
+            raise UserError(
+                f"{capacity} tokens do not fit: the model has {self.config.max_positions} positions "
+                "(model.max_positions)"
+            )
+        self._capacity = capacity
+        self._seen = torch.empty(0, batch, dtype=torch.int64, device=self.head.device)
+        for layer in self._attentions():
+            layer.reserve(batch, capacity)
+
+    @torch.no_grad()
+    def extend(self, ids: Tensor) -> Tensor:
+        """Append tokens to all texts. Returns the logits after the last one, [b, vocab].
+
+        ids: int64 [s, b]. Raises UserError for more tokens than were announced to `start`.
+        """
+        seen = torch.cat((self._seen, ids))
+        if len(seen) > self._capacity:
+            raise UserError(f"{len(seen)} tokens do not fit: room was made for {self._capacity}")
+        past = len(self._seen)
+        if past and self._turns_anew(len(seen)):
+            past, ids = 0, seen
+            for layer in self._attentions():
+                layer.forget()
+        self._seen = seen
+        positions = torch.arange(past, len(seen), device=ids.device).expand(ids.shape[1], -1)
+        return super().forward(ids, None, Packing(positions=positions))[0]
+
+    def _turns_anew(self, length: int) -> bool:
+        """Return True if the angles of all tokens change with each token, in a text of `length` tokens."""
+        scaling = self.config.rope_scaling
+        return scaling.kind == "dynamic" and length > scaling.original_max_position_embeddings
+
+    def _rotary(self, length: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the tables at the positions of the new tokens, from tables that serve for the whole text."""
+        reach, scaling = self._capacity, self.config.rope_scaling
+        if scaling.kind == "dynamic":
+            reach = max(len(self._seen), min(reach, scaling.original_max_position_embeddings))
+        return super()._rotary(reach, device, positions)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return super()._logits(x[-1:])
+
+    def _attentions(self) -> list[CachedAttention]:
+        return [module for module in self.modules() if isinstance(module, CachedAttention)]

@@ -1,0 +1,216 @@
+"""`megaprec evaluate`: every token of a text is predicted once, as transformers and a plain model predict it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.checkpoint.reader import Store
+from megaprec.comm.axis import Axis
+from megaprec.data.build import prepare
+from megaprec.data.text import open_source
+from megaprec.data.tokenizer import load_tokenizer
+from megaprec.precision.plan import plan
+from models.config import ModelConfig
+from models.stages import Stage, cuts
+from parallel.context import Context
+from tests import oracle
+from tests.families import CASES, config_of
+from tests.ranks import run_ranks
+from tests.runs import checkpoint, train, write_run
+from tools.cli import main
+from tools.text.evaluation import Score, batches, score
+from tools.text.windows import Document, windows
+
+TEXTS = ["the model learns", "über Öl — 数", "to say what it has seen in this text and 123 other 45 texts", "a"]
+POSITIONS = 16
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = write_run(tmp_path_factory.mktemp("runs"))
+    assert train(file, "train.steps=3", "lr.peak=3e-2") == 0
+    return checkpoint(file.parent / "run", 3)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    return path
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], model: Path, *options: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["evaluate", str(model), "--json", *map(str, options)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def plain_nats(trained: Path, length: int, stride: int) -> tuple[float, int]:
+    """The sum of the losses of all tokens, each from the tokens before it that its window holds; and their number."""
+    store, tokenizer = Store(trained), load_tokenizer(trained / "text.model")
+    config = ModelConfig(**store.index["model"])
+    weights = {name: store.read("weight", name).double() for name in store.shapes("weight")}
+    total, count = 0.0, 0
+    for text in TEXTS:
+        assert tokenizer.eos is not None
+        ids = [tokenizer.eos, *tokenizer.encode(text)]
+        for at in range(1, len(ids)):
+            window = 0 if at <= length else math.ceil((at - length) / stride)  # its number
+            end = min(length + window * stride, len(ids) - 1)
+            context = torch.tensor([ids[max(0, end - length) : at]])
+            losses = oracle.logits(config, weights, context)[0, -1].log_softmax(-1)
+            total, count = total - losses[ids[at]].item(), count + 1
+    return total, count
+
+
+@pytest.mark.parametrize(("length", "stride"), [(16, 16), (16, 3), (7, 7), (5, 1)])
+def test_the_loss_is_that_of_a_plain_model_that_predicts_each_token_once(
+    length: int, stride: int, trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nats, tokens = plain_nats(trained, length, stride)
+    said = evaluate(capsys, trained, "--data", texts, "--window", length, "--stride", stride, "--compute", "fp64")
+    (one,) = said["sets"]
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert (one["documents"], one["tokens"], one["bytes"]) == (len(TEXTS), tokens, size)
+    expected = {
+        "loss": nats / tokens,
+        "perplexity": math.exp(nats / tokens),
+        "bits_per_byte": nats / math.log(2) / size,
+    }
+    assert {key: one[key] for key in expected} == pytest.approx(expected, rel=1e-11, abs=0)
+
+
+def test_a_hugging_face_folder_has_the_loss_that_transformers_computes(
+    trained: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+    folder = tmp_path / "hf"
+    assert main(["convert", str(trained), str(folder), "--no-verify"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    total, count = 0.0, 0
+    short = [text for text in TEXTS if len(tokenizer(text).input_ids) <= POSITIONS]
+    for text in short:
+        ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
+        with torch.no_grad():
+            total += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in short), encoding="utf-8")
+    (one,) = evaluate(capsys, folder, "--data", texts)["sets"]
+    assert one["tokens"] == count > 10
+    assert one["loss"] == pytest.approx(total / count, rel=1e-6)
+    assert evaluate(capsys, trained, "--data", texts)["sets"] == [one]
+
+
+def test_text_and_the_tokens_that_it_was_built_into_have_one_score(
+    trained: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(open_source(str(texts)), tmp_path / "tokens", tokenizer=trained / "text.model", workers=1)
+    (tmp_path / "folder").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "folder" / f"{number}.txt").write_text(text, encoding="utf-8")
+    given = (f"lines={texts}", f"built={tmp_path}/tokens", f"{tmp_path}/folder")
+    sets = evaluate(capsys, trained, *(word for one in given for word in ("--data", one)))["sets"]
+    assert [one.pop("name") for one in sets] == ["lines", "built", str(tmp_path / "folder")]
+    assert [one.pop("source") for one in sets] == [str(texts), f"{tmp_path}/tokens", str(tmp_path / "folder")]
+    assert sets[0] == sets[1] == sets[2]
+
+
+def test_what_is_printed_is_what_json_says(trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (one,) = evaluate(capsys, trained, "--data", f"mine={texts}")["sets"]
+    assert main(["evaluate", str(trained), "--data", f"mine={texts}"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "mine" in line).split()
+    counts = [f"{one[key]:,}" for key in ("documents", "tokens", "bytes")]
+    numbers = [f"{one['loss']:.4f}", f"{one['perplexity']:.4g}", f"{one['bits_per_byte']:.4f}"]
+    assert row == ["mine", *counts, *numbers]
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 16])
+@pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 15, 33])
+def test_each_token_is_predicted_once_from_as_many_tokens_as_promised(length: int, size: int) -> None:
+    ids = np.arange(100, 100 + size)
+    for stride in range(1, length + 1):
+        for begin, expected in ((5, ids), (None, ids[1:])):
+            cut = [*windows(ids, begin, length, stride)]
+            assert [t for one in cut for t in one.targets[one.first :]] == expected.tolist()
+            for number, one in enumerate(cut):
+                assert len(one.tokens) == len(one.targets) <= length
+                assert one.targets[:-1].tolist() == one.tokens[1:].tolist()
+                assert one.first == 0 if number == 0 else one.first >= length - stride
+
+
+@pytest.mark.parametrize("case", ["llama", "llama dynamic", "mixtral"])
+@torch.no_grad()
+def test_documents_of_all_lengths_in_one_batch_have_the_losses_of_each_alone(case: str) -> None:
+    config = config_of(CASES[case])
+    stage = Stage(config, Context(plan("fp64")), cuts(config, 1, POSITIONS)[0])
+    lengths = [3, 20, 11, 1, 16, 11, 40]
+    dice = np.random.default_rng(0)
+    documents = [Document(dice.integers(config.vocab, size=length), length) for length in lengths]
+    total = 0.0
+    for document in documents:
+        for one in windows(document.ids, 0, 12, 5):
+            logits = stage(torch.from_numpy(one.tokens)[:, None])[one.first :, 0]
+            total += F.cross_entropy(logits, torch.from_numpy(one.targets[one.first :]), reduction="sum").item()
+    told = list[int]()
+    together = score(stage, documents, 0, 12, 5, told.append)
+    assert (together.documents, together.tokens, together.size) == (len(lengths), sum(lengths), sum(lengths))
+    assert sum(told) == sum(lengths)
+    assert together.nats == pytest.approx(total, rel=1e-12)
+
+
+def score_on_rank(mesh: DeviceMesh, documents: list[Document]) -> Score:
+    config = config_of(CASES["llama"])
+    stage = Stage(config, Context(plan("fp64")), cuts(config, 1, POSITIONS)[0])
+    return score(stage, documents, 0, 12, 5, lambda _: None, Axis.world(mesh))
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_work_have_the_score_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.text.evaluation.LOGITS", 97 * 30)
+    dice = np.random.default_rng(0)
+    documents = [Document(dice.integers(97, size=length), length) for length in (3, 20, 11, 1, 16, 11, 40)]
+    alone, *both = (one for ranks in (1, 2) for one in run_ranks(score_on_rank, {"dp": ranks}, documents=documents))
+    for one in both:
+        assert (one.documents, one.tokens, one.size) == (alone.documents, alone.tokens, alone.size)
+        assert one.nats == pytest.approx(alone.nats, rel=1e-12)
+
+
+def test_batches_hold_all_windows_and_no_more_tokens_than_allowed() -> None:
+    cut = [one for size in (3, 9, 9, 30, 1, 12) for one in windows(np.arange(size), 0, 8, 4)]
+    for same in (False, True):
+        made = [*batches(cut, 20, same)]
+        assert sorted(id(one) for batch in made for one in batch) == sorted(map(id, cut))
+        for batch in made:
+            lengths = {len(one.tokens) for one in batch}
+            assert len(batch) == 1 or len(batch) * max(lengths) <= 20
+            assert not same or len(lengths) == 1
+
+
+WRONG = {
+    "--window 17": "--window 17: give 1 to 16, the positions of the model (model.max_positions)",
+    "--stride 0": "--stride 0: give 1 to 16, the tokens of a window",
+    "--window 4 --stride 5": "--stride 5: give 1 to 4, the tokens of a window",
+    "--data nowhere.txt": "nowhere.txt: no such file or folder; ",
+    "--data a=": "--data a=: there is no path after a=",
+    "--data x.bin": 'x.bin: give the common prefix of the .bin and .idx pair, "x"',
+    "--max-chars 0": "a limit of 0 characters leaves no text; give at least 1 or no limit",
+}
+
+
+@pytest.mark.parametrize("options", WRONG)
+def test_wrong_input_is_refused_by_name(
+    options: str, trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(trained), "--data", f"mine={texts}", *options.split()]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(WRONG[options]) and said.err.count("\n") == 1 and not said.out
+    assert main(["evaluate", str(trained), "--data", f"mine={texts}", "--data", f"mine={texts}"]) == 2
+    assert '"mine" is the name of two sets; give NAME=PATH with another name' in capsys.readouterr().err

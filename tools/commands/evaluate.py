@@ -1,0 +1,172 @@
+"""`megaprec evaluate MODEL --data PATH`: loss, perplexity and bits per byte of a model on texts.
+
+MODEL is a run folder, a checkpoint of any layout, a Hugging Face folder, or a folder of any other format that megaprec
+reads. Each document is evaluated alone, as docs/evaluation.md says. The loss is the mean over all tokens of the text,
+in nats; perplexity its exponential; bits per byte the sum in bits over the bytes of the text in UTF-8. It runs on one
+process; ranks that torchrun starts share the work, each with the whole model.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich import box
+from rich.table import Table
+
+from megaprec.checkpoint.digests import file_digest
+from megaprec.comm.axis import Axis
+from megaprec.data.files import beside
+from megaprec.data.intact import read_record
+from megaprec.errors import UserError
+from megaprec.optim.step_report import to_json
+from models.stages import Stage
+from parallel.mesh import make_mesh, world
+from tools.console.progress_bar import scoring
+from tools.console.tables import table_console
+from tools.text.evaluation import ALONE, Score, score
+from tools.text.load import Loaded, load_model
+from tools.text.windows import documents
+from tools.training.launch import joined_world
+
+COMPUTE = ("fp32", "bf16", "fp64")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `evaluate` to the commands."""
+    parser = subparsers.add_parser("evaluate", help="loss and bits per byte of a model on texts", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", type=Path, help="run folder, checkpoint, or Hugging Face folder")
+    parser.add_argument(
+        "--data",
+        action="append",
+        required=True,
+        metavar="[NAME=]PATH",
+        help="text file, folder, .jsonl, .parquet, or common prefix of a .bin and .idx pair; may be given several "
+        "times",
+    )
+    parser.add_argument(
+        "--window", type=int, metavar="N", help="tokens that a prediction sees at most (default: model.max_positions)"
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        metavar="N",
+        help="tokens of a long document that each window after the first predicts; fewer give each more context and "
+        "take longer (default: --window)",
+    )
+    parser.add_argument("--compute", choices=COMPUTE, default="fp32", help="precision (default: fp32)")
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help="field of a .jsonl line or column of a .parquet file"
+    )
+    parser.add_argument("--max-chars", type=int, metavar="N", help="characters of each text to read (default: all)")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `megaprec evaluate`: alone, or as one of the ranks that a launcher has started."""
+    if not joined_world():
+        return _evaluate(args, ALONE)
+    with world():
+        return _evaluate(args, Axis.world(make_mesh(dp=dist.get_world_size())))
+
+
+def _evaluate(args: argparse.Namespace, ranks: Axis) -> int:
+    sets = _sets(args.data)
+    model = load_model(args.model, Stage, args.compute, args.tokenizer)
+    window, stride = _window(args, model.stage.config.max_positions)
+    opened = {name: documents(path, model, args.text_field, args.max_chars) for name, path in sets.items()}
+    scores = dict[str, Score]()
+    for name, texts in opened.items():
+        with scoring(name) if ranks.rank == 0 else nullcontext(_unseen) as report:
+            scores[name] = score(model.stage, texts, model.begin, window, stride, report, ranks)
+        if not scores[name].tokens:
+            raise UserError(f"--data {sets[name]} has no token to predict: give more text")
+    if ranks.rank > 0:
+        return 0
+    for note in _notes(model, sets):
+        print(f"note: {note}", file=sys.stderr)
+    if args.json:
+        how = {"window": window, "stride": stride, "compute": args.compute, "begin_token": model.begin}
+        said = [{"name": name, "source": sets[name], **_fields(one)} for name, one in scores.items()]
+        print(to_json({"model": str(args.model), **how, "sets": said}))
+    else:
+        table_console().print(_table(scores))
+    return 0
+
+
+def _unseen(tokens: int) -> None:
+    """Show no progress: the first rank does."""
+
+
+def _sets(given: list[str]) -> dict[str, str]:
+    """Return the paths of the sets by name. Raises UserError if two sets have one name."""
+    sets = dict[str, str]()
+    for one in given:
+        name, equals, path = one.partition("=")
+        if not equals or not name or Path(one).exists():
+            name = path = one
+        if name in sets:
+            raise UserError(f'--data {one}: "{name}" is the name of two sets; give NAME=PATH with another name')
+        if not path:
+            raise UserError(f"--data {one}: there is no path after {name}=")
+        sets[name] = path
+    return sets
+
+
+def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
+    window = positions if args.window is None else args.window
+    stride = window if args.stride is None else args.stride
+    problems = []
+    if not 1 <= window <= positions:
+        problems.append(f"--window {window}: give 1 to {positions}, the positions of the model (model.max_positions)")
+    if not 1 <= stride <= window:
+        problems.append(f"--stride {stride}: give 1 to {window}, the tokens of a window")
+    if problems:
+        raise UserError(*problems)
+    return window, stride
+
+
+def _notes(model: Loaded[Stage], sets: dict[str, str]) -> Iterator[str]:
+    if model.begin is None:
+        yield (
+            "the model has no token to begin a document with: the first token of each document is not predicted, and "
+            "the bytes of the others are not known"
+        )
+        return
+    for path in sets.values():
+        if not beside(Path(path), ".idx").is_file():
+            continue
+        if model.tokenizer is None:
+            yield f"{path}: without a tokenizer the bytes of the text are not known"
+            continue
+        record = read_record(Path(path))
+        if record and record.get("tokenizer_sha256") != file_digest(model.tokenizer.path):
+            yield f"{path} was built with another file than {model.tokenizer.path}: their tokens must mean the same"
+
+
+def _fields(one: Score) -> dict[str, Any]:
+    return {
+        "documents": one.documents,
+        "tokens": one.tokens,
+        "bytes": one.size,
+        "loss": one.loss,
+        "perplexity": one.perplexity,
+        "bits_per_byte": one.bits_per_byte,
+    }
+
+
+def _table(scores: dict[str, Score]) -> Table:
+    table = Table("data", box=box.SIMPLE_HEAD)
+    for name in ("documents", "tokens", "bytes", "loss", "perplexity", "bits/byte"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, one in scores.items():
+        size = "unknown" if one.size is None else f"{one.size:,}"
+        bits = "unknown" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}"
+        counts = (f"{one.documents:,}", f"{one.tokens:,}", size)
+        table.add_row(name, *counts, f"{one.loss:.4f}", f"{one.perplexity:.4g}", bits)
+    return table

@@ -1,0 +1,111 @@
+"""A text continued token by token, in pieces that can be printed as they come."""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megaprec.data.tokenizer import Tokenizer
+from megaprec.errors import UserError
+from models.kv_cache import CachedStage
+from tools.text.load import Loaded
+from tools.text.sampling import Sampling
+
+
+def harmless(text: str) -> str:
+    """Return `text` for a terminal, with control characters, which an untrained model may emit, as U+FFFD."""
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
+class Generation:
+    """The text that continues a prompt. Iterating it, once, yields the text in pieces.
+
+    finish: why the text ended, known at the end. "end": the model ended the document; "stop": a stop string came, which
+    is left out; "length": `tokens` tokens were generated.
+    tokens: number of tokens generated so far, the token that ends a document included.
+    slid: True if the text has outgrown the model's positions. Each further token then sees only the newest tokens that
+    fit, and the cache is of no use.
+
+    Raises UserError for an empty prompt if the model has no token to begin a document with.
+    """
+
+    def __init__(
+        self,
+        model: Loaded[CachedStage],
+        prompt: str,
+        tokens: int,
+        sampling: Sampling,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+    ) -> None:
+        self._model, self._limit, self._sampling = model, tokens, sampling
+        self._tokenizer, self._stop = _tokenizer(model), tuple(stop)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._ids = ([] if model.begin is None else [model.begin]) + self._tokenizer.encode(prompt)
+        self._prompt = len(self._ids)
+        self.finish, self.slid = "", False
+        if not self._ids:
+            raise UserError("the prompt is empty and the model has no token to begin a document with: give a prompt")
+
+    @property
+    def tokens(self) -> int:
+        return len(self._ids) - self._prompt
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield text as soon as it is certain: whole characters, and no beginning of a stop string."""
+        said, text = 0, ""
+        for text in self._texts():
+            if (place := _earliest(text, self._stop)) is not None:
+                self.finish = "stop"
+                yield text[said:place]
+                return
+            if (certain := len(text) - _begun(text, self._stop)) > said:
+                yield text[said:certain]
+                said = certain
+        yield text[said:]
+
+    def _texts(self) -> Iterator[str]:
+        """Yield the text so far after each token that completes a character, first the empty text."""
+        before, text = self._tokenizer.decode(self._ids), ""
+        yield text
+        for _ in self._chosen():
+            whole = self._tokenizer.decode(self._ids)
+            if not whole.endswith("\ufffd"):  # a character of several tokens is not complete yet
+                text = whole[len(before) :]
+                yield text
+
+    def _chosen(self) -> Iterator[int]:
+        """Choose and append tokens; set `finish` at the end."""
+        stage = self._model.stage
+        positions = stage.config.max_positions
+        stage.start(min(self._prompt + self._limit, positions))
+        new = self._ids
+        for _ in range(self._limit):
+            if len(self._ids) > positions:
+                self.slid = True
+                stage.start(positions)
+                new = self._ids[-positions:]
+            logits = stage.extend(torch.tensor(new)[:, None])[0]
+            new = [self._sampling.choose(logits, self._generator)]
+            self._ids += new
+            if new[0] in self._model.ends:
+                self.finish = "end"
+                return
+            yield new[0]
+        self.finish = "length"
+
+
+def _tokenizer(model: Loaded[CachedStage]) -> Tokenizer:
+    if model.tokenizer is None:
+        raise UserError("the model has no tokenizer, so it cannot read a prompt: give --tokenizer FILE")
+    return model.tokenizer
+
+
+def _earliest(text: str, stop: Sequence[str]) -> int | None:
+    """Return where the first of the stop strings begins in the text; None if there is none."""
+    return min((place for word in stop if (place := text.find(word)) >= 0), default=None)
+
+
+def _begun(text: str, stop: Sequence[str]) -> int:
+    """Return the number of characters at the end of the text that may turn out to begin a stop string."""
+    return max((n for word in stop for n in range(1, len(word)) if text.endswith(word[:n])), default=0)

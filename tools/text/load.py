@@ -1,0 +1,99 @@
+"""A trained model in one process, from a folder of any format, with the tokens that begin and end its documents.
+
+Models differ in what stands before a document. Some have a begin token; a model trained by megaprec has seen the end
+token of the document before. The folder's config.json says it, or the checkpoint that was converted from one; if
+neither does, it is the tokenizer's end token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from megaprec.checkpoint.atomic import checkpoint_at
+from megaprec.checkpoint.integrity import require_intact
+from megaprec.checkpoint.reader import Store
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.errors import UserError
+from megaprec.precision.plan import plan
+from models.own_model import require_builtin
+from models.stages import Stage, cuts
+from parallel.context import Context
+from tools.convert.core.source import Source
+from tools.convert.formats import FORMATS
+from tools.convert.hf.vocabulary import check_tokenizer
+from tools.convert.initial import open_weights
+from tools.convert.train_state import read_model, read_tokenizer
+from tools.convert.verify import read_weights
+
+S = TypeVar("S", bound=Stage)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[S]):
+    """A model with its tokenizer. begin: id of the token before a document, if any. ends: ids that end a document."""
+
+    stage: S
+    tokenizer: Tokenizer | None
+    begin: int | None
+    ends: frozenset[int]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return `path`, or the newest checkpoint of the run folder `path`. Raises UserError if there is none."""
+    found = checkpoint_at(path)
+    if found is None:
+        there = "has no checkpoint" if path.is_dir() else "is not a folder" if path.exists() else "does not exist"
+        raise UserError(
+            f"{path} {there}: give a run folder, or one of the folders step_... in its checkpoints, or a Hugging "
+            "Face folder"
+        )
+    return found
+
+
+def load_model(path: Path, kind: type[S], compute: str = "fp32", tokenizer: Path | None = None) -> Loaded[S]:
+    """Return the whole model on the CPU, whatever format, layout and precision the folder has.
+
+    kind: class of the stage that holds it. compute: precision, as in precision.compute. tokenizer: file to use in place
+    of the folder's own. Raises UserError.
+    """
+    source = _open(path)
+    words = load_tokenizer(tokenizer) if tokenizer else check_tokenizer(source.tokenizer, source.model.vocab)
+    if words and words.vocab_size > source.model.vocab:
+        raise UserError(f"{words.path} has {words.vocab_size} tokens, but the model knows {source.model.vocab}")
+    config = source.model.undrawn
+    stage = kind(config, Context(plan(compute)), cuts(config, 1, config.max_positions)[0])
+    read_weights(stage, source)
+    return Loaded(stage, words, _begin(source, words), _ends(source, words))
+
+
+def _open(path: Path) -> Source:
+    """Open a folder. Raises UserError if its files are damaged, or if it holds no model of a built-in family."""
+    if not path.is_dir() or not any(one.find(path) for one in FORMATS.values()):
+        find_checkpoint(path)
+    if checkpoint := checkpoint_at(path):
+        store = Store(checkpoint)
+        require_builtin(read_model(store), "text from a checkpoint")
+        own = read_tokenizer(store)
+        require_intact(store, store.files_of("weight") | ({own.name} if own else set()))
+    return open_weights(path)
+
+
+def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
+    said = _ids(source.facts.special, "bos_token_id", source.model.vocab)
+    return next(iter(said), tokenizer.eos if tokenizer else None)
+
+
+def _ends(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Return the ids that end a document: those of config.json, of generation_config.json and of the tokenizer."""
+    vocab, facts = source.model.vocab, source.facts
+    own = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
+    said = [id for table in (facts.special, facts.generation) for id in _ids(table, "eos_token_id", vocab)]
+    return frozenset((*own, *said))
+
+
+def _ids(said: Mapping[str, Any], key: str, vocab: int) -> list[int]:
+    """Return the ids under a key, which may hold one, a list or none. Ids outside of the vocabulary are left out."""
+    value = said.get(key)
+    listed = value if isinstance(value, list) else [value]
+    return [id for id in listed if type(id) is int and 0 <= id < vocab]

@@ -1,0 +1,97 @@
+"""Documents cut into windows, the samples of an evaluation, so that each of their tokens is predicted exactly once.
+
+A document is evaluated alone, with the token before it that the model has for this (`Loaded.begin`). The token that
+ends it is no text and is not predicted. A document of more tokens than a window has several windows. Each after the
+first predicts the next `stride` tokens from the tokens before them, as many as the window holds: with a stride as long
+as the window from at least one, with a shorter stride from at least `window - stride + 1`. The last window of a
+document is filled up with earlier tokens. So do lm-evaluation-harness's rolling windows, whose stride is the window.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaprec.data.files import beside
+from megaprec.data.indexed import IndexedDataset
+from megaprec.data.intact import check_vocabulary, contents_of
+from megaprec.data.text import open_source
+from megaprec.data.tokenizer import Tokenizer
+from megaprec.errors import UserError
+from models.stages import Stage
+from tools.text.load import Loaded
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Document:
+    """The token ids of a document's text, int64 [n], and the number of bytes of the text in UTF-8; None if unknown."""
+
+    ids: Ids
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sample: each of `tokens` predicts the target at its place. Targets before `first` do not count.
+
+    tokens, targets: int64 [n].
+    """
+
+    tokens: Ids
+    targets: Ids
+    first: int
+
+
+def windows(ids: Ids, begin: int | None, length: int, stride: int) -> Iterator[Window]:
+    """Yield the windows of a document. Without a begin token its first token is not predicted."""
+    stream = ids if begin is None else np.concatenate(([begin], ids))
+    done, last = 0, len(stream) - 1  # number of tokens predicted, and to predict
+    while done < last:
+        end = min(done + (stride if done else length), last)
+        start = max(0, end - length)
+        yield Window(stream[start:end], stream[start + 1 : end + 1], done - start)
+        done = end
+
+
+def documents(path: str, model: Loaded[Stage], text_field: str, max_chars: int | None) -> Iterable[Document]:
+    """Return the documents of a text, of a folder of texts, or of a data set PREFIX.bin and PREFIX.idx.
+
+    max_chars: number of characters of a text to read. Raises UserError, at the latest when they are iterated.
+    """
+    if path.endswith((".bin", ".idx")):
+        raise UserError(f'{path}: give the common prefix of the .bin and .idx pair, "{path[:-4]}"')
+    if beside(Path(path), ".idx").is_file():
+        if max_chars is not None:
+            raise UserError(f"{path} is a data set of tokens: --max-chars is for texts")
+        dataset = IndexedDataset(Path(path))
+        check_vocabulary(dataset, contents_of(dataset), model.stage.config.vocab)
+        return _of_tokens(dataset, model)
+    source = open_source(path, text_field=text_field, max_chars=max_chars)
+    if model.tokenizer is None:
+        raise UserError(f"{path} is text, and the model has no tokenizer: give --tokenizer FILE")
+    return _of_text(source, model.tokenizer)
+
+
+def _of_text(pieces: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Iterator[Document]:
+    name, ids, size = "", list[Ids](), 0
+    for document, text in pieces:
+        if document != name and ids:
+            yield Document(np.concatenate(ids), size)
+            ids, size = [], 0
+        name = document
+        ids.append(np.array(tokenizer.encode(text), np.int64))
+        size += len(text.encode())
+    if ids:
+        yield Document(np.concatenate(ids), size)
+
+
+def _of_tokens(dataset: IndexedDataset, model: Loaded[Stage]) -> Iterator[Document]:
+    for number in range(dataset.num_documents):
+        ids = dataset.document(number).astype(np.int64)
+        if len(ids) and int(ids[-1]) in model.ends:
+            ids = ids[:-1]
+        yield Document(ids, len(model.tokenizer.decode(ids.tolist()).encode()) if model.tokenizer else None)

@@ -73,3 +73,31 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(tmp_path: Path, capsys
     assert cli.main(["compare", str(run), "-o", str(absent / "a.png")]) == 2
     assert f"there is no folder {absent}" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("count", [2, 8, 9])
+@pytest.mark.parametrize("options", [[], ["--over", "tokens"], ["--against", "run0"]])
+def test_any_number_of_runs_is_drawn_without_a_warning(
+    count: int, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for number in range(count):
+        steps = [record(n, 5.0 - n / 9 + number, tokens=8 * n) for n in range(1, 5 + number)]
+        written(Path(f"run{number}"), [*steps, record(99, math.nan, "skipped_overflow", tokens=800)])
+    assert cli.main(["compare", *(f"run{n}" for n in range(count)), *options, "-o", "a.png"]) == 0
+    assert (tmp_path / "a.png").stat().st_size > 5_000
+    assert not [warning for warning in recwarn if "layout" in str(warning.message)]
+
+
+def test_a_table_needs_no_picture_and_the_reference_is_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, loss in (("a", 2.0), ("b", 3.0)):
+        written(Path(name), [record(1, loss)])
+    assert cli.main(["compare", "a", "b", "--against", "b"]) == 0
+    said = capsys.readouterr().out
+    assert said.index("2.0000") < said.index("3.0000") and "written" not in said
+    assert cli.main(["compare", "b", "--against", "b"]) == 2
+    assert capsys.readouterr().err == "--against b: give another run to compare it with\n"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from tests.other_systems import CONFIGS, WITHOUT_MEGATRON, same_files, usually, write_folder
-from tests.runs import checkpoint, edit_index, tensors, train_on, write_run
+from tests.runs import checkpoint, edit_index, tensors, train, train_on, write_run
 from tools.cli import main
 from tools.commands.inspect import describe
 from tools.convert.core import names, target, transforms
@@ -338,6 +338,22 @@ def test_memory_is_that_of_some_tensors_not_of_the_model(to: str, tmp_path: Path
     largest = 4 * 1024 * (2 * 2816 if to == "megatron" else 4096)  # gate and up are one tensor there
     assert (hf / "model.safetensors").stat().st_size > 17 * largest
     assert grew < 6 * largest
+
+
+def test_a_checkpoint_with_fp8_histories_is_read_without_them_which_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, fp8 = write_run(tmp_path), ("fp8.kind=delayed", "fp8.pad=true", "precision.compute=bf16", "model.dropout=0")
+    assert train(file, "train.steps=1", *fp8) == 0
+    saved = checkpoint(tmp_path / "run", 1)
+    assert any(key.startswith("fp8/") for key in tensors(saved))
+    capsys.readouterr()
+    run(saved, tmp_path / "hf", "--no-verify")
+    assert "not read: FP8 scales and amax histories" in capsys.readouterr().out
+    run(saved, tmp_path / "ours", "--to", "megaprec", "--no-verify")
+    kept = tensors(tmp_path / "ours")
+    assert all(torch.equal(kept[key], value) for key, value in tensors(saved).items() if not key.startswith("fp8/"))
+    assert train(file, "train.steps=2", *fp8, f"train.init_from={saved}", f"train.folder={tmp_path}/next") == 0
 
 
 def test_a_chat_template_that_is_not_carried_over_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

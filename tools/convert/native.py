@@ -1,6 +1,7 @@
 """Megaprec's own checkpoints as source and target of conversions."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial as bind
 from math import prod
@@ -35,6 +36,7 @@ from tools.convert.train_state import (
     read_watch,
 )
 
+SCALES = "fp8/"  # prefix of scales and amax histories, which belong to products, not to logical tensors
 MODEL_FILE, OPTIMIZER_FILE = "model-00000.safetensors", "optimizer-00000.safetensors"
 
 
@@ -52,7 +54,8 @@ def open_native(path: Path) -> Source:
     model = read_model(store)
     require_builtin(model, "conversion")
     index = store.index
-    _check(path, model, store)
+    logical = {key: entry for key, entry in index["tensors"].items() if not key.startswith(SCALES)}
+    _check(path, model, store, logical)
     files = {name: safetensors_in(store.file(name)) for name in index["files"] if name.endswith(".safetensors")}
     origins = [
         Origin(
@@ -63,7 +66,7 @@ def open_native(path: Path) -> Source:
             bind(_assembled, store, key, files),
             bind(_rows, store, key, files),
         )
-        for key, e in sorted(index["tensors"].items(), key=lambda item: item[0].split("/", 1)[::-1])
+        for key, e in sorted(logical.items(), key=lambda item: item[0].split("/", 1)[::-1])
     ]
     tokenizer = read_tokenizer(store) if index.get("tokenizer") else None
     names = [tokenizer.name, "tokenizer_config.json"] if tokenizer else []
@@ -75,14 +78,15 @@ def open_native(path: Path) -> Source:
         watch=read_watch(store) if index.get("watch") else {},
         precision=read_table(store, "precision"),
         layout=read_table(store, "layout"),
+        unread="" if len(logical) == len(index["tensors"]) else "FP8 scales and amax histories",
         special=read_ids(store, "special_ids"),
         generation=read_table(store, "generation"),
     )
     return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
 
 
-def _check(path: Path, model: ModelConfig, store: Store) -> None:
-    for kind in dict.fromkeys(key.split("/", 1)[0] for key in store.index["tensors"]):
+def _check(path: Path, model: ModelConfig, store: Store, logical: Iterable[str]) -> None:
+    for kind in dict.fromkeys(key.split("/", 1)[0] for key in logical):
         if shapes := store.shapes(kind):
             found = [Match(n, (n,), SAME, "whole", s) for n, s in logical_shapes(model).items()]
             check_tensors(path, found, {n: torch.empty(s, device="meta") for n, s in shapes.items()})

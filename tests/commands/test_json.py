@@ -13,7 +13,16 @@ from tests.runs import checkpoint, train, write_run
 from tools import cli
 from tools.training.end_records import EndRecord, write_record
 
-WITHOUT = {"train", "generate", "convert", "report", "data build", "data tokenizer", "precision translate"}  # no tables
+WITHOUT = {
+    "train",
+    "generate",
+    "convert",
+    "report",
+    "import-args",
+    "data build",
+    "data tokenizer",
+    "precision translate",
+}  # no tables
 
 
 def leaves(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -46,6 +55,7 @@ def examples(room: Path) -> dict[str, list[str]]:
         "diff": [run, str(checkpoint(room / "run", 2))],
         "compare": [run],
         "schedule": ["--kind", "1f1b", "--pipeline", "2", "--microbatches", "4"],
+        "evaluate": [run, "--data", str(room / "text.txt"), "--max-chars", "500"],
         "fp8-advice": [file],
         "precision show": [file],
         "keys": [],

@@ -22,11 +22,10 @@ from megaprec.comm.axis import Axis
 from megaprec.data.files import beside
 from megaprec.data.intact import read_record
 from megaprec.errors import UserError
-from megaprec.optim.step_report import to_json
 from models.stages import Stage
 from parallel.mesh import make_mesh, world
 from tools.console.progress_bar import scoring
-from tools.console.tables import table_console
+from tools.console.tables import add_json, put, table_console
 from tools.text.evaluation import ALONE, Score, score
 from tools.text.load import Loaded, load_model
 from tools.text.windows import documents
@@ -63,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--max-chars", type=int, metavar="N", help="characters of each text to read (default: all)")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none")
-    parser.add_argument("--json", action="store_true", help="print a JSON object")
+    add_json(parser)
     parser.set_defaults(run=main)
 
 
@@ -90,13 +89,10 @@ def _evaluate(args: argparse.Namespace, ranks: Axis) -> int:
         return 0
     for note in _notes(model, sets):
         print(f"note: {note}", file=sys.stderr)
-    if args.json:
-        how = {"window": window, "stride": stride, "compute": args.compute, "begin_token": model.begin}
-        said = [{"name": name, "source": sets[name], **_fields(one)} for name, one in scores.items()]
-        print(to_json({"model": str(args.model), **how, "sets": said}))
-    else:
-        table_console().print(_table(scores))
-    return 0
+    how = {"window": window, "stride": stride, "compute": args.compute, "begin_token": model.begin}
+    said = [{"name": name, "source": sets[name], **_fields(one)} for name, one in scores.items()]
+    document = {"model": str(args.model), **how, "sets": said}
+    return put(args, lambda: document, lambda: table_console().print(_table(scores)))
 
 
 def _unseen(tokens: int) -> None:

@@ -149,5 +149,5 @@ def _pyarrow(file: Path) -> Any:
     try:
         import pyarrow  # noqa: PLC0415 (optional)
     except ImportError as problem:
-        raise UserError(f"{file} needs pyarrow: pip install 'megaprec[data]'") from problem
+        raise UserError(f"{file} needs pyarrow: pip install pyarrow") from problem
     return pyarrow

@@ -74,7 +74,7 @@ def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwr
     try:
         import tokenizers  # noqa: PLC0415 (optional)
     except ImportError as problem:
-        raise UserError(f"{path} needs tokenizers: pip install 'megaprec[hf]'") from problem
+        raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
     _require_possible(vocab_size)
     lines = _sample_lines(texts)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()

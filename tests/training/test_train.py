@@ -605,7 +605,7 @@ def test_without_matplotlib_there_is_no_plot_and_no_failure(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plot_run(exact) is None
     assert train(run_file, *EXACT, f"train.folder={exact}", "log.plot=true") == 0
-    assert "plots      none: pip install 'megaprec[plots]'" in capsys.readouterr().out
+    assert "plots      none: pip install matplotlib" in capsys.readouterr().out
 
 
 @contextmanager

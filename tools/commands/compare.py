@@ -98,7 +98,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415  # optional, and slow to import
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise UserError(f"{path}: plots need matplotlib: pip install 'megaprec[plots]'") from error
+        raise UserError(f"{path}: plots need matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(11, max(5.0, 1.5 + 0.24 * len(curves))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -14,7 +14,7 @@ from tools.training.resume import resume_lines
 from tools.training.sampling import find_checkpoint, generate, harmless, load_model
 
 SAMPLE_TOKENS = 60
-NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"
+NO_PLOT = "none: pip install matplotlib, or set log.plot = false"
 
 
 def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:

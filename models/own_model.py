@@ -20,6 +20,8 @@ from models.config import ModelConfig
 from models.stages import Cut, MakeStage, Stage
 from parallel.context import Context
 
+OURS = ("megaprec", "models", "parallel", "tools")  # packages that come before folders of the user's of the same name
+
 
 def stage_maker(factory: str) -> MakeStage:
     """Return the function that builds a stage: the one that `factory` names, or Stage if `factory` is empty.
@@ -54,11 +56,21 @@ def _find(factory: str) -> Any:
     except Exception as error:
         raise UserError(
             f'model.factory = "{factory}": {where} cannot be imported: {type(error).__name__}: {error}'
+            f"{_taken_name(where, name) if isinstance(error, ModuleNotFoundError) else ''}"
         ) from error
     make = getattr(module, name, None)
     if not callable(make):
         raise UserError(f'model.factory = "{factory}": {where} has no function "{name}"')
     return make
+
+
+def _taken_name(module: str, function: str) -> str:
+    """Return a hint to append to a message if the module's package has the name of one of megaprec's own."""
+    package = module.partition(".")[0]
+    if module.endswith(".py") or package not in OURS:
+        return ""
+    file = f"{module.replace('.', '/')}.py:{function}"
+    return f'; megaprec has a package "{package}" itself, which hides yours: give the file, "{file}"'
 
 
 @cache

@@ -12,7 +12,8 @@ from megaprec.data.build import BuildResult, prepare
 from megaprec.data.files import alone, beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of
-from megaprec.data.text import SUFFIXES, Source, open_source
+from megaprec.data.readers import SUFFIXES
+from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.data.workers import cores, most_processes
@@ -50,7 +51,7 @@ def _add_verify(commands: SubParsers) -> None:
         "--text-field",
         default="text",
         metavar="NAME",
-        help="field of a JSONL line or Parquet column that holds the text",
+        help="field of a JSON object, or column of a table, that holds the text (default: text)",
     )
     parser.set_defaults(run=verification.verify)
 
@@ -70,14 +71,14 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="'python' (the standard library), a text file, .jsonl[.gz|.zst], .parquet, "
-        f"or a folder of {' '.join(SUFFIXES)}",
+        help="'python' (the standard library), a text file, or a folder of "
+        f"{' '.join(SUFFIXES)}; all but .parquet also with .gz or .zst",
     )
     parser.add_argument(
         "--text-field",
         default="text",
         metavar="NAME",
-        help="field of a JSONL line or Parquet column that holds the text",
+        help="field of a JSON object, or column of a table, that holds the text (default: text)",
     )
     parser.add_argument("--max-chars", type=int, metavar="N", help="use only the first N characters")
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from megaprec.data.text import Source
+from megaprec.data.text import Source, left_out_words
 
 PLAIN_SECONDS = 10  # between two plain lines
 
@@ -21,6 +21,9 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
     columns = (words, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     if not console.is_terminal:
         console.print(f"building the data set of {source.name}", markup=False, highlight=False, soft_wrap=True)
+    if source.left_out:
+        left_out = f"{source.name}: left out {', '.join(left_out_words(source.left_out))}"
+        console.print(left_out, markup=False, highlight=False, soft_wrap=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"reading {source.name}", total=source.total_chars())
         before = said = time.monotonic()
@@ -29,10 +32,11 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
         def on_progress(documents: int, chars: int, tokens: int) -> None:
             nonlocal first, said, before
             now = time.monotonic()
+            words = f"{documents:,} documents  {tokens:,} tokens"
             if first is None:
                 first, before = (documents, chars, tokens), now
-            speed = (tokens - first[2]) / max(now - before, 1e-3)
-            words = f"{documents:,} documents  {tokens:,} tokens  {speed:,.0f} tokens/s"
+            else:
+                words += f"  {(tokens - first[2]) / max(now - before, 1e-3):,.0f} tokens/s"
             bar.update(task, completed=chars, description=words)
             if not console.is_terminal and now - said > PLAIN_SECONDS:
                 said = now

@@ -27,7 +27,7 @@ BASH = """_megaprec() {{
 }}
 complete -o default -F _megaprec megaprec
 """
-ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 FISH = """function __megaprec_at
     set -l at ""
     for word in (commandline -opc)[2..-1]

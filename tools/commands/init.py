@@ -16,7 +16,7 @@ from typing import Any
 
 from megaprec.data.text import Source, left_out_words, open_source
 from megaprec.data.tokenizer import load_tokenizer
-from megaprec.data.training import FIXED_PIECES, train_sentencepiece
+from megaprec.data.training import ImpossibleVocabulary, train_sentencepiece
 from megaprec.errors import UserError
 from models.presets import PRESETS
 from tools.config.key_help import key_tables
@@ -24,8 +24,7 @@ from tools.config.run_file import load_run
 from tools.console.toml import toml
 
 LOOKED_AT = 1_000_000  # characters of the text from which the sizes are estimated
-SMALLER_VOCABULARIES = (2048, 1024, 512, 400, 330, 290, 270, FIXED_PIECES + 1)  # in order of trying
-LARGER_VOCABULARIES = (4096, 8192, 16384, 32768)  # for scripts of many signs
+VOCABULARIES = ((LOOKED_AT, 4096), (100_000, 2048), (0, 1024))  # from so many characters on
 LENGTHS = (256, 128, 64, 32, 16, 8)
 BATCHES = (16, 8, 4, 2)
 PASSES = 3  # over a small text
@@ -64,8 +63,9 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"{args.output} exists already: give the run file another name with -o, or remove it")
     source = open_source(args.source, text_field=args.text_field)
     found = _look_at(source)
+    content = _run_file(args, found)
     with open(args.output, "x", encoding="utf-8") as file:
-        file.write(_run_file(args, found))
+        file.write(content)
     config = load_run(args.output)
     size = f"{found.chars:,} characters, about {found.tokens:,} tokens"
     left_out = f"; left out {', '.join(left_out_words(source.left_out))}" if source.left_out else ""
@@ -81,7 +81,7 @@ def _look_at(source: Source) -> Found:
     pieces = [text for _, text in replace(source, max_chars=LOOKED_AT)]
     chars = sum(map(len, pieces))
     with tempfile.TemporaryDirectory(prefix="megaprec_init_") as folder:
-        model = _learned(pieces, Path(folder) / "tried", source.name)
+        model = _learned(pieces, Path(folder) / "tried")
         tokenizer = load_tokenizer(model)
         tokens = sum(len(tokenizer.encode(text)) for text in pieces)
     whole = max(chars, source.total_chars() or 0) if chars >= LOOKED_AT else chars
@@ -90,16 +90,13 @@ def _look_at(source: Source) -> Found:
     return Found(whole, tokenizer.vocab_size, round(tokens * whole / chars), " ".join(words[:3]))
 
 
-def _learned(pieces: list[str], prefix: Path, name: str) -> Path:
-    """Return a tokenizer whose size suits the length of the text, or else the next possible one. Raises UserError."""
-    reasons, chars = list[str](), sum(map(len, pieces))
-    first = 4096 if chars >= LOOKED_AT else 2048 if chars >= 100_000 else 1024
-    for size in (first, *(size for size in SMALLER_VOCABULARIES if size < first), *LARGER_VOCABULARIES):
-        try:
-            return train_sentencepiece(pieces, prefix, size)
-        except UserError as error:
-            reasons += error.problems
-    raise UserError(f"{name}: no tokenizer can be learned from this text: {reasons[0]}")
+def _learned(pieces: list[str], prefix: Path) -> Path:
+    """Return a tokenizer of a size that suits the length of the text, or else of the nearest possible one."""
+    chars = sum(map(len, pieces))
+    try:
+        return train_sentencepiece(pieces, prefix, next(size for least, size in VOCABULARIES if chars >= least))
+    except ImpossibleVocabulary as problem:
+        return train_sentencepiece(pieces, prefix, problem.nearest)
 
 
 def _run_file(args: argparse.Namespace, found: Found) -> str:

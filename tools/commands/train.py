@@ -42,6 +42,7 @@ from tools.training.allocator import keep_freed_memory
 from tools.training.banner import print_outcome
 from tools.training.corpus import Corpus, check_sources, looked_at, open_corpus, open_made
 from tools.training.data_identity import ALLOW, Identity
+from tools.training.doubts import doubts
 from tools.training.elastic import (
     in_this_world,
     is_spare,
@@ -291,6 +292,8 @@ def prepare(
             f'train.folder = "{config.train.folder}": cannot be written to ({error.strerror}); give another'
         ) from error
     forget_records(Path(config.train.folder))
+    for doubt in doubts(config, corpus, _local_ranks(config), _device(config)):
+        print(f"warning    {doubt}")
     store = newest(config.checkpoint_folder)
     differ = {found.what for found in differences(store, config, corpus)} if store else set()
     for what in sorted(set(allowed) - differ):

@@ -12,7 +12,11 @@ CHECKS += ["ruff>=0.9,<0.18", "pyright>=1.1.390,<2", "spmd_types>=0.3,<0.4"]
 DATA = ["pyarrow>=17,<27"]
 HF = ["tokenizers>=0.20,<0.24", "transformers>=5,<6"]
 PLOTS = ["matplotlib>=3.8,<4"]
-ORACLES = ["megatron-core>=0.16,<0.17", "einops>=0.8,<0.9", "psutil>=6,<8"]  # other people's code that slow tests compare with
+ORACLES = [
+    "megatron-core>=0.16,<0.17",
+    "einops>=0.8,<0.9",
+    "psutil>=6,<8",
+]  # other people's code that slow tests compare with
 TENSORBOARD = ["tensorboard>=2.15,<3"]
 YAML = ["pyyaml>=6,<7"]
 README = Path(__file__).with_name("README.md")

@@ -30,6 +30,7 @@ from parallel.mesh import make_mesh, told_by_first, world
 from tools.commands.convert import write_model
 from tools.config.checks import check_all
 from tools.config.run_file import RunConfig, load_run
+from tools.console.wrapped import say
 from tools.convert.formats import open_intact
 from tools.convert.hf.write_config import to_hugging_face
 from tools.convert.initial import open_initial
@@ -293,7 +294,7 @@ def prepare(
         ) from error
     forget_records(Path(config.train.folder))
     for doubt in doubts(config, corpus, _local_ranks(config), _device(config)):
-        print(f"warning    {doubt}")
+        say(f"warning    {doubt}")
     store = newest(config.checkpoint_folder)
     differ = {found.what for found in differences(store, config, corpus)} if store else set()
     for what in sorted(set(allowed) - differ):

@@ -8,6 +8,7 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.run_file import RunConfig
+from tools.console.wrapped import say
 from tools.training.corpus import Corpus
 from tools.training.fp8_summary import fp8_lines
 from tools.training.resume import resume_lines
@@ -30,7 +31,7 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         *([f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []),
         *(["ZeRO-1"] if p.zero and p.data > 1 else []),
     ]
-    print(
+    say(
         f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
         f"data       {tokens:,} tokens in {_count(documents, 'document')}, {_samples(config, corpus)}\n"
@@ -41,20 +42,20 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         f"precision  {config.precision.compute}"
     )
     for note in corpus.notes:
-        print(f"note       {note}")
+        say(f"note       {note}")
     for line in fp8_lines(config, model, device):
-        print(line)
+        say(line)
     if p.pipeline > 1:
-        print(f"stages     {_stages(config, corpus)}")
+        say(f"stages     {_stages(config, corpus)}")
     if config.train.init_from and not resumed:
-        print(f"weights    from {config.train.init_from}")
+        say(f"weights    from {config.train.init_from}")
     if resumed:
         left = (
             f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"
         )
-        print(f"resumed    from {resumed}, {left}")
+        say(f"resumed    from {resumed}, {left}")
         for line in resume_lines(config, corpus, resumed):
-            print(line)
+            say(line)
 
 
 def _samples(config: RunConfig, corpus: Corpus) -> str:
@@ -78,18 +79,16 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     if any(buffer.in_codes for buffer in optimizer.all_buffers()):
         formula = f"{_formula(optimizer, in_fp8=True)} bytes a parameter kept in FP8, {formula}"
     held = sum(buffer.num_bytes() for buffer in optimizer.all_buffers())
-    print(
-        f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
-    )
+    say(f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0")
     if isinstance(optimizer, PostValidationOptimizer):
-        print(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
+        say(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
 
 
 def print_marked(optimizer: ParallelAMPOptimizer) -> None:
     """Print the parameters that a custom model has marked to stay in FP32, if there are any."""
     if names := optimizer.marked:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        print(f"marked     {shown}: held and computed in FP32 (set_fp32_attr_to_module)")
+        say(f"marked     {shown}: held and computed in FP32 (set_fp32_attr_to_module)")
 
 
 def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool) -> str:
@@ -117,7 +116,7 @@ def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
     if config.log.sample:
         model, tokenizer = load_model(find_checkpoint(folder))
         text = "".join(generate(model, tokenizer, config.log.sample, SAMPLE_TOKENS))
-        print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
-    print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
+        say(f"\nsample\n{config.log.sample}{harmless(text)}\n")
+    say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
-        print(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")
+        say(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")

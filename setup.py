@@ -4,8 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# Lower bounds are the oldest versions whose interfaces the code uses, upper bounds the next version after those that the
-# tests pass with, which constraints.txt lists.
+# Lower bounds are the oldest versions whose interfaces the code uses, upper bounds the next version after those that
+# the tests pass with, which constraints.txt lists.
 PACKAGES = ("megaprec", "parallel", "models", "tools")
 CHECKS = ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "execnet>=2.1,<3", "hypothesis>=6.100,<7"]
 CHECKS += ["ruff>=0.9,<0.18", "pyright>=1.1.390,<2", "spmd_types>=0.3,<0.4"]

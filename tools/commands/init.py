@@ -135,7 +135,7 @@ def _values(args: argparse.Namespace, found: Found) -> dict[str, Any]:
         "lr.warmup": steps // 10,
         "train.steps": steps,
         "train.global_batch": batch,
-        "train.micro_batch": min(4, batch),
+        "train.micro_batch": max(1, batch // 4),
         "train.seq_length": length,
         "train.eval_every": max(1, steps // 4),
         "train.folder": _folder(args.source),

@@ -116,7 +116,7 @@ def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
     if config.log.sample:
         model, tokenizer = load_model(find_checkpoint(folder))
         text = "".join(generate(model, tokenizer, config.log.sample, SAMPLE_TOKENS))
-        say(f"\nsample\n{config.log.sample}{harmless(text)}\n")
+        print(f"\nsample\n{config.log.sample}{harmless(text)}\n")
     say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
         say(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")

@@ -56,13 +56,13 @@ clean:
 
 # torch first and alone, so that nothing that depends on it chooses another version, and so that the CPU builds' index,
 # which is asked briefly, is asked for torch alone. Modules are compiled when they are first imported.
-PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 FIND_CPU_BUILD := $(if $(CPU_BUILDS),--extra-index-url $(CPU_BUILDS) --retries 0 --timeout 15)
 
 $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	if nvidia-smi -L > /dev/null 2>&1; then $(PIP) --no-deps torch; \
-	else $(PIP) --no-deps --no-compile $(FIND_CPU_BUILD) torch || $(PIP) --no-deps torch; fi
+	else $(PIP) --no-deps $(FIND_CPU_BUILD) torch || $(PIP) --no-deps torch; fi
 	$(PIP) -e ".[plots]"
 	touch $@
 

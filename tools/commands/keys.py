@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from shutil import get_terminal_size
 from typing import Any
 
@@ -76,7 +77,8 @@ def _lines(table: KeyTable, width: int | None) -> Iterator[str]:
         yield f"[{table.name}]  {table.subject}"
         yield from (f"{key.name:34}{key.default:16}{key.help}" for key in table.keys)
         return
-    yield from textwrap.wrap(f"[{table.name}]  {table.subject}", width, subsequent_indent="    ")
+    broken = partial(textwrap.wrap, width=width, break_on_hyphens=False)
+    yield from broken(f"[{table.name}]  {table.subject}", subsequent_indent="    ")
     for key in table.keys:
-        yield from textwrap.wrap(f"{key.name} = {key.default}", width, subsequent_indent="        ")
-        yield from textwrap.wrap(key.help, width, initial_indent="    ", subsequent_indent="    ")
+        yield from broken(f"{key.name} = {key.default}", subsequent_indent="        ")
+        yield from broken(key.help, initial_indent="    ", subsequent_indent="    ")

@@ -19,7 +19,7 @@ from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.data.workers import cores, most_processes
 from megaprec.errors import UserError
 from tools.commands import data_verify as verification
-from tools.console.progress_bar import building
+from tools.console.progress_bar import building, tell_left_out
 
 SHOWN_TOKENS = 64  # of each sample document
 
@@ -156,6 +156,7 @@ def learn(args: argparse.Namespace) -> int:
     """Run `megaprec data tokenizer`. Raises UserError on bad input, before anything is written."""
     path: Path = args.path
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    tell_left_out(source)
     texts = (text for _, text in source)
     if path.suffix == ".json":
         train_hugging_face(texts, path, args.vocab_size, args.overwrite)

@@ -1,5 +1,6 @@
 """Progress on a terminal, as a line that is redrawn; otherwise as plain lines."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,11 +10,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColum
 from rich.table import Column
 
 from megaprec.data.text import Source, left_out_words
-from tools.console.wrapped import fitting, wrapped_parts
+from tools.console.wrapped import fitting, say, wrapped_parts
 
 PLAIN_SECONDS = 10  # between two plain lines
 BAR = 20  # columns of a bar at least
 BESIDE = 14  # columns of percentage and time beside the bar of a build
+
+
+def tell_left_out(source: Source) -> None:
+    """Name on stderr, in one line, the files of a folder that are not read."""
+    if source.left_out:
+        say(f"{source.name}: left out {', '.join(left_out_words(source.left_out))}", sys.stderr)
 
 
 @contextmanager
@@ -24,9 +31,7 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
     columns = (words, BarColumn(BAR), TaskProgressColumn(), TimeRemainingColumn(compact=True))
     if not console.is_terminal:
         console.print(f"building the data set of {source.name}", markup=False, highlight=False, soft_wrap=True)
-    if source.left_out:
-        left_out = f"{source.name}: left out {', '.join(left_out_words(source.left_out))}"
-        console.print(left_out, markup=False, highlight=False, soft_wrap=True)
+    tell_left_out(source)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"reading {source.name}", total=source.total_chars())
         before = said = time.monotonic()

@@ -44,7 +44,8 @@ class Data(Table):
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Name of the field of a .jsonl line, or the column of a .parquet file, that holds the text.",
+        description="Name of the field of a .jsonl line or of an object in a .json list, or the column of a .parquet "
+        "file, that holds the text.",
     )
     tokenizer: FilePath = Field(
         default="",

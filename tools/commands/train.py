@@ -63,6 +63,7 @@ from tools.training.notes import add_strict, tell_notes
 from tools.training.restarts import Restarts
 from tools.training.resume import check_resumable, differences
 from tools.training.run_folder import LOCK
+from tools.training.skipped_steps import require_applied
 from tools.training.trainer import Trainer
 
 MANY = 1000  # feed-forwards; a model that has more takes seconds to build
@@ -207,7 +208,8 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
         position.enter(Phase.LOADING)
         position.at("opening of data and checkpoint")
         corpus, checkpoint = open_named(config, named)
-        Trainer(config, corpus, mesh, checkpoint, position=position).run()
+        trainer = Trainer(config, corpus, mesh, checkpoint, position=position)
+        trainer.run()
         first = dist.get_rank() == 0
         if first:
             release_spares(store, range(config.world_size, ranks))
@@ -215,6 +217,7 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
         print_outcome(config, _plots(Path(config.train.folder)) if config.log.plot else [])
         if export:
             write_model(open_intact(Path(config.train.folder)), "hf", export)
+        require_applied(trainer.progress, trainer.monitor)
     return 0
 
 

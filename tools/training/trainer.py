@@ -51,7 +51,7 @@ from tools.training.run_folder import RunFolder
 from tools.training.saves import Saves, beside_the_state, tokenizer_files
 from tools.training.signals import Stopped, listening
 from tools.training.silent_faults import Checks
-from tools.training.skipped_steps import TrainingDiverged, overflow_event, require_applied
+from tools.training.skipped_steps import TrainingDiverged, overflow_event
 
 
 def optimizer_options(config: RunConfig) -> dict[str, Any]:
@@ -141,9 +141,8 @@ class Trainer:
     def run(self) -> None:
         """Take all remaining steps, or those until a signal, and save a checkpoint at the end.
 
-        Raises Stopped after a signal and TrainingDiverged if further steps are of no use or none was applied; the state
-        is saved. Raises FaultyHardware if the sentinel found a rank that is wrong; the state is saved if the ranks hold
-        the same.
+        Raises Stopped after a signal and TrainingDiverged if further steps are of no use; the state is saved. Raises
+        FaultyHardware if the sentinel found a rank that is wrong; the state is saved if the ranks hold the same.
         """
         if self.rank == 0:
             print_start(self.config, self.corpus, self.engine.device.type, self.resumed, self.progress.step)
@@ -159,7 +158,6 @@ class Trainer:
             self.engine.optimizer.wait()
             if self._stops and self.progress.step < self.config.train.steps:
                 self._leave()
-            require_applied(self.progress, self.monitor)
 
     def _take_steps(self, journal: Journal | None, folder: RunFolder) -> None:
         while self.progress.step < self.config.train.steps and not self._stops:

@@ -37,7 +37,7 @@ HEADER = "# Written by megaprec init. Train with: megaprec train {file}\n# `mega
 
 @dataclass(frozen=True)
 class Found:
-    """What the text holds. tokens: estimated unless all of it was looked at. begins: the beginning of a line."""
+    """The sizes of a text. tokens: estimated unless all of it was looked at. begins: the beginning of a line."""
 
     chars: int
     vocab_size: int

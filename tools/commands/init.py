@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import tempfile
+import textwrap
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,7 @@ MOST_STEPS, LEAST_STEPS = 300, 20
 SMALL = 300_000  # tokens; for fewer the demo's model is too large
 SMALLER = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 384}
 DEMO = "llama-demo"
+WIDTH = 100  # columns of a comment
 HEADER = "# Written by megaprec init. Train with: megaprec train {file}\n# `megaprec keys` explains all keys."
 
 
@@ -108,7 +110,8 @@ def _run_file(args: argparse.Namespace, found: Found) -> str:
             table = key.partition(".")[0]
             lines += ["", f"[{table}]"]
         comment = re.split(r"[:;] |\. |\.$", helps[key])[0]
-        lines += [f"# {comment}.", f"{key.partition('.')[2]} = {toml(value)}"]
+        lines += textwrap.wrap(f"{comment}.", WIDTH, initial_indent="# ", subsequent_indent="# ")
+        lines.append(f"{key.partition('.')[2]} = {toml(value)}")
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ from tools.config.key_help import key_tables
 SHELLS = ("bash", "zsh", "fish")
 BASH = """_megaprec() {{
     local at="" word words keys="{keys}"
-    for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+    for word in "${{COMP_WORDS[@]:1:$((COMP_CWORD - 1))}}"; do
         case "$at $word" in
             {paths}) at="$at $word" ;;
         esac

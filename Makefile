@@ -1,6 +1,7 @@
 # `make demo` and `make test` set up what they need in .venv; nothing else on the machine is touched.
-# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) decide where packages come from, and so
-# whether torch is a CPU or a CUDA build of the pinned version.
+# pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, ...) decide where packages come from. Where there is no GPU,
+# pip also looks at torch's own index of CPU builds: of one version pip prefers 2.13.0+cpu to 2.13.0, the build
+# with CUDA and its gigabytes. An index that cannot be reached costs a warning. CPU_BUILDS= turns this off.
 
 PYTHON ?= python3
 DEMO_ARGS ?=
@@ -9,6 +10,8 @@ WORKERS ?= 2
 CAMPAIGN_ARGS ?= 200 0
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
+INSTALLED := .venv/installed
 READY := .venv/ready
 ORACLES := .venv/oracles
 
@@ -27,7 +30,7 @@ help:
 	@echo "make format  put the code in its standard format"
 	@echo "make clean   remove the virtual environment and caches, keep runs"
 
-demo: $(READY)
+demo: $(INSTALLED)
 	$(BIN)/megaprec train examples/demo.toml $(DEMO_ARGS)
 
 test: $(READY)
@@ -51,14 +54,23 @@ format: $(READY)
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis *.egg-info build dist
 
-# torch first and alone: nothing that depends on it may choose another version.
-$(READY): setup.py pyproject.toml constraints.txt
+# torch first and alone, so that nothing that depends on it chooses another version, and so that the CPU builds' index,
+# which is asked briefly, is asked for torch alone. Modules are compiled when they are first imported.
+PIP := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+FIND_CPU_BUILD := $(if $(CPU_BUILDS),--extra-index-url $(CPU_BUILDS) --retries 0 --timeout 15)
+
+$(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
+	if nvidia-smi -L > /dev/null 2>&1; then $(PIP) --no-deps torch; \
+	else $(PIP) --no-deps $(FIND_CPU_BUILD) torch || $(PIP) --no-deps torch; fi
+	$(PIP) -e ".[plots]"
+	touch $@
+
+$(READY): $(INSTALLED)
+	$(PIP) -e ".[test]"
 	touch $@
 
 # torch is there by now, and stays the build that it is.
 $(ORACLES): $(READY)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[oracles]"
+	$(PIP) -e ".[oracles]"
 	touch $@

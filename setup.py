@@ -4,17 +4,19 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# Lower bounds are the oldest versions whose interfaces the code uses, upper bounds the next version after those that
+# the tests pass with, which constraints.txt lists.
 PACKAGES = ("megaprec", "parallel", "models", "tools")
-CHECKS = ["pytest>=8", "pytest-xdist>=3.6", "execnet>=2.1", "hypothesis>=6.100", "ruff>=0.9", "pyright>=1.1.390"]
-CHECKS += ["spmd_types>=0.3"]
-DATA = ["pyarrow>=17"]
-HF = ["tokenizers>=0.20", "transformers>=5"]
-PLOTS = ["matplotlib>=3.8"]
-ORACLES = ["megatron-core>=0.16", "einops>=0.8", "psutil>=6"]  # other people's code that slow tests compare with
-ORACLES += ["lm-eval[hf]>=0.4.9"]
-TENSORBOARD = ["tensorboard>=2.15"]
-WANDB = ["wandb>=0.31"]
-YAML = ["pyyaml>=6"]
+CHECKS = ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "execnet>=2.1,<3", "hypothesis>=6.100,<7"]
+CHECKS += ["ruff>=0.9,<0.18", "pyright>=1.1.390,<2", "spmd_types>=0.3,<0.4"]
+DATA = ["pyarrow>=17,<27"]
+HF = ["tokenizers>=0.20,<0.24", "transformers>=5,<6"]
+PLOTS = ["matplotlib>=3.8,<4"]
+# Other people's code that slow tests compare with.
+ORACLES = ["megatron-core>=0.16,<0.17", "einops>=0.8,<0.9", "psutil>=6,<8", "lm-eval[hf]>=0.4.9,<0.5"]
+TENSORBOARD = ["tensorboard>=2.15,<3"]
+WANDB = ["wandb>=0.31,<0.32"]
+YAML = ["pyyaml>=6,<7"]
 README = Path(__file__).with_name("README.md")
 
 setup(
@@ -29,12 +31,12 @@ setup(
     package_dir={"": "."},  # makes an editable install a plain path file, which type checkers follow
     package_data={"": ["py.typed", "*.c"]},
     install_requires=[
-        "torch>=2.11",
-        "numpy>=1.26",
-        "sentencepiece>=0.2",
-        "safetensors>=0.4",
-        "pydantic>=2.10",
-        "rich>=13",
+        "torch>=2.11,<2.14",
+        "numpy>=1.26,<3",
+        "sentencepiece>=0.2,<0.3",
+        "safetensors>=0.4,<0.9",
+        "pydantic>=2.10,<3",
+        "rich>=13,<16",
     ],
     extras_require={
         "data": DATA,

@@ -10,6 +10,8 @@ from typing import Any
 
 from megaprec.errors import UserError
 
+OURS = ("megaprec", "models", "parallel", "tools")  # packages that come before folders of the user's of the same name
+
 
 def find_function(key: str, named: str) -> Any:
     """Return the function that the value `named` of `key` names. Runs the module. Raises UserError if there is none."""
@@ -19,11 +21,23 @@ def find_function(key: str, named: str) -> Any:
     try:
         module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:
-        raise UserError(f'{key} = "{named}": {where} cannot be imported: {type(error).__name__}: {error}') from error
+        hint = _taken_name(where, name) if isinstance(error, ModuleNotFoundError) else ""
+        raise UserError(
+            f'{key} = "{named}": {where} cannot be imported: {type(error).__name__}: {error}{hint}'
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f'{key} = "{named}": {where} has no function "{name}"')
     return function
+
+
+def _taken_name(module: str, function: str) -> str:
+    """Return a hint to append to a message if the module's package has the name of one of megaprec's own."""
+    package = module.partition(".")[0]
+    if module.endswith(".py") or package not in OURS:
+        return ""
+    file = f"{module.replace('.', '/')}.py:{function}"
+    return f'; megaprec has a package "{package}" itself, which hides yours: give the file, "{file}"'
 
 
 @cache

@@ -15,6 +15,8 @@ from models.config import ModelConfig
 from models.stages import Cut, MakeStage, Stage
 from parallel.context import Context
 
+OURS = ("megaprec", "models", "parallel", "tools")  # packages that come before folders of the user's of the same name
+
 
 def stage_maker(factory: str) -> MakeStage:
     """Return the function that builds a stage: the one that `factory` names, or Stage if `factory` is empty.

@@ -14,15 +14,16 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from megaprec.durable import file_error
-from megaprec.errors import UserError
+from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import is_unicode
 from tools.commands import (
     compare,
+    completion,
     data,
     diagnose,
     diff,
@@ -31,7 +32,9 @@ from tools.commands import (
     fp8_advice,
     generate,
     import_args,
+    init,
     inspect,
+    keys,
     precision,
     report,
     schedule,
@@ -39,8 +42,6 @@ from tools.commands import (
 )
 from tools.commands import convert as convert
 from tools.commands import parity as parity
-from tools.config.key_help import describe, document
-from tools.console.tables import add_json, put
 from tools.training.launch import must_tell, note_failure, slurm_environment
 from tools.training.signals import Stopped
 from tools.training.silent_faults import FaultyHardware
@@ -113,6 +114,14 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(str(UserError(message)))
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a word that is none of the choices, with the closest one."""
+        if action.choices is not None and value not in action.choices:
+            what = "command" if isinstance(action, argparse._SubParsersAction) else "value"
+            there = ", ".join(map(str, action.choices))
+            hint = did_you_mean(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(action, f"no such {what}: {value!r} (choose from {there}){hint}")
+
 
 def parser_of_all() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
@@ -138,9 +147,9 @@ def parser_of_all() -> argparse.ArgumentParser:
     precision.add_parser(commands)
     parity.add_parser(commands)
     fp8_advice.add_parser(commands)
-    keys = commands.add_parser("keys", help="list all keys of a run file with their defaults")
-    add_json(keys)
-    keys.set_defaults(run=_print_keys)
+    init.add_parser(commands)
+    keys.add_parser(commands)
+    completion.add_parser(commands, parser)
     return parser
 
 
@@ -168,10 +177,6 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         if isinstance(value, int) and abs(value) >= 2**63:
             parser.error(f"--{name.replace('_', '-')}: a number of more than 64 bits")
     return args
-
-
-def _print_keys(args: argparse.Namespace) -> int:
-    return put(args, document, lambda: print(describe()))
 
 
 if __name__ == "__main__":

@@ -1,74 +1,136 @@
-"""Readers of one text file: plain text, JSON lines (also compressed by gzip or zstd) or Parquet.
+"""Readers of one text file: plain text, JSON lines, a JSON list (each also compressed by gzip or zstd) or Parquet.
 
 Each reader yields pieces `(document, text)`; consecutive pieces of one document have the same name. A file that is
 truncated, damaged or not of the format that its name says raises a `UserError` that names the file and the line (for
-Parquet the row), both counted from 1. Zstd and Parquet are read with the optional package `pyarrow`.
+Parquet the row, for a list the item), counted from 1. Zstd and Parquet are read with the optional package `pyarrow`.
 """
 
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megaprec.data.json_list import items
 from megaprec.errors import UserError
 
-JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+TEXT = (".txt", ".text", ".md", ".rst", ".py")
+JSONL = ".jsonl"
+JSON = ".json"
 PARQUET = ".parquet"
-SUFFIXES = (".txt", ".text", ".md", ".rst", ".py", *JSONL, PARQUET)
+PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow all of these but .parquet
+SUFFIXES = (*TEXT, JSONL, JSON, PARQUET)
 PIECE_CHARS = 1 << 20
 MOST_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
 ROWS = 256  # of a Parquet file that are read together
+# First bytes of files that are taken for text by mistake.
+MAGIC = {
+    b"\x1f\x8b": "it is packed by gzip: its name must end in .gz",
+    b"\x28\xb5\x2f\xfd": "it is packed by zstd: its name must end in .zst",
+    b"PAR1": "it is Parquet: its name must end in .parquet",
+    b"%PDF": "it is a PDF: extract its text first",
+    b"PK\x03\x04": "it is a zip archive or an office document: extract its text first",
+}
+WHICH = "name the field that holds the text: data.text_field in a run file, --text-field in a command"
 
 Piece = tuple[str, str]
 
 
 def pieces(file: Path, document: str, field: str, skip_undecodable: bool) -> Iterator[Piece]:
     """Yield the text in `file` in pieces; `document` is the prefix of its documents' names."""
-    if file.name.endswith(JSONL):
-        return _jsonl_pieces(file, document, field)
-    if file.name.endswith(PARQUET):
-        return _parquet_pieces(file, document, field)
-    return _text_pieces(file, document, skip_undecodable)
+    match form(file):
+        case ".jsonl":
+            return _jsonl_pieces(file, document, field)
+        case ".json":
+            return _list_pieces(file, document, field)
+        case ".parquet":
+            return _parquet_pieces(file, document, field)
+        case _:
+            return _text_pieces(file, document, skip_undecodable)
+
+
+def form(file: Path) -> str:
+    """Return the suffix that tells the form of a file, in small letters and without that of the compression."""
+    suffix = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if suffix in PACKED else suffix
 
 
 def check_readable(files: Sequence[Path]) -> None:
     """Raise UserError if a package is missing that one of the files needs."""
-    if needing := [file for file in files if file.name.endswith((".zst", PARQUET))]:
+    if needing := [file for file in files if file.suffix.lower() == ".zst" or form(file) == PARQUET]:
         _pyarrow(needing[0])
+
+
+def is_list(file: Path) -> bool:
+    """Return True if a .json file is a list, by its first sign. Other JSON is no text: settings, notebooks, tables."""
+    with _reading(file, lambda: "1"), _unpacked(file) as stream:
+        while (sign := stream.read(1)).isspace():
+            pass
+        return sign == b"["
 
 
 def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[Piece]:
     line = 1
     try:
-        with open(file, encoding="utf-8", newline="") as stream:
+        with _reading(file, lambda: str(line)), io.TextIOWrapper(_unpacked(file), "utf-8", newline="") as stream:
             while text := stream.read(PIECE_CHARS):
                 text += stream.readline(PIECE_CHARS)
                 line += text.count("\n")
                 yield document, text
     except UnicodeDecodeError as problem:
         if not skip_undecodable:
-            raise UserError(
-                f"{file} is not UTF-8 text ({problem.reason}, after line {line}); convert it or leave it out"
-            ) from problem
+            raise UserError(f"{file} is not UTF-8 text ({_why_not_text(file, problem, line)})") from problem
+
+
+def _why_not_text(file: Path, problem: UnicodeDecodeError, line: int) -> str:
+    begins = file.read_bytes()[:4] if file.stat().st_size < MOST_LINE else b""
+    other = next((words for magic, words in MAGIC.items() if begins.startswith(magic)), "")
+    return other or f"{problem.reason}, after line {line}; convert it or leave it out"
 
 
 def _jsonl_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
     number = 0
+    with _reading(file, lambda: str(number + 1)), _unpacked(file) as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
+            if len(line) > MOST_LINE:
+                raise UserError(f"{file}:{number}: a line of more than {MOST_LINE:,} bytes; split the document")
+            if not line.isspace():
+                where = f"{file}:{number}"
+                yield from _cut(f"{document}:{number}", _field(_record(line, where), field, where))
+
+
+@contextmanager
+def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
+    """Raise UserError for a file that cannot be read or unpacked inside the context. place: the line or item."""
     try:
-        with _unpacked(file) as stream:
-            for number, line in enumerate(iter(lambda: stream.readline(MOST_LINE + 1), b""), 1):
-                if len(line) > MOST_LINE:
-                    raise UserError(f"{file}:{number}: a line of more than {MOST_LINE:,} bytes; split the document")
-                if not line.isspace():
-                    yield from _cut(f"{document}:{number}", _field(line, field, f"{file}:{number}"))
+        yield
     except (EOFError, zlib.error, OSError) as problem:
-        kind = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
+        kind = PACKED.get(file.suffix.lower())
         if kind is None or getattr(problem, "errno", None):
-            raise UserError(f"{file}:{number + 1}: cannot be read ({problem})") from problem
-        raise UserError(f"{file}:{number + 1}: not a whole {kind} file ({problem}); copy it again") from problem
+            raise UserError(f"{file}:{place()}: cannot be read ({problem})") from problem
+        raise UserError(f"{file}:{place()}: not a whole {kind} file ({problem}); copy it again") from problem
+
+
+def _list_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
+    """Yield the texts of a JSON list, whose items are texts or objects with the field."""
+    if not is_list(file):
+        raise UserError(f"{file}: not a JSON list of texts or of objects with a text; one object a line is .jsonl")
+    number = 0
+    try:
+        with _reading(file, lambda: str(number + 1)), io.TextIOWrapper(_unpacked(file), "utf-8-sig") as stream:
+            for number, item in enumerate(items(stream), 1):
+                where = f"{file}:{number}"
+                text = _unicode(item, where, "the item") if isinstance(item, str) else _field(item, field, where)
+                yield from _cut(f"{document}:{number}", text)
+    except UserError:
+        raise
+    except UnicodeDecodeError as problem:
+        raise UserError(f"{file} is not UTF-8 text ({problem.reason}); convert it or leave it out") from problem
+    except (ValueError, RecursionError) as problem:
+        raise UserError(f"{file}:{number + 1}: not a JSON list ({problem})") from problem
 
 
 def _cut(document: str, text: str) -> Iterator[Piece]:
@@ -84,27 +146,37 @@ def _cut(document: str, text: str) -> Iterator[Piece]:
 
 
 def _unpacked(file: Path) -> BinaryIO:
-    if file.suffix == ".zst":
+    suffix = file.suffix.lower()
+    if suffix == ".zst":
         return io.BufferedReader(_pyarrow(file).input_stream(str(file), compression="zstd"), 1 << 16)
-    return gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb")  # pyright: ignore[reportReturnType]
+    return gzip.open(file, "rb") if suffix == ".gz" else open(file, "rb")  # pyright: ignore[reportReturnType]
 
 
-def _field(line: bytes, field: str, where: str) -> str:
-    """Return the text in one line of JSONL. Raises UserError, which names `where`, if there is none."""
+def _record(line: bytes, where: str) -> Any:
+    """Return the value of a line of JSONL. Raises UserError, which names `where`."""
     try:
-        record = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as problem:
         raise UserError(f"{where}: not JSON ({problem}); each line must be one JSON object") from problem
+
+
+def _field(record: Any, field: str, where: str) -> str:
+    """Return the text of a record. Raises UserError, which names `where`, if there is none."""
     if not isinstance(record, dict) or field not in record:
         there = ", ".join(sorted(record)) or "none" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise UserError(f"{where}: no field {field!r} (there is: {there}); name the field that holds the text")
+        raise UserError(f"{where}: no field {field!r} (there is: {there}); {WHICH}")
     text = record[field]
     if not isinstance(text, str):
-        raise UserError(f"{where}: field {field!r} is {json.dumps(text)[:40]}, not a text")
+        raise UserError(f"{where}: field {field!r} is {json.dumps(text)[:40]}, not a text; {WHICH}")
+    return _unicode(text, where, f"field {field!r}")
+
+
+def _unicode(text: str, where: str, what: str) -> str:
+    """Return the text. Raises UserError for half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise UserError(f"{where}: field {field!r} is no Unicode text (half of a surrogate pair)") from problem
+        raise UserError(f"{where}: {what} is no Unicode text (half of a surrogate pair)") from problem
     return text
 
 
@@ -137,11 +209,11 @@ def _parquet(file: Path, arrow: Any, field: str) -> Any:
     schema = table.schema_arrow
     if field not in schema.names:
         there = ", ".join(schema.names) or "none"
-        raise UserError(f"{file}: no field {field!r} (there is: {there}); name the field that holds the text")
+        raise UserError(f"{file}: no field {field!r} (there is: {there}); {WHICH}")
     kind = schema.field(field).type
     text = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(text) or arrow.types.is_large_string(text)):
-        raise UserError(f"{file}: field {field!r} is of type {kind}, not a text")
+        raise UserError(f"{file}: field {field!r} is of type {kind}, not a text; {WHICH}")
     return table
 
 
@@ -149,5 +221,5 @@ def _pyarrow(file: Path) -> Any:
     try:
         import pyarrow  # noqa: PLC0415 (optional)
     except ImportError as problem:
-        raise UserError(f"{file} needs pyarrow: pip install 'megaprec[data]'") from problem
+        raise UserError(f"{file} needs pyarrow: pip install pyarrow") from problem
     return pyarrow

@@ -7,10 +7,14 @@ files come in pieces of about a million characters, cut at line ends, so that no
 |---------------------------------|------------------------------------------------------------------------------|
 | `python`                        | the running interpreter's standard library, its tests left out, in an order   |
 |                                 | that is scattered but always the same: any beginning holds varied modules     |
-| `FILE.jsonl`, `.gz` and `.zst`  | one a line, the text under `text_field`                                       |
+| `FILE.jsonl`                    | one a line, the text under `text_field`                                       |
+| `FILE.json`, a list             | one an item: a text, or an object with the text under `text_field`            |
 | `FILE.parquet`                  | one a row, the text in column `text_field`                                    |
 | any other file                  | one, the whole file                                                           |
-| a folder                        | one a file (line, row) of its `SUFFIXES`, by path; names with a dot left out    |
+| a folder                        | one a file (line, item, row) of its `SUFFIXES`, by path; `left_out` has the   |
+|                                 | others: other endings, JSON that is no list, names with a leading dot, links  |
+
+All but Parquet may be packed, with `.gz` or `.zst` at the end of the name. Endings may have any case.
 
 Text is UTF-8 and is not changed, line ends included. A folder called `python` is given as `./python`.
 """
@@ -18,11 +22,12 @@ Text is UTF-8 and is not changed, line ends included. A folder called `python` i
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from megaprec.data.readers import JSONL, PARQUET, SUFFIXES, Piece, check_readable, pieces
+from megaprec.data.readers import JSON, PACKED, SUFFIXES, TEXT, Piece, check_readable, form, is_list, pieces
 from megaprec.errors import UserError
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -34,7 +39,7 @@ class Source:
 
     name: the name that the user gave. files: the files to read, in this order, below `root`. max_chars: number of
     characters after which reading stops, even within a document. skip_undecodable: skip files that are not UTF-8
-    instead of raising UserError.
+    instead of raising UserError. left_out: number of files of a folder that are not read, by the reason.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Source:
     text_field: str = "text"
     max_chars: int | None = None
     skip_undecodable: bool = False
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Piece]:
         left = self.max_chars
@@ -52,9 +58,9 @@ class Source:
                 return
 
     def total_chars(self) -> int | None:
-        """Return an estimate of the number of characters, from file sizes; `max_chars` for JSONL and Parquet, whose
-        sizes do not tell."""
-        if any(file.name.endswith((*JSONL, PARQUET)) for file in self.files):
+        """Return an estimate of the number of characters, from file sizes; `max_chars` if a file is packed or a table,
+        whose sizes do not tell."""
+        if any(file.suffix.lower() in PACKED or form(file) in SUFFIXES[len(TEXT) :] for file in self.files):
             return self.max_chars
         size = sum(file.stat().st_size for file in self.files)
         return size if self.max_chars is None else min(size, self.max_chars)
@@ -93,17 +99,50 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
     path = Path(name).expanduser()
     if not path.exists():
         raise UserError(
-            f"{name}: no such file or folder; give 'python', a text file, a folder, a .jsonl or .parquet file"
+            f"{name}: no such file or folder; give 'python', a text file, a folder, a .jsonl, .json or .parquet file"
         )
     if not (path.is_dir() or path.is_file()):
         raise UserError(f"{name} is neither a file nor a folder; give 'python', a text file, a folder, ...")
-    files = _walk(path, lambda file: file.name.endswith(SUFFIXES)) if path.is_dir() else [path]
+    files, left_out = _texts(path) if path.is_dir() else ([path], {})
     if not files:
-        raise UserError(f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}")
+        there = f" ({', '.join(left_out_words(left_out))} left out)" if left_out else ""
+        raise UserError(f"{name}: the folder has no text: no file ending in {', '.join(SUFFIXES)}{there}")
     if not any(file.stat().st_size for file in files):
         raise UserError(f"{name} is empty; give a text of some length")
     check_readable(files)
-    return Source(name, path if path.is_dir() else path.parent, tuple(files), text_field, max_chars)
+    root = path if path.is_dir() else path.parent
+    return Source(name, root, tuple(files), text_field, max_chars, left_out=left_out)
+
+
+def left_out_words(left_out: Mapping[str, int]) -> list[str]:
+    """Return the counts of files that are not read: 3 .html, 1 .pdf."""
+    return [f"{count:,} {what}" for what, count in sorted(left_out.items(), key=lambda one: (-one[1], one[0]))]
+
+
+def _texts(root: Path) -> tuple[list[Path], dict[str, int]]:
+    """Return the files of a folder that are read, by path, and the number of the others by the reason."""
+    files, left_out = list[Path](), Counter[str]()
+    for folder, folders, names in os.walk(root):
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        left_out["links to folders"] += len(links)
+        left_out["hidden"] += sum(name.startswith(".") for name in [*folders, *names])
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in (Path(folder, name) for name in names if not name.startswith(".")):
+            if why := _why_left_out(file):
+                left_out[why] += 1
+            else:
+                files.append(file)
+    return sorted(files), dict(+left_out)
+
+
+def _why_left_out(file: Path) -> str:
+    """Return the reason why a file of a folder is no text; empty if it is one."""
+    if not file.is_file():
+        return "broken links or devices"
+    kind = form(file)
+    if kind not in SUFFIXES:
+        return "".join(file.suffixes[-2:] if file.suffix in PACKED else [file.suffix]).lower() or "without ending"
+    return ".json that is no list" if kind == JSON and not is_list(file) else ""
 
 
 def _standard_library(max_chars: int | None) -> Source:

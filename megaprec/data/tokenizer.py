@@ -66,7 +66,7 @@ class HuggingFaceTokenizer:
         try:
             self._encode, self._tokenizer = hugging_face_encoder(read_text(path))
         except ImportError as problem:
-            raise UserError(f"{path} needs tokenizers: pip install 'megaprec[hf]'") from problem
+            raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
         self.path = path
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps

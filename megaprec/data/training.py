@@ -24,6 +24,14 @@ END = "<|endoftext|>"
 MOST_PIECES = 10_000_000  # of a vocabulary: trainers reserve memory for all of them
 
 
+class ImpossibleVocabulary(UserError):
+    """A text does not allow a size of vocabulary. nearest: the nearest size that it allows."""
+
+    def __init__(self, problem: str, nearest: int) -> None:
+        super().__init__(problem)
+        self.nearest = nearest
+
+
 def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, overwrite: bool = False) -> Path:
     """Learn `vocab_size` pieces from `texts`, write `PREFIX.model` atomically, and return its path.
 
@@ -54,8 +62,9 @@ def train_sentencepiece(texts: Iterable[str], prefix: Path, vocab_size: int, ove
             minloglevel=2,
         )
     except RuntimeError as problem:
-        reason = _why_untrainable(str(problem))
-        raise UserError(f"a vocabulary of {vocab_size} cannot be learned from this text: {reason}") from problem
+        reason, nearest = _why_untrainable(str(problem))
+        what = f"a vocabulary of {vocab_size} cannot be learned from this text: {reason}"
+        raise (ImpossibleVocabulary(what, nearest) if nearest else UserError(what)) from problem
     return _publish(beside(prefix, ".model"), content.getvalue(), overwrite)
 
 
@@ -74,7 +83,7 @@ def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwr
     try:
         import tokenizers  # noqa: PLC0415 (optional)
     except ImportError as problem:
-        raise UserError(f"{path} needs tokenizers: pip install 'megaprec[hf]'") from problem
+        raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
     _require_possible(vocab_size)
     lines = _sample_lines(texts)
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
@@ -123,10 +132,13 @@ def _sample_lines(texts: Iterable[str], limit: int = SAMPLE_CHARS) -> list[str]:
     return kept
 
 
-def _why_untrainable(problem: str) -> str:
-    """Return SentencePiece's error in the user's terms; the original names options that users cannot set here."""
+def _why_untrainable(problem: str) -> tuple[str, int]:
+    """Return SentencePiece's error in the user's terms, and the nearest possible size, 0 if there is none.
+
+    The original error names options that users cannot set here.
+    """
     if found := re.search(r"required_chars\. \d+ vs (\d+)", problem):
-        return f"the bytes and the common characters alone take {found[1]}; give at least that"
+        return f"the bytes and the common characters alone take {found[1]}; give at least that", int(found[1])
     if found := re.search(r"value <= (\d+)", problem):
-        return f"there are only {found[1]} pieces in it; give at most that, or more text"
-    return " ".join(problem.split())
+        return f"there are only {found[1]} pieces in it; give at most that, or more text", int(found[1])
+    return " ".join(problem.split()), 0

@@ -3,12 +3,17 @@
 import argparse
 import platform
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from tools.cli import main, parser_of_all
+from tools.commands.completion import SHELLS, _bash, _words
+from tools.commands.keys import described
 
 
 def parsers(parser: argparse.ArgumentParser, name: str = "megaprec") -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -45,3 +50,78 @@ def test_every_command_and_option_has_a_help_that_stands_alone() -> None:
     begins = re.compile(r"(what|whose|of|whether|who|those|the same|which|how|where|so|as) ", re.IGNORECASE)
     assert len(helps()) > 80
     assert {name: text for name, text in helps().items() if len(text.split()) < 2 or begins.match(text)} == {}
+
+
+def test_a_misspelt_command_is_answered_with_the_closest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, meant in (
+        (["trian"], "train"),
+        (["data", "bild"], "build"),
+        (["convert", "x", "y", "--to", "hff"], "hf"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        assert left.value.code == 2
+        assert capsys.readouterr().err.rstrip().endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("words", "there", "not_there"),
+    [
+        (["lr"], {"lr.peak", "lr.unit"}, {"train.steps", "precision.reduce"}),
+        (["warmup"], {"lr.warmup"}, {"lr.peak"}),
+        (["data"], {"data.source", "parallel.data"}, {"train.steps"}),
+        (["lr.peak", "[log]"], {"lr.peak", "log.every"}, {"lr.warmup"}),
+        ([], {"lr.peak", "model.preset", "log.every"}, set()),
+    ],
+)
+def test_keys_are_listed_by_table_or_by_a_part_of_the_name(
+    words: list[str], there: set[str], not_there: set[str]
+) -> None:
+    listed = {line.split()[0] for line in described(words).splitlines() if line}
+    assert there <= listed
+    assert not not_there & listed
+
+
+def test_a_word_that_no_key_has_is_refused_with_the_closest_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "warmpu", "lr"]) == 2
+    assert capsys.readouterr().err == '"warmpu": no table and no key has this in its name; did you mean lr.warmup?\n'
+
+
+@pytest.mark.parametrize("width", [60, 80, 110])
+def test_the_help_of_keys_fits_the_terminal_and_says_the_same(width: int) -> None:
+    wrapped, whole = described(width=width), described()
+    assert max(map(len, wrapped.splitlines())) <= width
+    keys = [line.split()[0] for line in whole.splitlines() if "." in line.partition(" ")[0]]
+    assert [line.split(" = ")[0] for line in wrapped.splitlines() if re.match(r"\w+\.\w+ = ", line)] == keys
+    told = " ".join(wrapped.split())
+    assert not [line for line in whole.splitlines() if " ".join(line[50:].split()) not in told]
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["da"], {"data"}),
+        (["data", "bu"], {"build"}),
+        (["train", "run.toml", "lr.w"], {"lr.warmup="}),
+        (["data", "build", "x", "--ov"], {"--overwrite"}),
+        (["convert", "a", "b", "--to", "me"], {"megaprec", "megatron"}),
+    ],
+)
+def test_bash_completes_commands_options_and_keys(words: list[str], completed: set[str], tmp_path: Path) -> None:
+    (tmp_path / "script").write_text(_bash(dict(_words(parser_of_all(), ""))))
+    said = f'COMP_WORDS=(megaprec {" ".join(words)}); COMP_CWORD={len(words)}; _megaprec; echo "${{COMPREPLY[@]}}"'
+    said = f"source ./script; {said}"
+    done = subprocess.run(["bash", "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == completed
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_script_of_a_shell_is_one_that_the_shell_reads(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    done = subprocess.run([shell, "-n", tmp_path / "script"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -19,6 +19,8 @@ WITHOUT = {
     "convert",
     "report",
     "import-args",
+    "init",
+    "completion",
     "data build",
     "data tokenizer",
     "precision translate",
@@ -40,7 +42,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that has skipped its only steps, and the record of an abnormal end."""
     folder = tmp_path_factory.mktemp("json")
     file = write_run(folder)
-    assert train(file, "train.steps=2", "precision.compute=fp16", "precision.loss_scale=1e30") == 0
+    assert train(file, "train.steps=2", "precision.compute=fp16", "precision.loss_scale=1e30") == 3
     beat = Beat(0, "here", "", 1, "1", -1, 1, "step", 1, "", 1, False, ())
     write_record(folder / "run", EndRecord(rank=beat, ranks=1, ended="ended by SIGKILL", culprits=(0,)))
     return folder

@@ -17,7 +17,7 @@ from tools.convert.hf.keys import ALIASES, DEFAULTS
 from tools.convert.probe import BOUND, check_config, difference, reduced
 
 transformers: Any = pytest.importorskip(
-    "transformers", reason="needs the package transformers (pip install megaprec[hf])", exc_type=ImportError
+    "transformers", reason="needs the package transformers (pip install transformers)", exc_type=ImportError
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 FAMILIES = tuple(DEFAULTS)

@@ -18,7 +18,7 @@ from tools.convert.formats import open_source
 from tools.convert.verify import compare_logits, load_stage
 
 transformers: Any = pytest.importorskip(
-    "transformers", reason="needs the package transformers (pip install megaprec[hf])", exc_type=ImportError
+    "transformers", reason="needs the package transformers (pip install transformers)", exc_type=ImportError
 )
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of transformers

@@ -9,7 +9,7 @@ import sentencepiece
 from megaprec.data.tokenizer import load_tokenizer
 from tools.convert.hf.vocabulary import write_tokenizer
 
-pytest.importorskip("tokenizers", reason="needs the package tokenizers (pip install megaprec[hf])")
+pytest.importorskip("tokenizers", reason="needs the package tokenizers (pip install tokenizers)")
 LINES = ["the model learns quickly and the data is good <sep> more text [MASK] here", "words, numbers 123 456"] * 50
 SYMBOLS = ["<sep>", "[MASK]", "<se", "a b"]  # one within another, one that is no word
 TEXTS = ["<sep>", "the<sep>model", "a b a b", "<sep> x", "[MASK][MASK]", "  the ", "the", "data is", "<se<sep>"]

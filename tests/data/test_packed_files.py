@@ -143,5 +143,5 @@ def test_without_the_package_the_message_names_the_extra(
 ) -> None:
     (tmp_path / name).write_bytes(b"x")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=rf"{name} needs pyarrow: pip install 'megaprec\[data\]'"):
+    with pytest.raises(UserError, match=rf"{name} needs pyarrow: pip install pyarrow"):
         open_source(str(tmp_path / name))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megaprec.data import readers
+from megaprec.data import json_list, readers
 from megaprec.data import text as module
-from megaprec.data.text import Source, open_source
+from megaprec.data.text import Source, left_out_words, open_source
 from megaprec.errors import UserError
 
 
@@ -185,3 +185,76 @@ def test_the_size_is_told_where_file_sizes_tell_it(tmp_path: Path) -> None:
     assert open_source(str(tmp_path)).total_chars() == 5
     assert open_source(str(tmp_path), max_chars=3).total_chars() == 3
     assert open_source(str(jsonl(tmp_path / "x.jsonl", {"text": "x"}))).total_chars() is None
+
+
+@pytest.mark.parametrize("name", ["plain.txt.gz", "PLAIN.TXT.GZ", "notes.md.gz", "any.gz"])
+def test_packed_text_is_unpacked(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress("é and\r\n so on".encode()))
+    assert documents(open_source(str(tmp_path / name))) == {name: "é and\r\n so on"}
+
+
+def test_a_json_list_is_one_document_an_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["one", "", 'two ]}, "x', "\u2028é" * 50, "end"]
+    items = [{"id": 1, "text": text} if number % 2 else text for number, text in enumerate(texts)]
+    for size in (1, 2, 3, 1000):
+        monkeypatch.setattr(json_list, "READ", size)
+        for indent in (None, 2):
+            (tmp_path / "x.json").write_text(f" \n{json.dumps(items, indent=indent, ensure_ascii=False)}\n ")
+            found = documents(open_source(str(tmp_path / "x.json")))
+            assert found == {f"x.json:{number}": text for number, text in enumerate(texts, 1)}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"text": "x"}', "not a JSON list of texts"),
+        ("", "is empty"),
+        ('["a", 3]', "x.json:2: no field 'text' (there is: a int)"),
+        ('[{"text": "a"}, {"body": "b", "id": 1}]', "x.json:2: no field 'text' (there is: body, id)"),
+        ('["a", "b"', "x.json:3: not a JSON list (the list breaks off)"),
+        ('["a", "b', "x.json:2: not a JSON list"),
+        ('["a" "b"]', "x.json:2: not a JSON list ('\"' where , or ] is expected)"),
+        ('["a"] []', "x.json:2: not a JSON list (there is more after the end of the list)"),
+        ("[" * 100_000, "x.json:1: not a JSON list"),
+        ('["\\ud800"]', "x.json:1: the item is no Unicode text"),
+    ],
+)
+def test_what_is_no_list_of_texts_is_refused_with_the_item(tmp_path: Path, content: str, why: str) -> None:
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(UserError) as error:
+        list(open_source(str(tmp_path / "x.json")))
+    assert why in str(error.value)
+
+
+def test_a_wrong_field_names_those_that_there_are_and_where_the_field_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        list(open_source(str(jsonl(tmp_path / "x.jsonl", {"body": "x", "id": 1}))))
+    where = "data.text_field in a run file, --text-field in a command"
+    assert f"(there is: body, id); name the field that holds the text: {where}" in str(error.value)
+
+
+def test_every_file_of_a_folder_is_read_or_counted_by_the_reason_why_not(tmp_path: Path) -> None:
+    read = {"a.txt", "B.MD", "c.txt.gz", "d.json", "sub/e.rst"}
+    left = ["x.html", "sub/y.html", "z.csv.gz", "settings.json", "LICENSE", ".hidden.txt", "p.pdf"]
+    for name in (*read, *left):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = '["of a list"]' if name == "d.json" else f'{{"text": "{name}"}}'
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    (tmp_path / "link").symlink_to(tmp_path / "sub")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    source = open_source(str(tmp_path))
+    assert {name.removesuffix(":1") for name in documents(source)} == read
+    reasons = [".html", ".csv.gz", ".json that is no list", "without ending", "hidden", ".pdf", "links to folders"]
+    assert source.left_out == dict.fromkeys([*reasons, "broken links or devices"], 1) | {".html": 2}
+    assert left_out_words(source.left_out)[:2] == ["2 .html", "1 .csv.gz"]
+
+
+@pytest.mark.parametrize(
+    ("begins", "why"),
+    [(gzip.compress(b"x"), "must end in .gz"), (b"%PDF-1.4 \xff", "it is a PDF"), (b"PK\x03\x04\xff", "a zip archive")],
+)
+def test_a_file_of_another_form_says_which(tmp_path: Path, begins: bytes, why: str) -> None:
+    (tmp_path / "x.txt").write_bytes(begins)
+    with pytest.raises(UserError, match="is not UTF-8 text") as error:
+        list(open_source(str(tmp_path / "x.txt")))
+    assert why in str(error.value)

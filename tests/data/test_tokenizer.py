@@ -137,7 +137,7 @@ def test_the_configuration_beside_a_hugging_face_file_names_its_end(tmp_path: Pa
 def test_without_the_package_the_message_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = hugging_face(tmp_path / "tokenizer.json")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="needs tokenizers: pip install 'megaprec"):
+    with pytest.raises(UserError, match="needs tokenizers: pip install tokenizers"):
         load_tokenizer(path)
 
 

@@ -304,7 +304,7 @@ def test_an_argument_that_is_dropped_is_left_out_and_named() -> None:
 def test_words_after_two_dashes_and_yaml_and_a_quoted_line_are_the_same_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("yaml", reason="needs the package PyYAML (pip install 'megaprec[yaml]')")
+    pytest.importorskip("yaml", reason="needs the package PyYAML (pip install pyyaml)")
     words, texts = BASE.split(), []
     listed = dict(zip(words[::2], words[1::2], strict=True))
     yaml = tmp_path / "a.yaml"
@@ -324,7 +324,7 @@ def test_words_after_two_dashes_and_yaml_and_a_quoted_line_are_the_same_run(
 
 
 def test_names_that_megatron_keeps_are_read_from_yaml_with_their_own_value(tmp_path: Path) -> None:
-    pytest.importorskip("yaml", reason="needs the package PyYAML (pip install 'megaprec[yaml]')")
+    pytest.importorskip("yaml", reason="needs the package PyYAML (pip install pyyaml)")
     path = tmp_path / "c.yaml"
     names = [
         f"{key[2:].replace('-', '_')}: {value}"

@@ -107,3 +107,30 @@ def test_every_dependency_is_pinned_and_torch_to_the_version_tested_with() -> No
     assert needed >= {"torch", "numpy", "pytest"}
     assert needed <= pinned.keys()
     assert pinned["torch"] == "2.13.0"
+
+
+def test_every_dependency_is_bounded_below_and_above_around_the_version_tested_with() -> None:
+    listed = re.findall(r'"([\w-]+)(>=[^"]*)"', (ROOT / "setup.py").read_text())
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    said = {name: re.fullmatch(r">=([\d.]+),<([\d.]+)", bounds) for name, bounds in listed if name != "setuptools"}
+    assert {"torch", "numpy", "spmd_types", "tensorboard"} <= said.keys()
+
+    def number(version: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in version.split("."))
+
+    for name, bounds in said.items():
+        assert bounds, name
+        assert number(bounds[1]) <= number(pinned[name]) < number(bounds[2]), name
+
+
+def test_advice_to_install_something_names_a_package_that_the_project_knows() -> None:
+    known = set(re.findall(r'"([\w-]+)>=', (ROOT / "setup.py").read_text()))
+    pages = [*(ROOT / "docs").glob("*.md"), *(path for path in map(ROOT.joinpath, modules()))]
+    named = {
+        word
+        for page in pages
+        for word in re.findall(r"pip install (?!-)([\w\[\]']+)", page.read_text(encoding="utf-8"))
+        if word != "pip"
+    }
+    assert {"pyarrow", "matplotlib", "transformers", "tokenizers"} <= named
+    assert named <= known, "megaprec itself is on no index: name the packages"

@@ -247,7 +247,7 @@ def test_a_world_of_another_size_is_refused_before_it_is_joined_and_told_once(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("tools.commands.train.world", lambda device: pytest.fail("the world was joined"))
     line = r"world size 3 != parallel.tensor 1 x parallel.pipeline 1 x parallel.data 1 = 1: .* parallel.data = 3"
-    refused(["train", "my.toml"], *([line] if told else []))
+    refused(["train", "my.toml", "parallel.tensor=1"], *([line] if told else []))
 
 
 def test_ranks_take_a_cuda_device_each_or_none_does(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

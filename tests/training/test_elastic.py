@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from megaprec.errors import UserError
 from tests.runs import assert_close, steps, train_on, write_run
+from tools.config.run_file import load_run
 from tools.journal.records import read_events
+from tools.training.elastic import in_this_world
 from tools.training.restarts import ended_on_purpose
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +55,38 @@ def test_a_reason_that_was_not_written_whole_is_none(written: str, tmp_path: Pat
     (tmp_path / "attempt_0" / "0" / "error.json").write_text(written)
     file = str(tmp_path / "attempt_1" / "0" / "error.json")
     assert ended_on_purpose({"TORCHELASTIC_ERROR_FILE": file, "TORCHELASTIC_RESTART_COUNT": "1"}) == ""
+
+
+def test_a_run_file_without_a_layout_has_a_replica_on_each_rank_of_the_world(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = in_this_world(load_run(run_file, ["parallel.zero=false"]))
+    assert (config.world_size, config.parallel.data, config.origin("parallel.data")) == (4, 4, "4 ranks in the world")
+    assert capsys.readouterr().out == "parallel   no layout is given: parallel.data = 4, a replica on each of 4 ranks\n"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert in_this_world(load_run(run_file)).world_size == 1
+    assert not capsys.readouterr().out
+
+
+def test_a_world_that_the_batch_cannot_be_divided_among_is_refused_or_has_spares(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match="no layout is given, so each of the 3 ranks is a replica"):
+        in_this_world(load_run(run_file))
+    assert in_this_world(load_run(run_file, ["parallel.elastic=true"])).parallel.data == 2
+    assert os.environ["WORLD_SIZE"] == "2"
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "data"])
+def test_a_layout_that_names_an_axis_is_not_made_larger(
+    axis: str, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="world size 4 != "):
+        in_this_world(load_run(run_file, [f"parallel.{axis}=1"]))
 
 
 def torchrun(run_file: Path, *overrides: str, ranks: int, restarts: int, **environment: str) -> tuple[int, str]:

@@ -93,12 +93,12 @@ def test_what_needs_an_extra_names_it_in_one_line(tmp_path: Path) -> None:
     size = ["--vocab-size", 300]
     picture = ["schedule", "--kind", "1f1b", "--pipeline", 2, "--microbatches", 4, "-o", "x.png"]
     needs: list[tuple[list[object], str]] = [
-        (["data", "build", "x.parquet", "out", *size], "x.parquet needs pyarrow: pip install 'megaprec[data]'"),
-        (["data", "build", "x.jsonl.zst", "out", *size], "needs pyarrow: pip install 'megaprec[data]'"),
-        (["data", "build", "python", "out", "--tokenizer", "tokenizer.json"], "pip install 'megaprec[hf]'"),
-        (["data", "tokenizer", "python", "my.json", *size], "needs tokenizers: pip install 'megaprec[hf]'"),
-        (["train", "run.toml", 'log.to=["wandb"]'], "log.to = \"wandb\" needs wandb: pip install 'megaprec[wandb]'"),
-        (picture, "PNG needs matplotlib: pip install 'megaprec[plots]', or write .svg"),
+        (["data", "build", "x.parquet", "out", *size], "x.parquet needs pyarrow: pip install pyarrow"),
+        (["data", "build", "x.jsonl.zst", "out", *size], "needs pyarrow: pip install pyarrow"),
+        (["data", "build", "python", "out", "--tokenizer", "tokenizer.json"], "pip install tokenizers"),
+        (["data", "tokenizer", "python", "my.json", *size], "needs tokenizers: pip install tokenizers"),
+        (["train", "run.toml", 'log.to=["wandb"]'], 'log.to = "wandb" needs wandb: pip install wandb'),
+        (picture, "PNG needs matplotlib: pip install matplotlib, or write .svg"),
     ]
     for (_, line), (code, said) in zip(needs, run(tmp_path, [], [c for c, _ in needs]), strict=True):
         *_, last = said.strip().splitlines()

@@ -17,7 +17,7 @@ from megaprec.optim.scaler import DynamicGradScaler
 from megaprec.optim.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
-from tools.config.key_help import describe
+from tools.commands.keys import described
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
 from tools.config.native_keys import FP8_KEYS, SCALING, loss_scaling
@@ -335,7 +335,7 @@ def test_a_scale_that_starts_above_its_maximum_is_refused_before_launch() -> Non
 
 
 def test_every_key_is_described_in_a_line_with_its_default() -> None:
-    lines = {line.partition(" ")[0]: line for line in describe().splitlines()}
+    lines = {line.partition(" ")[0]: line for line in described().splitlines()}
     keys = [f"{t}.{k}" for t, table in RunConfig.model_fields.items() for k in table.annotation.model_fields]  # type: ignore[union-attr]
     assert sorted(set(keys) - PLAN_ONLY.keys()) == sorted(key for key in lines if "." in key and key != "model.preset")
     assert not [key for key in lines if "." in key and len(lines[key].split()) < 4]
@@ -346,7 +346,7 @@ def test_every_key_is_described_in_a_line_with_its_default() -> None:
 
 
 def test_the_help_of_a_key_is_a_sentence() -> None:
-    told = [line[50:].strip() for line in describe().splitlines() if "." in line.partition(" ")[0]]
+    told = [line[50:].strip() for line in described().splitlines() if "." in line.partition(" ")[0]]
     assert [text for text in told if not (text[0].isupper() and text.endswith("."))] == []
 
 
@@ -360,7 +360,7 @@ def test_a_key_that_no_run_computes_with_is_noted_at_its_default_and_refused_at_
         load_run(None, [*MINIMAL, f"{key}={toml(other)}"])
     (problem,) = found.value.problems
     assert problem.startswith(f"{key} = {toml(other)} (command line): ") and "remove this key" in problem
-    assert key not in known_keys() and key not in describe()
+    assert key not in known_keys() and key not in described()
 
 
 def test_a_saved_run_has_only_keys_of_a_run_file(tmp_path: Path) -> None:

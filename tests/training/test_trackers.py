@@ -150,8 +150,8 @@ def test_only_what_can_be_is_accepted_and_all_that_is_wrong_is_said_at_once(
         require_trackers(names)
     lines = refused.value.problems
     assert lines[0] == 'log.to: "wandb" is named twice'
-    assert lines[1] == "log.to = \"tensorboard\" needs tensorboard: pip install 'megaprec[tensorboard]'"
-    assert lines[2] == "log.to = \"wandb\" needs wandb: pip install 'megaprec[wandb]'"
+    assert lines[1] == 'log.to = "tensorboard" needs tensorboard: pip install tensorboard'
+    assert lines[2] == 'log.to = "wandb" needs wandb: pip install wandb'
     assert lines[3].startswith('log.to = "comet": no such tracker; there are tensorboard, wandb, or "file.py:function"')
     assert lines[4].endswith("did you mean tensorboard?")
     assert lines[5].endswith('mine.py has no function "x"')

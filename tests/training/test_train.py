@@ -34,6 +34,7 @@ from tests.ranks import run_ranks
 from tests.runs import assert_close, checkpoint, losses, rewind, steps, tensors, train, train_on, write_run
 from tools.commands.train import open_named, prepare
 from tools.config.run_file import load_run
+from tools.console.wrapped import say
 from tools.journal.journal import Journal
 from tools.plots.run_plots import BLUE, ORANGE, RED, plot_run
 from tools.training.corpus import open_corpus
@@ -608,7 +609,7 @@ def test_without_matplotlib_there_is_no_plot_and_no_failure(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plot_run(exact) is None
     assert train(run_file, *EXACT, f"train.folder={exact}", "log.plot=true") == 0
-    assert "plots      none: pip install 'megaprec[plots]'" in capsys.readouterr().out
+    assert "plots      none: pip install matplotlib" in capsys.readouterr().out
 
 
 @contextmanager
@@ -645,18 +646,23 @@ def terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 100) -> Iterator[li
 def test_a_terminal_shows_the_data_being_built_and_one_line_of_progress(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with terminal(monkeypatch) as shown:
-        train(run_file, "data.cache=", f"train.folder={tmp_path}", "train.eval_every=3")
+    with terminal(monkeypatch, 80) as shown:
+        train(run_file, "data.cache=", f"train.folder={tmp_path}", "train.eval_every=3", "log.every=2")
     assert any(re.fullmatch(r"1 documents  [\d,]+ tokens .*%.*", line) for line in shown)
-    numbers = r"loss \d\.\d{4}  lr \S+  grad norm \S+  scale 1  [\d,]+ tokens/s  ETA \d:\d\d"
-    bars = [line for line in shown if re.fullmatch(rf"step \d/6 \S+ {numbers}", line)]
+    bars = [
+        line for line in shown if re.fullmatch(r"step \d/6 [━╸╺]+ loss \d\.\d{4}  [\d,]+ tokens/s  ETA \d:\d\d", line)
+    ]
     assert bars[-1].startswith("step 6/6")
-    assert max(map(len, bars)) <= 100
-    assert len([line for line in shown if re.fullmatch(r"step [36]/6  held-out loss \d\.\d{4}", line)]) == 2
+    numbers = r"loss \d\.\d{4}  lr \S+  grad norm \S+  scale 1"
+    history = [line[5] for line in shown if re.match(rf"step \d/6  {numbers}", line)]
+    assert history == ["2", "3", "4", "6"], "the steps of log.every and those with a held-out loss stay above the bar"
+    assert len([line for line in shown if line.strip() in ("held-out loss", "loss")]) == 0
+    assert max(len(line) for line in shown if "/" not in line or line.startswith("step")) <= 80
 
 
-def test_progress_fits_100_columns_at_the_numbers_of_a_large_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("columns", [80, 100, 132])
+def test_no_number_is_broken_and_the_bar_has_20_columns_at_the_numbers_of_a_large_run(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = {
         "outcome": "applied",
@@ -666,11 +672,16 @@ def test_progress_fits_100_columns_at_the_numbers_of_a_large_run(
         "loss_scale": 2.0**32,
         "skipped_total": 0,
     }
-    with terminal(monkeypatch) as shown, Journal(tmp_path, 99_999, 250_000, 1, True) as journal:
+    with terminal(monkeypatch, columns) as shown, Journal(tmp_path, 99_999, 250_000, 1, True) as journal:
         journal.write({"step": 100_000, **record, "tokens_per_s": 1_234_567.8, "seconds": 0.5})
-    words = "loss 10.1234  grad norm 0.0123  scale 2^32  1,234,568 tokens/s  ETA 20:50:00"
-    assert any(re.fullmatch(rf"step 100000/250000 \S* ?{re.escape(words)}", line) for line in shown)
-    assert max(len(line) for line in shown if not line.startswith("note")) <= 100  # a note holds a path
+        say("memory     " + "123,456,789.0 MB " * 30)
+    parts = ["loss 10.1234", "grad norm 0.0123", "scale 2^32", "1,234,568 tokens/s", "ETA 20:50:00"]
+    lines = "\n".join(shown)
+    assert all(part in lines for part in parts)
+    assert lines.count("123,456,789.0") == 30
+    (bar,) = {found[0] for line in shown if (found := re.match(r"step 100000/250000 ([━╸╺]+) ", line))}
+    assert len(re.sub(r"[^━╸╺]", "", bar)) >= 20
+    assert max(len(line) for line in shown if not line.startswith("note")) <= columns  # a note holds a path
 
 
 def test_without_a_terminal_progress_is_plain_lines(
@@ -678,7 +689,9 @@ def test_without_a_terminal_progress_is_plain_lines(
 ) -> None:
     train(run_file, *FP16, f"train.folder={tmp_path}", "log.every=5", "data.cache=")
     shown = capsys.readouterr()
-    assert shown.err == f"building the data set of {run_file.parent}/text.txt\n"
+    first, last = shown.err.splitlines()
+    assert first == f"building the data set of {run_file.parent}/text.txt"
+    assert "all 6 steps were skipped" in last
     lines = [line for line in shown.out.splitlines() if line.startswith("step ")]
     numbers = r"loss \d\.\d{4}  lr \S+  grad norm \S+  scale \S+  [\d,]+ tokens/s  ETA \d+:\d\d"
     assert all(re.fullmatch(rf"step \d/6  {numbers}  skipped_overflow in \S+ \(\d so far\)", line) for line in lines)

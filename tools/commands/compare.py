@@ -58,7 +58,7 @@ def _figure(path: Path) -> Any:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  # optional, and slow to import
     except ImportError as error:
-        raise UserError(f"{path}: plots need matplotlib: pip install 'megaprec[plots]'") from error
+        raise UserError(f"{path}: plots need matplotlib: pip install matplotlib") from error
     return Figure
 
 

@@ -14,13 +14,14 @@ from megaprec.data.build import BuildResult, prepare
 from megaprec.data.files import alone, beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of
-from megaprec.data.text import SUFFIXES, Source, open_source
+from megaprec.data.readers import SUFFIXES
+from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
 from megaprec.data.workers import cores, most_processes
 from megaprec.errors import UserError
 from tools.commands import data_verify as verification
-from tools.console.progress_bar import building
+from tools.console.progress_bar import building, tell_left_out
 from tools.console.tables import add_json, put
 
 SHOWN_TOKENS = 64  # of each sample document
@@ -53,7 +54,7 @@ def _add_verify(commands: SubParsers) -> None:
         "--text-field",
         default="text",
         metavar="NAME",
-        help="field of a JSONL line or Parquet column that holds the text",
+        help="field of a JSON object, or column of a table, that holds the text (default: text)",
     )
     add_json(parser)
     parser.set_defaults(run=verification.verify)
@@ -74,14 +75,14 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="'python' (the standard library), a text file, .jsonl[.gz|.zst], .parquet, "
-        f"or a folder of {' '.join(SUFFIXES)}",
+        help="'python' (the standard library), a text file, or a folder of "
+        f"{' '.join(SUFFIXES)}; all but .parquet also with .gz or .zst",
     )
     parser.add_argument(
         "--text-field",
         default="text",
         metavar="NAME",
-        help="field of a JSONL line or Parquet column that holds the text",
+        help="field of a JSON object, or column of a table, that holds the text (default: text)",
     )
     parser.add_argument("--max-chars", type=int, metavar="N", help="use only the first N characters")
 
@@ -160,6 +161,7 @@ def learn(args: argparse.Namespace) -> int:
     """Run `megaprec data tokenizer`. Raises UserError on bad input, before anything is written."""
     path: Path = args.path
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
+    tell_left_out(source)
     texts = (text for _, text in source)
     if path.suffix == ".json":
         train_hugging_face(texts, path, args.vocab_size, args.overwrite)

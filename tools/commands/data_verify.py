@@ -17,7 +17,7 @@ from megaprec.checkpoint.digests import file_digest
 from megaprec.data.files import beside
 from megaprec.data.indexed import CHUNK, IndexedDataset
 from megaprec.data.intact import place_of, read_record, scan_file
-from megaprec.data.text import open_source
+from megaprec.data.text import left_out_words, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
 from tools.console.tables import put
@@ -65,6 +65,8 @@ def _of_text(path: str, text_field: str) -> Iterator[Finding]:
         yield from ((BAD, "text", problem) for problem in error.problems)
         return
     yield OK, "text", f"{documents:,} documents in {len(source.files):,} files, {chars:,} characters"
+    if source.left_out:
+        yield OK, "left out", ", ".join(left_out_words(source.left_out))
     if empty == documents:
         yield BAD, "documents", "there is none with text"
     elif empty:

@@ -30,6 +30,7 @@ from parallel.mesh import make_mesh, told_by_first, world
 from tools.commands.convert import write_model
 from tools.config.checks import check_all
 from tools.config.run_file import RunConfig, load_run
+from tools.console.wrapped import say
 from tools.convert.formats import open_intact
 from tools.convert.hf.write_config import to_hugging_face
 from tools.convert.initial import open_initial
@@ -43,6 +44,7 @@ from tools.training.allocator import keep_freed_memory
 from tools.training.banner import print_outcome
 from tools.training.corpus import Corpus, cache_of, check_sources, looked_at, open_corpus, open_made
 from tools.training.data_identity import ALLOW, Identity
+from tools.training.doubts import doubts
 from tools.training.elastic import (
     in_this_world,
     is_spare,
@@ -62,6 +64,7 @@ from tools.training.notes import add_strict, tell_notes
 from tools.training.restarts import Restarts
 from tools.training.resume import check_resumable, differences
 from tools.training.run_folder import LOCK
+from tools.training.skipped_steps import require_applied
 from tools.training.trainer import Trainer
 from tools.training.validation_sets import open_validation
 
@@ -208,7 +211,9 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
         position.enter(Phase.LOADING)
         position.at("opening of data and checkpoint")
         corpus, checkpoint = open_named(config, named)
-        Trainer(config, corpus, mesh, checkpoint, position=position, noticed=partial(straggler_events, dog)).run()
+        noticed = partial(straggler_events, dog)
+        trainer = Trainer(config, corpus, mesh, checkpoint, position=position, noticed=noticed)
+        trainer.run()
         first = dist.get_rank() == 0
         if first:
             release_spares(store, range(config.world_size, ranks))
@@ -216,6 +221,7 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
         print_outcome(config, _plots(config) if config.log.plot else [])
         if export:
             write_model(open_intact(Path(config.train.folder)), "hf", export)
+        require_applied(trainer.progress, trainer.monitor)
     return 0
 
 
@@ -296,6 +302,8 @@ def prepare(
             f'train.folder = "{config.train.folder}": cannot be written to ({error.strerror}); give another'
         ) from error
     forget_records(Path(config.train.folder))
+    for doubt in doubts(config, corpus, _local_ranks(config), _device(config)):
+        say(f"warning    {doubt}")
     store = newest(config.checkpoint_folder)
     differ = {found.what for found in differences(store, config, corpus)} if store else set()
     for what in sorted(set(allowed) - differ):

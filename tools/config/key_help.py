@@ -1,6 +1,7 @@
-"""The text of `megaprec keys`: every key of a run file with its default and its help, by table."""
+"""Every key of a run file with its default and its help, by table: the text of `megaprec keys` and of its parts."""
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pydantic.fields import FieldInfo
 
@@ -13,33 +14,31 @@ from tools.console.toml import toml
 PRESET = f"Name of a known model, whose keys the others of this table change: {', '.join(PRESETS)}."
 
 
-def describe() -> str:
-    """Return all keys of a run file with default and help, a line each, by table."""
-    lines: list[str] = []
+@dataclass(frozen=True)
+class Key:
+    """One key. name: dotted. default: in TOML's grammar, or none, required, derived."""
+
+    name: str
+    default: str
+    help: str
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """One table of a run file. subject: one sentence."""
+
+    name: str
+    subject: str
+    keys: tuple[Key, ...]
+
+
+def key_tables() -> Iterator[KeyTable]:
+    """Yield the tables of a run file with all their keys, in the order of the file."""
     for table, kind in tables_of_a_run().items():
-        lines += ["", f"[{table}]  {(kind.__doc__ or '').splitlines()[0]}"]
-        if kind is ModelConfig:
-            lines.append(_line("model.preset", "none", PRESET))
+        first = [Key("model.preset", "none", PRESET)] if kind is ModelConfig else []
         fields = ((f"{table}.{name}", field) for name, field in kind.model_fields.items())
-        lines += [_line(key, _default(field), field.description) for key, field in fields if key not in PLAN_ONLY]
-    return "\n".join(lines[1:])
-
-
-def document() -> dict[str, Any]:
-    """Return all keys for programs: type, default and help by dotted key. default: null if required or derived."""
-    keys = dict[str, Any]()
-    for table, kind in tables_of_a_run().items():
-        if kind is ModelConfig:
-            keys["model.preset"] = {"default": None, "required": False, "help": PRESET}
-        for name, field in kind.model_fields.items():
-            if (key := f"{table}.{name}") not in PLAN_ONLY:
-                given = None if field.is_required() or field.default_factory is not None else toml(field.default)
-                keys[key] = {"default": given, "required": field.is_required(), "help": field.description}
-    return {"keys": keys}
-
-
-def _line(key: str, default: str, text: str | None) -> str:
-    return f"{key:34}{default:16}{text}"
+        keys = [Key(key, _default(field), field.description or "") for key, field in fields if key not in PLAN_ONLY]
+        yield KeyTable(table, (kind.__doc__ or "").splitlines()[0], (*first, *keys))
 
 
 def _default(field: FieldInfo) -> str:

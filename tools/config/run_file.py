@@ -140,6 +140,10 @@ class RunConfig(BaseModel):
         """Return the origin of the dotted `key`: "default", "file ...", "command line" or "preset ..."."""
         return self._origins.get(key, "default")
 
+    def given(self, key: str) -> bool:
+        """Return True if the run file, the command line or a preset gives the dotted `key` a value."""
+        return key in self._origins
+
     def get(self, key: str) -> Any:
         """Return the value of the dotted `key`."""
         table, name = key.split(".")

@@ -40,7 +40,7 @@ class Data(Table):
         default="python",
         min_length=1,
         description='Training data: "python" (the source of Python\'s standard library), a text file, a folder, '
-        "a .jsonl or .parquet file, or the common prefix of a .bin and .idx pair.",
+        "a .jsonl, .json or .parquet file, or the common prefix of a .bin and .idx pair.",
     )
     blend: tuple[Blended, ...] = Field(
         default=(),
@@ -51,7 +51,8 @@ class Data(Table):
     text_field: str = Field(
         default="text",
         min_length=1,
-        description="Name of the field of a .jsonl line, or the column of a .parquet file, that holds the text.",
+        description="Name of the field of a .jsonl line or of an object in a .json list, or the column of a .parquet "
+        "file, that holds the text.",
     )
     tokenizer: FilePath = Field(
         default="",
@@ -107,7 +108,9 @@ class Parallel(Table):
         default=1,
         gt=0,
         le=MOST_RANKS,
-        description="Number of data-parallel replicas of the model, each with its own samples.",
+        description="Number of data-parallel replicas of the model, each with its own samples. If a run file names "
+        "neither this nor parallel.tensor nor parallel.pipeline, it is the number of ranks that torchrun or Slurm "
+        "starts.",
     )
     sequence: bool = Field(
         default=False,

@@ -43,7 +43,7 @@ def check_config(config: Json, name: str) -> str:
     try:
         apart = difference(json.dumps(reduced(config)))
     except ImportError:
-        return f"{name} was not compared with transformers, which is not installed: pip install 'megaprec[hf]'"
+        return f"{name} was not compared with transformers, which is not installed: pip install transformers"
     if not apart <= BOUND:
         raise UserError(
             f"{name}: transformers computes another model: the logits of a small one differ by {apart:.3g} of the "

@@ -60,7 +60,7 @@ def _theirs(path: Path, dtype: torch.dtype) -> Forward:
     try:
         import transformers  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingImports]
     except ImportError as problem:
-        raise UserError("--verify logits needs the package 'transformers': pip install 'megaprec[hf]'") from problem
+        raise UserError("--verify logits needs the package 'transformers': pip install transformers") from problem
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, attn_implementation="eager", local_files_only=True
     )

@@ -129,7 +129,7 @@ def from_yaml(path: Path, text: str) -> Data | None:
     Only plain values are built. Aliases are counted, so that a small file cannot expand to a huge one.
     """
     if yaml is None:
-        raise UserError(f"{path}: reading YAML needs PyYAML: pip install 'megaprec[yaml]'")
+        raise UserError(f"{path}: reading YAML needs PyYAML: pip install pyyaml")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader))

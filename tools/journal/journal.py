@@ -62,17 +62,16 @@ class Journal(AbstractContextManager["Journal"]):
         self._events.write(to_json(event))
 
     def _show(self, record: dict[str, Any], eta: float) -> None:
-        """Print one line per step; on a terminal ordinary steps share one line that is redrawn."""
+        """Print the lines of the steps that have one; on a terminal above a bar, which shows the newest step."""
         step, events = record["step"], _events(record)
-        said = f"{_numbers(record)}  ETA {_clock(eta)}"
+        line = "  ".join((f"step {step}/{self._total}", _numbers(record), f"ETA {_clock(eta)}", *events))
+        due = step % self._every == 0 or step == self._total or events
         if self._bar:
-            if len(said) > self._bar.room:
-                said = said.replace(f"{_rate(record)}  ", "")
-            self._bar.update(step, said)
-            if events:
-                self._bar.say(f"step {step}/{self._total}  {'  '.join(events)}")
-        elif step % self._every == 0 or step == self._total or events:
-            print("  ".join((f"step {step}/{self._total}", said, *events)), flush=True)
+            self._bar.update(step, [f"loss {record['loss']:.4f}", _speed(record), f"ETA {_clock(eta)}"])
+            if due:
+                self._bar.say(line)
+        elif due:
+            print(line, flush=True)
 
 
 def rewind(folder: Path, step: int, event: dict[str, Any]) -> None:
@@ -122,13 +121,17 @@ def _numbers(record: dict[str, Any]) -> str:
         _rate(record),
         f"grad norm {record['grad_norm']:.3g}",
         f"scale {_scale(record['loss_scale'])}",
-        f"{record['tokens_per_s']:,.0f} tokens/s",
+        _speed(record),
     )
     return "  ".join(words)
 
 
 def _rate(record: dict[str, Any]) -> str:
     return f"lr {record['lr']:.3g}"
+
+
+def _speed(record: dict[str, Any]) -> str:
+    return f"{record['tokens_per_s']:,.0f} tokens/s"
 
 
 def _events(record: dict[str, Any]) -> list[str]:

@@ -61,7 +61,7 @@ def require_trackers(names: tuple[str, ...]) -> None:
 def _require(name: str) -> None:
     if name in BUILT_IN:
         if not _is_installed(name):
-            raise UserError(f"log.to = \"{name}\" needs {name}: pip install 'megaprec[{name}]'")
+            raise UserError(f'log.to = "{name}" needs {name}: pip install {name}')
         if name == "wandb":
             require_account()
     elif ":" not in name:

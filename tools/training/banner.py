@@ -10,6 +10,7 @@ from megaprec.optim.post_validation import PostValidationOptimizer
 from models.kv_cache import CachedStage
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.run_file import RunConfig
+from tools.console.wrapped import say
 from tools.text.generation import Generation, harmless
 from tools.text.load import find_checkpoint, load_model
 from tools.text.sampling import Sampling
@@ -18,7 +19,7 @@ from tools.training.fp8_summary import fp8_lines
 from tools.training.resume import resume_lines
 
 SAMPLE_TOKENS = 60
-NO_PLOT = "none: pip install 'megaprec[plots]', or set log.plot = false"
+NO_PLOT = "none: pip install matplotlib, or set log.plot = false"
 
 
 def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | None, done: int) -> None:
@@ -34,7 +35,7 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         *([f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []),
         *(["ZeRO-1"] if p.zero and p.data > 1 else []),
     ]
-    print(
+    say(
         f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
         f"data       {tokens:,} tokens in {_count(documents, 'document')}, {_samples(config, corpus)}\n"
@@ -45,20 +46,20 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
         f"precision  {config.precision.compute}"
     )
     for note in corpus.notes:
-        print(f"note       {note}")
+        say(f"note       {note}")
     for line in fp8_lines(config, model, device):
-        print(line)
+        say(line)
     if p.pipeline > 1:
-        print(f"stages     {_stages(config, corpus)}")
+        say(f"stages     {_stages(config, corpus)}")
     if config.train.init_from and not resumed:
-        print(f"weights    from {config.train.init_from}")
+        say(f"weights    from {config.train.init_from}")
     if resumed:
         left = (
             f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"
         )
-        print(f"resumed    from {resumed}, {left}")
+        say(f"resumed    from {resumed}, {left}")
         for line in resume_lines(config, corpus, resumed):
-            print(line)
+            say(line)
 
 
 def _samples(config: RunConfig, corpus: Corpus) -> str:
@@ -82,18 +83,16 @@ def print_memory(optimizer: ParallelAMPOptimizer) -> None:
     if any(buffer.in_codes for buffer in optimizer.all_buffers()):
         formula = f"{_formula(optimizer, in_fp8=True)} bytes a parameter kept in FP8, {formula}"
     held = sum(buffer.num_bytes() for buffer in optimizer.all_buffers())
-    print(
-        f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0"
-    )
+    say(f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0")
     if isinstance(optimizer, PostValidationOptimizer):
-        print(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
+        say(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
 
 
 def print_marked(optimizer: ParallelAMPOptimizer) -> None:
     """Print the parameters that a custom model has marked to stay in FP32, if there are any."""
     if names := optimizer.marked:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        print(f"marked     {shown}: held and computed in FP32 (set_fp32_attr_to_module)")
+        say(f"marked     {shown}: held and computed in FP32 (set_fp32_attr_to_module)")
 
 
 def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool) -> str:
@@ -120,9 +119,9 @@ def print_outcome(config: RunConfig, plots: Sequence[Path]) -> None:
     folder = Path(config.train.folder)
     if config.log.sample:
         print(f"\nsample\n{_sample(folder, config.log.sample)}\n")
-    print(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
+    say(f"checkpoint {find_checkpoint(folder)}\nmetrics    {folder / 'metrics.jsonl'}")
     if config.log.plot:
-        print(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")
+        say(f"plots      {', '.join(map(str, plots)) or NO_PLOT}")
 
 
 def _sample(folder: Path, prompt: str) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from megaprec.errors import UserError
-from tools.config.layouts import Fitting, check_world, in_words, largest_fitting
+from tools.config.layouts import AXES, Fitting, check_world, in_words, largest_fitting, problems
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 from tools.convert.train_state import newest
@@ -47,9 +47,12 @@ def require_fresh_store(config: RunConfig) -> None:
 def in_this_world(config: RunConfig) -> RunConfig:
     """Return the run in the layout that this world trains. WORLD_SIZE becomes the number of ranks that train.
 
-    Raises UserError if the world has another size than the layout and parallel.elastic is false, or if none fits.
+    A run file that names no axis of the layout has a replica on each rank. Raises UserError if the world has another
+    size than the layout and parallel.elastic is false, or if none fits.
     """
     there = int(os.environ.get("WORLD_SIZE", "1"))
+    if there > 1 and not any(config.given(f"parallel.{axis}") for axis in AXES):
+        return _replicas(config, there)
     if there == config.world_size or not config.parallel.elastic:
         check_world(config, there)
         return config
@@ -62,6 +65,23 @@ def in_this_world(config: RunConfig) -> RunConfig:
         print(f"elastic    {there} ranks are there: {_change(config, fitting, there)}")
     os.environ["WORLD_SIZE"] = str(fitting.ranks)
     return config.with_parallel(fitting.parallel, f"parallel.elastic, {there} ranks")
+
+
+def _replicas(config: RunConfig, ranks: int) -> RunConfig:
+    """Return a run whose file names no axis of the layout with a replica on each rank, and say so.
+
+    With parallel.elastic ranks that the global batch has no part for are spares. Raises UserError without.
+    """
+    sizes = range(ranks, 0, -1) if config.parallel.elastic else (ranks,)
+    layouts = [config.parallel.model_copy(update={"data": size}) for size in sizes]
+    parallel = next((layout for layout in layouts if not problems(config, layout)), None)
+    if parallel is None:
+        why = f"no layout is given, so each of the {ranks} ranks is a replica"
+        raise UserError(*(f"{problem} ({why})" for problem in problems(config, layouts[0])))
+    if os.environ.get("RANK") == "0":
+        print(f"parallel   no layout is given: parallel.data = {parallel.data}, a replica on each of {ranks} ranks")
+    os.environ["WORLD_SIZE"] = str(parallel.data)
+    return config.with_parallel(parallel, f"{ranks} ranks in the world")
 
 
 def _change(config: RunConfig, fitting: Fitting, there: int) -> str:

@@ -6,12 +6,23 @@ from typing import Any
 
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.optim.step_report import Offender, StepReport
+from tools.convert.train_state import TrainState
 
 Ids = Callable[[int, int], list[int] | list[str]]
 
 
 class TrainingDiverged(Exception):
     """Training stopped itself because steps keep overflowing or must not overflow. The command exits with code 3."""
+
+
+def require_applied(progress: TrainState, watch: OverflowMonitor) -> None:
+    """Raise TrainingDiverged if a run has ended, with its state saved, and not one of its steps was applied."""
+    if progress.step and not progress.applied:
+        falling = watch.scaling.kind == "dynamic" and not watch.hopeless
+        more = "the loss scale was still falling: take more steps, or lower precision.initial_scale"
+        advice = more if falling else watch.advice()
+        steps = "its only step was" if progress.step == 1 else f"all {progress.step:,} steps were"
+        raise TrainingDiverged(f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}")
 
 
 def overflow_event(report: StepReport, step: int, samples: range, watch: OverflowMonitor, ids: Ids) -> dict[str, Any]:

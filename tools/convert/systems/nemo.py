@@ -67,7 +67,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     try:
         import yaml  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingModuleSource]
     except ImportError as problem:
-        raise UserError(f"{file} needs the package 'pyyaml': pip install 'megaprec[yaml]'") from problem
+        raise UserError(f"{file} needs the package 'pyyaml': pip install pyyaml") from problem
     try:
         content = yaml.safe_load(read_text(file))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -1,0 +1,82 @@
+"""`megaprec init` writes a run file that trains as it is, and never replaces one."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.cli import main
+from tools.config.run_file import load_run
+from tools.training.corpus import check_sources, open_corpus
+
+LINE = re.compile(r"(# .*\.|\[\w+\]|\w+ = .*|)")
+WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "bdfgklmnprst"]
+
+
+def words(count: int) -> str:
+    dice = random.Random(0)
+    return "\n".join(" ".join(dice.choices(WORDS, k=9)) for _ in range(count // 9))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the same line again and again\n" * 30,
+        words(900),
+        words(30_000),
+        "これは長い文章です。" * 40,
+        "mostly é\n" + words(99),
+    ],
+    ids=["repeated", "small", "larger", "Japanese", "tiny"],
+)
+def test_the_run_that_is_written_can_be_trained_as_it_is(text: str, here: Path) -> None:
+    (here / "my text").mkdir()
+    (here / "my text" / "a.txt").write_text(text)
+    assert main(["init", "my text"]) == 0
+    config = load_run("run.toml")
+    check_sources(config)
+    corpus = open_corpus(config)
+    train, held_out = len(corpus.train), corpus.held_out
+    assert held_out is not None
+    assert config.train.steps * config.train.global_batch <= 40 * train, "no text is repeated without end"
+    assert load_run("run.toml").world_size == 1
+
+
+def test_every_key_that_is_written_has_a_comment_and_every_line_is_short(here: Path) -> None:
+    (here / "a.jsonl").write_text('{"body": "some words of a text that is not long"}\n' * 60)
+    assert main(["init", "a.jsonl", "--text-field", "body", "--preset", "gpt2", "-o", "mine.toml"]) == 0
+    lines = (here / "mine.toml").read_text().splitlines()
+    keys = [number for number, line in enumerate(lines) if " = " in line]
+    assert len(keys) > 12
+    assert all(lines[number - 1].startswith("# ") for number in keys)
+    assert not [line for line in lines if not LINE.fullmatch(line) and not line.startswith("# ")]
+    assert max(map(len, lines)) <= 100
+    config = load_run("mine.toml")
+    assert (config.data.text_field, config.model.family, config.model.vocab) == ("body", "gpt2", 0)
+
+
+def test_a_file_that_is_there_is_never_replaced(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run.toml").write_text("mine")
+    assert main(["init"]) == 2
+    assert "run.toml exists already" in capsys.readouterr().err
+    assert (here / "run.toml").read_text() == "mine"
+
+
+def test_the_folder_of_a_run_is_not_within_its_text(here: Path) -> None:
+    (here / "a.txt").write_text(words(900))
+    assert main(["init", "."]) == 0
+    assert here not in Path(load_run("run.toml").train.folder).resolve().parents
+
+
+@pytest.mark.parametrize("text", ["", "a", "one line of text"])
+def test_a_text_that_is_too_short_is_refused_and_nothing_is_written(text: str, here: Path) -> None:
+    (here / "a.txt").write_text(text)
+    assert main(["init", "a.txt"]) == 2
+    assert not (here / "run.toml").exists()

@@ -1,0 +1,70 @@
+"""What is surely not meant is said before the first step, and a run that learned nothing does not end as a good one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import train, write_run
+from tools.config.run_file import load_run
+from tools.training.corpus import Corpus, open_corpus
+from tools.training.doubts import doubts
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def corpus(run_file: Path) -> Corpus:
+    return open_corpus(load_run(run_file))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "begins"),
+    [
+        ([], None),
+        (["train.steps=100000"], "{folder}/text.txt has "),
+        (["lr.warmup=6"], "lr.warmup = 6 steps is the whole run, so the learning rate never reaches lr.peak = 0.01"),
+        (["lr.warmup=5"], None),
+        (["lr.warmup=48", "lr.unit=samples"], "lr.warmup = 48 samples is the whole run"),
+    ],
+)
+def test_keys_that_are_surely_not_meant_are_named(
+    overrides: list[str], begins: str | None, run_file: Path, corpus: Corpus
+) -> None:
+    found = [*doubts(load_run(run_file, overrides), corpus, 1, "cpu")]
+    assert len(found) == (begins is not None)
+    assert begins is None or found[0].startswith(begins.format(folder=run_file.parent))
+
+
+def test_more_ranks_than_cores_are_said_of_cpus_only(run_file: Path, corpus: Corpus) -> None:
+    config = load_run(run_file)
+    (said,) = doubts(config, corpus, 1000, "cpu")
+    assert said.startswith("1000 ranks share ")
+    assert not [*doubts(config, corpus, 1000, "cuda")]
+
+
+@pytest.mark.parametrize("copies", [0, 3])
+def test_held_out_documents_that_are_trained_on_are_counted(copies: int, tmp_path: Path) -> None:
+    run_file = write_run(tmp_path)
+    words = [" ".join(f"{number}{word}" for word in "abcdefghij") for number in range(100)]
+    texts = [*words, *words[:copies]]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    own = [f"data.source={tmp_path}/text.jsonl", f"data.cache={tmp_path}/x", "data.vocab_size=280"]
+    config = load_run(run_file, [*own, "train.eval_every=1"])
+    found = [*doubts(config, open_corpus(config), 1, "cpu")]
+    assert len(found) == bool(copies)
+    assert not copies or found[0].startswith(f"data.held_out: {copies} of ")
+
+
+def test_a_run_of_which_no_step_was_applied_ends_with_code_3_and_keeps_its_state(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constant = ["precision.compute=fp16", "precision.loss_scale=1e30", "train.steps=2", "precision.patience=100"]
+    assert train(run_file, *constant, f"train.folder={tmp_path}") == 3
+    said = capsys.readouterr()
+    assert "all 2 steps were skipped and nothing was learned: " in said.err
+    assert "Traceback" not in said.err
+    assert (tmp_path / "checkpoints" / "step_00000002").is_dir()

@@ -1,0 +1,41 @@
+"""Lines broken at spaces, so that a terminal breaks no number. In a pipe they stay as they are."""
+
+import sys
+import textwrap
+from shutil import get_terminal_size
+from typing import TextIO
+
+INDENT = 11  # columns of the words that begin the lines of a run, such as "memory     "
+TIED = "\N{NO-BREAK SPACE}"
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print lines on `file` (default: stdout), each broken to the width of the terminal if it is one."""
+    stream = file or sys.stdout
+    if stream.isatty():
+        text = "\n".join(wrapped(line, get_terminal_size().columns) for line in text.split("\n"))
+    print(text, file=stream, flush=True)
+
+
+def wrapped(line: str, width: int, indent: int = INDENT) -> str:
+    """Return a line broken at spaces; what follows is indented. Longer words, such as paths, stay whole."""
+    if len(line) <= width:
+        return line
+    lines = textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def wrapped_parts(line: str, width: int) -> str:
+    """Return a line whose parts are separated by two spaces, broken between parts only as long as they fit."""
+    if len(line) <= width:
+        return line
+    parts = (part if len(part) > width - INDENT else part.replace(" ", TIED) for part in line.split("  "))
+    return wrapped("  ".join(parts), width).replace(TIED, " ")
+
+
+def fitting(parts: list[str], room: int) -> str:
+    """Return the last of the `parts` that fit into `room` columns, separated by two spaces."""
+    kept = list(parts)
+    while len("  ".join(kept)) > room and kept:
+        kept.pop(0)
+    return "  ".join(kept)

@@ -1,0 +1,99 @@
+"""Warnings about a run that can be trained but is surely not meant so: one line each, before the first step.
+
+A text that is repeated without end, a warm-up that never ends, more processes than cores, and held-out documents that
+are training documents too, whose loss then says nothing about new text.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaprec.data.blend import Blend
+from megaprec.data.indexed import IndexedDataset
+from megaprec.data.samples import Samples
+from megaprec.data.workers import cores
+from tools.config.run_file import RunConfig
+from tools.training.corpus import Corpus
+
+MANY_EPOCHS = 40  # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
+SHORTEST = 16  # tokens of a document; shorter ones are equal by chance
+COMPARED = 300  # held-out documents that are looked for in the training data
+MOST_READ = 30_000  # training documents that are read for this; they are those of equal length
+
+
+def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> Iterator[str]:
+    """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
+    yield from _repetitions(config, corpus)
+    yield from _warmup(config)
+    if device == "cpu" and local_ranks > cores():
+        share = f"{local_ranks} ranks share {cores()} CPU core{'s' * (cores() > 1)} and wait for each other"
+        yield f"{share}: this shows that the layout works, but one process is faster here"
+    if config.train.eval_every and (found := _seen_in_training(config, corpus)):
+        seen, compared = found
+        yield (
+            f"data.held_out: {seen:,} of {compared:,} held-out documents are in the training data too, so the held-out "
+            "loss is no measure for new text: remove repeated documents"
+        )
+
+
+def _repetitions(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    train, taken = config.train, config.train.steps * config.train.global_batch
+    parts = corpus.train.parts if isinstance(corpus.train, Blend) else [corpus.train]
+    shares = corpus.train.taken(taken) if isinstance(corpus.train, Blend) else [taken]
+    names = [blended.source for blended in config.data.blend] or [config.data.source]
+    for name, part, share in zip(names, parts, shares, strict=True):
+        if (epochs := share / len(part)) > MANY_EPOCHS:
+            yield (
+                f"{name} has {_samples(len(part))} of train.seq_length {train.seq_length}, so train.steps = "
+                f"{train.steps} repeat it {epochs:,.0f} times: give more text, or fewer "
+                "or smaller steps"
+            )
+
+
+def _samples(count: int) -> str:
+    return f"{count:,} sample{'' if count == 1 else 's'}"
+
+
+def _warmup(config: RunConfig) -> Iterator[str]:
+    lr, train = config.lr, config.train
+    total = train.steps * (train.global_batch if lr.unit == "samples" else 1)
+    if lr.warmup >= total:
+        yield (
+            f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never reaches "
+            f"lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
+        )
+
+
+def _seen_in_training(config: RunConfig, corpus: Corpus) -> tuple[int, int] | None:
+    """Return how many held-out documents are training documents too, and how many were compared; None if no one is."""
+    parts: Sequence[Samples] = corpus.train.parts if isinstance(corpus.train, Blend) else [corpus.train]
+    borders = [len(part) * config.train.seq_length for part in parts]
+    held: set[bytes] = set()
+    for dataset, border in zip(corpus.datasets, borders, strict=True):
+        held |= {document.tobytes() for document in _evenly(dataset, _held_out(dataset, border), COMPARED)}
+    lengths = np.unique([len(content) // 8 for content in held]).astype(np.int64)  # bytes of int64
+    seen: set[bytes] = set()
+    for dataset, border in zip(corpus.datasets, borders, strict=True):
+        trained = (document.tobytes() for document in _of_length(dataset, border, lengths))
+        seen |= held.intersection(trained)
+    return (len(seen), len(held)) if seen else None
+
+
+def _held_out(dataset: IndexedDataset, border: int) -> NDArray[np.int64]:
+    """Return the numbers of the documents that begin at the token `border` or later, short ones left out."""
+    lengths = dataset.document_lengths()
+    return np.flatnonzero((np.cumsum(lengths) - lengths >= border) & (lengths >= SHORTEST))
+
+
+def _of_length(dataset: IndexedDataset, border: int, wanted: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield the documents that end at the token `border` or before and have one of the wanted lengths."""
+    lengths = dataset.document_lengths()
+    numbers = np.flatnonzero((np.cumsum(lengths) <= border) & np.isin(lengths, wanted))
+    yield from _evenly(dataset, numbers, MOST_READ)
+
+
+def _evenly(dataset: IndexedDataset, numbers: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the token ids of at most `most` of the documents, spread over all of them."""
+    places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).astype(np.int64)
+    yield from (dataset.document(int(number)).astype(np.int64) for number in numbers[places])

@@ -1,36 +1,36 @@
 """The activation memory of a stage for one micro-batch, measured by running the stage on tensors without storage.
 
-The stage is built and run for real (forward, loss and both halves of the backward pass) under torch's fake tensors,
-which have shapes and dtypes but no storage and need no time. Live bytes are counted when operators create tensors and
-when the last reference to a tensor is dropped. The result has the bytes that stay between the instructions of a
-schedule, and the extra bytes that an instruction needs while it runs, recomputed activations included. Weight gradients
-are allocated elsewhere and are not counted. The memory of experts depends on the number of tokens that are routed to
-them, so it cannot be predicted for a model with experts.
+The stage is built and run for real (forward, loss and both halves of the backward pass) on tensors which have shapes
+and dtypes but no storage: torch's fake tensors for a CPU, meta tensors for a GPU. Live bytes are counted when operators
+create tensors and when the last reference to a tensor is dropped. The result has the bytes that stay between the
+instructions of a schedule, and the extra bytes that an instruction needs while it runs, recomputed activations
+included. Weight gradients are allocated elsewhere and are not counted.
+
+A stage whose layers are all alike is run with few of them and with one more; each further layer adds the difference. The
+router is taken to send as many tokens to each expert: what experts keep does not depend on it, for no token is dropped,
+but the largest expert's share of an instruction's peak does.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
+from models.estimate.storage import Alive, Alone, Device, without_storage
 from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.weight_grad_queue import Work
+
+FEW = (2, 8, 32)  # layers of the smaller of two stages from which a deeper one is computed
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Kept:
     put_off: kept between the halves of a split backward: the inputs of products and the gradients of their outputs.
     forward, backward, input, weight: the peak that a forward, a whole backward, or its input or weight half adds to the
         memory in use before it.
+    buffers: kept for good from the first pass on, for all micro-batches: rotary tables, FP8 casts of weights.
     """
 
     activations: int
@@ -49,6 +50,7 @@ class Kept:
     backward: int
     input: int
     weight: int
+    buffers: int = 0
 
     def growth(self, i: Instruction) -> int:
         """Return the change of the memory in use after an instruction of this stage."""
@@ -80,23 +82,62 @@ def kept_bytes(
     tp: int = 1,
     sequence: bool = False,
     recompute: Recompute = KEEP,
+    device: Device = "cpu",
 ) -> list[Kept]:
     """Return the bytes that each stage keeps on each of `tp` ranks. The vocabulary must be known.
 
-    sequence: activations between blocks are sharded along the sequence.
+    sequence: activations between blocks are sharded along the sequence. device: with "cpu" the operators are those that
+    this machine's processor would run; with "cuda" attention is torch's fused kernel for GPUs.
     """
     recipe = plan.fp8 and replace(plan.fp8, backend="torch")  # keeps as many bytes, and runs without real values
-    axis, held = _Alone("tp", 0, tp), replace(plan, masters=plan.parameters, fp8=recipe)
+    axis, held = Alone("tp", 0, tp), replace(plan, masters=plan.parameters, fp8=recipe)
     config = config.undrawn
-    known: dict[tuple[int, bool, bool], Kept] = {}
-    for cut in cuts:
-        alike = len(cut.layers), cut.first, cut.last
-        if alike not in known:
-            fp8 = FP8State(recipe, config.layers, axis)
+
+    def walked(cut: Cut) -> Kept:
+        with without_storage(device):
+            fp8 = FP8State(recipe, config.layers, axis, device="meta" if device == "cuda" else "cpu")
             context = Context(held, axis, sequence, recompute=recompute, fp8=fp8)
-            with FakeTensorMode(), fp8.autocast():
-                known[alike] = _kept(Stage(config, context, cut), seq_length, micro_batch)
-    return [known[len(cut.layers), cut.first, cut.last] for cut in cuts]
+            with fp8.autocast():
+                return _kept(Stage(config, context, cut), seq_length, micro_batch)
+
+    known: dict[tuple[object, ...], Kept] = {}
+    for cut in cuts:
+        if (alike := _kinds(config, plan, cut, recompute)) not in known:
+            known[alike] = _by_few_layers(cut, walked) if len(set(alike[2])) == 1 else walked(cut)
+    return [known[_kinds(config, plan, cut, recompute)] for cut in cuts]
+
+
+def _kinds(
+    config: ModelConfig, plan: PrecisionPlan, cut: Cut, recompute: Recompute
+) -> tuple[bool, bool, tuple[object, ...]]:
+    """Return a value that two stages share if they keep as much; its last member has the kind of each layer."""
+    by_name = plan.keep_fp32 or (plan.fp8 and (plan.fp8.first_layers or plan.fp8.last_layers or plan.fp8.wide))
+    whole = recompute.whole(len(cut.layers))
+    kinds = ((at < whole, config.of_layer(n).window, by_name and n) for at, n in enumerate(cut.layers))
+    return cut.first, cut.last, tuple(kinds)
+
+
+def _by_few_layers(cut: Cut, walked: Callable[[Cut], Kept]) -> Kept:
+    """Return what a stage of equal layers keeps: what a stage of few of them does, and as much more for each further
+    one as one more adds.
+    """
+    layers = len(cut.layers)
+    for count in (count for count in FEW if count + 1 < layers):
+        few, more = (walked(replace(cut, layers=cut.layers[:some])) for some in (count, count + 1))
+        if _steady(few, more):
+            pairs = ((field.name, getattr(few, field.name), getattr(more, field.name)) for field in fields(Kept))
+            return Kept(**{name: least + (layers - count) * (next_ - least) for name, least, next_ in pairs})
+    return walked(cut)
+
+
+def _steady(few: Kept, more: Kept) -> bool:
+    """Return True if peaks grow by as much with each further layer.
+
+    A peak is the largest of several sums of which each grows with the number of layers at its own rate. It is steady
+    once it grows as fast as what layers leave behind.
+    """
+    grows, put_off = more.activations - few.activations, more.put_off - few.put_off
+    return more.forward - few.forward == grows and more.input - few.input == max(0, put_off - grows)
 
 
 def message_bytes(
@@ -106,64 +147,20 @@ def message_bytes(
     return seq_length // (tp if sequence else 1) * micro_batch * config.hidden * plan.pipeline.itemsize
 
 
-class _Alone(Axis):
-    """An axis without its other ranks: the results of its collectives have the right shapes and arbitrary values."""
-
-    def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        return lambda: whole
-
-    def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        received = torch.empty_like(tensor)  # as on a CPU: received from all ranks, then summed
-        return lambda: received.unflatten(0, (self.size, -1)).sum(0)
-
-
-class _Alive(TorchDispatchMode):
-    """Counts the live bytes of tensors that are created inside. most: the peak since `begin`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
-                self._note(tensor.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage._cdata, storage.nbytes()
-        if place not in self._known:
-            self._known[place] = weakref.ref(storage, lambda _: self._forget(place, size))
-            self.now += size
-            self.most = max(self.most, self.now)
-
-    def _forget(self, place: int, size: int) -> None:
-        del self._known[place]
-        self.now -= size
-
-    def begin(self) -> int:
-        """Return the bytes that are live now, and restart the peak from there."""
-        self.most = self.now
-        return self.now
-
-
 def _kept(stage: Stage, seq_length: int, micro_batch: int) -> Kept:
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
-    with torch.no_grad():
+    with torch.no_grad(), Alive() as alive:
         stage(_input(stage, seq_length, micro_batch))  # allocates the buffers that are kept for good
+        buffers = alive.now
     whole, halves = (_passes(stage, seq_length, micro_batch, split) for split in (False, True))
-    return replace(halves, backward=whole.backward)
+    return replace(halves, backward=whole.backward, buffers=buffers)
 
 
 def _passes(stage: Stage, seq_length: int, micro_batch: int, split: bool) -> Kept:
     """Run a micro-batch as the executor does. split: the backward pass in halves; `backward` is then 0."""
     deferred = stage.context.deferred
-    with _Alive() as alive:
+    with Alive() as alive:
         x = _input(stage, seq_length, micro_batch)
         y = _output(stage, x, seq_length)
         edge, shape, dtype = get_gradient_edge(y), y.shape, y.dtype

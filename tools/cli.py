@@ -30,6 +30,7 @@ from tools.commands import (
     fp8_advice,
     generate,
     inspect,
+    plan,
     precision,
     schedule,
     train,
@@ -127,6 +128,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     inspect.add_parser(commands)
     diff.add_parser(commands)
     compare.add_parser(commands)
+    plan.add_parser(commands)
     schedule.add_parser(commands)
     precision.add_parser(commands)
     parity.add_parser(commands)

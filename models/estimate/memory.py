@@ -6,14 +6,14 @@ create tensors and when the last reference to a tensor is dropped. The result ha
 instructions of a schedule, and the extra bytes that an instruction needs while it runs, recomputed activations
 included. Weight gradients are allocated elsewhere and are not counted.
 
-A stage whose layers are all alike is run with few of them and with one more; each further layer adds the difference. The
-router is taken to send as many tokens to each expert: what experts keep does not depend on it, for no token is dropped,
-but the largest expert's share of an instruction's peak does.
+A stage whose layers are all alike is run with few of them and with one more; each further layer adds the difference.
+The router is taken to send as many tokens to each expert: what experts keep does not depend on it, for no token is
+dropped, but the largest expert's share of an instruction's peak does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -89,45 +89,65 @@ def kept_bytes(
     sequence: activations between blocks are sharded along the sequence. device: with "cpu" the operators are those that
     this machine's processor would run; with "cuda" attention is torch's fused kernel for GPUs.
     """
-    recipe = plan.fp8 and replace(plan.fp8, backend="torch")  # keeps as many bytes, and runs without real values
-    axis, held = Alone("tp", 0, tp), replace(plan, masters=plan.parameters, fp8=recipe)
-    config = config.undrawn
-
-    def walked(cut: Cut) -> Kept:
-        with without_storage(device):
-            fp8 = FP8State(recipe, config.layers, axis, device="meta" if device == "cuda" else "cpu")
-            context = Context(held, axis, sequence, recompute=recompute, fp8=fp8)
-            with fp8.autocast():
-                return _kept(Stage(config, context, cut), seq_length, micro_batch)
-
-    known: dict[tuple[object, ...], Kept] = {}
-    for cut in cuts:
-        if (alike := _kinds(config, plan, cut, recompute)) not in known:
-            known[alike] = _by_few_layers(cut, walked) if len(set(alike[2])) == 1 else walked(cut)
-    return [known[_kinds(config, plan, cut, recompute)] for cut in cuts]
+    memory = StageMemory(config, plan, seq_length, micro_batch, tp, sequence, recompute, device)
+    return [memory.kept(cut) for cut in cuts]
 
 
-def _kinds(
-    config: ModelConfig, plan: PrecisionPlan, cut: Cut, recompute: Recompute
-) -> tuple[bool, bool, tuple[object, ...]]:
-    """Return a value that two stages share if they keep as much; its last member has the kind of each layer."""
-    by_name = plan.keep_fp32 or (plan.fp8 and (plan.fp8.first_layers or plan.fp8.last_layers or plan.fp8.wide))
-    whole = recompute.whole(len(cut.layers))
-    kinds = ((at < whole, config.of_layer(n).window, by_name and n) for at, n in enumerate(cut.layers))
-    return cut.first, cut.last, tuple(kinds)
+@dataclass(frozen=True)
+class StageMemory:
+    """What stages of any cut keep of a micro-batch; stages that are alike are run once. Fields as in `kept_bytes`.
 
-
-def _by_few_layers(cut: Cut, walked: Callable[[Cut], Kept]) -> Kept:
-    """Return what a stage of equal layers keeps: what a stage of few of them does, and as much more for each further
-    one as one more adds.
+    halves: False if backward passes are never computed in halves; `put_off`, `input` and `weight` are then 0.
     """
-    layers = len(cut.layers)
-    for count in (count for count in FEW if count + 1 < layers):
-        few, more = (walked(replace(cut, layers=cut.layers[:some])) for some in (count, count + 1))
-        if _steady(few, more):
-            pairs = ((field.name, getattr(few, field.name), getattr(more, field.name)) for field in fields(Kept))
-            return Kept(**{name: least + (layers - count) * (next_ - least) for name, least, next_ in pairs})
-    return walked(cut)
+
+    config: ModelConfig
+    plan: PrecisionPlan
+    seq_length: int
+    micro_batch: int
+    tp: int = 1
+    sequence: bool = False
+    recompute: Recompute = KEEP
+    device: Device = "cpu"
+    halves: bool = True
+    _known: dict[tuple[object, ...], Kept] = field(default_factory=dict, repr=False, compare=False)
+
+    def kept(self, cut: Cut) -> Kept:
+        """Return what a stage keeps: if its layers are equal, what a stage of few of them does, and as much more for
+        each further one as one more adds.
+        """
+        layers = len(cut.layers)
+        equal = len(set(self._kinds(cut))) == 1
+        for count in (count for count in FEW if equal and count + 1 < layers):
+            few, more = (self._walked(replace(cut, layers=cut.layers[:some])) for some in (count, count + 1))
+            if _steady(few, more):
+                pairs = ((part.name, getattr(few, part.name), getattr(more, part.name)) for part in fields(Kept))
+                return Kept(**{name: least + (layers - count) * (next_ - least) for name, least, next_ in pairs})
+        return self._walked(cut)
+
+    def _kinds(self, cut: Cut) -> tuple[object, ...]:
+        """Return the kind of each layer; layers of one kind keep as much."""
+        whole, names = self.recompute.whole(len(cut.layers)), by_name(self.plan)
+        return tuple((n < whole, self.config.of_layer(m).window, names and m) for n, m in enumerate(cut.layers))
+
+    def _walked(self, cut: Cut) -> Kept:
+        """Return what a stage keeps, by running it."""
+        if (alike := (cut.first, cut.last, self._kinds(cut))) in self._known:
+            return self._known[alike]
+        recipe = self.plan.fp8 and replace(self.plan.fp8, backend="torch")  # keeps as many, and runs without values
+        axis, held = Alone("tp", 0, self.tp), replace(self.plan, masters=self.plan.parameters, fp8=recipe)
+        with without_storage(self.device):
+            fp8 = FP8State(recipe, self.config.layers, axis, device="meta" if self.device == "cuda" else "cpu")
+            context = Context(held, axis, self.sequence, recompute=self.recompute, fp8=fp8)
+            with fp8.autocast():
+                kept = _kept(Stage(self.config.undrawn, context, cut), self.seq_length, self.micro_batch, self.halves)
+        self._known[alike] = kept
+        return kept
+
+
+def by_name(plan: PrecisionPlan) -> bool:
+    """Return True if the plan may treat one layer in another way than the next."""
+    fp8 = plan.fp8
+    return bool(plan.keep_fp32 or (fp8 and (fp8.first_layers or fp8.last_layers or fp8.wide)))
 
 
 def _steady(few: Kept, more: Kept) -> bool:
@@ -137,7 +157,8 @@ def _steady(few: Kept, more: Kept) -> bool:
     once it grows as fast as what layers leave behind.
     """
     grows, put_off = more.activations - few.activations, more.put_off - few.put_off
-    return more.forward - few.forward == grows and more.input - few.input == max(0, put_off - grows)
+    halves = more.input - few.input == max(0, put_off - grows)
+    return more.forward - few.forward == grows and (halves or not more.input)
 
 
 def message_bytes(
@@ -147,14 +168,15 @@ def message_bytes(
     return seq_length // (tp if sequence else 1) * micro_batch * config.hidden * plan.pipeline.itemsize
 
 
-def _kept(stage: Stage, seq_length: int, micro_batch: int) -> Kept:
+def _kept(stage: Stage, seq_length: int, micro_batch: int, halves: bool) -> Kept:
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
     with torch.no_grad(), Alive() as alive:
         stage(_input(stage, seq_length, micro_batch))  # allocates the buffers that are kept for good
         buffers = alive.now
-    whole, halves = (_passes(stage, seq_length, micro_batch, split) for split in (False, True))
-    return replace(halves, backward=whole.backward, buffers=buffers)
+    whole = _passes(stage, seq_length, micro_batch, split=False)
+    split = _passes(stage, seq_length, micro_batch, split=True) if halves else whole
+    return replace(split, backward=whole.backward, buffers=buffers)
 
 
 def _passes(stage: Stage, seq_length: int, micro_batch: int, split: bool) -> Kept:

@@ -16,6 +16,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.optim.flat_buffer import BLOCK, Buffer, buckets
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
+from models.estimate.memory import by_name
 from models.estimate.storage import Alive, Alone, Device, without_storage
 from models.stages import Cut, build
 from parallel.context import Context
@@ -69,9 +70,16 @@ def held_bytes(
 
     moments: names of the update rule's moments.
     """
-    pp_ranks = range(max(rank_of_stage) + 1)
-    with without_storage("cuda"):
-        return [_held(config.undrawn, plan, cuts, rank_of_stage, rank, sharding, moments, device) for rank in pp_ranks]
+    known: dict[tuple[object, ...], Held] = {}
+    found = []
+    for rank in range(max(rank_of_stage) + 1):
+        own = [cut for cut in cuts if rank_of_stage[cut.stage] == rank]
+        alike = *((c.first, c.last, len(c.layers)) for c in own), by_name(plan) and rank
+        if alike not in known:
+            with without_storage("cuda"):
+                known[alike] = _held(config.undrawn, plan, cuts, rank_of_stage, rank, sharding, moments, device)
+        found.append(known[alike])
+    return found
 
 
 def _held(

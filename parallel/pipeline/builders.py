@@ -46,9 +46,10 @@ def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Co
     """
     if problems := schedule_problems(kind, ranks, microbatches, chunks):
         raise UserError(*problems)
-    plans = [
-        KINDS[kind](ranks, microbatches, chunks or default_chunks(kind), by) for by in dict.fromkeys((cost, equal))
-    ]
+    ways = (cost, equal) if kind in SPLIT else (equal,)
+    plans = [KINDS[kind](ranks, microbatches, chunks or default_chunks(kind), by) for by in dict.fromkeys(ways)]
+    if len(plans) == 1:
+        return plans[0]
     return min(plans, key=lambda plan: max(span.end for span in simulate(plan, cost)))
 
 
@@ -144,6 +145,8 @@ KINDS: Mapping[str, Callable[[int, int, int, Cost], Schedule]] = {
     "zb-h2": zb_h2,
     "zb-v": zb_v,
 }
+
+SPLIT = ("zb-h1", "zb-h2", "zb-v")  # kinds that place weight gradients by their cost
 
 
 def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BACKWARD) -> Order:

@@ -20,8 +20,8 @@ from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Cost, Op, Schedule
 from parallel.pipeline.simulation import Refused, Span, bubble, idle, in_flight, peak, simulate
 from parallel.pipeline.verify import check
-from tools.config.checks import plan_equal, read_schedule
 from tools.config.run_file import RunConfig, load_run
+from tools.config.schedules import plan_equal, read_schedule
 from tools.plots.perfetto import TIMELINE, read_trace, write_trace
 from tools.plots.timeline import Panel, as_text, draw
 from tools.training.notes import add_strict, tell_notes

@@ -36,6 +36,7 @@ from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
 from tools.convert.train_state import newest
 from tools.journal.records import EVENTS, METRICS
+from tools.planning.report import one_line
 from tools.plots.run_plots import plot_run
 from tools.plots.shadow_plot import plot_shadow
 from tools.training.allocator import keep_freed_memory
@@ -55,7 +56,7 @@ from tools.training.elastic import (
 from tools.training.end_records import forget_records
 from tools.training.fp8_summary import check_fp8
 from tools.training.hangs import tell_waiting, watching
-from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
+from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores, started_here
 from tools.training.machine import check_machine
 from tools.training.notes import add_strict, tell_notes
 from tools.training.restarts import Restarts
@@ -94,6 +95,8 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     tell_notes(config.notes, args.strict)
+    if not started_here() and os.environ.get("RANK", "0") == "0":
+        _tell_plan(config)
     if joined_world():
         return _run_rank(config, export, args.allow, not args.no_verify)
     if export:
@@ -112,6 +115,12 @@ def main(args: argparse.Namespace) -> int:
     restarts = Restarts(config, lambda: _training(config))
     argv = ["train", args.file, *args.overrides, *options]
     return launch_local(argv, config.world_size, config.train.threads, restarts.again)
+
+
+def _tell_plan(config: RunConfig) -> None:
+    """Print the plan of the run, in a line: before data is prepared, and before a run that does not fit starts."""
+    if line := one_line(config):
+        print(f"plan       {line}", flush=True)
 
 
 def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:

@@ -12,6 +12,7 @@ from megaprec.data.files import write_whole
 from megaprec.durable import file_error
 from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
+from tools.console.units import flops
 from tools.journal.lines import Lines
 from tools.journal.records import EVENTS, LASTING, METRICS, lost_steps, odd_lines, read_lines
 
@@ -122,6 +123,8 @@ def _numbers(record: dict[str, Any]) -> str:
         f"grad norm {record['grad_norm']:.3g}",
         f"scale {_scale(record['loss_scale'])}",
         f"{record['tokens_per_s']:,.0f} tokens/s",
+        *([f"{flops(record['tflops'] * 1e12)}/s"] if "tflops" in record else []),
+        *([f"MFU {record['mfu']:.1%}"] if "mfu" in record else []),
     )
     return "  ".join(words)
 

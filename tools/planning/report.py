@@ -9,9 +9,9 @@ from models.estimate.flops import training_flops
 from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import duration, flops, size
-from tools.planning.device import RESERVED, Target
-from tools.planning.memory import RankBytes
-from tools.planning.search import Found, Planned
+from tools.planning.device import RESERVED, Target, target_of
+from tools.planning.memory import MemoryModel, RankBytes
+from tools.planning.search import Found, Planned, plan_run
 from tools.planning.speed import Assumptions, Prediction
 
 STATE = ("weights", "gradients", "masters", "moments", "activations")
@@ -54,25 +54,31 @@ def memory_lines(planned: Planned, target: Target) -> Iterator[str]:
         yield f"other      {other}"
     if logits := planned.ranks[-1].logits or max(one.logits for one in planned.ranks):
         yield f"logits     {size(logits)} a micro-batch, within the activations of the last stage"
-    yield f"verdict    {verdict(planned, target)}"
+    yield f"verdict    {fit(planned.ranks, target)}"
 
 
-def verdict(planned: Planned, target: Target) -> str:
+def fit(ranks: Sequence[RankBytes], target: Target) -> str:
     """Return whether the run fits, with the numbers that say so."""
-    said = target.verdict(planned.total)
-    needs = f"{size(planned.total)} on the fullest rank"
+    total = max(one.total for one in ranks)
+    needs = f"{target.verdict(total)}: {size(total)} on the fullest rank"
     if not target.memory:
-        return f"{said}: {needs}; --gpu or --gpu-memory says what there is"
-    return f"{said}: {needs}, {size(target.usable)} usable ({1 - RESERVED:.0%} of {size(target.memory)})"
+        return f"{needs}; --gpu says what there is"
+    return f"{needs}, {size(target.usable)} usable ({1 - RESERVED:.0%} of {size(target.memory)})"
 
 
-def one_line(planned: Planned, target: Target) -> str:
-    """Return the plan in a line."""
+def one_line(config: RunConfig) -> str:
+    """Return the plan of a run in a line: the bytes of the fullest rank by kind, and the device's memory.
+
+    Empty for a custom model, whose memory is not known before it is built.
+    """
+    if config.model.factory:
+        return ""
+    target = target_of(config)
+    planned = plan_run(config, MemoryModel(target.device), None)
     kinds = planned.ranks[planned.fullest].by_kind()
-    other = sum(kinds[kind] for kind in OTHERS)
-    parts = ", ".join(f"{kind} {size(kinds[kind])}" for kind in STATE)
-    there = f"of {size(target.memory)}" if target.memory else "of memory that is not known"
-    return f"{size(planned.total)} a rank {there}: {parts}, other {size(other)}"
+    parts = {kind: kinds[kind] for kind in STATE} | {"other": sum(kinds[kind] for kind in OTHERS)}
+    there = f" of {size(target.memory)}" if target.memory else ", of memory that is not known"
+    return f"{size(planned.total)}{there} a rank: {', '.join(f'{kind} {size(n)}' for kind, n in parts.items())}"
 
 
 def prediction_lines(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> Iterator[str]:

@@ -212,7 +212,7 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
 def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
     """Return the activation for the next stage, or the loss."""
     plan = stage.context.plan
-    place = MicrobatchInfo(0, torch.arange(x.shape[1]))  # as in training
+    place = MicrobatchInfo(0, torch.arange(x.shape[1]), torch.ones(()))  # as in training
     y = stage(x if stage.cut.first else x.to(plan.residual), place)
     if not stage.cut.last:
         return y.to(plan.pipeline)

@@ -67,12 +67,13 @@ class Journal(AbstractContextManager["Journal"]):
     def _show(self, record: dict[str, Any], eta: float) -> None:
         """Print one line per step; on a terminal ordinary steps share one line that is redrawn."""
         step, events = record["step"], _events(record)
-        said = f"{_numbers(record)}  ETA {_clock(eta)}"
         if self._bar:
-            self._bar.update(step, said)
+            self._bar.update(step, f"{_numbers(record)}{_mfu(record)}  ETA {_clock(eta)}")
             if events:
                 self._bar.say(f"step {step}/{self._total}  {'  '.join(events)}")
         elif step % self._every == 0 or step == self._total or events:
+            speed = f"  {flops(record['tflops'] * 1e12)}/s" if "tflops" in record else ""
+            said = f"{_numbers(record)}{speed}{_mfu(record)}  ETA {_clock(eta)}"
             print("  ".join((f"step {step}/{self._total}", said, *events)), flush=True)
 
 
@@ -123,10 +124,12 @@ def _numbers(record: dict[str, Any]) -> str:
         f"grad norm {record['grad_norm']:.3g}",
         f"scale {_scale(record['loss_scale'])}",
         f"{record['tokens_per_s']:,.0f} tokens/s",
-        *([f"{flops(record['tflops'] * 1e12)}/s"] if "tflops" in record else []),
-        *([f"MFU {record['mfu']:.1%}"] if "mfu" in record else []),
     )
     return "  ".join(words)
+
+
+def _mfu(record: dict[str, Any]) -> str:
+    return f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
 
 
 def _events(record: dict[str, Any]) -> list[str]:

@@ -7,6 +7,8 @@ themselves, and gaps between tensors; `Target.usable` leaves some memory for the
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
 
 from models.estimate.flops import StageCost
 from models.estimate.memory import Kept, StageMemory, message_bytes
@@ -58,11 +60,16 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes of a step, as a schedule of `schedule.microbatches` and of `more` further micro-batches."""
+    """The passes of a step: a schedule of its first micro-batches, and `more` further ones.
+
+    longer: the schedule of some micro-batches more, which says how much time each further one takes; None if there are
+    no further ones.
+    """
 
     schedule: Schedule
     costs: Sequence[StageCost]
     more: int = 0
+    longer: Schedule | None = None
 
 
 class MemoryModel:
@@ -70,18 +77,14 @@ class MemoryModel:
 
     def __init__(self, device: Device) -> None:
         self.device: Device = device
-        self._stages: dict[tuple[object, ...], StageMemory] = {}
 
     def kept(self, config: RunConfig, costs: Sequence[StageCost]) -> list[Kept]:
         """Return what each stage keeps of a micro-batch."""
         p, t = config.parallel, config.train
         halves = bool(p.schedule_file) or p.schedule in SPLIT
-        key = p.tensor, p.sequence, config.recompute
-        if key not in self._stages:
-            self._stages[key] = StageMemory(
-                config.sized_model, config.plan, t.seq_length, t.micro_batch, *key, self.device, halves
-            )
-        return [self._stages[key].kept(cost.cut) for cost in costs]
+        model, layout = config.sized_model, (p.tensor, p.sequence, config.recompute)
+        stages = _stage_memory(model, config.plan, t.seq_length, t.micro_batch, *layout, self.device, halves)
+        return [stages.kept(cost.cut) for cost in costs]
 
     def of(self, config: RunConfig, passes: Passes) -> list[RankBytes]:
         """Return the bytes of each pipeline rank."""
@@ -113,6 +116,12 @@ class MemoryModel:
             )
             for rank, one in enumerate(held)
         ]
+
+
+@lru_cache(maxsize=64)
+def _stage_memory(*fields: Any) -> StageMemory:
+    """Return the one `StageMemory` of these fields, which knows the stages that were run before."""
+    return StageMemory(*fields)
 
 
 def sharding_of(config: RunConfig) -> Sharding:

@@ -78,7 +78,9 @@ def one_line(config: RunConfig) -> str:
     kinds = planned.ranks[planned.fullest].by_kind()
     parts = {kind: kinds[kind] for kind in STATE} | {"other": sum(kinds[kind] for kind in OTHERS)}
     there = f" of {size(target.memory)}" if target.memory else ", of memory that is not known"
-    return f"{size(planned.total)}{there} a rank: {', '.join(f'{kind} {size(n)}' for kind, n in parts.items())}"
+    said = ", ".join(f"{kind} {size(count)}" for kind, count in parts.items())
+    refused = "; DOES NOT FIT" if target.verdict(planned.total) == "does not fit" else ""
+    return f"{size(planned.total)}{there} a rank: {said}{refused}"
 
 
 def prediction_lines(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> Iterator[str]:
@@ -89,24 +91,16 @@ def prediction_lines(config: RunConfig, predicted: Prediction, assumed: Assumpti
     axes = (("tensor", sent.tp), ("pipeline", sent.pp), ("data", sent.dp))
     traffic = ", ".join(f"{size(count)} over {axis}" for axis, count in axes if count) or "nothing"
     yield "prediction, not a measurement"
-    yield (
-        f"step       {duration(p.seconds)}: products {duration(p.compute)}, tensor traffic {duration(p.tp)}, "
-        f"replicas {duration(p.dp)};"
-    )
-    yield f"           ranks wait {p.idle:.1%} of the passes"
+    yield (f"step       {duration(p.seconds)}: products {duration(p.compute)}, tensor traffic {duration(p.tp)},")
+    yield f"           replicas {duration(p.dp)}; ranks wait {p.idle:.1%} of the passes"
     yield f"sends      a rank, a step: {traffic}"
     each = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
     yield f"speed      {speed['tokens_per_s']:,.0f} tokens/s, {each}"
     spent = f"{hours * config.world_size:,.1f} rank-hours"
     yield f"run        {config.train.steps:,} steps in {duration(hours * 3600)}: {spent}"
-    yield (
-        f"assumed    products at {assumed.efficiency:.0%} of {assumed.tflops:.4g} TFLOP/s a rank "
-        "(--efficiency, --tflops);"
-    )
-    yield (
-        f"           links {assumed.fast:g} GB/s within {assumed.machine} ranks, {assumed.slow:g} GB/s beyond "
-        "(--fast-link, --machine, --slow-link)"
-    )
+    yield f"assumed    products at {assumed.efficiency:.0%} of {flops(assumed.tflops * 1e12)}/s a rank,"
+    yield f"           links of {assumed.fast:g} GB/s within {assumed.machine} ranks and {assumed.slow:g} GB/s beyond;"
+    yield "           other: --efficiency, --tflops, --fast-link, --machine, --slow-link"
 
 
 def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dict[str, float]:
@@ -119,20 +113,18 @@ def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dic
 def layout_lines(found: Found, ranks: int, target: Target, assumed: Assumptions) -> Iterator[str]:
     """Yield the table of the layouts that fit."""
     small = f" (the smallest needs {size(found.smallest)})" if found.too_large else ""
-    yield f"layouts of {ranks:,} ranks that fit, fastest first; {found.too_large} do not fit{small},"
-    yield f"{found.slower} others would be slower"
+    yield f"layouts of {ranks:,} ranks, tensor x pipeline x data, that fit; fastest first"
+    yield f"{found.too_large} others do not fit{small}, {found.slower} are slower"
     if not found.layouts:
         return
-    rows: list[tuple[str, ...]] = [
-        ("tensor", "pipeline", "data", "recompute", "sequence", "memory", "waits", "sends", "step", "MFU")
-    ]
+    rows: list[tuple[str, ...]] = [("layout", "recompute", "sequence", "memory", "waits", "sends", "step", "MFU")]
     for planned in found.layouts:
         predicted, p = planned.prediction, planned.config.parallel
         assert predicted is not None
         sent = predicted.traffic
         rows.append(
             (
-                *(str(n) for n in (p.tensor, p.pipeline, p.data)),
+                f"{p.tensor} x {p.pipeline} x {p.data}",
                 p.recompute,
                 "yes" if p.sequence else "no",
                 size(planned.total),

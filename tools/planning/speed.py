@@ -20,7 +20,7 @@ from tools.config.run_file import RunConfig
 from tools.config.schedules import pipeline_schedule
 from tools.planning.memory import Passes, RankBytes, sharding_of
 
-MANY = 1024  # forward passes; of a longer schedule a part is simulated, and the busiest rank's time added for the rest
+MANY = 1024  # forward passes; of a longer schedule only the first micro-batches are simulated
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,14 @@ class Prediction:
 def passes_of(config: RunConfig) -> Passes:
     """Return the passes of a step; of many micro-batches only as many as the schedule needs to become regular."""
     p, all_of_them = config.parallel, config.num_microbatches
-    few = 2 * p.pipeline + 2  # from twice as many as ranks on, every kind repeats itself
-    if p.schedule_file or p.pipeline * all_of_them <= MANY or all_of_them <= few:
+    few = 2 * p.pipeline  # from here on every kind repeats itself after as many micro-batches as there are ranks
+    if p.schedule_file or p.pipeline * all_of_them <= MANY or all_of_them <= few + p.pipeline:
         made = config.schedule
         return Passes(made, config.stage_costs(config.sized_model, made.rank_of_stage))
     placed = pipeline_schedule(p, few).rank_of_stage
     costs = config.stage_costs(config.sized_model, placed)
-    return Passes(pipeline_schedule(p, few, lambda i: costs[i.stage].of(i)), costs, all_of_them - few)
+    made, longer = (pipeline_schedule(p, n, lambda i: costs[i.stage].of(i)) for n in (few, few + p.pipeline))
+    return Passes(made, costs, all_of_them - few, longer)
 
 
 def predict(config: RunConfig, passes: Passes, ranks: Sequence[RankBytes], assumed: Assumptions) -> Prediction:
@@ -100,9 +101,10 @@ def predict(config: RunConfig, passes: Passes, ranks: Sequence[RankBytes], assum
         if span.instruction.op not in SENDS:
             work[span.rank] += computes(span.instruction)
             talk[span.rank] += talks(span.instruction)
-    times = 1 + passes.more / made.microbatches
-    busiest = max(w + t for w, t in zip(work, talk, strict=True)) / made.microbatches
-    length = max(span.end for span in spans) + passes.more * busiest
+    times, length = 1 + passes.more / made.microbatches, max(span.end for span in spans)
+    if passes.longer:
+        end = max(span.end for span in simulate(passes.longer, takes))
+        length += passes.more * (end - length) / (passes.longer.microbatches - made.microbatches)
     mean_work, mean_talk = times * sum(work) / count, times * sum(talk) / count
     traffic = Traffic(
         times * max(talk) * links["tp"],

@@ -179,7 +179,8 @@ def test_deep_stages_keep_what_few_layers_foretell(
     model: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First, middle and last stages of twelve layers, counted from few layers and by running all of them."""
-    config = ModelConfig(**model | {"layers": 36, "vocab": 3001})
+    deep: dict[str, Any] = {**model, "layers": 36, "vocab": 3001}
+    config = ModelConfig(**deep)
     cut = cuts(config, 3, LENGTH, (12, 12, 12))
     shortly = kept_bytes(config, plan("bf16"), cut, LENGTH, 1, 2, True, OFTEN[recompute], "cuda")
     monkeypatch.setattr(memory, "FEW", ())
@@ -188,7 +189,7 @@ def test_deep_stages_keep_what_few_layers_foretell(
 
 def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
     """Masks of a window are kept; stages with as many layers but other windows keep as much as they have of them."""
-    model = {**FAMILIES["llama"], "window": 16, "window_layers": (0, 1, 2, 3)}
+    model: dict[str, Any] = {**FAMILIES["llama"], "window": 16, "window_layers": (0, 1, 2, 3)}
     config = ModelConfig(**model)
     alone, other = kept_bytes(
         config, plan("fp32"), [Cut(0, range(1, 4), False, False), Cut(1, range(4, 7), False, False)], LENGTH, 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from megaprec.errors import UserError
 from megaprec.parsing import read_text
 from parallel.pipeline.builders import (
+    SPLIT,
     chunk_problems,
     default_chunks,
     equal,
@@ -20,7 +21,7 @@ from tools.config.settings import Parallel
 TELLING = 4096  # forward passes of a schedule whose building takes so long that a line says so
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def plan_equal(kind: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
     """Return the schedule for stages of equal cost. It is built once, and announced if that takes some seconds."""
     if (passes := pipeline * microbatches * (chunks or 1)) > TELLING and not schedule_problems(
@@ -36,7 +37,7 @@ def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal)
     if not p.schedule_file:
         if problems := chunk_problems(p.schedule, p.chunks):
             raise UserError(*(f"parallel.chunks {p.chunks}: {problem}" for problem in problems))
-        if cost is equal:
+        if cost is equal or p.schedule not in SPLIT:
             return plan_equal(p.schedule, p.pipeline, microbatches, p.chunks)
         return schedule(p.schedule, p.pipeline, microbatches, p.chunks, cost)
     made = read_schedule(p.schedule_file)

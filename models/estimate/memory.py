@@ -95,7 +95,9 @@ def kept_bytes(
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What stages of any cut keep of a micro-batch; stages that are alike are run once. Fields as in `kept_bytes`.
+    """The bytes that stages of any cut keep of a micro-batch; stages that are alike are run once.
+
+    Fields are the arguments of `kept_bytes`.
 
     halves: False if backward passes are never computed in halves; `put_off`, `input` and `weight` are then 0.
     """

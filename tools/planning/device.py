@@ -37,7 +37,7 @@ class Target:
         return int(self.memory * (1 - RESERVED))
 
     def verdict(self, needed: int) -> str:
-        """Return whether so many bytes fit: fits, does not fit or not known."""
+        """Return if so many bytes fit: fits, does not fit or not known."""
         if not self.memory:
             return "not known"
         return "fits" if needed <= self.usable else "does not fit"

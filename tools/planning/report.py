@@ -1,4 +1,4 @@
-"""What a plan says: the bytes of a rank, the verdict, the predicted step, and the table of layouts."""
+"""The words of a plan: the bytes of a rank, the verdict, the predicted step, and the table of layouts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

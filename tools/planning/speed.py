@@ -66,13 +66,14 @@ class Prediction:
 def passes_of(config: RunConfig) -> Passes:
     """Return the passes of a step; of many micro-batches only as many as the schedule needs to become regular."""
     p, all_of_them = config.parallel, config.num_microbatches
-    few = 2 * p.pipeline  # from here on every kind repeats itself after as many micro-batches as there are ranks
-    if p.schedule_file or p.pipeline * all_of_them <= MANY or all_of_them <= few + p.pipeline:
+    simple = p.schedule in ("gpipe", "1f1b")  # they repeat themselves once the pipeline is full, the others later
+    few, further = (p.pipeline + 4, 8) if simple else (2 * p.pipeline, p.pipeline)
+    if p.schedule_file or p.pipeline * all_of_them <= MANY or all_of_them <= few + further:
         made = config.schedule
         return Passes(made, config.stage_costs(config.sized_model, made.rank_of_stage))
     placed = pipeline_schedule(p, few).rank_of_stage
     costs = config.stage_costs(config.sized_model, placed)
-    made, longer = (pipeline_schedule(p, n, lambda i: costs[i.stage].of(i)) for n in (few, few + p.pipeline))
+    made, longer = (pipeline_schedule(p, n, lambda i: costs[i.stage].of(i)) for n in (few, few + further))
     return Passes(made, costs, all_of_them - few, longer)
 
 

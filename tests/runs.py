@@ -51,7 +51,7 @@ every = 3
 tensorboard = false
 plot = false
 """
-TIMES = ("seconds", "tokens_per_s")
+TIMES = ("seconds", "tokens_per_s", "tflops", "mfu")
 
 
 def write_run(folder: Path) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megaprec.data.files import write_whole
+from megaprec.data.workers import cores
 from megaprec.errors import UserError
 from models.own_model import require_builtin
 from tools.config.run_file import RunConfig, load_run
@@ -141,15 +142,20 @@ def _assumed(config: RunConfig, target: Target, args: argparse.Namespace) -> Ass
     return Assumptions(peak, args.efficiency, fast, args.slow_link, args.machine)
 
 
-def _measured(config: RunConfig, side: int = 1024, seconds: float = 0.2) -> float:
-    """Return the TFLOP/s of the fastest of some square products on this machine's CPU, with all its threads."""
-    a = torch.ones(side, side, dtype=config.plan.compute)
+def _measured(config: RunConfig, side: int = 512, seconds: float = 0.2) -> float:
+    """Return the TFLOP/s of this machine's CPU: of the fastest of some square products on one thread, times its cores.
+
+    The fastest of short products says least about other work that the machine has.
+    """
+    a, threads = torch.ones(side, side, dtype=config.plan.compute), torch.get_num_threads()
+    torch.set_num_threads(1)
     made = a @ a  # the first takes longer
     end, fastest = time.perf_counter() + seconds, math.inf
     while (began := time.perf_counter()) < end:
         torch.mm(a, a, out=made)
         fastest = min(fastest, time.perf_counter() - began)
-    return 2 * side**3 / fastest / 1e12
+    torch.set_num_threads(threads)
+    return 2 * side**3 / fastest / 1e12 * cores()
 
 
 def _progress(done: int, of: int) -> None:

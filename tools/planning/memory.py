@@ -82,8 +82,9 @@ class MemoryModel:
         """Return what each stage keeps of a micro-batch."""
         p, t = config.parallel, config.train
         halves = bool(p.schedule_file) or p.schedule in SPLIT
-        model, layout = config.sized_model, (p.tensor, p.sequence, config.recompute)
-        stages = _stage_memory(model, config.plan, t.seq_length, t.micro_batch, *layout, self.device, halves)
+        layout = p.tensor, p.sequence, config.recompute
+        run: tuple[Any, ...] = (config.sized_model, config.plan, t.seq_length, t.micro_batch)
+        stages = _stage_memory(*run, *layout, self.device, halves)
         return [stages.kept(cost.cut) for cost in costs]
 
     def of(self, config: RunConfig, passes: Passes) -> list[RankBytes]:

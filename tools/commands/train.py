@@ -95,8 +95,6 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     tell_notes(config.notes, args.strict)
-    if not started_here() and os.environ.get("RANK", "0") == "0":
-        _tell_plan(config)
     if joined_world():
         return _run_rank(config, export, args.allow, not args.no_verify)
     if export:
@@ -104,6 +102,7 @@ def main(args: argparse.Namespace) -> int:
     if export and export.exists():
         raise UserError(f"--export-hf {export}: it exists already; give another folder")
     _open_checked(config, args.allow)
+    _tell_plan(config)
     if (blocks := config.model.layers * max(1, config.model.experts)) > MANY:
         print(f"building a model of {blocks:,} feed-forwards, which takes a while", file=sys.stderr, flush=True)
     if not args.no_verify:
@@ -118,7 +117,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tell_plan(config: RunConfig) -> None:
-    """Print the plan of the run, in a line: before data is prepared, and before a run that does not fit starts."""
+    """Print the plan of the run, in a line, before ranks start."""
     if line := one_line(config):
         print(f"plan       {line}", flush=True)
 
@@ -291,6 +290,8 @@ def prepare(
     The run folder is locked until `held` is closed. allowed: see `check_resumable`.
     """
     corpus = _open_checked(config, allowed)
+    if joined_world() and not started_here():  # otherwise the launcher has told it
+        _tell_plan(config)
     if verify:
         _verify(config, export)
     try:

@@ -50,7 +50,7 @@ every = 3
 [log]
 plot = false
 """
-TIMES = ("seconds", "tokens_per_s")
+TIMES = ("seconds", "tokens_per_s", "tflops", "mfu")
 
 
 def write_run(folder: Path) -> Path:

@@ -35,6 +35,7 @@ from tools.commands import (
     init,
     inspect,
     keys,
+    plan,
     precision,
     report,
     schedule,
@@ -143,6 +144,7 @@ def parser_of_all() -> argparse.ArgumentParser:
     diff.add_parser(commands)
     compare.add_parser(commands)
     report.add_parser(commands)
+    plan.add_parser(commands)
     schedule.add_parser(commands)
     precision.add_parser(commands)
     parity.add_parser(commands)

@@ -259,12 +259,24 @@ class Buffer:
 
     def num_bytes(self) -> int:
         """Return the memory of all tensors of this buffer, in bytes."""
-        kept = [self.weights, self.grads, *self.state.values(), *(one.param.inverse for one in self.owned)]
-        if self.remainder is not None:
-            kept.append(self.remainder)
+        return sum(self.bytes_by_kind().values())
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Return the memory of this buffer in bytes: of weights, gradients, masters and moments.
+
+        Scales of weights in FP8 belong to the weights, remainders to the masters. Masters that are the weights take no
+        memory of their own.
+        """
+        own = [] if self.remainder is None else [self.remainder]
         if self.masters is not None and self.masters.dtype != self.weights.dtype:
-            kept.append(self.masters)
-        return sum(tensor.nbytes for tensor in kept)
+            own.append(self.masters)
+        kept = {
+            "weights": [self.weights, *(one.param.inverse for one in self.owned)],
+            "gradients": [self.grads],
+            "masters": own,
+            "moments": [*self.state.values()],
+        }
+        return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in kept.items()}
 
 
 def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:

@@ -40,6 +40,16 @@ class StageCost:
         return costs.get(i.op, 0.0)
 
 
+def training_flops(config: ModelConfig, seq_length: int) -> int:
+    """Return the FLOPs of the model's matrix products for one token, forward and backward: the numerator of MFU.
+
+    A backward pass has twice the products of a forward pass; recomputation is not counted. Attention counts the whole
+    sequence, or window, as if it were not causal. Of experts those are counted that a token is sent to. The same rules
+    are in appendix B of PaLM (Chowdhery et al., 2022), there without the products of an untied embedding.
+    """
+    return 3 * config.flops_per_token(seq_length)
+
+
 def stage_costs(
     config: ModelConfig, cuts: Sequence[Cut], seq_length: int, micro_batch: int, recompute: Recompute = KEEP
 ) -> list[StageCost]:

@@ -1,36 +1,36 @@
 """The activation memory of a stage for one micro-batch, measured by running the stage on tensors without storage.
 
-The stage is built and run for real (forward, loss and both halves of the backward pass) under torch's fake tensors,
-which have shapes and dtypes but no storage and need no time. Live bytes are counted when operators create tensors and
-when the last reference to a tensor is dropped. The result has the bytes that stay between the instructions of a
-schedule, and the extra bytes that an instruction needs while it runs, recomputed activations included. Weight gradients
-are allocated elsewhere and are not counted. The memory of experts depends on the number of tokens that are routed to
-them, so it cannot be predicted for a model with experts.
+The stage is built and run for real (forward, loss and both halves of the backward pass) on tensors which have shapes
+and dtypes but no storage: torch's fake tensors for a CPU, meta tensors for a GPU. Live bytes are counted when operators
+create tensors and when the last reference to a tensor is dropped. The result has the bytes that stay between the
+instructions of a schedule, and the extra bytes that an instruction needs while it runs, recomputed activations
+included. Weight gradients are allocated elsewhere and are not counted.
+
+A stage whose layers are all alike is run with few of them and with one more; each further layer adds the difference.
+The router is taken to send as many tokens to each expert: what experts keep does not depend on it, for no token is
+dropped, but the largest expert's share of an instruction's peak does.
 """
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
+from models.estimate.storage import Alive, Alone, Device, without_storage
 from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.weight_grad_queue import Work
+
+FEW = (2, 8, 32)  # layers of the smaller of two stages from which a deeper one is computed
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Kept:
     put_off: kept between the halves of a split backward: the inputs of products and the gradients of their outputs.
     forward, backward, input, weight: the peak that a forward, a whole backward, or its input or weight half adds to the
         memory in use before it.
+    buffers: kept for good from the first pass on, for all micro-batches: rotary tables, FP8 casts of weights.
     """
 
     activations: int
@@ -49,6 +50,7 @@ class Kept:
     backward: int
     input: int
     weight: int
+    buffers: int = 0
 
     def growth(self, i: Instruction) -> int:
         """Return the change of the memory in use after an instruction of this stage."""
@@ -80,23 +82,85 @@ def kept_bytes(
     tp: int = 1,
     sequence: bool = False,
     recompute: Recompute = KEEP,
+    device: Device = "cpu",
 ) -> list[Kept]:
     """Return the bytes that each stage keeps on each of `tp` ranks. The vocabulary must be known.
 
-    sequence: activations between blocks are sharded along the sequence.
+    sequence: activations between blocks are sharded along the sequence. device: with "cpu" the operators are those that
+    this machine's processor would run; with "cuda" attention is torch's fused kernel for GPUs.
     """
-    recipe = plan.fp8 and replace(plan.fp8, backend="torch")  # keeps as many bytes, and runs without real values
-    axis, held = _Alone("tp", 0, tp), replace(plan, masters=plan.parameters, fp8=recipe)
-    config = config.undrawn
-    known: dict[tuple[int, bool, bool], Kept] = {}
-    for cut in cuts:
-        alike = len(cut.layers), cut.first, cut.last
-        if alike not in known:
-            fp8 = FP8State(recipe, config.layers, axis)
-            context = Context(held, axis, sequence, recompute=recompute, fp8=fp8)
-            with FakeTensorMode(), fp8.autocast():
-                known[alike] = _kept(Stage(config, context, cut), seq_length, micro_batch)
-    return [known[len(cut.layers), cut.first, cut.last] for cut in cuts]
+    memory = StageMemory(config, plan, seq_length, micro_batch, tp, sequence, recompute, device)
+    return [memory.kept(cut) for cut in cuts]
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """The bytes that stages of any cut keep of a micro-batch; stages that are alike are run once.
+
+    Fields are the arguments of `kept_bytes`.
+
+    halves: False if backward passes are never computed in halves; `put_off`, `input` and `weight` are then 0.
+    """
+
+    config: ModelConfig
+    plan: PrecisionPlan
+    seq_length: int
+    micro_batch: int
+    tp: int = 1
+    sequence: bool = False
+    recompute: Recompute = KEEP
+    device: Device = "cpu"
+    halves: bool = True
+    _known: dict[tuple[object, ...], Kept] = field(default_factory=dict, repr=False, compare=False)
+
+    def kept(self, cut: Cut) -> Kept:
+        """Return what a stage keeps: if its layers are equal, what a stage of few of them does, and as much more for
+        each further one as one more adds.
+        """
+        layers = len(cut.layers)
+        equal = len(set(self._kinds(cut))) == 1
+        for count in (count for count in FEW if equal and count + 1 < layers):
+            few, more = (self._walked(replace(cut, layers=cut.layers[:some])) for some in (count, count + 1))
+            if _steady(few, more):
+                pairs = ((part.name, getattr(few, part.name), getattr(more, part.name)) for part in fields(Kept))
+                return Kept(**{name: least + (layers - count) * (next_ - least) for name, least, next_ in pairs})
+        return self._walked(cut)
+
+    def _kinds(self, cut: Cut) -> tuple[object, ...]:
+        """Return the kind of each layer; layers of one kind keep as much."""
+        whole, names = self.recompute.whole(len(cut.layers)), by_name(self.plan)
+        return tuple((n < whole, self.config.of_layer(m).window, names and m) for n, m in enumerate(cut.layers))
+
+    def _walked(self, cut: Cut) -> Kept:
+        """Return what a stage keeps, by running it."""
+        if (alike := (cut.first, cut.last, self._kinds(cut))) in self._known:
+            return self._known[alike]
+        recipe = self.plan.fp8 and replace(self.plan.fp8, backend="torch")  # keeps as many, and runs without values
+        axis, held = Alone("tp", 0, self.tp), replace(self.plan, masters=self.plan.parameters, fp8=recipe)
+        with without_storage(self.device):
+            fp8 = FP8State(recipe, self.config.layers, axis, device="meta" if self.device == "cuda" else "cpu")
+            context = Context(held, axis, self.sequence, recompute=self.recompute, fp8=fp8)
+            with fp8.autocast():
+                kept = _kept(Stage(self.config.undrawn, context, cut), self.seq_length, self.micro_batch, self.halves)
+        self._known[alike] = kept
+        return kept
+
+
+def by_name(plan: PrecisionPlan) -> bool:
+    """Return True if the plan may treat one layer in another way than the next."""
+    fp8 = plan.fp8
+    return bool(plan.keep_fp32 or (fp8 and (fp8.first_layers or fp8.last_layers or fp8.wide)))
+
+
+def _steady(few: Kept, more: Kept) -> bool:
+    """Return True if peaks grow by as much with each further layer.
+
+    A peak is the largest of several sums of which each grows with the number of layers at its own rate. It is steady
+    once it grows as fast as what layers leave behind.
+    """
+    grows, put_off = more.activations - few.activations, more.put_off - few.put_off
+    halves = more.input - few.input == max(0, put_off - grows)
+    return more.forward - few.forward == grows and (halves or not more.input)
 
 
 def message_bytes(
@@ -106,64 +170,21 @@ def message_bytes(
     return seq_length // (tp if sequence else 1) * micro_batch * config.hidden * plan.pipeline.itemsize
 
 
-class _Alone(Axis):
-    """An axis without its other ranks: the results of its collectives have the right shapes and arbitrary values."""
-
-    def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        return lambda: whole
-
-    def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        received = torch.empty_like(tensor)  # as on a CPU: received from all ranks, then summed
-        return lambda: received.unflatten(0, (self.size, -1)).sum(0)
-
-
-class _Alive(TorchDispatchMode):
-    """Counts the live bytes of tensors that are created inside. most: the peak since `begin`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
-                self._note(tensor.untyped_storage())
-        return result
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        place, size = storage._cdata, storage.nbytes()
-        if place not in self._known:
-            self._known[place] = weakref.ref(storage, lambda _: self._forget(place, size))
-            self.now += size
-            self.most = max(self.most, self.now)
-
-    def _forget(self, place: int, size: int) -> None:
-        del self._known[place]
-        self.now -= size
-
-    def begin(self) -> int:
-        """Return the bytes that are live now, and restart the peak from there."""
-        self.most = self.now
-        return self.now
-
-
-def _kept(stage: Stage, seq_length: int, micro_batch: int) -> Kept:
+def _kept(stage: Stage, seq_length: int, micro_batch: int, halves: bool) -> Kept:
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
-    with torch.no_grad():
+    with torch.no_grad(), Alive() as alive:
         stage(_input(stage, seq_length, micro_batch))  # allocates the buffers that are kept for good
-    whole, halves = (_passes(stage, seq_length, micro_batch, split) for split in (False, True))
-    return replace(halves, backward=whole.backward)
+        buffers = alive.now
+    whole = _passes(stage, seq_length, micro_batch, split=False)
+    split = _passes(stage, seq_length, micro_batch, split=True) if halves else whole
+    return replace(split, backward=whole.backward, buffers=buffers)
 
 
 def _passes(stage: Stage, seq_length: int, micro_batch: int, split: bool) -> Kept:
     """Run a micro-batch as the executor does. split: the backward pass in halves; `backward` is then 0."""
     deferred = stage.context.deferred
-    with _Alive() as alive:
+    with Alive() as alive:
         x = _input(stage, seq_length, micro_batch)
         y = _output(stage, x, seq_length)
         edge, shape, dtype = get_gradient_edge(y), y.shape, y.dtype
@@ -193,7 +214,7 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
 def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
     """Return the activation for the next stage, or the loss."""
     plan = stage.context.plan
-    place = MicrobatchInfo(0, torch.arange(x.shape[1]))  # as in training
+    place = MicrobatchInfo(0, torch.arange(x.shape[1]), torch.ones(()))  # as in training
     y = stage(x if stage.cut.first else x.to(plan.residual), place)
     if not stage.cut.last:
         return y.to(plan.pipeline)

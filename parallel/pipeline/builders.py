@@ -28,7 +28,7 @@ from parallel.pipeline.simulation import simulate
 
 Order = list[Instruction]  # the forwards and backwards of one rank, without transfers
 Done = Callable[[Instruction], bool]
-MOST_PASSES = 2**15  # forward passes of a step; building and checking a schedule takes about 0.1 ms for each
+MOST_PASSES = 2**17  # forward passes of a step; building and checking a schedule takes about 0.1 ms for each
 
 
 def equal(i: Instruction) -> float:
@@ -44,6 +44,17 @@ def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Co
         are placed as if all costs were equal, if that schedule ends earlier.
     Raises UserError that lists every argument that does not fit.
     """
+    if problems := schedule_problems(kind, ranks, microbatches, chunks):
+        raise UserError(*problems)
+    ways = (cost, equal) if kind in SPLIT else (equal,)
+    plans = [KINDS[kind](ranks, microbatches, chunks or default_chunks(kind), by) for by in dict.fromkeys(ways)]
+    if len(plans) == 1:
+        return plans[0]
+    return min(plans, key=lambda plan: max(span.end for span in simulate(plan, cost)))
+
+
+def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0) -> list[str]:
+    """Return the problems with the arguments of `schedule`, without building it."""
     counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
     problems = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
     problems += chunk_problems(kind, chunks)
@@ -52,12 +63,7 @@ def schedule(kind: str, ranks: int, microbatches: int, chunks: int = 0, cost: Co
             f"{ranks:,} pipeline ranks x {chunks or default_chunks(kind):,} stages x {microbatches:,} micro-batches "
             f"are {passes:,} forward passes; a schedule has at most {MOST_PASSES:,}: take fewer, larger micro-batches"
         )
-    if problems:
-        raise UserError(*problems)
-    plans = [
-        KINDS[kind](ranks, microbatches, chunks or default_chunks(kind), by) for by in dict.fromkeys((cost, equal))
-    ]
-    return min(plans, key=lambda plan: max(span.end for span in simulate(plan, cost)))
+    return problems
 
 
 def default_chunks(kind: str) -> int:
@@ -139,6 +145,8 @@ KINDS: Mapping[str, Callable[[int, int, int, Cost], Schedule]] = {
     "zb-h2": zb_h2,
     "zb-v": zb_v,
 }
+
+SPLIT = ("zb-h1", "zb-h2", "zb-v")  # kinds that place weight gradients by their cost
 
 
 def _alternate(stage: int, microbatches: int, warmup: int, backward: Op = Op.BACKWARD) -> Order:

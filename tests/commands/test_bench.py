@@ -42,12 +42,12 @@ def records(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, An
 
 
 def test_training_steps_are_timed_and_the_record_says_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    (record,) = records(capsys, *TINY, "--precision", "fp32", "--recompute", "selective")
+    (record,) = records(capsys, *TINY, "--precision", "fp32", "--recompute", "selective", "--peak-tflops", "0.5")
     asked = {"tensor": 1, "pipeline": 1, "data": 1, "sequence": False, "schedule": "1f1b", "chunks": 1}
     asked |= {"model": "llama", "layers": 2, "hidden": 32, "tokens": 8, "micro_batch": 1, "microbatches": 2}
     asked |= {"recompute": "selective", "recompute_modules": ["attention"], "precision": "fp32", "threads": 1}
-    asked |= {"warmup": 1, "steps": 3, "sentinel": False, "torch": torch.__version__}
-    measured = ["tokens_per_s", "step_s", "fastest_s", "slowest_s", "cpu_s", "peak_rss_mb"]
+    asked |= {"warmup": 1, "steps": 3, "sentinel": False, "peak_tflops": 0.5, "torch": torch.__version__}
+    measured = ["tokens_per_s", "tflops", "mfu", "step_s", "fastest_s", "slowest_s", "cpu_s", "peak_rss_mb"]
     assert record == asked | {name: record[name] for name in measured}
     assert 0 < record["fastest_s"] <= record["step_s"] <= record["slowest_s"]
     assert record["tokens_per_s"] == pytest.approx(2 * 8 / record["step_s"], rel=0.2)  # of rounded seconds

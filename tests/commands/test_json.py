@@ -59,6 +59,7 @@ def examples(room: Path) -> dict[str, list[str]]:
         "schedule": ["--kind", "1f1b", "--pipeline", "2", "--microbatches", "4"],
         "evaluate": [run, "--data", str(room / "text.txt"), "--max-chars", "500"],
         "fp8-advice": [file],
+        "plan": [file, "--tflops", "1"],
         "precision show": [file],
         "keys": [],
         "data inspect": [tokens],

@@ -217,7 +217,27 @@ def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
 
 def test_a_model_with_experts_has_a_table_too(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["model.family=mixtral", "model.layers=4", "parallel.pipeline=2", "parallel.schedule=zb-v"]
-    assert len(re.findall(r"^\d +\d +\d.* as routed$", said(capsys, run_file, *keys), re.MULTILINE)) == 4
+    assert len(re.findall(r"^\d +\d +\d.*FLOP .* [\d.]+ [KM]iB$", said(capsys, run_file, *keys), re.MULTILINE)) == 4
+
+
+def test_a_run_of_eight_ranks_shows_all_its_memory_and_no_column_covers_another(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where sizes are long: right ends are as far apart as texts are wide."""
+    text = said(
+        capsys, run_file, "parallel.pipeline=2", "parallel.tensor=2", "-o", tmp_path / "run.svg", "--gpu", "H100"
+    )
+    assert re.search(
+        r"^rank +stages +waits +holds +weights +gradients +optimizer +activations +other +total$", text, re.M
+    )
+    assert "device  H100: fits: " in text
+    facts = {"holds": ["1024"], "activations": ["20553.7 MiB"], "total": ["1.00 GiB"]}
+    drawn = draw("", [], [Panel("", simulate(schedule("1f1b", 1, 1)), 1, "s", facts)])
+    ends = [(shape.x, len(shape.text)) for shape in drawn.shapes if isinstance(shape, Text) and shape.anchor == "end"]
+    for heading in (True, False):
+        row = sorted(ends[:3] if heading else ends[3:])
+        assert len(row) == 3
+        assert all(right - left > 7.5 * width for (left, _), (right, width) in pairwise(row))
 
 
 def test_every_schedule_and_cut_trains_the_same_losses(run_file: Path, tmp_path: Path) -> None:

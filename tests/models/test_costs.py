@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
-from models.estimate.flops import stage_costs
+from models.estimate.flops import stage_costs, training_flops
 from models.estimate.memory import kept_bytes
 from models.stages import Stage, cuts
 from parallel.activation_checkpoint import KEEP, Recompute
@@ -79,6 +79,45 @@ def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Rec
         lookup = LENGTH * BATCH * config.embedding_flops() * stage.cut.first
         assert forward.get_total_flops() == cost.forward
         assert backward.get_total_flops() == cost.input + cost.weight - lookup
+
+
+EVERY: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "kv_heads": 2},
+    "gpt2": {"family": "gpt2"},
+    "gpt_neox": {"family": "gpt_neox"},
+    "mistral": {"family": "mistral", "kv_heads": 2},
+    "qwen2": {"family": "qwen2", "kv_heads": 2},
+    "qwen3": {"family": "qwen3", "kv_heads": 2},
+    "mixtral": {"family": "mixtral", "experts": 4, "experts_per_token": 2},
+}
+
+
+def counted(config: ModelConfig) -> int:
+    """FLOPs that torch counts in both passes of a micro-batch, with attention written out."""
+    (stage,) = stages(config, 1)
+    ids = torch.zeros(LENGTH, BATCH, dtype=torch.int64)
+    place = MicrobatchInfo(0, torch.arange(BATCH), torch.ones(()))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        stage.losses(stage(ids, place), ids).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_flops_of_training_are_those_that_torch_counts(family: str) -> None:
+    """Every family, experts by those that a token is sent to; recomputation is not counted."""
+    sizes: dict[str, Any] = {**SIZES, **EVERY[family]}
+    config = ModelConfig(**sizes)
+    assert training_flops(config, LENGTH) * LENGTH * BATCH == counted(config)
+
+
+def test_of_a_sliding_window_only_the_tokens_in_it_count() -> None:
+    """Torch counts the whole square of scores, of which a window leaves a part."""
+    sizes: dict[str, Any] = {**SIZES, **EVERY["mistral"], "window": 6}
+    windowed = ModelConfig(**sizes)
+    whole = ModelConfig(**{**sizes, "window": 0})
+    assert counted(windowed) == counted(whole) == training_flops(whole, LENGTH) * LENGTH * BATCH
+    one_less = 4 * windowed.heads * windowed.head_dim * windowed.layers  # both products with one token
+    assert training_flops(whole, LENGTH) - training_flops(windowed, LENGTH) == 3 * one_less * (LENGTH - 6)
 
 
 def held_by(work: Any) -> Iterator[Tensor]:

@@ -18,10 +18,12 @@ from megaprec.comm.axis import Axis
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
+from models.estimate import memory
 from models.estimate.memory import Kept, kept_bytes, message_bytes
 from models.stages import Cut, Stage, cuts
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
+from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.simulation import peak
@@ -167,3 +169,58 @@ def _growth(kept: Sequence[Kept], i: Instruction) -> int:
 
 def _within(kept: Sequence[Kept], i: Instruction) -> int:
     return kept[i.stage].within(i)
+
+
+MIXTRAL: dict[str, Any] = {"family": "mixtral", "experts": 4, **SIZES}
+OFTEN = {"none": KEEP, "full": Recompute(fraction=1.0), "all modules": Recompute(MODULES), "two": Recompute(layers=2)}
+
+
+@pytest.mark.parametrize("recompute", OFTEN)
+@pytest.mark.parametrize("model", [FAMILIES["llama"], MIXTRAL], ids=["llama", "mixtral"])
+def test_deep_stages_keep_what_few_layers_foretell(
+    model: dict[str, Any], recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First, middle and last stages of twelve layers, counted from few layers and by running all of them."""
+    deep: dict[str, Any] = {**model, "layers": 36, "vocab": 3001}
+    config = ModelConfig(**deep)
+    cut = cuts(config, 3, LENGTH, (12, 12, 12))
+    shortly = kept_bytes(config, plan("bf16"), cut, LENGTH, 1, 2, True, OFTEN[recompute], "cuda")
+    monkeypatch.setattr(memory, "FEW", ())
+    assert shortly == kept_bytes(config, plan("bf16"), cut, LENGTH, 1, 2, True, OFTEN[recompute], "cuda")
+
+
+def test_layers_with_and_without_a_window_are_counted_as_they_are() -> None:
+    """Masks of a window are kept; stages with as many layers but other windows keep as much as they have of them."""
+    model: dict[str, Any] = {**FAMILIES["llama"], "window": 16, "window_layers": (0, 1, 2, 3)}
+    config = ModelConfig(**model)
+    alone, other = kept_bytes(
+        config, plan("fp32"), [Cut(0, range(1, 4), False, False), Cut(1, range(4, 7), False, False)], LENGTH, 1
+    )
+    assert alone.activations != other.activations
+
+
+def test_a_gpu_keeps_what_a_cpu_with_a_fused_kernel_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To two per cent: both kernels keep query, key, value, result and a logarithm."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    cut = [middle(FAMILIES["llama"])]
+    (cpu,), (gpu,) = (
+        kept_bytes(ModelConfig(**FAMILIES["llama"]), plan("bf16"), cut, LENGTH, BATCH, device=device)
+        for device in ("cpu", "cuda")
+    )
+    assert gpu.activations == pytest.approx(cpu.activations, rel=0.02)
+
+
+def test_experts_keep_what_is_foretold_whatever_the_router_does() -> None:
+    """No token is dropped, so all experts together get as many; the router here has random weights."""
+    case = Case(MIXTRAL, KEEP)
+    (said,) = foretold(case, [middle(MIXTRAL)], 1)
+    stage = Stage(ModelConfig(**MIXTRAL), Context(case.plan, Axis("tp")), middle(MIXTRAL)).to(torch.bfloat16)
+    place = MicrobatchInfo(0, torch.arange(BATCH), torch.ones(()))
+    with torch.no_grad():
+        stage(torch.zeros(LENGTH, BATCH, stage.config.hidden, dtype=torch.bfloat16))
+    with allocations() as sizes:
+        x = torch.randn(LENGTH, BATCH, stage.config.hidden).bfloat16().requires_grad_()
+        edge = get_gradient_edge(stage(x, place))
+    assert edge
+    assert sum(sizes) == pytest.approx(said.activations, rel=0.05)

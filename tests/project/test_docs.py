@@ -86,6 +86,7 @@ def models(here: Path, environment: Mapping[str, str]) -> None:
 GIVEN: Mapping[str, Callable[[Path, Mapping[str, str]], None]] = {
     "converting.md": models,
     "fp8.md": run_file,
+    "planning.md": run_file,
     "precision.md": run_file,
     "schedules.md": run_file,
     "serving.md": models,

@@ -30,7 +30,8 @@ def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scaled = ("precision.compute=fp16", "precision.loss_scale=1e30")
     fp8 = ("train.sentinel=1", "fp8.kind=current", "fp8.pad=true", "fp8.shadow_every=1", "fp8.shadow_cosine=0.99999")
     named = f'data.validation=[{{name="NAME", source="{file.parent}/text.txt"}}]'
-    assert train(file, "train.steps=1", "train.eval_every=1", named, "precision.compute=bf16", *fp8) == 0
+    bf16 = ("precision.compute=bf16", "log.peak_tflops=1")
+    assert train(file, "train.steps=1", "train.eval_every=1", named, *bf16, *fp8) == 0
     assert train(file, "train.steps=2", "train.eval_every=1", *scaled) == 0
     return folder
 
@@ -70,7 +71,7 @@ def test_every_word_of_a_run_is_explained(skipped: bool, tmp_path: Path, capsys:
     begun = [match[1] for line in said if (match := re.match(r"(\w+) {2,}", line))]
     lines = explained("Before the first step")
     after = re.findall(r"`(\w+)`", GLOSSARY.split("After the last step:")[1].split("\n\n")[0])
-    assert begun[:5] == ["model", "data", "layout", "batch", "precision"]
+    assert begun[:6] == ["plan", "model", "data", "layout", "batch", "precision"]
     assert set(begun) <= {*lines, *after}
     (step,) = (line for line in said if line.startswith("step "))
     for known in (

@@ -693,7 +693,7 @@ def test_without_a_terminal_progress_is_plain_lines(
     assert first == f"building the data set of {run_file.parent}/text.txt"
     assert "all 6 steps were skipped" in last
     lines = [line for line in shown.out.splitlines() if line.startswith("step ")]
-    numbers = r"loss \d\.\d{4}  lr \S+  grad norm \S+  scale \S+  [\d,]+ tokens/s  ETA \d+:\d\d"
+    numbers = r"loss \d\.\d{4}  lr \S+  grad norm \S+  scale \S+  [\d,]+ tokens/s  \S+ [KMG]FLOP/s  ETA \d+:\d\d"
     assert all(re.fullmatch(rf"step \d/6  {numbers}  skipped_overflow in \S+ \(\d so far\)", line) for line in lines)
     assert "\x1b" not in shown.out
     assert len(lines) == 6  # each was skipped, and of that one hears

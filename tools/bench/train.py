@@ -33,6 +33,7 @@ from tools.config.run_file import RunConfig, load_run
 from tools.console.toml import toml
 from tools.training.allocator import keep_freed_memory
 from tools.training.launch import start_ranks
+from tools.training.throughput import Throughput
 
 VOCAB = 8192
 
@@ -53,6 +54,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="per rank (default: 1)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps that are not counted (default: 2)")
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps that are (default: 6)")
+    parser.add_argument(
+        "--peak-tflops", type=float, default=0.0, metavar="T", help="peak of a rank's device, for MFU (log.peak_tflops)"
+    )
     parser.add_argument(
         "--sentinel", action="store_true", help="check every step as train.sentinel = 1 does, to measure what it costs"
     )
@@ -133,6 +137,7 @@ def _keys(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     batch = {"global_batch": args.micro_batch * args.microbatches, "micro_batch": args.micro_batch}
     batch |= {"steps": args.warmup + args.steps, "seq_length": args.tokens, "sentinel": int(args.sentinel)}
     yield from ((f"train.{name}", value) for name, value in batch.items())
+    yield "log.peak_tflops", args.peak_tflops
 
 
 def _settings(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
@@ -189,8 +194,11 @@ class Bench:
         rss = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         rss[dist.get_rank()] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         median = statistics.median(seconds)
+        tokens_per_s = self.config.tokens_per_step / median
+        speed = Throughput.of(self.config, self.config.model, self.engine.device).fields(tokens_per_s)
         return {
-            "tokens_per_s": round(self.config.tokens_per_step / median, 1),
+            "tokens_per_s": round(tokens_per_s, 1),
+            **{name: round(value, 4) for name, value in speed.items()},
             "step_s": round(median, 3),
             "fastest_s": round(min(seconds), 3),
             "slowest_s": round(max(seconds), 3),

@@ -1,43 +1,49 @@
 """`megaprec schedule`: predict a pipeline's step time, bubble and memory, and draw its timeline.
 
-With a run file it prints the table of stages and times the schedule by the FLOPs of the run's stages; the timeline that
-`log.timeline` has recorded is drawn below the predicted one. Without a run file all stages cost the same. A schedule
-that would hang or leave something out is drawn up to the instruction where it goes wrong.
+With a run file it prints the table of stages, times the schedule by the FLOPs of the run's stages and counts the bytes
+of each pipeline rank, as `megaprec plan` does; the timeline that `log.timeline` has recorded is drawn below the
+predicted one. Without a run file all stages cost the same. A schedule that would hang or leave something out is drawn
+up to the instruction where it goes wrong.
 """
 
 import argparse
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
 from models.estimate.flops import StageCost
-from models.estimate.memory import Kept, kept_bytes, message_bytes
+from models.estimate.memory import Kept
 from parallel.pipeline.builders import KINDS
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import SENDS, Cost, Op, Schedule
-from parallel.pipeline.simulation import Refused, Span, bubble, idle, in_flight, peak, simulate
+from parallel.pipeline.simulation import Refused, Span, bubble, idle, in_flight, simulate
 from parallel.pipeline.verify import check
-from tools.config.checks import plan_equal, read_schedule
 from tools.config.run_file import RunConfig, load_run
+from tools.config.schedules import plan_equal, read_schedule
 from tools.console.tables import add_json, put
+from tools.console.units import flops, size
+from tools.planning.device import target_of
+from tools.planning.memory import MemoryModel, Passes, RankBytes
+from tools.planning.report import aligned, fit
 from tools.plots.perfetto import TIMELINE, read_trace, write_trace
 from tools.plots.timeline import Panel, as_text, draw
 from tools.training.notes import add_strict, tell_notes
 
+KINDS_OF_BYTES = ("weights", "gradients", "optimizer", "activations", "other", "total")
 LONGEST = 1e12  # time of an instruction; sums of many must stay exact enough to compare
 FORMS = ".svg and .png (pictures), .json (a trace for ui.perfetto.dev), .txt (the schedule itself)"
 
 
 @dataclass(frozen=True)
 class _Case:
-    """One schedule to report. cost: time of an instruction, in `unit`. growth, within: memory of an instruction, in
-    bytes.
+    """One schedule to report.
 
-    message: size of the messages between stages, in bytes. measured: recorded spans, in seconds.
+    cost: time of an instruction, in `unit`. bytes: of each pipeline rank; empty if they are not known. fits: the
+    verdict on them. measured: recorded spans, in seconds.
     """
 
     name: str
@@ -47,9 +53,8 @@ class _Case:
     sizes: Sizes
     unit: str = "forwards"
     table: Sequence[str] = ()
-    growth: Cost | None = None
-    within: Cost = lambda i: 0
-    message: int = 0
+    bytes: Sequence[RankBytes] = ()
+    fits: str = ""
     measured: Sequence[Span] = ()
 
 
@@ -82,6 +87,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="T",
         help="time of a message between two ranks (default: 0)",
     )
+    parser.add_argument("--gpu", default="", metavar="NAME", help="GPU of each rank, for the memory of a run")
     parser.add_argument(
         "--measured",
         type=Path,
@@ -129,7 +135,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _document(case: _Case, predicted: Sequence[Span]) -> dict[str, Any]:
     """Return the report for programs: the step, and each rank. Times are in `unit`, memory in bytes."""
-    peaks = peak(case.schedule, case.growth, case.within, case.message) if case.growth else []
     waits, holds = idle(predicted), in_flight(case.schedule)
     ranks = [
         {
@@ -137,7 +142,7 @@ def _document(case: _Case, predicted: Sequence[Span]) -> dict[str, Any]:
             "stages": [stage for stage, home in enumerate(case.schedule.rank_of_stage) if home == rank],
             "waits": waits[rank],
             "holds": holds[rank],
-            "peak_activations": peaks[rank] if peaks else None,
+            "bytes": {**asdict(case.bytes[rank]), "total": case.bytes[rank].total} if case.bytes else None,
         }
         for rank in range(len(case.schedule.programs))
     ]
@@ -199,11 +204,10 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
     made, train, parallel = config.schedule, config.train, config.parallel
     model = config.sized_model
     costs = config.stage_costs(model, made.rank_of_stage)
-    cut = [cost.cut for cost in costs]
-    kept: Sequence[Kept] = ()  # what experts keep depends on the tokens that are sent to them
-    batch, layout = (train.seq_length, train.micro_batch), (parallel.tensor, parallel.sequence)
-    if not model.experts:
-        kept = kept_bytes(model, config.plan, cut, *batch, *layout, config.recompute)
+    target, kept, ranks_bytes = target_of(config, args.gpu), list[Kept](), list[RankBytes]()
+    if not config.model.factory:  # the memory of a custom model is not known before it is built
+        memory = MemoryModel(target.device)
+        kept, ranks_bytes = memory.kept(config, costs), memory.of(config, Passes(made, costs))
     mean = sum(c.forward for c in costs) / len(costs)
     totals = (sum(getattr(c, part) for c in costs) for part in ("forward", "input", "weight"))
     ranks = len(made.programs)
@@ -212,12 +216,11 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
         "" if parallel.schedule_file else parallel.schedule,
         made,
         _with_transfers(lambda i: costs[i.stage].of(i) / mean, args.transfer),
-        Sizes(ranks, made.microbatches, len(cut) // ranks, *totals),
+        Sizes(ranks, made.microbatches, len(costs) // ranks, *totals),
         "mean forwards",
         _stage_table(made, costs, kept),
-        (lambda i: kept[i.stage].growth(i)) if kept else None,
-        (lambda i: kept[i.stage].within(i)) if kept else (lambda i: 0),
-        message_bytes(model, config.plan, *batch, *layout),
+        ranks_bytes,
+        f"{target.name}: {fit(ranks_bytes, target)}" if ranks_bytes else "",
         _measured(made, args.measured, Path(train.folder) / TIMELINE),
     )
 
@@ -244,12 +247,12 @@ def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept
         layers = cost.cut.layers
         what = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
         ends = (" + embedding" if cost.cut.first else "") + (" + head" if cost.cut.last else "")
-        forward, of_input, of_weight = (f"{part / 1e9:.3g} GF" for part in (cost.forward, cost.input, cost.weight))
+        forward, of_input, of_weight = (flops(part) for part in (cost.forward, cost.input, cost.weight))
         share = f"{cost.forward / total:.1%}"
-        memory = f"{kept[stage].activations / 2**20:.1f} MiB" if kept else "as routed"
+        memory = size(kept[stage].activations) if kept else "not known"
         place = str(stage), str(made.rank_of_stage[stage]), what + ends
         rows.append((*place, f"{cost.parameters:,}", share, forward, of_input, of_weight, memory))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _report(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
@@ -258,7 +261,7 @@ def _report(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
     yield _title(case)
     if case.table:
         yield from ("", *case.table)
-    yield from ("", *_facts(case, predicted), "", *_aligned(_rank_table(case, predicted)), "")
+    yield from ("", *_facts(case, predicted), "", *aligned(_rank_table(case, predicted)), "")
     yield as_text(Panel("", predicted, ranks), width)
     if case.measured:
         yield f"\nmeasured: bubble {bubble(case.measured):.1%}"
@@ -285,29 +288,25 @@ def _facts(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
         f"memory  {held:.3g}{said}: the largest number of micro-batches whose activations a rank holds, for all "
         "its stages"
     )
+    if case.fits:
+        yield f"device  {case.fits}"
 
 
 def _rank_table(case: _Case, predicted: Sequence[Span]) -> list[tuple[str, ...]]:
-    rows = [("rank", "stages", "waits", "holds", *(["peak"] if case.growth else []))]
+    rows: list[tuple[str, ...]] = [("rank", "stages", "waits", "holds", *(KINDS_OF_BYTES if case.bytes else ()))]
     waits, holds = idle(predicted), in_flight(case.schedule)
-    peaks = peak(case.schedule, case.growth, case.within, case.message) if case.growth else []
     for rank in range(len(case.schedule.programs)):
         stages = " ".join(str(s) for s, home in enumerate(case.schedule.rank_of_stage) if home == rank)
-        rows.append(
-            (
-                str(rank),
-                stages,
-                f"{waits[rank]:.1%}",
-                str(holds[rank]),
-                *(f"{p / 2**20:.1f} MiB" for p in peaks[rank : rank + 1]),
-            )
-        )
+        sizes = [words for one in case.bytes[rank : rank + 1] for words in _sizes(one)]
+        rows.append((str(rank), stages, f"{waits[rank]:.1%}", str(holds[rank]), *sizes))
     return rows
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _sizes(one: RankBytes) -> tuple[str, ...]:
+    """Return the columns KINDS_OF_BYTES of a rank."""
+    state = one.weights, one.gradients, one.masters + one.moments
+    other = one.total - sum(state) - one.activations
+    return tuple(size(count) for count in (*state, one.activations, other, one.total))
 
 
 def _write(case: _Case, predicted: Sequence[Span], path: Path) -> None:
@@ -324,8 +323,8 @@ def _panels(case: _Case, predicted: Sequence[Span]) -> list[Panel]:
     ms.
     """
     ranks = len(case.schedule.programs)
-    columns = list(zip(*_rank_table(case, predicted)[1:], strict=True))
-    facts = {"waits": columns[2], "holds": columns[3]} | ({"peak": columns[4]} if case.growth else {})
+    headings, *rows = _rank_table(case, predicted)
+    facts = dict(zip(headings[2:], [*zip(*rows, strict=True)][2:], strict=True))
     if not case.measured:
         return [Panel("predicted", predicted, ranks, case.unit, facts)]
     measured = _scaled(case.measured, 1e3)

@@ -38,6 +38,7 @@ from tools.convert.probe import check_config, verify_initial
 from tools.convert.train_state import newest
 from tools.journal.records import EVENTS, METRICS
 from tools.journal.trackers import require_trackers
+from tools.planning.report import one_line
 from tools.plots.run_plots import plot_run
 from tools.plots.shadow_plot import plot_shadow
 from tools.training.allocator import keep_freed_memory
@@ -58,7 +59,7 @@ from tools.training.elastic import (
 from tools.training.end_records import forget_records
 from tools.training.fp8_summary import check_fp8
 from tools.training.hangs import straggler_events, tell_waiting, watching
-from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores
+from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores, started_here
 from tools.training.machine import check_machine
 from tools.training.notes import add_strict, tell_notes
 from tools.training.restarts import Restarts
@@ -106,6 +107,7 @@ def main(args: argparse.Namespace) -> int:
     if export and export.exists():
         raise UserError(f"--export-hf {export}: it exists already; give another folder")
     _open_checked(config, args.allow)
+    _tell_plan(config)
     if (blocks := config.model.layers * max(1, config.model.experts)) > MANY:
         print(f"building a model of {blocks:,} feed-forwards, which takes a while", file=sys.stderr, flush=True)
     if not args.no_verify:
@@ -117,6 +119,12 @@ def main(args: argparse.Namespace) -> int:
     restarts = Restarts(config, lambda: _training(config))
     argv = ["train", args.file, *args.overrides, *options]
     return launch_local(argv, config.world_size, config.train.threads, restarts.again)
+
+
+def _tell_plan(config: RunConfig) -> None:
+    """Print the plan of the run, in a line, before ranks start."""
+    if line := one_line(config):
+        print(f"plan       {line}", flush=True)
 
 
 def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
@@ -293,6 +301,8 @@ def prepare(
     The run folder is locked until `held` is closed. allowed: see `check_resumable`.
     """
     corpus = _open_checked(config, allowed)
+    if joined_world() and not started_here():  # otherwise the launcher has told it
+        _tell_plan(config)
     if verify:
         _verify(config, export)
     try:

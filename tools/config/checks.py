@@ -6,11 +6,8 @@ line with the key, its value, the reason and the nearest values that are allowed
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
-from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -21,19 +18,14 @@ from megaprec.optim.lr import LRSchedule
 from megaprec.optim.post_validation import conflicts
 from megaprec.optim.scaler import make_scaler
 from megaprec.optim.update_rules import UpdateRule, rule
-from megaprec.parsing import read_text
 from megaprec.precision.patterns import matched, unmatched
 from models.config import ModelConfig
 from parallel.activation_checkpoint import MODULES
-from parallel.pipeline.builders import MOST_PASSES, chunk_problems, equal, schedule
-from parallel.pipeline.instructions import Cost, Schedule
-from parallel.pipeline.verify import check
 from tools.config.native_keys import loss_scaling, plan_of, recipe_of
 from tools.config.precision_modules import logical_tensors
 from tools.config.precision_settings import FP8, Precision
+from tools.config.schedules import stage_count
 from tools.config.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Train
-
-TELLING = 4096  # forward passes of a schedule whose building takes so long that a line says so
 
 T = TypeVar("T")
 
@@ -204,47 +196,6 @@ def _recompute(parallel: Parallel) -> Iterator[str]:
         )
 
 
-@lru_cache(maxsize=4)
-def plan_equal(kind: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """Return the schedule for stages of equal cost. It is built once, and announced if that takes some seconds."""
-    if TELLING < (passes := pipeline * microbatches * (chunks or 1)) <= MOST_PASSES:
-        print(f"planning a schedule of {passes:,} forward passes", file=sys.stderr, flush=True)
-    return schedule(kind, pipeline, microbatches, chunks)
-
-
-def pipeline_schedule(parallel: Parallel, microbatches: int, cost: Cost = equal) -> Schedule:
-    """Return the schedule of [parallel], planned for this cost. Raises UserError that names the keys."""
-    p = parallel
-    if not p.schedule_file:
-        if problems := chunk_problems(p.schedule, p.chunks):
-            raise UserError(*(f"parallel.chunks {p.chunks}: {problem}" for problem in problems))
-        if cost is equal:
-            return plan_equal(p.schedule, p.pipeline, microbatches, p.chunks)
-        return schedule(p.schedule, p.pipeline, microbatches, p.chunks, cost)
-    made = read_schedule(p.schedule_file)
-    check(made)
-    here = f"parallel.schedule_file {p.schedule_file}"
-    if len(made.programs) != p.pipeline:
-        raise UserError(f"{here}: has {len(made.programs)} ranks, but parallel.pipeline is {p.pipeline}")
-    if made.microbatches != microbatches:
-        raise UserError(
-            f"{here}: has {made.microbatches} micro-batches, but train.global_batch over train.micro_batch x "
-            f"parallel.data is {microbatches}"
-        )
-    return made
-
-
-def read_schedule(path: str) -> Schedule:
-    """Read a schedule from a text file without checking that it can run. Raises UserError that names the file."""
-    try:
-        return Schedule.parse(read_text(Path(path)))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"schedule {path}: cannot be read ({reason})") from error
-    except UserError as error:
-        raise UserError(*(f"schedule {path}: {problem}" for problem in error.problems)) from error
-
-
 def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[str]:
     """Yield a problem unless every stage has a layer and parallel.cuts covers all stages and layers."""
     microbatches = max(1, train.global_batch // (train.micro_batch * parallel.data))
@@ -252,11 +203,10 @@ def _stages(model: ModelConfig, train: Train, parallel: Parallel) -> Iterator[st
         yield (f"parallel.pipeline {parallel.pipeline} is more than model.layers {model.layers}: a stage needs a layer")
         return
     try:
-        ranks = pipeline_schedule(parallel, microbatches).rank_of_stage
+        stages = stage_count(parallel, microbatches)
     except UserError as error:
         yield from error.problems
         return
-    stages = len(ranks)
     pipeline = f"parallel.pipeline {parallel.pipeline}"
     made = pipeline if stages == parallel.pipeline else f"{pipeline} x {stages // parallel.pipeline} chunks = {stages}"
     if stages > model.layers:

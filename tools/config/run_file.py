@@ -28,10 +28,11 @@ from models.presets import PRESETS
 from models.stages import cuts
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Schedule
-from tools.config.checks import cross_problems, lr_schedule, pipeline_schedule, sized
+from tools.config.checks import cross_problems, lr_schedule, sized
 from tools.config.key_suggestions import unknown
 from tools.config.native_keys import plan_of, resolve_dialect, take_plan_only, take_renamed, with_origins
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
+from tools.config.schedules import pipeline_schedule
 from tools.config.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Train
 from tools.config.wrong_values import explained, too_large
 from tools.console.toml import Given, toml
@@ -158,11 +159,12 @@ class RunConfig(BaseModel):
         path = folder / "run.toml"
         if path.exists() and not path.read_bytes().startswith(SAVED.encode()):
             path = folder / "run.resolved.toml"
-        write_whole(path, self._as_toml().encode())
+        write_whole(path, self.as_toml(SAVED).encode())
         return path
 
-    def _as_toml(self) -> str:
-        lines = [SAVED]
+    def as_toml(self, comment: str) -> str:
+        """Return the run as a run file that begins with `comment`. Other comments say where values came from."""
+        lines = [comment]
         for table, values in self:
             lines += ["", f"[{table}]"]
             keys = ((name, value, f"{table}.{name}") for name, value in values)

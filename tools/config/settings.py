@@ -372,6 +372,12 @@ class Log(Table):
         description="Number of the step whose pipeline timeline is written to timeline.json, for Perfetto; 0: none.",
     )
     progress: bool = Field(default=True, description="Show a progress line if the output is a terminal.")
+    peak_tflops: float = Field(
+        default=0.0,
+        ge=0,
+        description="Peak speed of a rank's device, in dense TFLOP/s, of which MFU is a fraction; 0: that of the GPU's "
+        "data sheet if it is known, otherwise no MFU.",
+    )
     sample: str = Field(
         default="", description="Prompt from which the model generates text at the end of the run; empty: none."
     )

@@ -12,6 +12,7 @@ from typing import Any
 from megaprec.data.files import write_whole
 from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
+from tools.console.units import flops
 from tools.journal.lines import Lines
 from tools.journal.records import EVENTS, LASTING, METRICS, NAMED, lost_steps, odd_lines, read_lines
 from tools.journal.trackers import Feed
@@ -64,10 +65,10 @@ class Journal(AbstractContextManager["Journal"]):
     def _show(self, record: dict[str, Any], eta: float) -> None:
         """Print the lines of the steps that have one; on a terminal above a bar, which shows the newest step."""
         step, events = record["step"], _events(record)
-        line = "  ".join((f"step {step}/{self._total}", _numbers(record), f"ETA {_clock(eta)}", *events))
+        line = "  ".join((f"step {step}/{self._total}", *_numbers(record), f"ETA {_clock(eta)}", *events))
         due = step % self._every == 0 or step == self._total or events
         if self._bar:
-            self._bar.update(step, [f"loss {record['loss']:.4f}", _speed(record), f"ETA {_clock(eta)}"])
+            self._bar.update(step, [_loss(record), _speed(record), *_mfu(record), f"ETA {_clock(eta)}"])
             if due:
                 self._bar.say(line)
         elif due:
@@ -115,23 +116,27 @@ def _stays(record: dict[str, Any], start: int) -> bool:
     return record["step"] <= start or record.get("event") in LASTING
 
 
-def _numbers(record: dict[str, Any]) -> str:
-    words = (
-        f"loss {record['loss']:.4f}",
-        _rate(record),
-        f"grad norm {record['grad_norm']:.3g}",
-        f"scale {_scale(record['loss_scale'])}",
-        _speed(record),
-    )
-    return "  ".join(words)
+def _numbers(record: dict[str, Any]) -> list[str]:
+    """Return the parts of the log line that every step has."""
+    rate, norm = f"lr {record['lr']:.3g}", f"grad norm {record['grad_norm']:.3g}"
+    scale = f"scale {_scale(record['loss_scale'])}"
+    return [_loss(record), rate, norm, scale, _speed(record), *_flops(record), *_mfu(record)]
 
 
-def _rate(record: dict[str, Any]) -> str:
-    return f"lr {record['lr']:.3g}"
+def _loss(record: dict[str, Any]) -> str:
+    return f"loss {record['loss']:.4f}"
 
 
 def _speed(record: dict[str, Any]) -> str:
     return f"{record['tokens_per_s']:,.0f} tokens/s"
+
+
+def _flops(record: dict[str, Any]) -> list[str]:
+    return [f"{flops(record['tflops'] * 1e12)}/s"] if "tflops" in record else []
+
+
+def _mfu(record: dict[str, Any]) -> list[str]:
+    return [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
 
 
 def _events(record: dict[str, Any]) -> list[str]:

@@ -7,14 +7,16 @@ rank, and a dot is waiting; where names do not fit, single letters replace them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import floor, log10
 
 from parallel.pipeline.instructions import COMPUTATIONS, WEIGHT_GRADIENTS, Message, Op
 from parallel.pipeline.simulation import Mark, Span
 from tools.plots.drawing import Drawing, Line, Rect, Shape, Text
 
-LEFT, TRACK, COLUMN, MARGIN = 76.0, 1000.0, 74.0, 24.0
+LEFT, TRACK, MARGIN = 76.0, 1000.0, 24.0
+COLUMN, LETTER, GAP = 74.0, 7.6, 18.0  # least width of a column of facts, of a letter, and between columns
 ROW, STRIP, PITCH = 26.0, 9.0, 44.0  # heights of blocks and of held activations, and distance of rows
 INK, FAINT, WAITING, HELD, RED = "#24292f", "#6e7781", "#eef0f3", "#b6c2d1", "#d1242f"
 LOOKS = {
@@ -37,30 +39,42 @@ class Panel:
     facts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def start(self) -> float:
         """The start of the first computation."""
         return min((s.start for s in self.computed), default=0.0)
 
-    @property
+    @cached_property
     def length(self) -> float:
         """The time from the first computation to the end of the last one of any rank."""
         return max((s.end for s in self.computed), default=1.0) - self.start
 
-    @property
+    @cached_property
     def computed(self) -> list[Span]:
         """All spans but transfers."""
         return [span for span in self.spans if Message.of(span.instruction) is None]
 
     def of(self, rank: int) -> list[Span]:
         """Return the computations of one rank, in order."""
-        return sorted((span for span in self.computed if span.rank == rank), key=lambda s: s.start)
+        return self._by_rank[rank]
+
+    @cached_property
+    def most_held(self) -> int:
+        """The largest number of activations that any rank holds."""
+        return max((n for rank in range(self.ranks) for _, n in _activations(self.of(rank))), default=0)
+
+    @cached_property
+    def _by_rank(self) -> list[list[Span]]:
+        ranks: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in sorted(self.computed, key=lambda s: s.start):
+            ranks[span.rank].append(span)
+        return ranks
 
 
 def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
     """Return a drawing of the panels below each other, on one time scale, under a title and lines of text."""
-    columns = max(len(panel.facts) for panel in panels)
-    drawing = Drawing(LEFT + TRACK + columns * COLUMN + MARGIN, 0)
+    facts = max(ends[-1] for panel in panels if (ends := [LEFT + TRACK, *_columns(panel)]))
+    drawing = Drawing(facts + MARGIN, 0)
     drawing.shapes.append(Text(MARGIN, 38, title, 20, INK, bold=True))
     y = 60.0
     for line in lines:
@@ -74,6 +88,12 @@ def draw(title: str, lines: Sequence[str], panels: Sequence[Panel]) -> Drawing:
         y += 62 + panel.ranks * PITCH + 18 * len(panel.marks)
     drawing.height = y
     return drawing
+
+
+def _columns(panel: Panel) -> list[float]:
+    """Return the right end of each column of facts, which is as wide as its longest text."""
+    widths = (max(COLUMN, GAP + LETTER * max(map(len, (head, *texts)))) for head, texts in panel.facts.items())
+    return [LEFT + TRACK + end for end in accumulate(widths)]
 
 
 def _legend(panels: Sequence[Panel], y: float) -> Iterator[Shape]:
@@ -90,8 +110,8 @@ def _legend(panels: Sequence[Panel], y: float) -> Iterator[Shape]:
 
 def _panel(panel: Panel, y: float, scale: float) -> Iterator[Shape]:
     yield Text(MARGIN, y + 12, f"{panel.title}, time in {panel.unit}", 14, INK, bold=True)
-    for number, heading in enumerate(panel.facts):
-        yield Text(LEFT + TRACK + (number + 1) * COLUMN, y + 12, heading, 12, FAINT, "end")
+    for end, heading in zip(_columns(panel), panel.facts, strict=True):
+        yield Text(end, y + 12, heading, 12, FAINT, "end")
     top = y + 24
     bottom = top + panel.ranks * PITCH
     yield from _axis(panel, top, bottom, scale)
@@ -125,8 +145,8 @@ def _row(panel: Panel, rank: int, y: float, scale: float) -> Iterator[Shape]:
             span, stages.index(span.instruction.stage), LEFT + (span.start - panel.start) * scale, y, scale
         )
     yield from _held(panel, own, y + ROW + STRIP + 1.5, scale)
-    for number, values in enumerate(panel.facts.values()):
-        yield Text(LEFT + TRACK + (number + 1) * COLUMN, y + ROW / 2 + 4, values[rank], 13, INK, "end")
+    for end, values in zip(_columns(panel), panel.facts.values(), strict=True):
+        yield Text(end, y + ROW / 2 + 4, values[rank], 13, INK, "end")
     if rank in panel.marks:
         x = LEFT + (max((s.end for s in own), default=panel.start) - panel.start) * scale
         yield Rect(x, y - 4, 4, ROW + 8, RED, 2, panel.marks[rank].note)
@@ -146,9 +166,8 @@ def _block(span: Span, chunk: int, x: float, y: float, scale: float) -> Iterator
 
 def _held(panel: Panel, own: Sequence[Span], bottom: float, scale: float) -> Iterator[Shape]:
     """Yield the shapes of the activations held over time, as columns on a common scale."""
-    steps, most = _activations(own), max(n for rank in range(panel.ranks) for _, n in _activations(panel.of(rank)))
-    for (start, count), (end, _) in pairwise(steps):
-        height = STRIP * count / max(most, 1)
+    for (start, count), (end, _) in pairwise(_activations(own)):
+        height = STRIP * count / max(panel.most_held, 1)
         if height and end > start:
             x = LEFT + (start - panel.start) * scale
             yield Rect(x, bottom - height, (end - start) * scale + 0.3, height, HELD, 0, f"{count} held")

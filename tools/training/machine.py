@@ -5,10 +5,7 @@ something. Only what cannot work is refused: memory is the least that weights, g
 take.
 """
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -16,6 +13,7 @@ from megaprec.data.workers import cores, most_processes
 from megaprec.errors import UserError
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig
+from tools.planning.device import bytes_here
 
 
 def check_machine(config: RunConfig, ranks: int, device: str) -> None:
@@ -61,7 +59,4 @@ def _bytes_there(device: str, ranks: int) -> int:
     if device == "cuda":
         devices = range(min(ranks, torch.cuda.device_count()))
         return sum(torch.cuda.get_device_properties(number).total_memory for number in devices)
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # "max" is no number: no limit
-        there = min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return there
+    return bytes_here()

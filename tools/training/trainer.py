@@ -53,6 +53,7 @@ from tools.training.saves import Saves, beside_the_state, tokenizer_files
 from tools.training.signals import Stopped, listening
 from tools.training.silent_faults import Checks
 from tools.training.skipped_steps import TrainingDiverged, overflow_event
+from tools.training.throughput import Throughput
 
 
 def optimizer_options(config: RunConfig) -> dict[str, Any]:
@@ -111,6 +112,7 @@ class Trainer:
             position=self.position,
         )
         self._checks = Checks(self.engine, config)
+        self._throughput = Throughput.of(config, corpus.model, self.engine.device)
         self._validation = PostValidation(self.engine) if config.optimizer.validation == "after" else None
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
         self.progress = TrainState()  # after the last step whose outcome is known; one more step may have been taken
@@ -253,11 +255,13 @@ class Trainer:
 
     def _fields(self, report: StepReport, progress: TrainState, seconds: float) -> dict[str, Any]:
         """Return the fields of metrics.jsonl for one step, without evaluation and FP8 comparison."""
+        tokens_per_s = self.config.tokens_per_step / seconds
         fields = {
             "step": progress.step,
             **report_fields(report),
             "tokens": progress.tokens,
-            "tokens_per_s": self.config.tokens_per_step / seconds,
+            "tokens_per_s": tokens_per_s,
+            **self._throughput.fields(tokens_per_s),
             "seconds": seconds,
             "skipped_total": progress.skipped,
         }

@@ -1,0 +1,77 @@
+"""Peak speed, memory and links of GPUs, from their vendors' data sheets.
+
+Speeds are dense: a data sheet's figures "with sparsity" are twice as high. Memory is in the vendors' GB of 10^9 bytes.
+Links are those between GPUs of one machine, GB/s in each direction, half of what data sheets add up. Sources: NVIDIA's
+data sheets of A10, A30, A40, A100, L4, L40S, H100, H200 and HGX B200, its whitepapers of GeForce RTX 3090 and 4090, and
+AMD's data sheet of MI300X. A device that is not listed is not known: nothing is guessed from its name.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from megaprec.precision.plan import PrecisionPlan
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of GPU.
+
+    gigabytes: of memory. half, tf32, single: peak TFLOP/s of dense products in bf16 and fp16, in TF32 and in
+    FP32. link: GB/s to another GPU of the machine, in each direction.
+    """
+
+    name: str
+    gigabytes: float
+    half: float
+    tf32: float
+    single: float
+    link: float
+
+    def tflops(self, plan: PrecisionPlan) -> float:
+        """Return the peak TFLOP/s of the plan's products; of FP8 ones the peak of bf16, in which others are.
+
+        0 for FP64.
+        """
+        by_dtype = {torch.float32: self.tf32 if plan.tf32 else self.single, torch.float64: 0.0}
+        return by_dtype.get(plan.compute, self.half)
+
+
+GPUS = (
+    GPU("A10", 24, 125, 62.5, 31.2, 32),
+    GPU("A30", 24, 165, 82, 10.3, 100),
+    GPU("A40", 48, 149.7, 74.8, 37.4, 56),
+    GPU("A100", 80, 312, 156, 19.5, 300),
+    GPU("A100 40GB", 40, 312, 156, 19.5, 300),
+    GPU("L4", 24, 121, 60, 30.3, 32),
+    GPU("L40S", 48, 362, 183, 91.6, 32),
+    GPU("H100", 80, 989, 494, 67, 450),
+    GPU("H100 PCIe", 80, 756, 378, 51, 300),
+    GPU("H100 NVL", 94, 835, 417, 60, 300),
+    GPU("H200", 141, 989, 494, 67, 450),
+    GPU("H200 NVL", 141, 835, 417, 60, 450),
+    GPU("B200", 180, 2250, 1100, 80, 900),
+    GPU("RTX 3090", 24, 71, 35.6, 35.6, 32),
+    GPU("RTX 4090", 24, 165, 82.6, 82.6, 32),
+    GPU("MI300X", 192, 1307, 654, 163, 64),
+)
+
+OTHERS = {"laptop", "ti", "super", "d", "mig"}  # such as GeForce RTX 4090 Laptop GPU, or a part of an A100
+
+
+def gpu_named(name: str) -> GPU | None:
+    """Return the GPU of this name, such as "h100" or torch's "NVIDIA A100-SXM4-80GB"; None if it is not known.
+
+    All words of a device's name must be there; of several devices the one with most words is meant. Words of `OTHERS`
+    make it another device.
+    """
+    said = _words(name)
+    if said & OTHERS:
+        return None
+    found = [device for device in GPUS if _words(device.name) <= said]
+    return max(found, key=lambda device: len(_words(device.name)), default=None)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[\s_/-]+", name.lower()))

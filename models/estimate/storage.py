@@ -1,0 +1,125 @@
+"""Tensors without storage: a model is built and run on them to count its bytes, in no memory and little time.
+
+They have shapes and dtypes only. Torch's fake tensors say that they are on a CPU, so operators are those that this
+machine's processor would run; meta tensors stand for a GPU's, where attention is torch's fused kernel. What they cannot
+say is answered here: which kernel a GPU takes, and how many tokens a router sends to each expert.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megaprec.comm.axis import Axis
+
+Device = Literal["cpu", "cuda"]
+
+
+@contextmanager
+def without_storage(device: Device) -> Iterator[None]:
+    """Make all tensors without storage, which operators take for tensors of `device`."""
+    with ExitStack() as held:
+        if device == "cuda":
+            held.enter_context(torch.device("meta"))
+        else:
+            held.enter_context(FakeTensorMode())
+        held.enter_context(_Answers(device))
+        yield
+
+
+class _Answers(TorchFunctionMode):
+    """Answers what tensors without storage cannot: which kernel a GPU takes, and how many tokens each expert gets."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.bincount:
+            return _Even(args[0].numel(), kwargs["minlength"])
+        if func is F.scaled_dot_product_attention and self._device == "cuda":
+            return _fused_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Even:
+    """The counts of `total` choices among `among` experts, as equal as they can be."""
+
+    total: int
+    among: int
+
+    def tolist(self) -> list[int]:
+        least, more = divmod(self.total, self.among)
+        return [least + (n < more) for n in range(self.among)]
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """Return the result of the kernel that torch chooses on a GPU.
+
+    That is flash attention in half precision without a mask, and otherwise the memory-efficient kernel.
+    """
+    if attn_mask is None and query.dtype.itemsize == 2:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+    if attn_mask is not None:
+        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).expand(*query.shape[:3], key.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, query.requires_grad, 0.0, is_causal
+    )[0]
+
+
+class Alone(Axis):
+    """An axis without its other ranks: the results of its collectives have the right shapes and arbitrary values."""
+
+    def start_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        return lambda: whole
+
+    def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        received = torch.empty_like(tensor)  # as on a CPU: received from all ranks, then summed
+        return lambda: received.unflatten(0, (self.size, -1)).sum(0)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the live bytes of tensors that are created inside. most: the peak since `begin`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        if place not in self._known:
+            self._known[place] = weakref.ref(storage, lambda _: self._forget(place, size))
+            self.now += size
+            self.most = max(self.most, self.now)
+
+    def _forget(self, place: int, size: int) -> None:
+        del self._known[place]
+        self.now -= size
+
+    def begin(self) -> int:
+        """Return the bytes that are live now, and restart the peak from there."""
+        self.most = self.now
+        return self.now

@@ -1,0 +1,112 @@
+"""Bytes of weights, gradients, masters and moments known beforehand are those that a real engine holds, to the byte."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.precision.fp8_recipe import FP8Recipe
+from megaprec.precision.plan import PrecisionPlan, plan
+from models.config import ModelConfig
+from models.engine import Engine
+from models.estimate.state import Held, Sharding, held_bytes
+from models.stages import cuts
+from parallel.pipeline.builders import schedule
+from tests.other_systems import slow
+from tests.ranks import run_ranks
+
+SIZES: dict[str, Any] = {"layers": 3, "hidden": 64, "heads": 4, "ffn": 96, "vocab": 101, "max_positions": 16}
+LENGTH = 16
+LLAMA = {"family": "llama", "kv_heads": 2, **SIZES}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "gpt2, tied": {"family": "gpt2", **SIZES},
+    "gpt_neox": {"family": "gpt_neox", **SIZES},
+    "qwen3": {"family": "qwen3", "kv_heads": 2, **SIZES},
+    "mixtral": {"family": "mixtral", "experts": 4, **SIZES},
+}
+IN_FP8 = plan("bf16", fp8=FP8Recipe(kind="current", parameters=True, pad=True))
+PLANS: dict[str, PrecisionPlan] = {
+    "fp32": plan("fp32"),
+    "bf16": plan("bf16"),
+    "fp16": plan("fp16"),
+    "bf16, split masters": plan("bf16", masters="split", moments="bf16", gradients="bf16"),
+    "bf16, norms in fp32": plan("bf16", keep_fp32=("*norm*",)),
+    "fp8 weights": IN_FP8,
+}
+KINDS = ("weights", "gradients", "masters", "moments")
+
+
+@dataclass(frozen=True)
+class Case:
+    model: dict[str, Any] = field(hash=False)
+    plan: PrecisionPlan
+    kind: str = "1f1b"
+    layers: tuple[int, ...] = ()
+
+
+def held(mesh: DeviceMesh | None, cases: Sequence[Case], pp: int = 1) -> list[dict[str, int]]:
+    """The bytes by kind that this rank's engine holds in each case."""
+    return [_held(mesh, case, pp) for case in cases]
+
+
+def _held(mesh: DeviceMesh | None, case: Case, pp: int) -> dict[str, int]:
+    made = schedule(case.kind, pp, 4)
+    engine = Engine(
+        ModelConfig(**case.model), case.plan, mesh, made, micro_batch=1, seq_length=LENGTH, layers=case.layers
+    )
+    found = [buffer.bytes_by_kind() for buffer in engine.optimizer.all_buffers()]
+    return {kind: sum(one[kind] for one in found) for kind in KINDS}
+
+
+def foretold(case: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> list[Held]:
+    model, placed = ModelConfig(**case.model), schedule(case.kind, pp, 4).rank_of_stage
+    cut = cuts(model, len(placed), LENGTH, case.layers, placed)
+    return held_bytes(model, case.plan, cut, placed, Sharding(tp, dp, dp), ("exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize("precision", PLANS)
+def test_one_process_holds_what_is_foretold_in_every_precision(precision: str) -> None:
+    case = Case(LLAMA, PLANS[precision])
+    (said,) = foretold(case)
+    assert _held(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_holds_what_is_foretold_of_every_family(model: str) -> None:
+    case = Case(MODELS[model], plan("bf16"))
+    (said,) = foretold(case)
+    assert _held(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
+
+
+FEW = [Case(MODELS["gpt2, tied"], plan("bf16")), Case(LLAMA, IN_FP8), Case(MODELS["mixtral"], plan("bf16"))]
+MANY = [Case(model, precision) for model in MODELS.values() for precision in PLANS.values()]
+
+
+@pytest.mark.parametrize(
+    ("axes", "cases"),
+    [
+        ({"pp": 2, "tp": 2}, [*FEW, Case(LLAMA, plan("bf16"), layers=(2, 1))]),
+        ({"dp": 2, "tp": 2}, FEW),
+        *slow(({"pp": 3}, MANY), ({"pp": 2, "dp": 2, "tp": 2}, MANY)),
+    ],
+    ids=str,
+)
+def test_every_rank_holds_what_is_foretold(axes: dict[str, int], cases: list[Case]) -> None:
+    """Tensor, pipeline in uneven stages, ZeRO-1, tied embeddings and experts."""
+    pp, dp, tp = (axes.get(name, 1) for name in ("pp", "dp", "tp"))
+    said = [foretold(case, pp, dp, tp) for case in cases]
+    for rank, found in enumerate(run_ranks(held, axes, cases=cases, pp=pp)):
+        for case, real, expected in zip(cases, found, said, strict=True):
+            stage = rank // (dp * tp)
+            assert real == {kind: getattr(expected[stage], kind) for kind in KINDS}, case
+
+
+def test_stages_that_share_a_rank_are_counted_together() -> None:
+    four = {**MODELS["gpt2, tied"], "layers": 4}
+    case = Case(four, plan("bf16"), "zb-v")
+    found = run_ranks(held, {"pp": 2}, cases=[case], pp=2)
+    said = foretold(case, pp=2)
+    assert [one[0] for one in found] == [{kind: getattr(rank, kind) for kind in KINDS} for rank in said]

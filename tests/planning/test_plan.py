@@ -1,0 +1,192 @@
+"""`megaprec plan`: what is told is what a run would hold, and the best layout is a run that can be trained."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.estimate.gpus import gpu_named
+from tests.commands.test_schedule_command import run_file as run_file
+from tests.runs import train
+from tools.cli import main
+from tools.config.run_file import load_run
+from tools.planning.device import target_of
+from tools.planning.memory import MemoryModel
+from tools.planning.search import candidates, least_bytes, plan_run
+from tools.planning.speed import Assumptions, least_seconds, passes_of
+
+RUN = """
+[model]
+family = "llama"
+layers = 8
+hidden = 64
+heads = 8
+ffn = 128
+vocab = 512
+[data]
+vocab_size = 512
+[train]
+steps = 10
+global_batch = 16
+micro_batch = 1
+seq_length = 32
+folder = "{folder}"
+"""
+ASSUMED = Assumptions(100, 0.5, 100, 10, 8)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.format(folder=tmp_path / "run"))
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main(["plan", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main(["plan", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def data(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    return json.loads(said(capsys, *arguments, "--json"))
+
+
+def test_the_verdict_follows_from_the_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    total = data(capsys, file, "--gpu", "H100")["total"]
+    for memory, verdict in ((total / 0.94, "fits"), (total / 0.96, "does not fit")):
+        assert data(capsys, file, "--gpu-memory", f"{memory:.0f}")["verdict"] == verdict
+    assert "verdict    fits: " in said(capsys, file, "--gpu", "A100")
+    unknown = said(capsys, file, "train.device=cuda")
+    assert "not known" in unknown and "prediction not known" in unknown
+
+
+def test_kinds_add_up_and_logits_are_activations(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = data(capsys, file, "parallel.pipeline=2", "parallel.tensor=2", "precision.compute=bf16", "--gpu", "H100")
+    for rank in plan["ranks"]:
+        logits, total = rank.pop("logits"), rank.pop("total")
+        assert sum(rank.values()) == total and logits < rank["activations"]
+    assert plan["total"] == max(sum(rank.values()) for rank in plan["ranks"])
+    assert all(2 * rank["weights"] == rank["gradients"] == rank["masters"] for rank in plan["ranks"])
+
+
+def test_lines_fit_80_columns(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, file, "parallel.pipeline=2", "--gpu", "H100", "--ranks", 2)
+    assert max(map(len, text.splitlines())) <= 80, [line for line in text.splitlines() if len(line) > 80]
+
+
+def test_neither_data_nor_a_tokenizer_is_needed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = ("data.source=there/is/none", "data.tokenizer=none.json")
+    assert "model.vocab" not in said(capsys, file, *missing, "--gpu", "H100")
+    assert "planned for data.vocab_size = 512" in said(capsys, file, *missing, "model.vocab=0", "--gpu", "H100")
+
+
+def test_the_best_layout_is_one_that_trains(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = tmp_path / "best.toml"
+    text = said(capsys, run_file, f"train.folder={tmp_path}/run", "--gpu", "H100", "--ranks", 1, "-o", best)
+    assert f"written    {best}" in text
+    assert load_run(best).world_size == 1
+    assert train(best) == 0
+    assert capsys.readouterr().out.startswith("plan       ")
+
+
+def test_the_layouts_found_are_the_fastest_that_fit(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside a search without any shortcut."""
+    config, target = load_run(file), target_of(load_run(file), memory="5MB")
+    memory = MemoryModel("cuda")
+    every = [plan_run(one, memory, ASSUMED) for one in candidates(config, 2, 8)]
+    fitting = [one for one in every if target.verdict(one.total) == "fits"]
+    times = sorted(one.prediction.seconds for one in fitting if one.prediction)
+    assert 0 < len(fitting) < len(every)
+    options = ("--tflops", 100, "--fast-link", 100, "--slow-link", 10, "--gpu-memory", "5MB", "--ranks", 2)
+    found = data(capsys, file, *options)
+    assert [one["prediction"]["seconds"] for one in found["layouts"]] == pytest.approx(times[:10])
+    assert len(found["layouts"]) + found["slower"] + found["too_large"] == len(every)
+    assert all(one["verdict"] == "fits" for one in found["layouts"])
+
+
+def every_kind(file: Path) -> Iterator[tuple[str, ...]]:
+    for kind in ("gpipe", "1f1b", "interleaved"):
+        yield f"parallel.schedule={kind}", "parallel.pipeline=4"
+        yield f"parallel.schedule={kind}", "parallel.pipeline=2", "parallel.tensor=2", "parallel.sequence=true"
+
+
+def test_bounds_by_which_layouts_are_left_out_hold(file: Path) -> None:
+    for overrides in every_kind(file):
+        config = load_run(file, overrides)
+        planned = plan_run(config, MemoryModel("cuda"), ASSUMED)
+        assert planned.prediction is not None
+        assert least_bytes(config) <= planned.total
+        assert least_seconds(config, ASSUMED) <= planned.prediction.seconds * (1 + 1e-9), overrides
+
+
+def test_a_part_of_a_long_schedule_stands_for_all_of_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for overrides in every_kind(file):
+        config = load_run(file, (*overrides, "train.global_batch=64"))
+        whole = plan_run(config, MemoryModel("cuda"), ASSUMED)
+        monkeypatch.setattr("tools.planning.speed.MANY", 0)
+        assert passes_of(config).more > 0
+        part = plan_run(config, MemoryModel("cuda"), ASSUMED)
+        monkeypatch.undo()
+        assert part.prediction is not None and whole.prediction is not None
+        assert part.prediction.seconds == pytest.approx(whole.prediction.seconds, rel=0.02), overrides
+        assert part.total == pytest.approx(whole.total, rel=0.01), overrides
+
+
+def test_products_alone_take_the_time_of_their_flops(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank, nothing recomputed: MFU is the efficiency that was assumed, less the lookup of the embedding."""
+    plan = data(capsys, file, "--tflops", 1, "--efficiency", 0.25)
+    assert plan["prediction"]["mfu"] == pytest.approx(0.25, rel=1e-3)
+    assert plan["prediction"]["idle"] == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("h100", "H100"),
+    ],
+)
+def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, found: str | None) -> None:
+    gpu = gpu_named(name)
+    assert (gpu.name if gpu else None) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--gpu", "H1000"), "--gpu H1000: not in the table"),
+        (("--gpu-memory", "much"), "--gpu-memory much: give a size such as 80GB"),
+        (("--efficiency", "2"), "--efficiency 2: give a fraction"),
+        (("--tflops", "-1"), "--tflops -1: give a number above 0"),
+        (("--ranks", "-4"), "--ranks -4: give a number from 1"),
+        (("-o", "best.toml"), "--output best.toml: the best of which layouts? give --ranks N"),
+        (("train.device=cuda", "--ranks", "4"), "give --tflops"),
+        (("model.factory=my.py:build",), "model.factory"),
+        (("--gpu-memory", "1KB", "--tflops", "9", "--ranks", "2", "-o", "b.toml"), "no layout of 2 ranks fits"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    file: Path, options: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(capsys, file, *options)
+    assert problem in text and re.search("Traceback", text) is None

@@ -1,0 +1,184 @@
+"""`megaprec plan`: whether a run fits its devices, and how fast it would be, before anything is started.
+
+It prints the bytes of each pipeline rank by kind, the verdict for the device's memory, and a predicted step. With
+`--ranks N` it prints all layouts of N ranks that fit, fastest first, and `-o best.toml` writes the run in the first of
+them. Neither data nor a tokenizer is needed. What is not known is said: nothing is guessed.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaprec.data.files import write_whole
+from megaprec.data.workers import cores
+from megaprec.errors import UserError
+from models.own_model import require_builtin
+from tools.config.run_file import RunConfig, load_run
+from tools.console.tables import add_json
+from tools.planning.device import Target, assumed_devices, target_of
+from tools.planning.memory import MemoryModel
+from tools.planning.report import as_data, head, layout_lines, memory_lines, prediction_lines
+from tools.planning.search import Found, plan_run, search
+from tools.planning.speed import Assumptions
+from tools.training.notes import add_strict, tell_notes
+
+COMMENT = "# Written by megaprec plan: the run in the layout that is predicted to be the fastest of {ranks} ranks."
+CPU_LINK = 2.0  # GB/s of gloo between processes of a machine: 1 MB summed between two ranks takes about half a ms
+GPU_LINK = 25.0  # GB/s within a machine of GPUs whose data sheet is not known: PCIe
+SLOW_LINK = 50.0  # GB/s between machines: a 400 Gb/s network card for each GPU
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `plan` to the commands."""
+    parser = subparsers.add_parser("plan", help="predict memory and speed of a run", description=__doc__)
+    parser.add_argument("file", metavar="RUN.toml", help="run file")
+    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument("--gpu", default="", metavar="NAME", help="GPU of each rank, such as H100 or A100")
+    parser.add_argument("--gpu-memory", default="", metavar="SIZE", help="memory of each GPU, such as 80GB or 79.6GiB")
+    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="rank all layouts of N ranks that fit")
+    parser.add_argument("-o", "--output", type=Path, metavar="BEST.toml", help="write the run in the best layout")
+    add_json(parser)
+    _add_speeds(parser)
+    add_strict(parser)
+    parser.set_defaults(run=main)
+
+
+def _add_speeds(parser: argparse.ArgumentParser) -> None:
+    speeds = parser.add_argument_group("assumptions of the predicted step")
+    speeds.add_argument("--tflops", type=float, metavar="T", help="peak TFLOP/s of a rank (default: the GPU's own)")
+    speeds.add_argument(
+        "--efficiency", type=float, default=0.5, metavar="E", help="fraction of it that products reach (default: 0.5)"
+    )
+    speeds.add_argument(
+        "--machine", type=int, default=8, metavar="N", help="ranks of a machine, with fast links (default: 8)"
+    )
+    speeds.add_argument("--fast-link", type=float, metavar="G", help="GB/s within a machine (default: the GPU's own)")
+    speeds.add_argument(
+        "--slow-link",
+        type=float,
+        default=SLOW_LINK,
+        metavar="G",
+        help=f"GB/s between machines (default: {SLOW_LINK:g})",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `megaprec plan`."""
+    _check(args)
+    config = load_run(args.file, args.overrides)
+    tell_notes(config.notes, args.strict)
+    require_builtin(config.model, "megaprec plan")
+    target = target_of(config, args.gpu, args.gpu_memory)
+    assumed = _assumed(config, target, args)
+    if args.ranks and assumed is None:
+        raise UserError("--ranks ranks layouts by their speed, but the peak of the device is not known: give --tflops")
+    planned = plan_run(config, MemoryModel(target.device), assumed)
+    found = search(config, args.ranks, target, assumed, _progress) if args.ranks and assumed else None
+    if args.output and found:
+        _write(args.output, args.ranks, found)
+    if args.json:
+        print(json.dumps(_data(as_data(planned, target, assumed), target, assumed, found), indent=2))
+        return 0
+    lines = [*head(config, target), *(f"note       {note}" for note in _notes(config, target)), ""]
+    lines += memory_lines(planned, target)
+    if planned.prediction and assumed:
+        lines += ["", *prediction_lines(config, planned.prediction, assumed)]
+    else:
+        lines += ["", "prediction not known: the peak speed of the device is not; --gpu or --tflops says it"]
+    if found and assumed:
+        lines += ["", *layout_lines(found, args.ranks, target, assumed)]
+    print("\n".join(lines))
+    if args.output:
+        print(f"written    {args.output}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise UserError for options that do not fit."""
+    speeds = {"--tflops": args.tflops, "--fast-link": args.fast_link, "--slow-link": args.slow_link}
+    problems = [
+        f"{name} {value:g}: give a number above 0"
+        for name, value in speeds.items()
+        if value is not None and not 0 < value < 1e9
+    ]
+    if not 0 < args.efficiency <= 1:
+        problems.append(f"--efficiency {args.efficiency:g}: give a fraction above 0, at most 1")
+    if args.ranks < 0 or args.ranks > 2**20:
+        problems.append(f"--ranks {args.ranks}: give a number from 1 to {2**20:,}")
+    if args.machine < 1:
+        problems.append(f"--machine {args.machine}: give a number from 1 on")
+    if args.output and not args.ranks:
+        problems.append(f"--output {args.output}: the best of which layouts? give --ranks N")
+    if args.output and args.output.resolve() == Path(args.file).resolve():
+        problems.append(f"--output {args.output}: it is the run file itself; give another")
+    if problems:
+        raise UserError(*problems)
+
+
+def _notes(config: RunConfig, target: Target) -> Iterator[str]:
+    if not config.model.vocab:
+        yield (f"model.vocab is left to the tokenizer: planned for data.vocab_size = {config.data.vocab_size:,} tokens")
+    if target.device == "cpu":
+        yield from assumed_devices(config)
+    if config.model.experts:
+        yield "experts are taken to get as many tokens each; the router decides, and activations may be larger"
+
+
+def _assumed(config: RunConfig, target: Target, args: argparse.Namespace) -> Assumptions | None:
+    """Return what the prediction rests on; None if the peak is not known."""
+    peak = args.tflops or (target.gpu.tflops(config.plan) if target.gpu else 0.0)
+    if not peak and target.device == "cpu":
+        peak = _measured(config) / config.world_size
+    if not peak:
+        return None
+    fast = args.fast_link or (target.gpu.link if target.gpu else CPU_LINK if target.device == "cpu" else GPU_LINK)
+    return Assumptions(peak, args.efficiency, fast, args.slow_link, args.machine)
+
+
+def _measured(config: RunConfig, side: int = 512, seconds: float = 0.2) -> float:
+    """Return the TFLOP/s of this machine's CPU: of the fastest of some square products on one thread, times its cores.
+
+    The fastest of short products says least about other work that the machine has.
+    """
+    a, threads = torch.ones(side, side, dtype=config.plan.compute), torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = a @ a  # the first takes longer
+    end, fastest = time.perf_counter() + seconds, math.inf
+    while (began := time.perf_counter()) < end:
+        torch.mm(a, a, out=made)
+        fastest = min(fastest, time.perf_counter() - began)
+    torch.set_num_threads(threads)
+    return 2 * side**3 / fastest / 1e12 * cores()
+
+
+def _progress(done: int, of: int) -> None:
+    """Show on a terminal how many layouts are done; elsewhere one line before they are."""
+    if sys.stderr.isatty():
+        end = "\r" if done < of else f"\r{' ' * 60}\r"
+        print(f"planning   layout {done:,} of {of:,}", end=end, file=sys.stderr, flush=True)
+    elif done == 0:
+        print(f"planning   {of:,} layouts", file=sys.stderr, flush=True)
+
+
+def _write(path: Path, ranks: int, found: Found) -> None:
+    """Write the run in the first layout. Raises UserError if there is none."""
+    if not found.layouts:
+        raise UserError(f"--output {path}: no layout of {ranks:,} ranks fits; nothing is written")
+    write_whole(path, found.layouts[0].config.as_toml(COMMENT.format(ranks=f"{ranks:,}")).encode())
+
+
+def _data(own: dict[str, Any], target: Target, assumed: Assumptions | None, found: Found | None) -> dict[str, Any]:
+    said: dict[str, Any] = {"device": target.name, "memory": target.memory, "usable": target.usable, **own}
+    said["assumed"] = asdict(assumed) if assumed else None
+    if found:
+        said["layouts"] = [as_data(planned, target, assumed) for planned in found.layouts]
+        said |= {"slower": found.slower, "too_large": found.too_large}
+    return said

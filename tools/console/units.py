@@ -1,0 +1,31 @@
+"""Sizes, speeds and durations in units that suit them: 1.5 GiB, 312 TFLOP/s, 2.4 h."""
+
+
+def size(count: float) -> str:
+    """Return a number of bytes: 17 B, 2.41 MiB, 13.6 GiB."""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def flops(count: float) -> str:
+    """Return a number of floating-point operations: 3.21 MFLOP, 1.25 TFLOP."""
+    return _scaled(count, 1000, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
+
+
+def duration(seconds: float) -> str:
+    """Return a time: 12.3 ms, 4.56 s, 7.80 min, 3.40 h, 12.0 days."""
+    for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
+        if seconds >= (1 if unit == "s" else 2) * length:
+            return f"{_short(seconds / length)} {unit}"
+    return f"{_short(seconds * 1e3)} ms"
+
+
+def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while count >= 999.5 and power < len(units) - 1:
+        count, power = count / base, power + 1
+    return f"{count:.0f} {units[0]}" if power == 0 else f"{_short(count)} {units[power]}"
+
+
+def _short(value: float) -> str:
+    """Return a number in three digits; more if it is above 1,000."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

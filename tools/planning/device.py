@@ -1,0 +1,93 @@
+"""The device that a run is planned for: its kind, its memory and its peak speed, or that they are not known.
+
+A GPU is named on the command line, or it is the one that is here. A CPU's memory is shared by all ranks of the run, as
+if they ran on this machine. Nothing is guessed: what is not known is 0.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megaprec.errors import UserError, did_you_mean
+from models.estimate.gpus import GPU, GPUS, gpu_named
+from models.estimate.storage import Device
+from tools.config.run_file import RunConfig
+
+RESERVED = 0.05  # of a device's memory: for CUDA, NCCL and gaps between tensors
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A rank's device. memory: in bytes, 0 if it is not known. gpu: its data sheet, None if it is not known."""
+
+    device: Device
+    name: str
+    memory: int = 0
+    gpu: GPU | None = None
+
+    @property
+    def usable(self) -> int:
+        """Return the bytes that a run may use."""
+        return int(self.memory * (1 - RESERVED))
+
+    def verdict(self, needed: int) -> str:
+        """Return if so many bytes fit: fits, does not fit or not known."""
+        if not self.memory:
+            return "not known"
+        return "fits" if needed <= self.usable else "does not fit"
+
+
+def target_of(config: RunConfig, gpu: str = "", memory: str = "") -> Target:
+    """Return the device that is named, or the one here that the run would take. Raises UserError."""
+    size = _size(memory) if memory else 0
+    if gpu:
+        found = _named(gpu)
+        return Target("cuda", found.name, size or int(found.gigabytes * 10**9), found)
+    if size:
+        return Target("cuda", f"a GPU of {memory}", size)
+    if config.train.device != "cpu" and torch.cuda.is_available():
+        here = torch.cuda.get_device_properties(0)
+        return Target("cuda", here.name, here.total_memory, gpu_named(here.name))
+    if config.train.device == "cuda":
+        return Target("cuda", "a GPU that is not here")
+    ranks = config.world_size
+    here = f"this machine's {bytes_here() / 2**30:.1f} GiB"
+    return Target("cpu", here if ranks == 1 else f"{here} over {ranks:,} ranks", bytes_here() // ranks)
+
+
+def bytes_here() -> int:
+    """Return the memory of this machine, or of its container if that has less."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # "max" is no number: no limit
+        there = min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return there
+
+
+def assumed_devices(config: RunConfig) -> Iterator[str]:
+    """Yield a line for what the device was taken to be, if the run file leaves it open."""
+    if config.train.device == "auto" and not torch.cuda.is_available():
+        yield 'train.device = "auto" is a CPU on this machine; --gpu NAME plans for a GPU'
+
+
+def _named(name: str) -> GPU:
+    if found := gpu_named(name):
+        return found
+    names = [gpu.name for gpu in GPUS]
+    raise UserError(
+        f"--gpu {name}: not in the table{did_you_mean(name, names)}; there are {', '.join(names)}; for any other give "
+        "--gpu-memory and --tflops"
+    )
+
+
+def _size(text: str) -> int:
+    """Return the bytes of a size such as 80GB or 79.6GiB."""
+    said = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    if not said or said[2].upper() not in UNITS or not 0 < float(said[1]) < 10**18:
+        raise UserError(f"--gpu-memory {text}: give a size such as 80GB (10^9 bytes) or 79.6GiB (2^30)")
+    return int(float(said[1]) * UNITS[said[2].upper()])

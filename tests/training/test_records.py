@@ -38,7 +38,7 @@ def test_odd_lines_are_kept_named_and_not_used(
     run = rewind(file.parent / "run", tmp_path / "run", 3)
     good = spoil(run / name)
     note = f"note       {run / name}: lines 2 to {len(ODD) + 1} are no records: kept, not used\n"
-    assert train(file, "precision.compute=fp16", f"train.folder={run}", "log.plot=true") == 0
+    assert train(file, "precision.compute=fp16", f"train.folder={run}", "log.plot=true") == 3
     assert capsys.readouterr().out.count(note) == 1
     lines = read_lines(run / name)
     assert [line.content for line in lines if line.record is None] == [*ODD]
@@ -60,7 +60,7 @@ def test_a_line_that_a_kill_cut_short_is_taken_again_without_a_word(
     lines = (run / METRICS).read_bytes().splitlines()
     (run / METRICS).write_bytes(b"\n".join(lines[:4]) + b"\n" + lines[4][:30])
     assert odd_lines(run / METRICS) == ""
-    assert train(file, "precision.compute=fp16", f"train.folder={run}") == 0
+    assert train(file, "precision.compute=fp16", f"train.folder={run}") == 3
     assert "note" not in capsys.readouterr().out
     assert steps(run) == steps(file.parent / "run")
 
@@ -69,7 +69,7 @@ def test_steps_that_left_no_line_are_named(file: Path, tmp_path: Path, capsys: p
     run = rewind(file.parent / "run", tmp_path / "run", 6)
     lines = (run / METRICS).read_bytes().splitlines(keepends=True)
     (run / METRICS).write_bytes(b"".join([lines[0], *lines[3:5]]))
-    assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 0
+    assert train(file, "precision.compute=fp16", f"train.folder={run}", "train.steps=7") == 3
     assert f"note       {run / METRICS} has no record of steps 2 to 3 and 6\n" in capsys.readouterr().out
 
 

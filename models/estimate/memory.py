@@ -136,7 +136,8 @@ class StageMemory:
         if (alike := (cut.first, cut.last, self._kinds(cut))) in self._known:
             return self._known[alike]
         recipe = self.plan.fp8 and replace(self.plan.fp8, backend="torch")  # keeps as many, and runs without values
-        axis, held = Alone("tp", 0, self.tp), replace(self.plan, masters=self.plan.parameters, fp8=recipe)
+        narrow = self.plan.masters if recipe and recipe.parameters else self.plan.parameters
+        axis, held = Alone("tp", 0, self.tp), replace(self.plan, masters=narrow, fp8=recipe)
         with without_storage(self.device):
             fp8 = FP8State(recipe, self.config.layers, axis, device="meta" if self.device == "cuda" else "cpu")
             context = Context(held, axis, self.sequence, recompute=self.recompute, fp8=fp8)

@@ -124,7 +124,7 @@ def main(args: argparse.Namespace) -> int:
 def _tell_plan(config: RunConfig) -> None:
     """Print the plan of the run, in a line, before ranks start."""
     if line := one_line(config):
-        print(f"plan       {line}", flush=True)
+        say(f"plan       {line}")
 
 
 def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:

@@ -25,7 +25,7 @@ from tools.training.end_records import read_records
 MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
 MOST_DRAWN = 2_000  # instructions of a timeline that is drawn
 LARGEST_PICTURE = 1_000_000  # bytes
-NO_CERTIFICATE = "There is no certificate of parity: `megaprec parity RUN.toml` makes one."
+NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml makes one."
 
 Section = Callable[[Run], Html | None]
 

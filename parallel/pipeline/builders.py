@@ -28,7 +28,8 @@ from parallel.pipeline.simulation import simulate
 
 Order = list[Instruction]  # the forwards and backwards of one rank, without transfers
 Done = Callable[[Instruction], bool]
-MOST_PASSES = 2**17  # forward passes of a step; building and checking a schedule takes about 0.1 ms for each
+MOST_PASSES = 2**16  # forward passes of a step; building and checking a schedule takes about 0.1 ms for each
+MOST_MICROBATCHES = 2**14  # more are a slip: a rank would pass each of them through its stages one after the other
 
 
 def equal(i: Instruction) -> float:
@@ -58,6 +59,11 @@ def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0)
     counts = {"pipeline ranks": ranks, "micro-batches": microbatches}
     problems = [f"{name} must be at least 1, got {count}" for name, count in counts.items() if count < 1]
     problems += chunk_problems(kind, chunks)
+    if microbatches > MOST_MICROBATCHES:
+        problems.append(
+            f"{microbatches:,} micro-batches of a replica in a step: a schedule has at most {MOST_MICROBATCHES:,}: take "
+            "fewer, larger micro-batches, or more replicas"
+        )
     if not problems and (passes := ranks * (chunks or default_chunks(kind)) * microbatches) > MOST_PASSES:
         problems.append(
             f"{ranks:,} pipeline ranks x {chunks or default_chunks(kind):,} stages x {microbatches:,} micro-batches "

@@ -40,7 +40,7 @@ class Command:
 
     argv: Sequence[str]
     folder: str
-    seconds: int = 10
+    seconds: int = 20
     memory: int = 1 << 30
 
 

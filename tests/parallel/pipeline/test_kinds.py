@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprec.errors import UserError
-from parallel.pipeline.builders import KINDS, gpipe, interleaved, one_f_one_b, schedule, zb_v
+from parallel.pipeline.builders import KINDS, gpipe, interleaved, one_f_one_b, schedule, schedule_problems, zb_v
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
 from parallel.pipeline.instructions import (
     INPUT_GRADIENTS,
@@ -256,3 +256,11 @@ def test_a_shorter_last_group_would_hang_and_so_groups_are_made_alike() -> None:
     with pytest.raises(UserError, match="cannot finish"):
         check(complete(orders, [stage % 6 for stage in range(12)]))
     check(interleaved(6, 8, 2))
+
+
+def test_the_largest_clusters_fit_and_a_slip_of_a_digit_is_refused_before_anything_is_built() -> None:
+    assert schedule_problems("1f1b", 64, 1024) == []
+    (many,) = schedule_problems("1f1b", 1, 100_000)
+    assert many.startswith("100,000 micro-batches of a replica in a step")
+    (long,) = schedule_problems("1f1b", 640, 1024)
+    assert "655,360 forward passes" in long

@@ -61,8 +61,8 @@ def schedule_problems(kind: str, ranks: int, microbatches: int, chunks: int = 0)
     problems += chunk_problems(kind, chunks)
     if microbatches > MOST_MICROBATCHES:
         problems.append(
-            f"{microbatches:,} micro-batches of a replica in a step: a schedule has at most {MOST_MICROBATCHES:,}: take "
-            "fewer, larger micro-batches, or more replicas"
+            f"{microbatches:,} micro-batches of a replica in a step; a schedule has at most {MOST_MICROBATCHES:,}: "
+            "take fewer, larger micro-batches, or more replicas"
         )
     if not problems and (passes := ranks * (chunks or default_chunks(kind)) * microbatches) > MOST_PASSES:
         problems.append(

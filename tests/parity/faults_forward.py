@@ -136,8 +136,8 @@ FAULTS = {
             only(
                 1,
                 "tp",
-                lambda inner, self, y, rotary, place, hidden: inner(
-                    self, y, tuple(t.roll(1, 0) for t in rotary), place, hidden
+                lambda inner, self, y, rotary, **rest: inner(
+                    self, y, rotary=tuple(t.roll(1, 0) for t in rotary), **rest
                 ),
             ),
         ),

@@ -37,7 +37,8 @@ class Run:
         """Return the run in `folder`. Raises UserError if it has no record of a step."""
         records = read_metrics(folder)
         if not records:
-            raise UserError(f"{folder} has no steps in {METRICS}: give the folder of a run")
+            what = f"has no steps in {METRICS}" if folder.is_dir() else "is no folder"
+            raise UserError(f"{folder} {what}: give the folder of a run")
         lines = (line.record for line in read_lines(folder / EVENTS))
         return cls(folder, records, [event for event in lines if event is not None])
 

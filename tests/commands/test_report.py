@@ -140,9 +140,11 @@ def test_damaged_files_beside_the_records_end_nothing(content: bytes, folder: Pa
 
 
 def test_what_cannot_be_reported_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
+    empty = tmp_path / "empty"
+    empty.mkdir()
     for words, line in (
-        (["empty", "-o", str(tmp_path / "a.html")], "empty has no steps in metrics.jsonl: give the folder of a run"),
+        ([str(empty), "-o", str(tmp_path / "a.html")], "empty has no steps in metrics.jsonl: give the folder of a run"),
+        (["missing", "-o", str(tmp_path / "a.html")], "missing is no folder: give the folder of a run"),
         (["empty", "-o", "a.pdf"], "--output a.pdf: the page is written as .html"),
         (["empty", "-o", str(tmp_path / "no" / "a.html")], f"there is no folder {tmp_path / 'no'}"),
     ):

@@ -8,6 +8,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 WORKERS ?= 2
 CAMPAIGN_ARGS ?= 200 0
+GPU_ARGS ?=
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
@@ -19,11 +20,12 @@ ORACLES := .venv/oracles
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test campaign oracles lint format clean
+.PHONY: help demo test gpu campaign oracles lint format clean
 
 help:
 	@echo "make demo    pretrain a small model on 4 local ranks      (DEMO_ARGS=\"train.steps=20\" changes the run)"
 	@echo "make test    run the tests in WORKERS=2 processes         (TEST_ARGS=\"-k lr\" goes to pytest)"
+	@echo "make gpu     run all that needs a GPU, and write docs/gpu.md  (GPU_ARGS=\"--layers 4\" goes to the benchmark)"
 	@echo "make campaign  run all of what tests only sample: hours  (CAMPAIGN_ARGS=\"50 1000\": 50 parity runs from seed 1000 on)"
 	@echo "make oracles install megatron-core and lm-eval, which tests compare with and are skipped without"
 	@echo "make lint    check style and types"
@@ -36,9 +38,15 @@ demo: $(INSTALLED)
 test: $(READY)
 	$(PYTEST) $(TEST_ARGS)
 
+gpu:
+	@nvidia-smi -L > /dev/null 2>&1 || { echo "no GPU here: nothing was run, and docs/gpu.md is as it was" >&2; exit 2; }
+	@$(MAKE) --no-print-directory $(READY)
+	$(BIN)/python -m tools.bench gpu $(GPU_ARGS)
+
 campaign: $(READY)
 	$(PYTEST) -m campaign
 	$(BIN)/python -m tests.parity.campaign $(CAMPAIGN_ARGS)
+	$(BIN)/python -m tests.parity.bisected
 
 oracles: $(ORACLES)
 

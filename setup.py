@@ -13,7 +13,8 @@ DATA = ["pyarrow>=17,<27"]
 HF = ["tokenizers>=0.20,<0.24", "transformers>=5,<6"]
 PLOTS = ["matplotlib>=3.8,<4"]
 # Other people's code that slow tests compare with.
-ORACLES = ["megatron-core>=0.16,<0.17", "einops>=0.8,<0.9", "psutil>=6,<8", "lm-eval[hf]>=0.4.9,<0.5"]
+LM_EVAL = ["lm-eval>=0.4.13,<0.5"]
+ORACLES = ["megatron-core>=0.16,<0.17", "einops>=0.8,<0.9", "psutil>=6,<8", "lm-eval[hf]>=0.4.13,<0.5"]
 TENSORBOARD = ["tensorboard>=2.15,<3"]
 WANDB = ["wandb>=0.31,<0.32"]
 YAML = ["pyyaml>=6,<7"]
@@ -41,6 +42,7 @@ setup(
     extras_require={
         "data": DATA,
         "hf": HF,
+        "lm-eval": LM_EVAL,
         "oracles": ORACLES,
         "plots": PLOTS,
         "tensorboard": TENSORBOARD,
@@ -48,7 +50,7 @@ setup(
         "yaml": YAML,
         "test": [*CHECKS, *DATA, *HF, *PLOTS, *TENSORBOARD, *WANDB, *YAML],
     },
-    entry_points={"console_scripts": ["megaprec = tools.cli:main"]},
+    entry_points={"console_scripts": ["megaprec = tools.start:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
         "Operating System :: POSIX",

@@ -10,12 +10,14 @@
 #
 #     HEAD=node-1 NODES=1:2 RANKS=2 bash torchrun.sh run.toml parallel.elastic=true
 #
-# HEAD itself must live. ADDRESS: this machine's own, where its name does not resolve; there IS_HOST=1 on HEAD and
+# HEAD itself must live: a machine that is cut off from it ends once its ranks have left and HEAD is silent for 30 s.
+# torchrun by its own name does the same, but that machine waits a quarter of an hour. ADDRESS: this machine's own, where its name does not resolve; there IS_HOST=1 on HEAD and
 # IS_HOST=0 elsewhere. PORT: a free one on HEAD.
 set -euo pipefail
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # ranks that start again must not meet the addresses of those before them
-exec torchrun --nnodes "$NODES" --nproc-per-node "$RANKS" --max-restarts "${RESTARTS:-3}" \
+exec python -P -m tools.training.torchrun --nnodes "$NODES" --nproc-per-node "$RANKS" \
+    --max-restarts "${RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29500}" --rdzv-id "${JOB:-megaprec}" \
     ${IS_HOST:+--rdzv-conf "is_host=$IS_HOST"} ${ADDRESS:+--local-addr "$ADDRESS"} \
     -m megaprec train "$@"

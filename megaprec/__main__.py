@@ -10,7 +10,7 @@ from pathlib import Path
 HOME = Path(__file__).resolve().parents[1]
 sys.path[:] = [str(HOME), *(entry for entry in sys.path if Path(entry or ".").resolve() not in (HOME, Path.cwd()))]
 
-from tools.cli import main  # noqa: E402
+from tools.start import main  # noqa: E402
 
 if __name__ == "__main__":
     sys.exit(main())

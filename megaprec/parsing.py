@@ -21,13 +21,25 @@ LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError if it is not JSON, nested too deeply or no Unicode."""
+    """Return the value of a JSON text.
+
+    Raises ValueError if it is not JSON, nested too deeply or no Unicode, or has a key twice: programs differ in which
+    of the two they take.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
         raise ValueError(f"nested more than {NESTING} levels deep") from error
     _check(value)
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
+    return made
 
 
 def parse_toml(text: str) -> dict[str, Any]:

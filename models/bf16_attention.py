@@ -28,26 +28,39 @@ def worthwhile(query: Tensor) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, rows: int = _ROWS) -> Tensor:
-    """Return causal attention, softmax(query @ key.T / sqrt(d)) @ value: bf16 [b, n, s, d] each.
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    rows: int = _ROWS,
+    scale: float | None = None,
+) -> Tensor:
+    """Return causal attention, softmax(scale * query @ key.T) @ value: bf16 [b, n, s, d].
 
+    key, value: [b, n / groups, s, d]; a head of theirs serves `groups` neighbouring heads of query. Their gradients are
+        summed over these in FP32.
     attn_mask: bool [s, s] or [b, 1, s, s], True where a token (row) attends to another; None: to itself and all earlier
         ones.
     rows: the number of query rows that are computed at a time.
+    scale: None: 1 / sqrt(d).
     """
-    return _Attend.apply(query, key, value, attn_mask, rows)
+    return _Attend.apply(query, key, value, attn_mask, rows, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, rows: int) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, rows: int, scale: float
+    ) -> Tensor:
         q, k, v = (x.contiguous() for x in (query, key, value))
         ctx.save_for_backward(q, k, v)
-        ctx.attn_mask, ctx.rows = attn_mask, rows
+        ctx.attn_mask, ctx.rows, ctx.scale, groups = attn_mask, rows, scale, q.shape[1] // k.shape[1]
         mixed = torch.empty_like(query)  # with the query's strides, so that the next layer needs no copy
         for b, n, first, last, bias in _runs(query, attn_mask, rows):
-            weights = _weights(q[b, n, first:last], k[b, n, :last], bias)
-            torch.mm(weights, v[b, n, :last], out=mixed[b, n, first:last])
+            m = n // groups
+            weights = _weights(q[b, n, first:last], k[b, m, :last], bias, scale)
+            torch.mm(weights, v[b, m, :last], out=mixed[b, n, first:last])
         return mixed
 
     @staticmethod
@@ -55,15 +68,15 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v), grad = ctx.saved_tensors, grad.contiguous()
         grad_q, grad_k, grad_v = torch.empty_like(q), *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-        scale = _scale(q)
+        scale, groups = ctx.scale, q.shape[1] // k.shape[1]
         for b, n, first, last, bias in _runs(q, ctx.attn_mask, ctx.rows):
-            rows, wanted = q[b, n, first:last], grad[b, n, first:last]
-            weights = _weights(rows, k[b, n, :last], bias)
-            grad_v[b, n, :last] += weights.t() @ wanted
-            grad_scores = torch._softmax_backward_data(wanted @ v[b, n, :last].t(), weights, -1, weights.dtype)
-            grad_q[b, n, first:last].addmm_(grad_scores, k[b, n, :last], beta=0, alpha=scale)
-            grad_k[b, n, :last].add_(grad_scores.t() @ rows, alpha=scale)
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+            m, rows, wanted = n // groups, q[b, n, first:last], grad[b, n, first:last]
+            weights = _weights(rows, k[b, m, :last], bias, scale)
+            grad_v[b, m, :last] += weights.t() @ wanted
+            grad_scores = torch._softmax_backward_data(wanted @ v[b, m, :last].t(), weights, -1, weights.dtype)
+            grad_q[b, n, first:last].addmm_(grad_scores, k[b, m, :last], beta=0, alpha=scale)
+            grad_k[b, m, :last].add_(grad_scores.t() @ rows, alpha=scale)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
 def _runs(query: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[tuple[int, int, int, int, Tensor]]:
@@ -81,9 +94,5 @@ def _runs(query: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[tuple[
         yield from ((b, n, first, last, bias[b]) for b, n in places)
 
 
-def _weights(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
-    return torch.softmax(torch.addmm(bias, query, key.t(), alpha=_scale(query)), -1)
-
-
-def _scale(query: Tensor) -> float:
-    return query.shape[-1] ** -0.5
+def _weights(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
+    return torch.softmax(torch.addmm(bias, query, key.t(), alpha=scale), -1)

@@ -5,29 +5,38 @@ parallelism they are [s / tp, b, h] between blocks. A rank has heads / tp query 
 heads than ranks, neighbouring ranks hold the same one.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaprec.precision.gemm import slow_half
-from models import bf16_attention
+from megaprec.comm.layout import Part
+from megaprec.precision.gemm import slow_bf16, slow_half
+from models import bf16_attention, cpu_attention, flash_windows, sink_attention
 from models.config import ModelConfig
+from models.context_attention import attend_over_ranks
+from models.flash_windows import Documents
 from models.mlp import MLP
 from models.moe import MixtureOfExperts
 from models.packing import causal_mask
+from models.partial_attention import Rule
 from models.rope import Rotate
+from models.softcap import softcap
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, attention_dropout, dropout
-from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
-from parallel.norms import LayerNorm, RMSNorm
+from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, parameter
+from parallel.linear import Widen
+from parallel.norms import LayerNorm, RMSNorm, ShardedRMSNorm
 
 
 def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
     """Return the norm of the model's family, over the hidden features."""
-    kind = RMSNorm if config.norm == "rms" else LayerNorm
-    return kind(context, config.hidden, name=name, eps=config.norm_eps)
+    if config.norm == "layer":
+        return LayerNorm(context, config.hidden, name=name, eps=config.norm_eps)
+    offset = float(config.norm_unit_offset)
+    return RMSNorm(context, config.hidden, name=name, eps=config.norm_eps, offset=offset)
 
 
 class Attention(nn.Module):
@@ -35,12 +44,21 @@ class Attention(nn.Module):
 
     Query, key and value enter the two attention products in the plan's `attention` dtype, independently of the layers'
     dtype. Scores and weights are in the sensitive dtype, or rounded to the plan's `scores` dtype.
-    attn_mask: bool [b, 1, s, s], True where a token (row) attends to another, if the mask differs between samples.
+    attn_mask: bool [b, 1, s, s], True where a token (row) attends to another, if the mask differs between samples; or
+        the documents that attention is restricted to. Under context parallelism, which makes masks in parts, it is
+        int64 [b, whole s] instead: the number of each token's document.
     """
 
     def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
         super().__init__()
         self.config, self.context, self.name = config, context, name
+        self.scale = None if config.attention_scalar == config.head_dim else config.attention_scalar**-0.5
+        self._make_projections(layer)
+        own_heads = Part.cut(f"{name}.sinks.weight", (config.heads,), 0, context.tp)
+        self.sinks = parameter(context, [own_heads], config.init_std) if config.attention_sinks else None
+
+    def _make_projections(self, layer: int) -> None:
+        config, context, name = self.config, self.context, self.name
         kv_shards = min(context.tp.size, config.kv_heads)
         width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim
         stack = [
@@ -53,21 +71,28 @@ class Attention(nn.Module):
             context, config.hidden, stack, bias=config.qkv_bias, std=config.initial_std("qkv")
         )
         if config.qk_norm:
-            self.query_norm, self.key_norm = (
-                RMSNorm(context, config.head_dim, name=f"{name}.{which}_norm", eps=config.norm_eps, own=True)
-                for which in ("query", "key")
-            )
+            self.query_norm, self.key_norm = (self._make_qk_norm(rows) for rows in stack[:2])
         std = config.initial_std("output", layer)
         self.output = RowParallelLinear(
             context, width, config.hidden, name=f"{name}.output", bias=config.output_bias, std=std
         )
+
+    def _make_qk_norm(self, rows: Rows) -> nn.Module:
+        c, name, offset = self.config, f"{rows.name}_norm", float(self.config.norm_unit_offset)
+        if c.qk_norm_over == "all":
+            return ShardedRMSNorm(self.context, rows.rows, name=name, eps=c.norm_eps, shards=rows.shards, offset=offset)
+        return RMSNorm(self.context, c.head_dim, name=name, eps=c.norm_eps, own=True, offset=offset)
+
+    def kept_sizes(self) -> tuple[int, int]:
+        """Return the number of own key/value heads, and the width in which the attention core gets each of them."""
+        return self.own[1] // self.config.head_dim, self.config.head_dim
 
     def forward(
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         place: MicrobatchInfo | None,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
         return self.context.recompute.run(
             "attention",
@@ -77,55 +102,110 @@ class Attention(nn.Module):
         )
 
     def _attend(
-        self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: MicrobatchInfo | None, attn_mask: Tensor | None
+        self,
+        y: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        place: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None,
     ) -> Tensor:
         """Map the query-key-value projection's output, [s, b, own features], to the output projection's input."""
-        query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in y.split(self.own, -1))  # [s, b, n, d]
-        if self.config.qk_norm:
+        query, key, value = y.split(self.own, -1)
+        over_all = self.config.qk_norm_over == "all"
+        if self.config.qk_norm and over_all:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = (z.unflatten(-1, (-1, self.config.head_dim)) for z in (query, key, value))  # [s, b, n, d]
+        if self.config.qk_norm and not over_all:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
-            query, key = Rotate.apply(query, *rotary), Rotate.apply(key, *rotary)
+            query, key = (Rotate.apply(z, *rotary, self.context.leaves) for z in (query, key))
         query, key, value = (z.permute(1, 2, 0, 3).to(self.context.plan.attention) for z in (query, key, value))
         if rotary is not None or self.config.qk_norm:
             value = value.contiguous()  # a view would keep the whole product that it belongs to
         return self._mix(query, key, value, place, attn_mask).permute(2, 0, 1, 3).flatten(2)
 
     def _mix(
-        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, attn_mask: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        place: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
         """Return attention of query, key, value [b, n, s, d] each, as [b, n, s, d] in the dtype of products.
 
         Key and value may have fewer heads than query.
         """
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        plan, by_products = self.context.plan, bf16_attention.worthwhile(query)  # by_products always rounds scores
+        if self.context.cp.size > 1:
+            assert not isinstance(attn_mask, Documents)  # they come as numbers
+            return self._mix_over_ranks(query, key, value, place, attn_mask)
+        plan, softcapped = self.context.plan, self.config.attention_softcap > 0
+        by_products = bf16_attention.worthwhile(query) and self.sinks is None  # by_products always rounds scores
         rounded = plan.scores != plan.sensitive and not by_products
-        if rounded or (place is not None and self.config.attention_dropout > 0):
+        unfused = softcapped or (self.sinks is not None and not sink_attention.fuses(query))
+        plainly = rounded or unfused or (place is not None and self.config.attention_dropout > 0)
+        window = 0 < self.config.window < query.shape[2]
+        documents = attn_mask if isinstance(attn_mask, Documents) else None
+        bounded = documents is not None or (window and attn_mask is None)
+        if bounded and not (plainly or self.sinks is not None) and flash_windows.worthwhile(query, key, value):
+            within = self.config.window if window else 0
+            return flash_windows.attend(query, key, value, documents, within, self.scale).to(plan.compute)
+        if isinstance(attn_mask, Documents):
+            attn_mask = attn_mask.mask(self.config.window)
+        groups = query.shape[1] // key.shape[1]
+        grouped = groups > 1 and not plainly and (by_products or takes_groups(query, attn_mask is not None or window))
+        if groups > 1 and not grouped:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if plainly:
             return self._mix_plainly(query, key, value, place, attn_mask).to(plan.compute)
-        if slow_half(query):
+        if query.dtype == torch.float16 and slow_half(query):
             query, key, value = query.float(), key.float(), value.float()
-        if attn_mask is None and 0 < self.config.window < query.shape[2]:
+        if attn_mask is None and window:
             attn_mask = self._mask(query)
         if by_products:
-            return bf16_attention.attend(query, key, value, attn_mask).to(plan.compute)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=attn_mask is None)
+            return bf16_attention.attend(query, key, value, attn_mask, scale=self.scale).to(plan.compute)
+        if self.sinks is not None:
+            sinks = Widen.apply(self.sinks, plan.sensitive)
+            return sink_attention.attend(query, key, value, sinks, attn_mask, self.scale).to(plan.compute)
+        if slow_bf16(query):
+            return cpu_attention.attend(query, key, value, attn_mask, self.scale).to(plan.compute)
+        causal = attn_mask is None
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+        )
         return mixed.to(plan.compute)
+
+    def _mix_over_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, documents: Tensor | None
+    ) -> Tensor:
+        """Return attention of this rank's tokens over those of all ranks of cp. documents: int64 [b, whole s]."""
+        c, wide = self.context, torch.promote_types(self.context.plan.sensitive, torch.float32)
+        drop = None
+        if place is not None and self.config.attention_dropout > 0:
+            drop = partial(self._drop_weights, place)
+        scale = self.config.attention_scalar**-0.5 if self.scale is None else self.scale
+        rule = Rule(scale, self.config.window, documents, drop, self.config.attention_softcap)
+        sinks = None if self.sinks is None else Widen.apply(self.sinks, c.plan.sensitive)
+        return attend_over_ranks(query, key, value, c.cp, rule, c.ring, wide, sinks).to(c.plan.compute)
+
+    def _drop_weights(self, place: MicrobatchInfo, weights: Tensor, queries: range, keys: range) -> Tensor:
+        c, name = self.config, f"{self.name}.weights"
+        return attention_dropout(weights, c.attention_dropout, self.context, name, place, (queries, keys))
 
     def _mix_plainly(
         self, query: Tensor, key: Tensor, value: Tensor, place: MicrobatchInfo | None, attn_mask: Tensor | None
     ) -> Tensor:
         """Return unfused attention, in the dtype of the weights.
 
-        The fused kernel draws its dropout from a generator that does not know the layout, and it rounds neither scores
-        nor weights.
+        The fused kernel draws its dropout from a generator that does not know the layout, it rounds neither scores nor
+        weights, and it has no soft cap.
         """
         rounded = self.context.plan.scores
         made = torch.promote_types(rounded, torch.float32) if slow_half(query) else rounded
-        scores = query.to(made) @ key.to(made).transpose(2, 3) / self.config.head_dim**0.5
+        scores = query.to(made) @ key.to(made).transpose(2, 3) / self.config.attention_scalar**0.5
         attends = self._mask(query) if attn_mask is None else attn_mask
-        weights = scores.to(rounded).masked_fill(~attends, float("-inf")).softmax(-1)
+        scores = softcap(scores, self.config.attention_softcap).to(rounded).masked_fill(~attends, float("-inf"))
+        sinks = None if self.sinks is None else Widen.apply(self.sinks, self.context.plan.sensitive)
+        weights = sink_attention.softmax(scores, sinks)
         weights = attention_dropout(weights, self.config.attention_dropout, self.context, f"{self.name}.weights", place)
         return weights.to(made) @ value.to(made)
 
@@ -134,11 +214,20 @@ class Attention(nn.Module):
         return causal_mask(query.shape[2], self.config.window, None, query.device)
 
 
+def takes_groups(query: Tensor, masked: bool) -> bool:
+    """Return True if torch's fused attention is to read each key/value head for several query heads itself.
+
+    Flash attention on CUDA does so (meta tensors stand for a GPU's). With a mask torch takes another kernel, which does
+    not. The kernel for CPUs would sum the gradients of a key/value head in half precision (tests/models/test_gqa.py).
+    """
+    return query.device.type in ("cuda", "meta") and query.dtype.itemsize == 2 and not masked
+
+
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); or both branches, each with its own norm, of the same x.
 
-    Dropout is optional. The residual stream x, input and output, has its own dtype; the branches compute in the dtype
-    of products.
+    `config.norm_at` places the norms before the branches, after them, or both. Dropout is optional. The residual stream
+    x, input and output, has its own dtype; the branches compute in the dtype of products.
     """
 
     def __init__(
@@ -151,27 +240,38 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.context, self.name = config, context, name
-        self.attention_norm = make_norm(config, context, f"{name}.attention_norm")
+        before, after = config.norm_at != "after", config.norm_at != "before"
+        self.attention_norm = make_norm(config, context, f"{name}.attention_norm") if before else None
         self.attention = attention(config, context, f"{name}.attention", layer)
-        self.mlp_norm = make_norm(config, context, f"{name}.mlp_norm")
+        self.attention_post_norm = make_norm(config, context, f"{name}.attention_post_norm") if after else None
+        self.mlp_norm = make_norm(config, context, f"{name}.mlp_norm") if before else None
         self.mlp = (MixtureOfExperts if config.experts else MLP)(config, context, f"{name}.mlp", layer)
+        self.mlp_post_norm = make_norm(config, context, f"{name}.mlp_post_norm") if after else None
 
     def forward(
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         place: MicrobatchInfo | None,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | Documents | None = None,
     ) -> Tensor:
         stream = self.config.dropout_at == "stream"
         x = self._drop(x, "input", place) if stream else x
-        normally = partial(self.context.recompute.run, "norm")
-        mixed = normally(self.attention_norm, x, into=lambda y: self.attention(y, rotary, place, attn_mask))
+        attend = partial(self.attention, rotary=rotary, place=place, attn_mask=attn_mask)
+        mixed = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
         attended = (x + self._drop(mixed, "attention", place)).to(x.dtype)
-        fed = normally(
-            self.mlp_norm, x if self.config.parallel_residual else attended, into=lambda y: self._feed(y, place)
-        )
+        read = x if self.config.parallel_residual else attended
+        fed = self._branch(read, self.mlp_norm, lambda y: self._feed(y, place), self.mlp_post_norm)
         return (attended + (fed if stream else self._drop(fed, "mlp", place))).to(x.dtype)
+
+    def _branch(
+        self, x: Tensor, before: nn.Module | None, compute: Callable[[Tensor], Tensor], after: nn.Module | None
+    ) -> Tensor:
+        if before is None:
+            y = compute(x.to(self.context.plan.compute))
+        else:
+            y = self.context.recompute.run("norm", before, x, into=compute)
+        return y if after is None else after(y)
 
     def _feed(self, y: Tensor, place: MicrobatchInfo | None) -> Tensor:
         return self.mlp(y, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)

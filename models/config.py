@@ -5,202 +5,30 @@ and no field means "decide later". The one exception is `vocab`, which only a to
 `with_vocab`. The counts of parameters and FLOPs are exact functions of the fields, so a run can be planned without
 building a model.
 
-Norm parameters are counted as the family has them: "rms" has a weight, "layer" a weight and a bias. The output head,
-the experts and their router never have biases.
+Norm parameters are counted as the family has them: "rms" has a weight, "layer" a weight and a bias. The output head
+never has a bias.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, Self
+import json
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
 from megaprec.errors import UserError
+from models.family_defaults import GATED
 from models.initial_weights import InitialStd, Matrix
-from models.rope import RopeScaling
+from models.model_fields import ModelFields
+from models.router import CORRECTED, PLAIN
 
-MOST = 2**31 - 1  # of any size: torch and other formats have 32-bit sizes in places
 MOST_EXPERTS = 2**16  # in all layers; each is a module of its own
-FFN_MULTIPLE = 64  # a derived feed-forward width is rounded up to this, so that tensor parallelism can shard it
 
 
-def _by_family(usual: Any, **others: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda known: others.get(known["family"], usual)
-
-
-def _as_bias(known: dict[str, Any]) -> bool:
-    return known["bias"]
-
-
-def _default_ffn(known: dict[str, Any]) -> int:
-    """Return the default feed-forward width: four times hidden, or two thirds of that for a gated feed-forward.
-
-    A gated feed-forward has three matrices instead of two, so both have the same number of parameters.
-    """
-    hidden: int = known["hidden"]
-    return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE if known["mlp"] == "swiglu" else 4 * hidden
-
-
-class ModelConfig(BaseModel):
+class ModelConfig(ModelFields):
     """A decoder-only transformer.
 
     Raises pydantic's ValidationError (a ValueError) that lists every problem with the fields.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    family: Literal["llama", "gpt2", "gpt_neox", "mistral", "qwen2", "qwen3", "mixtral"] = Field(
-        default="llama", description="Model family, which sets the defaults of the keys below."
-    )
-    layers: int = Field(gt=0, le=4096, description="Number of transformer layers.")
-    hidden: int = Field(gt=0, le=MOST, description="Hidden size: width of the residual stream.")
-    heads: int = Field(gt=0, le=65_536, description="Number of attention heads.")
-    kv_heads: int = Field(
-        default_factory=lambda known: known["heads"],
-        gt=0,
-        le=65_536,
-        description="Number of key and value heads (grouped-query attention); default: model.heads.",
-    )
-    head_dim: int = Field(
-        default_factory=lambda known: known["hidden"] // known["heads"],
-        gt=0,
-        le=MOST,
-        description="Width of one attention head; default, and if 0: model.hidden / model.heads.",
-    )
-    mlp: Literal["swiglu", "gelu", "gelu_exact"] = Field(
-        default_factory=_by_family("swiglu", gpt2="gelu", gpt_neox="gelu_exact"),
-        description="Feed-forward: swiglu, gelu (tanh approximation) or gelu_exact; default: swiglu, for gpt2 gelu, "
-        "for "
-        "gpt_neox gelu_exact.",
-    )
-    ffn: int = Field(
-        default_factory=_default_ffn,
-        gt=0,
-        le=MOST,
-        description="Feed-forward width, of each expert in a model with experts; default: for swiglu 8/3 of "
-        "model.hidden, "
-        f"rounded up to a multiple of {FFN_MULTIPLE}, otherwise 4 times model.hidden.",
-    )
-    vocab: int = Field(default=0, ge=0, le=MOST, description="Vocabulary size, in tokens; 0: the tokenizer's.")
-    max_positions: int = Field(
-        default=1024, gt=0, le=MOST, description="Longest sequence, in tokens; default in a run file: train.seq_length."
-    )
-    norm: Literal["rms", "layer"] = Field(
-        default_factory=_by_family("rms", gpt2="layer", gpt_neox="layer"),
-        description="Norm: RMSNorm (rms) or LayerNorm (layer); default: rms, for gpt2 and gpt_neox layer.",
-    )
-    norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon that norms add to the variance.")
-    qk_norm: bool = Field(
-        default_factory=_by_family(False, qwen3=True),
-        description="RMSNorm on the query and key of each head, before rotary positions; default: true for qwen3.",
-    )
-    parallel_residual: bool = Field(
-        default_factory=_by_family(False, gpt_neox=True),
-        description="Attention and feed-forward both read the input of the layer; default: true for gpt_neox.",
-    )
-    positions: Literal["rope", "learned"] = Field(
-        default_factory=_by_family("rope", gpt2="learned"),
-        description="Position embeddings: rotary (rope) or learned; default: rope, for gpt2 learned.",
-    )
-    rope_base: float = Field(default=10000.0, gt=1, description="Base of the rotary wavelengths (rope_theta).")
-    rotary_fraction: float = Field(
-        default_factory=_by_family(1.0, gpt_neox=0.25),
-        gt=0,
-        le=1,
-        description="Fraction of each head's features, counted from the first, that get rotary positions; default: "
-        "1.0, for "
-        "gpt_neox 0.25.",
-    )
-    rope_scaling: RopeScaling = Field(
-        default=RopeScaling(),
-        strict=False,
-        description='Scaling of rotary positions to longer sequences, such as {kind = "linear", factor = 2.0}; kinds: '
-        "none, linear, dynamic, llama3 and yarn, with Hugging Face's keys.",
-    )
-    window: int = Field(
-        default=0,
-        ge=0,
-        le=MOST,
-        description="Sliding window of attention, in tokens, the token itself included; 0: all tokens before.",
-    )
-    window_layers: tuple[int, ...] = Field(
-        default=(),
-        strict=False,
-        description="Numbers of the layers, from 0, that have the sliding window; empty: all layers.",
-    )
-    bias: bool = Field(
-        default_factory=_by_family(False, gpt2=True, gpt_neox=True),
-        description="Default of model.qkv_bias, model.output_bias and model.mlp_bias; default: true for gpt2 and "
-        "gpt_neox.",
-    )
-    qkv_bias: bool = Field(
-        default_factory=lambda known: known["bias"] or known["family"] == "qwen2",
-        description="Biases of the query, key and value projections; default: model.bias, for qwen2 true.",
-    )
-    output_bias: bool = Field(
-        default_factory=_as_bias, description="Bias of attention's output projection; default: model.bias."
-    )
-    mlp_bias: bool = Field(default_factory=_as_bias, description="Biases of the feed-forward; default: model.bias.")
-    tied: bool = Field(
-        default_factory=_by_family(False, gpt2=True),
-        description="The output head shares the weight of the embedding; default: true for gpt2.",
-    )
-    experts: int = Field(
-        default_factory=_by_family(0, mixtral=8),
-        ge=0,
-        le=65_536,
-        description="Number of experts per layer (mixture of experts); 0: one feed-forward and no router; default: "
-        "0, for "
-        "mixtral 8.",
-    )
-    experts_per_token: int = Field(
-        default=2, gt=0, le=65_536, description="Number of experts that the router chooses for each token."
-    )
-    norm_topk: bool = Field(
-        default=True, description="Normalize the router's weights of a token's experts to a sum of one."
-    )
-    router_aux_loss: float = Field(
-        default=0.01, ge=0, description="Weight of the load-balancing loss of each layer with experts."
-    )
-    router_z_loss: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the z-loss, which keeps the router's logits small, of each layer with experts.",
-    )
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout probability at the places of model.dropout_at."
-    )
-    dropout_at: Literal["branches", "stream"] = Field(
-        default="branches",
-        description="Places of dropout. branches: the embedding and the outputs of attention and feed-forward; stream: "
-        "the input of each layer and the output of attention, as in InternEvo.",
-    )
-    embedding_dropout: float = Field(
-        default_factory=lambda known: known["dropout"],
-        ge=0,
-        lt=1,
-        description="Dropout probability of embeddings, unless model.dropout_at is stream; default: model.dropout.",
-    )
-    attention_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout probability of attention probabilities."
-    )
-    embedding_grad_scale: float = Field(
-        default=1.0, gt=0, le=1, description="Factor of the embedding's gradient, without the part of a tied head."
-    )
-    head_grad_scale: float = Field(
-        default=1.0, gt=0, le=1, description="Factor of the gradient of the output head's weight."
-    )
-    init_std: float = Field(default=0.02, gt=0, description="Standard deviation of initial weights.")
-    init: InitialStd = Field(
-        default=InitialStd(),
-        strict=False,
-        description="Standard deviation of initial weights by kind of matrix, such as {embedding = 0.01, qkv = 0.006}; "
-        f"keys: {', '.join(InitialStd.model_fields)}; empty: model.init_std for all.",
-    )
-    factory: str = Field(
-        default="",
-        description='Factory of a custom model, as "file.py:function" or "package.module:function" (docs/parity.md); '
-        "empty: the built-in family of model.family.",
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -225,15 +53,56 @@ class ModelConfig(BaseModel):
             yield f"kv_heads {self.kv_heads} does not divide heads {self.heads}: choose one of {fits}"
         if self.positions != "rope" and (self.rope_scaling.kind != "none" or self.rotary_fraction != 1):
             yield f'positions "{self.positions}": rope_scaling and rotary_fraction need positions = "rope"'
+        if self.latent:
+            yield from self._latent_problems()
         yield from self._window_problems()
+        yield from self._norm_problems()
+        yield from self._dense_problems()
         if self.experts:
             yield from self._expert_problems()
+        elif self.router not in (PLAIN, CORRECTED):
+            yield "router: there are no experts; give model.experts"
+        yield from self._mtp_problems()
+        yield from self._effectless()
+
+    def _mtp_problems(self) -> Iterator[str]:
+        if self.mtp_layers and self.positions != "rope":
+            yield f'mtp_layers {self.mtp_layers} needs positions = "rope", not "{self.positions}": change either'
+        if self.mtp_layers and self.factory:
+            own = f'the model of factory = "{self.factory}" has no such modules'
+            yield f"mtp_layers {self.mtp_layers}: {own}; leave out mtp_layers"
+
+    def _effectless(self) -> Iterator[str]:
+        """Yield keys that change nothing in this model, though they were given."""
+        for key in ("swiglu_alpha", "swiglu_limit"):
+            default = type(self).model_fields[key].default
+            if self.mlp != "swiglu_clamped" and getattr(self, key) != default:
+                yield f'{key} {getattr(self, key)} has no effect with mlp = "{self.mlp}": it is of "swiglu_clamped"'
+        for key in ("expert_bias", "router_bias"):
+            if getattr(self, key) and not self.experts:
+                yield f"{key} true: the model has no experts; give model.experts"
 
     def _window_problems(self) -> Iterator[str]:
         if self.window_layers and not self.window:
             yield f"window_layers {[*self.window_layers]}: there is no window; give model.window"
+        if self.window_rope_base and not (self.window and self.positions == "rope" and self.window_rope_base > 1):
+            yield f'window_rope_base {self.window_rope_base}: it needs a window, positions = "rope" and a base above 1'
         if sorted({n for n in self.window_layers if 0 <= n < self.layers}) != [*self.window_layers]:
             yield f"window_layers {[*self.window_layers]}: give numbers from 0 to {self.layers - 1} in increasing order"
+
+    def _latent_problems(self) -> Iterator[str]:
+        needed = {"positions": "rope", "kv_heads": self.heads, "head_dim": self.latent.head_dim, "rotary_fraction": 1.0}
+        needed |= {"qk_norm": False, "norm": "rms", "norm_unit_offset": False, "attention_sinks": False}
+        for key, value in needed.items():
+            if (given := getattr(self, key)) != value:
+                needs = f"model.latent needs {key} = {json.dumps(value)}"
+                yield f"{key} {json.dumps(given)}: {needs}; leave {key} out or set it so"
+
+    def _norm_problems(self) -> Iterator[str]:
+        if self.norm_unit_offset and self.norm != "rms":
+            yield 'norm_unit_offset true needs norm = "rms"'
+        if self.parallel_residual and self.norm_at != "before":
+            yield f'parallel_residual true: both branches read one norm; set norm_at = "before", not "{self.norm_at}"'
 
     def _rotary_problems(self) -> Iterator[str]:
         turning, scaling = self.rotary_dims, self.rope_scaling.kind
@@ -257,17 +126,52 @@ class ModelConfig(BaseModel):
                 f"layers {self.layers} x experts {self.experts} are more than {MOST_EXPERTS:,} feed-forwards: "
                 "choose fewer of either"
             )
+        yield from self.router.problems(self.experts, self.experts_per_token)
         if self.mlp_bias:
-            yield f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = false"
+            yield (
+                f"mlp_bias true: the {self.experts} experts have no biases; set mlp_bias = false, and expert_bias = "
+                "true if they are to have some"
+            )
+
+    def _dense_problems(self) -> Iterator[str]:
+        """Yield the problems of layers without experts in a model with experts, and of what is beside experts."""
+        if sorted({n for n in self.dense_layers if 0 <= n < self.layers}) != [*self.dense_layers]:
+            yield f"dense_layers {[*self.dense_layers]}: give numbers from 0 to {self.layers - 1} in increasing order"
+        elif len(self.dense_layers) == self.layers:
+            yield f"dense_layers {[*self.dense_layers]}: no layer would have experts; set experts = 0"
+        if not self.experts and (self.dense_layers or self.shared_experts):
+            key = "dense_layers" if self.dense_layers else "shared_experts"
+            yield f"{key} {json.dumps(getattr(self, key))}: there are no experts; give model.experts"
+        if self.shared_gate and not self.shared_experts:
+            yield "shared_gate true: there are no shared experts; give model.shared_experts"
+        if not self.dense_layers and self.dense_ffn != self.ffn:
+            yield f"dense_ffn {self.dense_ffn}: there are no dense_layers; give them, or leave out dense_ffn"
 
     def with_vocab(self, vocab: int) -> "ModelConfig":
         """Return this model with a vocabulary of `vocab` tokens."""
         return ModelConfig(**{**self.model_dump(), "vocab": vocab})
 
     def of_layer(self, number: int) -> "ModelConfig":
-        """Return this model as layer `number` sees it: without the window if the layer has none."""
+        """Return this model as layer `number` sees it: without the window or the experts that the layer has not."""
+        model = self.dense if number in self.dense_layers else self
         has_none = self.window_layers and number not in self.window_layers
-        return self.model_copy(update={"window": 0, "window_layers": ()}) if has_none else self
+        return model.model_copy(update={"window": 0, "window_layers": ()}) if has_none else model
+
+    @property
+    def dense(self) -> "ModelConfig":
+        """Return this model as its layers without experts see it."""
+        none = {"experts": 0, "shared_experts": 0, "shared_gate": False, "dense_layers": (), "router": PLAIN}
+        return self.model_copy(update={**none, "ffn": self.dense_ffn})
+
+    def kind_of_layer(self, number: int) -> "ModelConfig":
+        """Return the model that all layers of this kind see, with the sizes of their feed-forward or experts."""
+        return self.dense if number in self.dense_layers else self
+
+    def over_layers(self, measure: Callable[["ModelConfig"], int], layers: Collection[int] | None = None) -> int:
+        """Return the sum of a number over all layers, or those given. measure: of layers of one kind."""
+        among = range(self.layers) if layers is None else layers
+        dense = len(set(among) & set(self.dense_layers))
+        return (len(among) - dense) * measure(self) + (dense * measure(self.dense) if dense else 0)
 
     @property
     def num_parameters(self) -> int:
@@ -275,12 +179,52 @@ class ModelConfig(BaseModel):
         assert self.vocab > 0, "with_vocab() first"
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         learned = self.max_positions * self.hidden if self.positions == "learned" else 0
-        return self.layers * self.layer_parameters + embeddings + learned + self._norm_parameters
+        blocks = self.over_layers(lambda kind: kind.layer_parameters)
+        return blocks + embeddings + learned + self._norm_parameters + self.mtp_parameters
+
+    @property
+    def alone(self) -> "ModelConfig":
+        """Return this model without modules of multi-token prediction, as it is evaluated and generates text."""
+        return self.model_copy(update={"mtp_layers": 0}) if self.mtp_layers else self
+
+    @property
+    def _kind_of_last(self) -> "ModelConfig":
+        return self.kind_of_layer(self.layers - 1)
+
+    @property
+    def mtp_parameters(self) -> int:
+        """Return the number of parameters of the modules of multi-token prediction, without embedding and head."""
+        projection = 2 * self.hidden * self.hidden
+        return self.mtp_layers * (self._kind_of_last.layer_parameters + 3 * self._norm_parameters + projection)
+
+    def mtp_flops(self, seq_length: int) -> int:
+        """Return the forward FLOPs of the modules of multi-token prediction, each with the head, per token."""
+        projection = 2 * 2 * self.hidden * self.hidden
+        return self.mtp_layers * (self._kind_of_last.layer_flops(seq_length) + projection + self.head_flops())
+
+    @property
+    def ffn_widths(self) -> dict[str, int]:
+        """Return the widths of all kinds of feed-forwards that the model has, by key."""
+        dense = {"dense_ffn": self.dense_ffn} if self.dense_layers else {}
+        shared = {"shared_experts": self.shared_experts} if self.shared_experts else {}
+        return {"ffn": self.ffn, **dense, **shared}
+
+    @property
+    def expert_parameters(self) -> int:
+        """Return the number of parameters of the experts of all layers, without their routers."""
+        modules = 0 if self.layers - 1 in self.dense_layers else self.mtp_layers
+        layers = self.layers - len(self.dense_layers) + modules
+        return layers * self.experts * self.hidden * self._mlp_matrices * self.ffn
+
+    @property
+    def gated(self) -> bool:
+        """Return True if the feed-forward has a gate."""
+        return self.mlp in GATED
 
     @property
     def rotary_dims(self) -> int:
         """Return the number of features of each head that rotary positions turn."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.latent.rope_dim or int(self.head_dim * self.rotary_fraction)
 
     def initial_std(self, matrix: Matrix, layer: int = 0) -> float:
         """Return the standard deviation of the initial weights of a kind of matrix in layer `layer`, from 0."""
@@ -293,12 +237,25 @@ class ModelConfig(BaseModel):
 
     @property
     def layer_parameters(self) -> int:
-        """Return the number of parameters of one block."""
-        qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Return the number of parameters of one block, with experts if the model has any."""
+        latent = self.latent
+        qkv = latent.width if latent else (self.heads + 2 * self.kv_heads) * self.head_dim
         up = (self._mlp_matrices - 1) * self.ffn
         biases = self.qkv_bias * qkv + self.output_bias * self.hidden + self.mlp_bias * (up + self.hidden)
-        norms = 2 * self._norm_parameters + self.qk_norm * 2 * self.head_dim
-        return self._attention_weights + self._mlp_weights(self.experts) + biases + norms
+        biases += self.experts * (self.router_bias + self.expert_bias * (up + self.hidden))
+        norms = self._norms_of_layer * self._norm_parameters + self.qk_norm * self._qk_norm_parameters
+        others = latent.query_rank + latent.kv_rank + self.experts * self.router.correction  # norms of latents
+        sinks = self.attention_sinks * self.heads
+        return self._attention_weights + self._mlp_weights(self.experts) + biases + norms + others + sinks
+
+    @property
+    def _norms_of_layer(self) -> int:
+        return 4 if self.norm_at == "around" else 2
+
+    @property
+    def _qk_norm_parameters(self) -> int:
+        heads = self.heads + self.kv_heads if self.qk_norm_over == "all" else 2
+        return heads * self.head_dim
 
     @property
     def _norm_parameters(self) -> int:
@@ -306,24 +263,29 @@ class ModelConfig(BaseModel):
 
     @property
     def _mlp_matrices(self) -> int:
-        return 3 if self.mlp == "swiglu" else 2
+        return 3 if self.gated else 2
 
     @property
     def _attention_weights(self) -> int:
-        """Return the number of elements of the matrices of query, key, value and output."""
+        """Return the number of elements of the matrices of query, key, value and output, and of latents."""
+        if latent := self.latent:
+            query = 0 if latent.query_rank else self.hidden * self.heads * latent.head_dim
+            output = self.hidden * self.heads * latent.value_dim
+            return latent.width * self.hidden + latent.up_weights(self.heads) + query + output
         return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
 
     def _mlp_weights(self, experts: int) -> int:
-        """Return the elements of the feed-forward matrices, or of the router and `experts` experts."""
-        one = self.hidden * self._mlp_matrices * self.ffn
-        return experts * one + self.hidden * self.experts if self.experts else one
+        """Return the elements of the feed-forward matrices, or of router, `experts` experts, shared ones and gate."""
+        row = self.hidden * self._mlp_matrices
+        routed = row * (experts * self.ffn + self.shared_experts) + self.hidden * (self.experts + self.shared_gate)
+        return routed if self.experts else row * self.ffn
 
     def flops_per_token(self, seq_length: int) -> int:
         """Return the FLOPs of the matrix products of a forward pass, per token; training takes three times as many."""
-        return self.layers * self.layer_flops(seq_length) + self.head_flops()
+        return self.over_layers(lambda kind: kind.layer_flops(seq_length)) + self.head_flops()
 
     def layer_flops(self, seq_length: int) -> int:
-        """Return the forward FLOPs of one block, per token.
+        """Return the forward FLOPs of one block, with experts if the model has any, per token.
 
         Attention counts the whole seq_length or window, as if it were not causal.
         """
@@ -338,7 +300,12 @@ class ModelConfig(BaseModel):
         """
         windowed = len(self.window_layers) or self.layers
         seen = windowed * min(seq_length, self.window or seq_length) + (self.layers - windowed) * seq_length
-        return 4 * seen * self.heads * self.head_dim // self.layers
+        widths = self.head_dim + (self.latent.value_dim or self.head_dim)  # of keys, and of values
+        return 2 * seen * self.heads * widths // self.layers
+
+    def attention_again_flops(self, seq_length: int) -> int:
+        """Return the FLOPs, per token, of recomputing one block's attention, with the projections from latents."""
+        return self.attention_flops(seq_length) + 2 * self.latent.up_weights(self.heads)
 
     def again_flops(self, seq_length: int) -> int:
         """Return the FLOPs, per token, of recomputing one whole block in its backward pass.

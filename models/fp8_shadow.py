@@ -101,7 +101,7 @@ def _first_alone(passes: Passes, share: Share, number: int) -> Tensor:
     passes.executor(run, [i for i in passes.program if i.microbatch == 0 and i.op is not Op.REDUCE]).run()
     for buffer in passes.optimizer.all_buffers():
         sum_partial(buffer.parameters, passes.optimizer.tp)
-    return run.loss
+    return run.loss.sum()
 
 
 def weight_gradients(buffers: Sequence[Buffer], names: Set[str]) -> dict[str, Tensor]:

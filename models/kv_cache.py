@@ -13,6 +13,8 @@ from torch import Tensor
 from megaprec.errors import UserError
 from models.blocks import Attention
 from models.config import ModelConfig
+from models.context_limits import require_whole
+from models.latent_attention import LatentAttention
 from models.packing import Packing, causal_mask
 from models.stages import Cut, Stage
 from parallel.context import Context
@@ -24,7 +26,8 @@ class CachedAttention(Attention):
 
     def reserve(self, batch: int, capacity: int) -> None:
         """Forget all tokens and make room for `capacity` tokens of `batch` sequences."""
-        shape, like = (batch, self.own[1] // self.config.head_dim, capacity, self.config.head_dim), self.output.weight
+        kv_heads, width = self.kept_sizes()
+        shape, like = (batch, kv_heads, capacity, width), self.output.weight
         self._keys, self._values = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
         self.forget()
 
@@ -44,12 +47,21 @@ class CachedAttention(Attention):
         return super()._mix(query, key, value, place, attends)
 
 
+class CachedLatentAttention(CachedAttention, LatentAttention):
+    """Multi-head latent attention, of which the keys and values of all heads are kept, not the latents.
+
+    A new token then costs no projections of earlier ones, for the memory of as many key/value heads as query heads.
+    """
+
+
 class CachedStage(Stage):
     """A whole model, in one stage on one process, that continues texts. `start` and `extend` replace `forward`."""
 
     attention = CachedAttention
+    latent_attention = CachedLatentAttention
 
     def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
+        require_whole(context.cp.size, "continue a text")
         super().__init__(config, context, cut, tied)
         self._capacity = 0
         self._seen = torch.empty(0, 1, dtype=torch.int64)
@@ -92,12 +104,14 @@ class CachedStage(Stage):
         scaling = self.config.rope_scaling
         return scaling.kind == "dynamic" and length > scaling.original_max_position_embeddings
 
-    def _rotary(self, length: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotary(
+        self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return the tables at the positions of the new tokens, from tables that serve for the whole text."""
         reach, scaling = self._capacity, self.config.rope_scaling
         if scaling.kind == "dynamic":
             reach = max(len(self._seen), min(reach, scaling.original_max_position_embeddings))
-        return super()._rotary(reach, device, positions)
+        return super()._rotary(reach, device, positions, windowed)
 
     def _logits(self, x: Tensor) -> Tensor:
         return super()._logits(x[-1:])

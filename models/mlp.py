@@ -6,23 +6,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.clamped_gate import ClampedGate
 from models.config import ModelConfig
 from parallel.context import Context
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows
+from parallel.leaves import PLAIN, Leaves
 
 
 class MLP(nn.Module):
-    """The feed-forward gelu(x up) down, or with a gate (silu(x gate) * (x up)) down."""
+    """The feed-forward gelu(x up) down, or with a gate (act(x gate) * (x up)) down, where act is silu or gelu.
 
-    def __init__(self, config: ModelConfig, context: Context, name: str, layer: int = 0) -> None:
+    biases: the layers have biases, the first and the second one; None: as `config.mlp_bias` says.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: Context,
+        name: str,
+        layer: int = 0,
+        biases: tuple[bool, bool] | None = None,
+    ) -> None:
         super().__init__()
-        self.kind, self.recompute = config.mlp, context.recompute
-        stack = [Rows(f"{name}.{part}", config.ffn) for part in (("gate", "up") if self.kind == "swiglu" else ("up",))]
+        self.kind, self.recompute, self.leaves = config.mlp, context.recompute, context.leaves
+        self.clamp = config.swiglu_alpha, config.swiglu_limit
+        up_bias, down_bias = biases or (config.mlp_bias, config.mlp_bias)
+        stack = [Rows(f"{name}.{part}", config.ffn) for part in (("gate", "up") if config.gated else ("up",))]
         up, down = config.initial_std("up", layer), config.initial_std("down", layer)
-        self.inner = ColumnParallelLinear(context, config.hidden, stack, bias=config.mlp_bias, std=up)
-        self.down = RowParallelLinear(
-            context, config.ffn, config.hidden, name=f"{name}.down", bias=config.mlp_bias, std=down
-        )
+        self.inner = ColumnParallelLinear(context, config.hidden, stack, bias=up_bias, std=up)
+        self.down = RowParallelLinear(context, config.ffn, config.hidden, name=f"{name}.down", bias=down_bias, std=down)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of the same shape."""
@@ -31,7 +43,11 @@ class MLP(nn.Module):
     def activate(self, y: Tensor) -> Tensor:
         """Apply the activation function: y [..., own features of `inner`] -> [..., own features of `down`]."""
         if self.kind == "swiglu":
-            return Swiglu.apply(y)
+            return Swiglu.apply(y, self.leaves)
+        if self.kind == "geglu":
+            return Geglu.apply(y, self.leaves)
+        if self.kind == "swiglu_clamped":
+            return ClampedGate.apply(y, *self.clamp)
         return F.gelu(y, approximate="tanh" if self.kind == "gelu" else "none")
 
 
@@ -43,17 +59,61 @@ class Swiglu(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, leaves: Leaves = PLAIN) -> Tensor:
         ctx.save_for_backward(y)
-        gate, up = y.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        ctx.leaves = leaves
+        return leaves(_swiglu, y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (y,) = ctx.saved_tensors
-        gate, up = y.chunk(2, -1)
-        grad_y = torch.empty_like(y)
-        grad_gate, grad_up = grad_y.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_y
+        return ctx.leaves(_swiglu_gradient, grad, y, otherwise=_swiglu_gradient_in_place), None
+
+
+def _swiglu(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _swiglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)), -1)
+
+
+def _swiglu_gradient_in_place(grad: Tensor, y: Tensor) -> Tensor:
+    """Return `_swiglu_gradient` without a copy of the halves; torch's compiler knows no results in views."""
+    gate, up = y.chunk(2, -1)
+    grad_y = torch.empty_like(y)
+    grad_gate, grad_up = grad_y.chunk(2, -1)
+    torch.mul(grad, F.silu(gate), out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    return grad_y
+
+
+class Geglu(torch.autograd.Function):
+    """y [..., 2 n] -> gelu(first half) * second half, [..., n], with gelu in the tanh approximation.
+
+    As in `Swiglu`, the backward pass recomputes gelu(gate).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, leaves: Leaves = PLAIN) -> Tensor:
+        ctx.save_for_backward(y)
+        ctx.leaves = leaves
+        return leaves(_geglu, y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return ctx.leaves(_geglu_gradient, grad, y), None
+
+
+def _geglu(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def _geglu_gradient(grad: Tensor, y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, -1)
+    grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+    return torch.cat((grad_gate, F.gelu(gate, approximate="tanh").mul_(grad)), -1)

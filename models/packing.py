@@ -7,12 +7,13 @@ computed over a whole sample: the angles of dynamic rotary scaling, which depend
 balance of experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megaprec.comm.axis import sent
+from megaprec.comm.axis import Axis, sent
+from parallel.sequence_cut import take
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,36 @@ class Packing:
     documents: int64 [b, s], the number of each token's document within its sample; None: attention covers the whole
         sample.
     positions: int64 [b, s], each token's position within its document; None: its position within the sample.
+    counts: the number of documents of each sample, if the host has counted them.
     """
 
     documents: Tensor | None = None
     positions: Tensor | None = None
+    counts: tuple[int, ...] | None = None
+
+    @property
+    def counted(self) -> tuple[int, ...]:
+        """Return the number of documents of each sample. Waits for a GPU if the host has not counted them before."""
+        if self.counts is not None or self.documents is None:
+            return self.counts or ()
+        begins = self.documents[:, 1:] != self.documents[:, :-1]
+        return tuple((begins.sum(1) + 1).tolist())
 
     def rows(self, rows: slice) -> "Packing":
         """Return the packing of these samples."""
-        return Packing(*(x if x is None else x[rows] for x in (self.documents, self.positions)))
+        counts = None if self.counts is None else self.counts[rows]
+        documents, positions = (x if x is None else x[rows] for x in (self.documents, self.positions))
+        return Packing(documents, positions, counts)
+
+    def cut(self, cp: Axis) -> "Packing":
+        """Return the packing for a rank of cp: the positions of its tokens, and the documents of whole samples."""
+        return self if self.positions is None else replace(self, positions=take(self.positions, cp, 1))
 
     def on(self, device: torch.device) -> "Packing":
-        """Return this packing on a device."""
-        return Packing(*(x if x is None else sent(x, device) for x in (self.documents, self.positions)))
+        """Return this packing on a device, with its documents counted if it is a GPU."""
+        counts = self.counts if device.type == "cpu" or self.documents is None else self.counted
+        documents, positions = (x if x is None else sent(x, device) for x in (self.documents, self.positions))
+        return Packing(documents, positions, counts)
 
 
 WHOLE = Packing()

@@ -13,20 +13,24 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from megaprec.comm.axis import sent
+from megaprec.comm.axis import Axis, sent
 from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.main_grad import reset_accumulation
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from models.config import ModelConfig
+from models.mtp import Ahead, look_ahead
 from models.packing import WHOLE, Packing
 from models.stages import Stage
+from models.token_count import TokenCount, count_tokens
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor
-from parallel.pipeline.instructions import Instruction, Op, Program, Schedule
+from parallel.pipeline.instructions import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Instruction, Op, Program, Schedule
 from parallel.pipeline.p2p import P2P
+from parallel.pipeline.posting import posts
 from parallel.pipeline.simulation import Span
+from parallel.sequence_cut import take
 from parallel.weight_grad_queue import WeightGradQueue
 
 
@@ -35,7 +39,7 @@ class Share:
     """The part of a global batch that one dp rank trains on.
 
     tokens, targets: int64 [micro-batches * micro_batch, s].
-    mask: float of the same shape, the weights of the targets in the loss; None: all count.
+    mask: float of the same shape, the weights of the targets in the loss; None, on all dp ranks or on none: all count.
     first: the number of the first of these samples within the global batch.
     packing: the document boundaries of these samples, required on every stage.
     """
@@ -45,6 +49,12 @@ class Share:
     mask: Tensor | None = None
     first: int = 0
     packing: Packing = WHOLE
+
+    def cut(self, cp: Axis) -> "Share":
+        """Return the part of this share that a rank of cp computes: its tokens of every sample."""
+        mask = None if self.mask is None else take(self.mask, cp, 1)
+        tokens, targets = take(self.tokens, cp, 1), take(self.targets, cp, 1)
+        return replace(self, tokens=tokens, targets=targets, mask=mask, packing=self.packing.cut(cp))
 
     def on(self, device: torch.device) -> "Share":
         """Return this share on a device."""
@@ -63,18 +73,32 @@ class Running:
     """A share whose passes are in progress.
 
     step: number of the training step; None in evaluation.
-    num_tokens: the number of tokens in the loss, over the global batch.
+    counted: the number of tokens in the loss, over the global batch.
     scale: factor of the loss (the loss scale).
-    loss: this rank's part of the mean loss, without the scale.
+    loss: this rank's part of the mean loss, without the scale; of each micro-batch if the optimizer is canonical.
     outside: bool [rows, s], True where the share has ids outside the vocabulary.
+    given: the share of this dp rank; `share` is the part of it that this rank computes.
+    ahead: of the modules of multi-token prediction; None if there are none, and in evaluation.
     """
 
     share: Share
-    num_tokens: Tensor
+    counted: TokenCount
     step: int | None
     scale: Tensor
     loss: Tensor
     outside: Tensor
+    given: Share
+    ahead: Ahead | None = None
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """Return the number of tokens in the loss: float64 []. The first call may wait for a sum over dp."""
+        return self.counted.total
+
+    def end(self) -> None:
+        """Wait for sums under way, of passes that will not divide by them."""
+        for count in (self.counted, *(self.ahead.counted if self.ahead else ())):
+            count.end()
 
 
 class OutsideVocabulary(UserError):
@@ -97,6 +121,7 @@ class Passes:
     deferred: the queue in which the stages' layers put weight gradients.
     position: told of each instruction.
     watch: if given, called with each new executor of these passes.
+    cp: the ranks that share each sample, of which each computes its part of the sequence.
     """
 
     config: ModelConfig
@@ -109,11 +134,17 @@ class Passes:
     micro_batch: int
     position: Position
     watch: Callable[[Executor], None] | None = None
+    cp: Axis = Axis("cp")
 
     @cached_property
     def program(self) -> Program:
         """Return this rank's instructions of a training step."""
         return self.schedule.programs[self.optimizer.pp.rank]
+
+    @cached_property
+    def _posts(self) -> Mapping[Instruction, int]:
+        """Return the places of `program` before which receives are posted; empty if they may be anywhere."""
+        return {} if self.links.early else posts(self.schedule)[self.optimizer.pp.rank]
 
     @cached_property
     def last(self) -> int:
@@ -131,25 +162,49 @@ class Passes:
 
     @cached_property
     def _shares_ends(self) -> bool:
-        """Return True if the embedding and a tied head are in two different stages of this rank.
+        """Return True if the first stage's embedding is also that of the last stage, and both are on this rank.
 
-        The head then accumulates into the gradients of the first stage, possibly after that stage has finished. The
-        gradients of the first stage are therefore reduced by the optimizer's step, which reduces all that are left.
+        The last stage then accumulates into the gradients of the first stage, possibly after that stage has finished.
+        The gradients of the first stage are therefore reduced by the optimizer's step, which reduces all that are left.
         """
         ends = {self.schedule.rank_of_stage[0], self.schedule.rank_of_stage[-1]}
-        return self.config.tied and ends == {self.optimizer.pp.rank} and self.last > 0
+        shared = self.config.tied or self.config.mtp_layers > 0
+        return shared and ends == {self.optimizer.pp.rank} and self.last > 0
 
     def begin(self, share: Share, step: int | None, scale: Tensor) -> Running:
-        """Prepare the passes of a share. Collective over dp."""
+        """Prepare the passes of a share. Collective over dp if the share has a mask.
+
+        The sum of the mask is under way until `Running.num_tokens` is read, as the first loss does.
+        """
         if len(share.tokens) != self._rows:
             raise ValueError(f"a share has {len(share.tokens)} samples, but the schedule takes {self._rows}")
         device = self.optimizer.device
-        share = share.on(device)
-        count = torch.full((), share.targets.numel(), device=device) if share.mask is None else share.mask.sum()
-        num_tokens = self.optimizer.dp.sum_(count.double()).clamp(min=1)
+        given, share = share, share.cut(self.cp).on(device)
+        tokens, divides, exact = share.targets.numel(), self.last in self.stages, self.optimizer.canonical
+        counted = count_tokens(tokens, share.mask, self.optimizer.dp, divides, device, exact)
         outside = self._outside(share.tokens) | self._outside(share.targets)
         loss = torch.where(outside.any(), math.nan, 0.0).double()
-        return Running(share, num_tokens, step, scale, loss, outside)
+        if self.optimizer.canonical:
+            loss = loss.repeat(self.schedule.microbatches)
+        return Running(share, counted, step, scale, loss, outside, given, self._ahead(given, step, scale))
+
+    def _ahead(self, given: Share, step: int | None, scale: Tensor) -> Ahead | None:
+        """Return what the modules of multi-token prediction read and predict in training; collective over dp."""
+        config = self.config
+        if step is None or not config.mtp_layers:
+            return None
+        tokens, targets = (ids.clamp(0, config.vocab - 1) for ids in (given.tokens, given.targets))
+        return look_ahead(
+            tokens,
+            targets,
+            given.mask,
+            given.packing.documents,
+            config.mtp_layers,
+            scale.double() * config.mtp_loss_weight,
+            self.cp,
+            self.optimizer.dp,
+            self.last in self.stages,
+        )
 
     def executor(
         self,
@@ -171,9 +226,10 @@ class Passes:
             self._reduce,
             spans,
             self.deferred,
-            after=partial(self._after, run, after),
+            after=partial(self._after, run, after, self.optimizer.canonical and program is None),
             complete=self._complete,
             position=self.position,
+            posts=self._posts if program is None else None,
         )
         if self.watch is not None:
             self.watch(executor)
@@ -185,10 +241,12 @@ class Passes:
         place = None
         if run.step is not None:
             samples = torch.arange(rows.start, rows.stop, device=self.optimizer.device) + run.share.first
-            place = MicrobatchInfo(run.step, samples, run.scale / (self._rows * self.optimizer.dp.size))
+            replicas = self.optimizer.dp.size // self.cp.size
+            place = MicrobatchInfo(run.step, samples, run.scale / (self._rows * replicas))
         plan = self.optimizer.plan
         x = self._inside(run.share.tokens[rows]) if received is None else received.to(plan.residual)
-        y = self.stages[stage](x, place, run.share.packing.rows(rows))
+        more = (run.ahead.of(rows),) if run.ahead is not None and stage == self.last else ()
+        y = self.stages[stage](x, place, run.share.packing.rows(rows), *more)
         return y.to(plan.pipeline) if stage < self.last else self.scaled_loss(run, stage, y, rows)
 
     def scaled_loss(self, run: Running, stage: int, logits: Tensor, rows: slice) -> Tensor:
@@ -198,7 +256,8 @@ class Passes:
             losses = losses * _columns(run.share.mask[rows]).to(losses.dtype)
         loss = losses.sum() / run.num_tokens.to(losses.dtype)
         if self.optimizer.tp.rank == 0:  # other tp ranks hold the same loss, and losses are summed over the world
-            run.loss += loss.detach()
+            of = run.loss if run.loss.dim() == 0 else run.loss[rows.start // self.micro_batch]
+            of += loss.detach()
         return loss * run.scale
 
     def require_ids(self, run: Running) -> None:
@@ -244,12 +303,18 @@ class Passes:
         if not (stage == 0 and self._shares_ends):
             self.optimizer.reduce(self._chunk[stage])
 
-    def _after(self, run: Running, then: Callable[[Instruction], None] | None, i: Instruction) -> None:
-        """Advance FP8's amax histories after the passes of a step, if they advance with each micro-batch."""
+    def _after(self, run: Running, then: Callable[[Instruction], None] | None, told: bool, i: Instruction) -> None:
+        """Advance FP8's amax histories after the passes of a step, if they advance with each micro-batch.
+
+        told: True if the optimizer is told of each backward pass, to sum the gradients of micro-batches by a tree.
+        """
         if run.step is not None and i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             self.fp8.advance()
         if then is not None:
             then(i)
+        if told and i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
+            complete, chunk = i.op is not Op.BACKWARD_INPUT, self._chunk[i.stage]
+            self.optimizer.end_microbatch(i.microbatch, self.schedule.microbatches, chunk, complete)
 
 
 def require_steady_scales(fp8: FP8State, purpose: str) -> None:

@@ -62,10 +62,11 @@ class PostValidation:
             run, executor = self._warm_up(share, number, spans)
             report = None
             if settled := self.optimizer.settle():
-                report = settled.report
                 if not settled.stands:
                     executor.abandon(self._unread)
-                    report = self._explain(report)
+                    run.end()
+                report = self._explain(settled.report)
+                if not settled.stands:
                     if spans is not None:
                         spans.clear()
                     run, executor = self._warm_up(share, number, spans)

@@ -65,6 +65,62 @@ def _qwen(family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn:
 
 QWEN3 = {"head_dim": 128}
 
+
+def _glm45(layers: int, hidden: int, dense: int, dense_ffn: int, ffn: int, experts: int, **others: Any) -> Sizes:
+    """Return a model of GLM-4.5 without its layer for multi-token prediction. dense: the first layers, of dense_ffn."""
+    sizes = {"layers": layers, "hidden": hidden, "heads": 96, "kv_heads": 8, "head_dim": 128, "qkv_bias": True}
+    feed_forwards = {"ffn": ffn, "shared_experts": ffn, "dense_layers": tuple(range(dense)), "dense_ffn": dense_ffn}
+    routed = {"experts": experts, "experts_per_token": 8, "router_aux_loss": 0.0}
+    turns = {"rope_base": 1e6, "max_positions": 131072, "vocab": 151552}
+    return {"family": "glm4_moe", **sizes, **feed_forwards, **routed, **turns, **others}
+
+
+def _olmo2(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Sizes:
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": 100352, "max_positions": 4096}
+    return {"family": "olmo2", **sizes, "norm_eps": 1e-6, "rope_base": 500000.0, **others}
+
+
+def _gemma3(layers: int, hidden: int, ffn: int) -> Sizes:
+    """Return a text model of Gemma 3, five of six of whose layers have the window."""
+    sizes = {"layers": layers, "hidden": hidden, "heads": 4, "kv_heads": 1, "head_dim": 256, "ffn": ffn}
+    windows = {"window": 512, "window_layers": tuple(n for n in range(layers) if (n + 1) % 6)}
+    turns = {"max_positions": 32768, "rope_base": 1e6, "window_rope_base": 10000.0}
+    return {"family": "gemma3", **sizes, **windows, **turns, "vocab": 262144, "norm_eps": 1e-6}
+
+
+def _deepseek(family: str, layers: int, hidden: int, heads: int, ffn: int, dense_ffn: int, **others: Any) -> Sizes:
+    """Return a DeepSeek with experts, two of them shared, and one layer without, trained on 4,096 tokens at first."""
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "dense_ffn": dense_ffn, "norm_eps": 1e-6}
+    experts = {"shared_experts": 2 * ffn, "dense_layers": (0,), "norm_topk": False, "router_aux_loss": 0.001}
+    return {"family": family, **sizes, **experts, "vocab": 102400, "max_positions": 163840, **others}
+
+
+def _yarn(mscale: float) -> Sizes:
+    """Return DeepSeek's scaling of rotary positions to forty times the length."""
+    same = {"kind": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    return {**same, "mscale": mscale, "mscale_all_dim": mscale}
+
+
+LATENT = {"kv_rank": 512, "rope_dim": 64, "nope_dim": 128, "value_dim": 128}
+
+
+def _gemma2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: float) -> Sizes:
+    """Return a model of Gemma 2, every other layer of which has the window."""
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "ffn": ffn}
+    windows = {"window": 4096, "window_layers": tuple(range(0, layers, 2)), "attention_scalar": scalar}
+    return {"family": "gemma2", **sizes, **windows, "vocab": 256000, "max_positions": 8192, "norm_eps": 1e-6}
+
+
+def _gpt_oss(layers: int, experts: int) -> Sizes:
+    """Return a model of gpt-oss, every other layer of which has the window."""
+    sizes = {"layers": layers, "hidden": 2880, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn": 2880}
+    windows = {"window": 128, "window_layers": tuple(range(0, layers, 2))}
+    longer = {"kind": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    turns = {"max_positions": 131072, "rope_base": 150000.0, "rope_scaling": longer}
+    routed = {"experts": experts, "experts_per_token": 4, "router_aux_loss": 0.9}
+    return {"family": "gpt_oss", **sizes, **windows, **turns, **routed, "vocab": 201088}
+
+
 PRESETS: Mapping[str, Sizes] = MappingProxyType(
     {
         "llama-demo": {"family": "llama", "layers": 6, "hidden": 256, "heads": 4, "kv_heads": 2},
@@ -108,6 +164,74 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "qwen3-30b-a3b": _qwen(
             "qwen3", 48, 2048, 32, 4, 768, **QWEN3, experts=128, experts_per_token=8, router_aux_loss=0.001
         ),
+        "qwen3-235b-a22b": _qwen(
+            "qwen3", 94, 4096, 64, 4, 1536, **QWEN3, experts=128, experts_per_token=8, router_aux_loss=0.001
+        ),
+        "glm-4.5": _glm45(
+            92,
+            5120,
+            3,
+            12288,
+            1536,
+            160,
+            qk_norm=True,
+            router={"score": "sigmoid", "correction": True, "scale": 2.5},
+        ),
+        "glm-4.5-air": _glm45(46, 4096, 1, 10944, 1408, 128),
+        "olmo2-1b": _olmo2(16, 2048, 16, 8192),
+        "olmo2-7b": _olmo2(32, 4096, 32, 11008),
+        "olmo2-13b": _olmo2(40, 5120, 40, 13824),
+        "olmo2-32b": _olmo2(64, 5120, 40, 27648, kv_heads=8),
+        "deepseek-v2-lite": _deepseek(
+            "deepseek_v2",
+            27,
+            2048,
+            16,
+            1408,
+            10944,
+            latent=LATENT,
+            rope_scaling=_yarn(0.707),
+            experts=64,
+            experts_per_token=6,
+        ),
+        "deepseek-v2": _deepseek(
+            "deepseek_v2",
+            60,
+            5120,
+            128,
+            1536,
+            12288,
+            latent={**LATENT, "query_rank": 1536},
+            rope_scaling=_yarn(0.707),
+            experts=160,
+            experts_per_token=6,
+            router={"score": "softmax", "scale": 16.0, "groups": 8, "groups_per_token": 3, "group_best": 1},
+        ),
+        "deepseek-v3": _deepseek(
+            "deepseek_v3",
+            61,
+            7168,
+            128,
+            2048,
+            18432,
+            latent={**LATENT, "query_rank": 1536},
+            rope_scaling=_yarn(1.0),
+            vocab=129280,
+            experts=256,
+            experts_per_token=8,
+            shared_experts=2048,
+            dense_layers=(0, 1, 2),
+            norm_topk=True,
+            router={"score": "sigmoid", "scale": 2.5, "correction": True, "groups": 8, "groups_per_token": 4},
+            router_aux_loss=0.0001,
+        ),
+        "gemma2-2b": _gemma2(26, 2304, 8, 4, 9216, 256, 256.0),
+        "gemma2-9b": _gemma2(42, 3584, 16, 8, 14336, 256, 256.0),
+        "gemma2-27b": _gemma2(46, 4608, 32, 16, 36864, 128, 144.0),
+        "gemma3-270m": _gemma3(18, 640, 2048),
+        "gemma3-1b": _gemma3(26, 1152, 6912),
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
     }
 )
 

@@ -7,6 +7,7 @@ cost.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -22,7 +23,7 @@ def trace_offenders(
 ) -> tuple[Offender, ...]:
     """Run the skipped step again, with the loss scale it had, to find the origin of each offender. Collective."""
     optimizer = passes.optimizer
-    run = passes.begin(skipped.share, skipped.step, torch.tensor(scale, device=optimizer.device))
+    run = passes.begin(skipped.given, skipped.step, torch.tensor(scale, device=optimizer.device))
     onset = Onset(offenders, optimizer.all_buffers(), run.loss)
 
     def look(i: Instruction) -> None:
@@ -34,16 +35,21 @@ def trace_offenders(
         passes.executor(run, program, after=look).run()
     firsts = optimizer.dp.gather(torch.tensor([skipped.share.first], device=optimizer.device)).tolist()
     moments = onset.agreed(optimizer.world)
-    return tuple(_dated(o, moment, firsts, passes.micro_batch) for o, moment in zip(offenders, moments, strict=True))
+    dated = partial(_dated, firsts=firsts, micro_batch=passes.micro_batch, sharers=passes.cp.size)
+    return tuple(dated(o, moment) for o, moment in zip(offenders, moments, strict=True))
 
 
-def _dated(offender: Offender, moment: int | None, firsts: Sequence[int], micro_batch: int) -> Offender:
-    """Return the offender with its micro-batch and samples. firsts: each dp rank's first sample in the global batch."""
+def _dated(offender: Offender, moment: int | None, firsts: Sequence[int], micro_batch: int, sharers: int) -> Offender:
+    """Return the offender with its micro-batch and samples. firsts: each dp rank's first sample in the global batch.
+
+    sharers: neighbouring ranks of the optimizer's axis dp that share samples.
+    """
     if moment is None:
         return replace(offender, traced=True)
     microbatch, dp_rank = divmod(moment, len(firsts))
     first = firsts[dp_rank] + microbatch * micro_batch
-    return replace(offender, traced=True, microbatch=microbatch, dp_rank=dp_rank, samples=(first, first + micro_batch))
+    samples = first, first + micro_batch
+    return replace(offender, traced=True, microbatch=microbatch, dp_rank=dp_rank // sharers, samples=samples)
 
 
 def trace_modules(passes: Passes, share: Share, number: int, microbatch: int, scale: float) -> Trace:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from megaprec.errors import UserError
+from parallel.leaves import PLAIN, Leaves
 
 ORIGINAL = "original_max_position_embeddings"
 # The keys that each kind reads. All other keys must keep their defaults.
@@ -142,6 +143,11 @@ def attention_factor(scaling: RopeScaling) -> float:
     return _mscale(scaling.factor, 1.0)
 
 
+def score_factor(scaling: RopeScaling) -> float:
+    """Return the factor, besides that of rotated features, of queries and keys in latent attention: 1 but for YaRN."""
+    return _mscale(scaling.factor, scaling.mscale_all_dim) if scaling.mscale_all_dim else 1.0
+
+
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0
 
@@ -154,17 +160,18 @@ class Rotate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, leaves: Leaves = PLAIN) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _turn(x, cosine, sine)
+        ctx.leaves = leaves
+        return leaves(_rotary, x, cosine, sine)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = ctx.saved_tensors
-        return _turn(grad, cosine, -sine), None, None
+        return ctx.leaves(_rotary, grad, cosine, -sine), None, None, None
 
 
-def _turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     half = cosine.shape[-1]
     turning, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
     cosine, sine = (table.to(torch.promote_types(table.dtype, torch.float32)) for table in (cosine, sine))

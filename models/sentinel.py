@@ -22,11 +22,13 @@ from torch import Tensor
 from megaprec.comm.everyones import everyones
 from megaprec.comm.random import key
 from megaprec.diagnose.bit_digest import digest, hexadecimal
-from megaprec.diagnose.held_state import GRADIENT, Held, compare, held, strayed
+from megaprec.diagnose.held_state import GRADIENT, Held, Holders, compare, held, strayed
 from megaprec.diagnose.silent_fault import Fault, Testimony, judge, rows
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import begin_accumulation, has_gradient
 from megaprec.optim.observer import StepObserver
+from megaprec.optim.replicas import sharing_replicas
+from models.context_limits import require_whole
 from models.engine import Engine
 from models.microbatch_trace import TRACED, MicrobatchTrace, message_name
 from models.passes import Share, require_steady_scales
@@ -53,10 +55,13 @@ class Sentinel(StepObserver):
 
     def __init__(self, engine: Engine, exact: bool) -> None:
         require_steady_scales(engine.fp8, "compute a micro-batch again")
+        require_whole(engine.cp.size, "check steps for hardware that computes wrongly")
         self.engine, self.optimizer, self.exact = engine, engine.optimizer, exact
         self.recomputes = True
         dp = self.optimizer.dp
-        self.neighbours = dp.size > 1 and self._alike() and not engine.fp8.differs_over_dp
+        # Where tokens travel to experts, replicas compute together, and each micro-batch on its own ranks alone.
+        self.together = engine.experts is not None
+        self.neighbours = dp.size > 1 and self._alike() and not engine.fp8.differs_over_dp and not self.together
         self._lender = (dp.rank - 1) % dp.size if self.neighbours else dp.rank
         self._in_flight = self.optimizer.overlap and engine.schedule.microbatches == 1
         self._number, self._share_of = 0, _no_share
@@ -92,20 +97,36 @@ class Sentinel(StepObserver):
         engine, optimizer = self.engine, self.optimizer
         stages = engine.stages.values()
         all_held, wrong = held(buffers, stages), strayed(buffers, optimizer.steps)
-        agreement = compare(all_held, engine.pp, engine.dp, engine.tp, optimizer.shards.size, optimizer.device)
+        agreement = compare(all_held, engine.pp, *self._holders(), optimizer.device)
         strays = torch.stack([*wrong.values(), torch.zeros((), dtype=torch.bool, device=optimizer.device)]).any()
         holds = torch.stack([agreement.weights | strays, agreement.gradients, self._messages_differ()])
         flags = optimizer.world.max_(torch.cat([holds, self._suspects()]).float()).bool().tolist()
         if not any(flags):
             return
         suspects = [rank for rank, differs in enumerate(flags[3:]) if differs]
-        fault = self._judge(all_held, wrong, suspects[0] if suspects else None)
+        suspect = None if not suspects else 0 if self.together else suspects[0]
+        fault = self._judge(all_held, wrong, suspect)
         if fault is None:
             self.recomputes = False
             return
         optimizer.zero_grad()
         engine.fp8.forget()
         raise SilentFault(fault)
+
+    def _holders(self) -> tuple[Holders, Holders | None]:
+        """Return the ranks that hold the same weights, and those that hold the same experts if these lie apart."""
+        engine, zero, experts = self.engine, self.optimizer.shards.size, self.engine.experts
+        others = Holders(engine.dp, zero, engine.tp)
+        if experts is None:
+            return others, None
+        shared = sharing_replicas(engine.tp.size, zero, experts.spread.size, experts.tp.size)
+        among = experts.replicas.size if zero == engine.dp.size else shared
+        return others, Holders(experts.replicas, among, experts.tp)
+
+    def _place(self) -> tuple[int, int, int]:
+        """Return this rank's pp, dp and tp; replicas that compute together count as one."""
+        o = self.optimizer
+        return (o.pp.rank, 0, o.dp.rank * o.tp.size + o.tp.rank) if self.together else (o.pp.rank, o.dp.rank, o.tp.rank)
 
     def _suspects(self) -> Tensor:
         """Return bool [dp], True for replicas whose micro-batch was not computed again as it was."""
@@ -139,7 +160,7 @@ class Sentinel(StepObserver):
         testimony = Testimony(
             rank=world.rank,
             host=socket.gethostname(),
-            place=(optimizer.pp.rank, optimizer.dp.rank, optimizer.tp.rank),
+            place=self._place(),
             weights={one.key: hexadecimal(one.digest) for one in all_held if one.kind != GRADIENT},
             gradients={one.key: hexadecimal(one.digest) for one in all_held if one.kind == GRADIENT},
             strayed=[name for name, strays in wrong.items() if strays],
@@ -157,7 +178,9 @@ class Sentinel(StepObserver):
         """
         passes, optimizer, number = self.engine.passes, self.optimizer, self._number
         own = passes.begin(self._share_of(optimizer.dp.rank), number, optimizer.scale)
-        run = replace(passes.begin(self._share_of(lender), number, optimizer.scale), num_tokens=own.num_tokens)
+        lent = passes.begin(self._share_of(lender), number, optimizer.scale)
+        lent.end()
+        run = replace(lent, counted=own.counted)
         trace = self._trace(alone=True)
         program = [i for i in passes.program if i.microbatch == TRACED and i.op is not Op.REDUCE]
         devices = [optimizer.device] if optimizer.device.type == "cuda" else []

@@ -1,17 +1,33 @@
 """A decoder cut into pipeline stages.
 
-A stage is a run of consecutive layers; the first stage also has the embedding, the last one the final norm and the
-head. The cut is chosen by cost, including the head, so that the slowest stage is as fast as possible.
+A stage is a run of consecutive layers; the first stage also has the embedding, the last one the final norm, the head
+and the modules of multi-token prediction (`models.mtp`), which read the embedding too. The cut is chosen by cost,
+including the head and these modules, so that the slowest stage is as fast as possible.
 
 Logical names, the same for every layout:
 
     embedding.weight [vocab, hidden]        positions.weight [max_positions, hidden] (learned positions)
     layers.N.attention_norm.weight|bias     layers.N.attention.query|key|value|output.weight|bias
-                                            layers.N.attention.query_norm|key_norm.weight [head_dim]
+    layers.N.attention_post_norm.weight     layers.N.attention.query_norm|key_norm.weight [head_dim] or [all heads]
+    layers.N.attention.sinks.weight [heads]
     layers.N.mlp_norm.weight|bias           layers.N.mlp.gate|up|down.weight|bias, or with experts
-                                            layers.N.mlp.router.weight [experts, hidden]
-                                            layers.N.mlp.experts.E.gate|up|down.weight
+    layers.N.mlp_post_norm.weight           layers.N.mlp.router.weight|bias [experts, hidden] or [experts]
+                                            layers.N.mlp.router.correction [experts]
+                                            layers.N.mlp.experts.E.gate|up|down.weight|bias
+                                            layers.N.mlp.shared.gate|up|down.weight
+                                            layers.N.mlp.shared_gate.weight [1, hidden]
     final_norm.weight|bias                  head.weight [vocab, hidden] (a tied head is embedding.weight)
+    mtp.N.embedding_norm|hidden_norm|final_norm.weight|bias, mtp.N.projection.weight [hidden, 2 * hidden], and
+    mtp.N.attention_norm and so on as of layers
+
+Multi-head latent attention has in layers.N.attention, instead of query, key and value:
+
+    query_down.weight|bias [query_rank, hidden]       query_up.weight [heads * (rope_dim + nope_dim), query_rank]
+    key_value_down.weight|bias [kv_rank, hidden]      key_up.weight [heads * nope_dim, kv_rank]
+    key_rope.weight|bias [rope_dim, hidden]           value_up.weight [heads * value_dim, kv_rank]
+    query_down_norm.weight [query_rank]               key_value_down_norm.weight [kv_rank]
+
+A model without a latent of queries has query.weight [heads * (rope_dim + nope_dim), hidden] for its three of queries.
 
 Weights are [output features, input features]. Rows of query and key are in the order of `models.rope`'s rotation.
 """
@@ -26,16 +42,22 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
+from models.best_cut import best_cut, layer_costs, modules_cost
 from models.blocks import Attention, DecoderLayer, make_norm
 from models.config import ModelConfig
+from models.flash_windows import Documents
+from models.latent_attention import LatentAttention
+from models.mtp import Ahead, PredictionModule
 from models.packing import WHOLE, Packing, causal_mask
-from models.rope import rotary_tables
+from models.rope import RopeScaling, rotary_tables
+from models.softcap import softcap
 from parallel.activation_checkpoint import KEEP, Recompute, recomputed
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, Input, Linear
 from parallel.loss import cross_entropy
+from parallel.sequence_cut import positions_between, take
 
 
 @dataclass(frozen=True)
@@ -52,18 +74,18 @@ class Stage(nn.Module):
     """One pipeline stage. forward: int64 ids [s, b] (first stage) or activation -> activation or logits (last stage).
 
     Activations are [s, b, hidden] in the dtype of the residual stream, or [s / tp, b, hidden] under sequence
-    parallelism; logits are [s, b, own vocabulary].
+    parallelism; logits are [s, b, own vocabulary]. Under context parallelism s are this rank's tokens
+    (`parallel.sequence_cut`), and so are the positions of a packing, but its documents are those of whole samples.
     """
 
     attention: ClassVar[type[Attention]] = Attention
+    latent_attention: ClassVar[type[LatentAttention]] = LatentAttention
 
     def __init__(self, config: ModelConfig, context: Context, cut: Cut, tied: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.config, self.context, self.cut = config, context, cut
         if cut.first:
-            self.embedding = VocabParallelEmbedding(
-                context, config.vocab, config.hidden, name="embedding", tied=tied, std=config.initial_std("embedding")
-            )
+            self.embedding = self._make_embedding(tied)
             if config.positions == "learned":
                 whole = Part.cut("positions.weight", (config.max_positions, config.hidden), None, context.tp)
                 self.positions = parameter(context, [whole], config.init_std, partial=context.cut_sequence)
@@ -71,64 +93,151 @@ class Stage(nn.Module):
         self.layers = nn.ModuleDict({str(n): self._make_block(str(n)) for n in cut.layers})
         if cut.last:
             self.final_norm = make_norm(config, context, "final_norm")
+            if config.mtp_layers and not cut.first:
+                self.embedding = self._make_embedding(tied)
             self.head = self._make_head(tied)
-        self._tables: tuple[Tensor, Tensor] | None = None
+            again = len(self.again) == len(cut.layers)  # if all layers of the stage are recomputed
+            made = {str(n): self._make_module(n, again) for n in range(config.mtp_layers)}
+            self.mtp = nn.ModuleDict(made)
+        self._tables: dict[tuple[bool, int, bool], tuple[Tensor, Tensor]] = {}
 
     def _make_block(self, n: str) -> DecoderLayer:
         within = self.context.recompute.within(whole=n in self.again)
         context = replace(self.context, recompute=within)
-        return DecoderLayer(self.config.of_layer(int(n)), context, f"layers.{n}", int(n), self.attention)
+        attention = self.latent_attention if self.config.latent else self.attention
+        return DecoderLayer(self.config.of_layer(int(n)), context, f"layers.{n}", int(n), attention)
+
+    def _make_module(self, n: int, again: bool) -> PredictionModule:
+        attention = self.latent_attention if self.config.latent else self.attention
+        return PredictionModule(self.config, self.context, n, attention, again)
+
+    def _make_embedding(self, tied: tuple[int, ...]) -> VocabParallelEmbedding:
+        c, std = self.config, self.config.initial_std("embedding")
+        return VocabParallelEmbedding(self.context, c.vocab, c.hidden, name="embedding", tied=tied, std=std)
 
     def _make_head(self, tied: tuple[int, ...]) -> nn.Parameter:
-        if self.config.tied and self.cut.first:
+        beside = self.config.mtp_layers and not self.cut.first  # the modules' embedding is the head's copy
+        if self.config.tied and (beside or (self.cut.first and not tied)):
             return self.embedding.weight
+        tied = tied if self.config.tied else ()
         name = "embedding.weight" if self.config.tied else "head.weight"
         rows = Part.cut(name, (self.config.vocab, self.config.hidden), 0, self.context.tp)
         std = self.config.initial_std("embedding" if self.config.tied else "head")
-        return parameter(self.context, [rows], std, tied=tied)
+        return parameter(self.context, [rows], std, tied=tied, again=len(set(tied)) < len(tied))
 
-    def forward(self, x: Tensor, place: MicrobatchInfo | None = None, packing: Packing = WHOLE) -> Tensor:
+    def read_late(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """Return the weights that are read after the layers only, with the first module that runs there."""
+        if not self.cut.last:
+            return {}
+        head = [] if self.config.tied and self.cut.first else [self.head]
+        table = [self.embedding.weight] if self.config.mtp_layers and not self.cut.first else []
+        return {self.final_norm: [*self.final_norm.parameters(), *head, *table]}
+
+    def forward(
+        self,
+        x: Tensor,
+        place: MicrobatchInfo | None = None,
+        packing: Packing = WHOLE,
+        ahead: Ahead | None = None,
+    ) -> Tensor:
         length = x.shape[0] * (self.context.tp.size if self.context.cut_sequence and not self.cut.first else 1)
         if self.cut.first:
             x = self._embed(x, place, packing.positions)
-        rotary = self._rotary(length, x.device, packing.positions) if self.config.positions == "rope" else None
-        masks = self._masks(length, x.device, packing.documents)
+        rotary = self._rotaries(length * self.context.cp.size, x.device, packing.positions)
+        masks = self._masks(length, x.device, packing)
         for n, block in self.layers.items():
-            run = partial(block, rotary=rotary, place=place, attn_mask=masks.get(self._window(n)))
+            turns = rotary.get(self._turns_by_window(n))
+            run = partial(block, rotary=turns, place=place, attn_mask=masks.get(self._window(n)))
             x = recomputed(run, x) if n in self.again else run(x)
-        return self._hand_out(self._logits(x), place) if self.cut.last else x
+        if not self.cut.last:
+            return x
+        if ahead is None:
+            return self._hand_out(self._logits(x), place)
+        last = str(self.cut.layers[-1])
+        run = partial(
+            self._predict_ahead,
+            ahead=ahead,
+            rotary=rotary.get(self._turns_by_window(last)),
+            place=place,
+            attn_mask=masks.get(self._window(last)),
+        )
+        return self._hand_out(self._of_head(run(self.final_norm(x))), place)
+
+    def _predict_ahead(
+        self,
+        hidden: Tensor,
+        ahead: Ahead,
+        rotary: tuple[Tensor, Tensor] | None,
+        place: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None,
+    ) -> Tensor:
+        """Return hidden states of the final norm, whose backward pass also starts those of the modules' losses."""
+        y, shares = hidden, []
+        for n, module in self.mtp.items():
+            embedded = self._embed(ahead.tokens[int(n)], place, None, f"mtp.{n}.embedding")
+            y = module(embedded, y, rotary=rotary, place=place, attn_mask=attn_mask)
+            shares.append(ahead.share(int(n), self.losses(self._of_head(y), ahead.targets[int(n)])))
+        return ahead.attach(hidden, shares, note=self.context.tp.rank == 0)  # other tp ranks have the same losses
 
     def _window(self, n: str) -> int:
         return self.config.of_layer(int(n)).window
 
-    def _masks(self, length: int, device: torch.device, documents: Tensor | None) -> dict[int, Tensor]:
-        """Return the attention masks of the layers of this stage, by window; empty if each sample is one document."""
-        if documents is None:
+    def _turns_by_window(self, n: str) -> bool:
+        """Return True if the layer has the rotary positions of layers with the sliding window."""
+        return self.config.window_rope_base > 0 and self._window(n) > 0
+
+    def _masks(self, length: int, device: torch.device, packing: Packing) -> Mapping[int, Tensor | Documents]:
+        """Return the attention masks of the layers of this stage, by window; empty if each sample is one document.
+
+        On a GPU these are the documents: attention that needs no mask makes none. Under context parallelism they are
+        the numbers of documents, from which attention makes masks in parts.
+        """
+        if packing.documents is None:
             return {}
         windows = {self._window(n) for n in self.layers}
-        return {window: causal_mask(length, window, documents, device) for window in windows}
+        if self.context.cp.size > 1:
+            return dict.fromkeys(windows, packing.documents)
+        if device.type != "cpu":
+            return dict.fromkeys(windows, Documents(packing.documents, sum(packing.counted)))
+        return {window: causal_mask(length, window, packing.documents, device) for window in windows}
 
-    def _embed(self, ids: Tensor, place: MicrobatchInfo | None, positions: Tensor | None) -> Tensor:
+    def _embed(
+        self, ids: Tensor, place: MicrobatchInfo | None, positions: Tensor | None, name: str = "embedding"
+    ) -> Tensor:
         x = self.embedding(ids)
+        if self.config.embedding_scale != 1:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
         if self.config.embedding_grad_scale != 1:
             x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
         if self.config.positions == "learned":
-            first = self.context.tp.rank * len(x) if self.context.cut_sequence else 0
-            own = slice(first, first + len(x))
-            x = Add.apply(x, self.positions, own if positions is None else positions.t()[own])
+            x = Add.apply(x, self.positions, self._rows_of_positions(x, positions))
         if self.config.dropout_at == "stream":
             return x  # the first block applies dropout to its input
-        return dropout(x, self.config.embedding_dropout, self.context, "embedding", place)
+        return dropout(x, self.config.embedding_dropout, self.context, name, place)
+
+    def _rows_of_positions(self, x: Tensor, positions: Tensor | None) -> slice | Tensor:
+        """Return the rows of the position table for activations x. positions: of the packing, [b, s]."""
+        c = self.context
+        first = c.tp.rank * len(x) if c.cut_sequence else 0
+        own = slice(first, first + len(x))
+        if positions is not None:
+            return positions.t()[own]
+        if c.cp.size == 1:
+            return own
+        return positions_between(c, len(x), x.device).unsqueeze(1).expand(x.shape[:2])
 
     def _logits(self, x: Tensor) -> Tensor:
+        logits = self.context.recompute.run("norm", self.final_norm, x, into=self._products_of_head)
+        return softcap(logits, self.config.final_softcap)
+
+    def _of_head(self, y: Tensor) -> Tensor:
+        """Return the logits of normalized hidden states."""
+        return softcap(self._products_of_head(y), self.config.final_softcap)
+
+    def _products_of_head(self, y: Tensor) -> Tensor:
         c, lies = self.context, Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         products = c.products_of_head(layout_of(self.head).parts[0].name, self.config.head_grad_scale)
-        return c.recompute.run(
-            "norm",
-            self.final_norm,
-            x,
-            into=lambda y: Linear.apply(y, self.head, None, lies, c.tp, c.deferred, products),
-        )
+        return Linear.apply(y, self.head, None, lies, c.tp, c.deferred, products)
 
     def _hand_out(self, logits: Tensor, place: MicrobatchInfo | None) -> Tensor:
         """Return the logits in the plan's `output` dtype.
@@ -140,22 +249,41 @@ class Stage(nn.Module):
         widens = torch.promote_types(logits.dtype, output) == output
         return logits if place is not None and widens else logits.to(output)
 
-    def _rotary(self, length: int, device: torch.device, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotaries(
+        self, length: int, device: torch.device, positions: Tensor | None
+    ) -> dict[bool, tuple[Tensor, Tensor]]:
+        """Return the tables of `_rotary` that the layers of this stage need, by `_turns_by_window`."""
+        kinds = {self._turns_by_window(n) for n in self.layers} if self.config.positions == "rope" else ()
+        return {windowed: self._rotary(length, device, positions, windowed) for windowed in kinds}
+
+    def _rotary(
+        self, length: int, device: torch.device, positions: Tensor | None, windowed: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return the cosine and sine tables, [s, 1, 1, r / 2] each, or [s, b, 1, r / 2] at given positions [b, s].
 
-        The tables are computed once per length, because under dynamic scaling the angles depend on the length.
+        length: of whole sequences. The tables are computed once per length, because under dynamic scaling the angles
+        depend on the length.
         """
-        if self._tables is None or len(self._tables[0]) != length:
+        kind = windowed, length, positions is None
+        if kind not in self._tables:
             c, dtype = self.config, self.context.plan.buffers
-            made = rotary_tables(c.rope_scaling, c.rope_base, c.rotary_dims, length, dtype)
-            self._tables = made[0].to(device), made[1].to(device)
-        cosine, sine = self._tables
+            scaling, base = (RopeScaling(), c.window_rope_base) if windowed else (c.rope_scaling, c.rope_base)
+            made = rotary_tables(scaling, base, c.rotary_dims, length, dtype)
+            if positions is None:
+                made = take(made[0], self.context.cp, 0), take(made[1], self.context.cp, 0)
+            self._tables = {known: table for known, table in self._tables.items() if known[0] != windowed}
+            self._tables[kind] = made[0].to(device), made[1].to(device)
+        cosine, sine = self._tables[kind]
         return (cosine, sine) if positions is None else (cosine[positions.t(), 0], sine[positions.t(), 0])
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each token on the last stage, in the sensitive dtype, [s, b] like `targets`."""
+        """Return the loss of each token on the last stage, in the sensitive dtype, [s, b] like `targets`.
+
+        The backward pass overwrites the logits with their gradient.
+        """
         vocabulary = layout_of(self.head).parts[0]
-        return cross_entropy(logits, targets, vocabulary, self.context.tp, self.context.plan.sensitive)
+        c = self.context
+        return cross_entropy(logits, targets, vocabulary, c.tp, c.plan.sensitive, consume=True, leaves=c.leaves)
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -187,10 +315,8 @@ def cuts(
     recompute: the activations that the backward pass recomputes.
     Raises ValueError if `given` does not fit.
     """
-    ends = config.embedding_flops(), 3 * config.head_flops()
-    counts = given or best_cut(
-        config.layers, _layer_cost(config, seq_length, recompute), rank_of_stage or range(stages), *ends
-    )
+    ends = config.embedding_flops(), 3 * config.head_flops() + modules_cost(config, seq_length, recompute)
+    counts = given or best_cut(layer_costs(config, seq_length, recompute), rank_of_stage or range(stages), *ends)
     if (len(counts), sum(counts), min(counts) > 0) != (stages, config.layers, True):
         raise ValueError(f"{config.layers} layers are not cut into {stages} stages by {[*counts]}")
     borders = list(accumulate(counts))
@@ -200,43 +326,10 @@ def cuts(
     ]
 
 
-def _layer_cost(config: ModelConfig, seq_length: int, recompute: Recompute) -> float:
-    """Return the FLOPs of both passes of a layer, per token: three times the forward pass, plus the recomputation.
-
-    If a fraction of a stage's layers is recomputed, each layer bears this fraction. A fixed number of recomputed layers
-    is the same in every stage, so it does not affect the cut and is left out.
-    """
-    share = 0.0 if recompute.layers else recompute.fraction
-    attention = config.attention_flops(seq_length) if "attention" in recompute.modules else 0
-    return 3 * config.layer_flops(seq_length) + share * config.again_flops(seq_length) + attention
-
-
-def best_cut(layers: int, cost: float, rank_of_stage: Sequence[int], first: float = 0, last: float = 0) -> list[int]:
-    """Return the number of layers of each stage that gives the busiest rank the least work; all layers cost the same.
-
-    Each stage gets at least one layer. `first` and `last` are the extra costs of the first and the last stage. Each
-    further layer goes to the least busy rank, and there to its smallest stage. No other assignment makes the busiest
-    rank less busy, because one more layer costs every rank the same. Among equals, early stages get more layers: they
-    run first and wait longest.
-    """
-    stages = len(rank_of_stage)
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
-    counts, busy = [1] * stages, [cost] * stages
-    busy[0] += first
-    busy[-1] += last
-    of_rank = {rank: sum(b for b, r in zip(busy, rank_of_stage, strict=True) if r == rank) for rank in rank_of_stage}
-    for _ in range(layers - stages):
-        stage = min(range(stages), key=lambda s: (of_rank[rank_of_stage[s]], busy[s]))
-        counts[stage] += 1
-        busy[stage] += cost
-        of_rank[rank_of_stage[stage]] += cost
-    return counts
-
-
 MakeStage = Callable[[ModelConfig, Context, Cut, tuple[int, ...]], Stage]
 """A function that builds one stage, or any module with a Stage's `forward` and `losses`. Its last argument is the
-pipeline ranks that share a tied embedding; empty if it is untied, or if both ends of the model are on one rank."""
+pipeline ranks that both have the embedding: for a tied head, or for modules of multi-token prediction. It is empty if
+only one has it, or if both ends of the model are on one rank and share one parameter."""
 
 
 def build(
@@ -246,11 +339,24 @@ def build(
     rank_of_stage: Sequence[int],
     pp_rank: int,
     make: MakeStage = Stage,
+    apart: bool = False,
 ) -> Mapping[int, Stage]:
-    """Return the stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank is a tied copy."""
-    ends = (rank_of_stage[0], rank_of_stage[-1])
-    tied = ends if config.tied and ends[0] != ends[1] else ()
+    """Return the stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank is a tied copy.
+
+    apart: a tied head is a copy on the same rank too, so that its gradients are summed apart from the embedding's, as
+    in a longer pipeline.
+    """
+    ends, twice = (rank_of_stage[0], rank_of_stage[-1]), config.tied or config.mtp_layers > 0
+    tied = ends if twice and (apart or ends[0] != ends[1]) else ()
     stages = {cut.stage: make(config, context, cut, tied) for cut in all_cuts if rank_of_stage[cut.stage] == pp_rank}
-    if config.tied and not tied and len(all_cuts) > 1 and pp_rank == ends[0]:
-        stages[len(all_cuts) - 1].head = stages[0].embedding.weight
+    if twice and not tied and len(all_cuts) > 1 and pp_rank == ends[0]:
+        _share_embedding(stages[0], stages[len(all_cuts) - 1])
     return stages
+
+
+def _share_embedding(first: Stage, last: Stage) -> None:
+    """Make the first stage's embedding that of the last one, for a tied head and for modules."""
+    if last.config.tied:
+        last.head = first.embedding.weight
+    if last.config.mtp_layers:
+        last.embedding.weight = first.embedding.weight

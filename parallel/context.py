@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from megaprec.comm.axis import Axis
+from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 from megaprec.fp8.linear import FP8Gemm
@@ -13,6 +14,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.gemm import Gemm, GemmProvider
 from megaprec.precision.plan import PrecisionPlan
 from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.leaves import PLAIN, Leaves
 from parallel.weight_grad_queue import WeightGradQueue
 
 
@@ -22,12 +24,18 @@ class Context:
 
     plan: dtypes of products, weights and sensitive operators.
     tp: the tensor-parallel axis.
+    cp: the context-parallel axis, over which each sequence is cut (`sequence_cut.py`).
+    ring: keys and values go round the ranks of cp; False: each rank gathers those of a whole sequence.
     sequence: activations between blocks are sharded over tp along the sequence (sequence parallelism).
     seed: seed of initial weights and dropout.
     deferred: the queue for weight gradients that can wait; the executor of a schedule with split backwards must be
         given the same queue.
     recompute: the activations that the backward pass recomputes.
     fp8: the state that the FP8 products of all layers share; required if the plan has FP8 products.
+    blank: initial weights are not drawn, because others will be loaded; until then every weight is NaN.
+    experts: the ranks that share the experts of a layer; None if experts are cut as any other feed-forward is.
+    of_experts: the parameters of these layers are those of experts that lie on their own ranks.
+    leaves: the form in which norms, rotations, gates, dropout and losses are computed.
 
     Raises ValueError if `fp8` has another recipe than the plan, and UserError if whole layers are recomputed although
     FP8 scales advance with every micro-batch.
@@ -40,10 +48,22 @@ class Context:
     deferred: WeightGradQueue = field(default_factory=WeightGradQueue, compare=False)
     recompute: Recompute = KEEP
     fp8: FP8State = field(default_factory=FP8State, compare=False)
+    blank: bool = False
+    experts: ExpertAxes | None = None
+    of_experts: bool = False
+    cp: Axis = Axis("cp")
+    ring: bool = True
+    leaves: Leaves = field(default=PLAIN, compare=False)
 
     def __post_init__(self) -> None:
         if self.plan.fp8 != self.fp8.recipe:
             raise ValueError("the plan and fp8 have different recipes: give the context an FP8State of the same recipe")
+        recipe = self.plan.fp8
+        if self.experts is not None and recipe and recipe.kind == "delayed" and not recipe.reduce_amax:
+            raise UserError(
+                "fp8.reduce_amax = false and experts on ranks of their own: replicas hold different experts, so their "
+                "scales cannot differ; set fp8.reduce_amax = true, or spread no experts"
+            )
         if self.fp8.by_microbatch and (self.recompute.fraction or self.recompute.layers):
             raise UserError(
                 'fp8.history = "te" advances the scales before a layer is recomputed: recompute modules instead of '
@@ -63,7 +83,7 @@ class Context:
         held = FP8Param(self.fp8, eligible) if self.fp8.recipe.parameters else None
         if held is not None:
             hold(weight, held)
-        return FP8Gemm(self.fp8, eligible, parts[0].dim, wide, held)
+        return FP8Gemm(self.fp8, eligible, parts[0].dim, wide, self.tp, held)
 
     def products_of_head(self, name: str, grad_scale: float = 1.0) -> Gemm:
         """Return the products of an output head. Logits stay in the dtype of the products; a head is never in FP8."""
@@ -76,6 +96,14 @@ class Context:
         dtypes = dict.fromkeys(("compute", "residual", "attention", "scores"), wide)
         plan = replace(self.plan, **dtypes, keep_fp32=("*",), fp8=None)
         return replace(self, plan=plan, fp8=FP8State())
+
+    def for_experts(self) -> "Context":
+        """Return this context for the layers of an expert: over the tp axis of experts, if they have one."""
+        return self if self.experts is None else replace(self, tp=self.experts.tp, of_experts=True)
+
+    def for_experts_elsewhere(self) -> "Context":
+        """Return the context for layers of an expert that another rank holds: no weights are drawn."""
+        return replace(self.for_experts(), blank=True)
 
     @property
     def cut_sequence(self) -> bool:

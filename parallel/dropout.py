@@ -6,12 +6,15 @@ depend on tp, pp, dp, the micro-batch size or recomputation.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaprec.comm.random import bits, keep, key
 from parallel.context import Context
+from parallel.leaves import Leaves
+from parallel.sequence_cut import positions_between
 
 
 @dataclass(frozen=True)
@@ -32,35 +35,72 @@ class MicrobatchInfo:
 def dropout(x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None) -> Tensor:
     """Apply dropout to activations x [s, b, hidden].
 
-    Under sequence parallelism x is this rank's shard of the sequence.
+    Under sequence and context parallelism x is this rank's part of the sequence.
     place: the micro-batch; None (evaluation) keeps every element.
     """
     if place is None or probability == 0:
         return x
-    first = context.tp.rank * x.shape[0] if context.cut_sequence else 0
-    positions = torch.arange(first, first + x.shape[0], device=x.device)
+    positions = positions_between(context, x.shape[0], x.device)
     return _drop(
         x, probability, context, name, place, (positions, place.samples, torch.arange(x.shape[2], device=x.device))
     )
 
 
 def attention_dropout(
-    weights: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo | None
+    weights: Tensor,
+    probability: float,
+    context: Context,
+    name: str,
+    place: MicrobatchInfo | None,
+    positions: tuple[range, range] | None = None,
 ) -> Tensor:
-    """Apply dropout to attention weights [b, own heads, query, key]. place: as in `dropout`."""
+    """Apply dropout to attention weights [b, own heads, query, key]. place: as in `dropout`.
+
+    positions: those of the queries and of the keys in their sequence; None: all of them.
+    """
     if place is None or probability == 0:
         return weights
     _, heads, queries, keys = weights.shape
-    own = torch.arange(context.tp.rank * heads, (context.tp.rank + 1) * heads, device=weights.device)
-    rest = (torch.arange(n, device=weights.device) for n in (queries, keys))
-    return _drop(weights, probability, context, name, place, (place.samples, own, *rest))
+    own = range(context.tp.rank * heads, (context.tp.rank + 1) * heads)
+    ranges = (own, *(positions or (range(queries), range(keys))))
+    rest = (torch.arange(some.start, some.stop, device=weights.device) for some in ranges)
+    return _drop(weights, probability, context, name, place, (place.samples, *rest))
 
 
 def _drop(
     x: Tensor, probability: float, context: Context, name: str, place: MicrobatchInfo, coordinates: tuple[Tensor, ...]
 ) -> Tensor:
-    secret = key(context.seed, place.step, name)
+    return _Dropout.apply(x, probability, key(context.seed, place.step, name), context.leaves, *coordinates)
+
+
+class _Dropout(torch.autograd.Function):
+    """x, or 0 where an element is dropped, divided by the probability of being kept.
+
+    secret: the key of the random numbers. coordinates: int64 [n] of each of x's dimensions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probability: float, secret: int, leaves: Leaves, *coordinates: Tensor) -> Tensor:
+        number = torch.full((), secret, dtype=torch.int64, device=x.device)  # a tensor, as it differs between calls
+        y, kept = leaves(_dropout, x, probability, number, *coordinates)
+        ctx.save_for_backward(kept)
+        ctx.probability, ctx.leaves = probability, leaves
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (kept,) = ctx.saved_tensors
+        return ctx.leaves(_dropout_gradient, grad, kept, ctx.probability), *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def _dropout(x: Tensor, probability: float, secret: Tensor, *coordinates: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x after dropout, and True where an element is kept."""
     index = torch.zeros((), dtype=torch.int64, device=x.device)
     for coordinate in coordinates:  # one dimension at a time: the result does not depend on the sizes of the others
         index = bits(secret, index).unsqueeze(-1) + coordinate
-    return torch.where(keep(secret, index, 1 - probability), x / (1 - probability), 0)
+    kept = keep(secret, index, 1 - probability)
+    return _dropout_gradient(x, kept, probability), kept
+
+
+def _dropout_gradient(x: Tensor, kept: Tensor, probability: float) -> Tensor:
+    return torch.where(kept, x / (1 - probability), 0)

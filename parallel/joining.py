@@ -25,33 +25,34 @@ SHOWN = 8  # ranks that a line names at most
 OUTCOME = "why not all ranks have joined"  # key of the store; empty if they have
 
 
-def join(environment: Mapping[str, str] = os.environ) -> tuple[dist.Store, int, int]:
+def join(environment: Mapping[str, str] = os.environ, seconds: float = 0.0) -> tuple[dist.Store, int, int]:
     """Return the ranks' store, this rank and the number of ranks, once all ranks that `environment` names are there.
 
     Without torchrun's variables the world is this process alone. Raises UserError on every rank that is there if others
-    have not joined within JOIN seconds.
+    have not joined within `seconds` (0: JOIN).
     """
+    seconds = seconds or JOIN
     if "RANK" not in environment:
         return dist.HashStore(), 0, 1
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = _connected(rank, size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), hosts)
+    store = _connected(rank, size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), hosts, seconds)
     store.set(_key(rank), socket.gethostname())
     if rank == 0:
-        store.set(OUTCOME, problem := _missing(store, size))
+        store.set(OUTCOME, problem := _missing(store, size, seconds))
         if problem:
             time.sleep(PARTING)
     else:
-        store.wait([OUTCOME], timedelta(seconds=JOIN + 10))
+        store.wait([OUTCOME], timedelta(seconds=seconds + 10))
         problem = store.get(OUTCOME).decode()
     if problem:
         raise UserError(problem)
     return store, rank, size
 
 
-def _connected(rank: int, size: int, address: str, port: int, hosts: bool) -> dist.Store:
+def _connected(rank: int, size: int, address: str, port: int, hosts: bool, seconds: float) -> dist.Store:
     """Return the store. hosts: this rank has it; otherwise rank 0 or torchrun's agent."""
-    limit = timedelta(seconds=JOIN)
+    limit = timedelta(seconds=seconds)
     here = f"rank {rank} on {socket.gethostname()}"
     try:
         with _telling(f"{here} waits for the ranks' store at {address}:{port}"):
@@ -61,19 +62,21 @@ def _connected(rank: int, size: int, address: str, port: int, hosts: bool) -> di
         if hosts:
             raise UserError(f"{here} cannot open port {port} for the ranks' store: {reason}") from error
         raise UserError(
-            f"{here} has had no answer from {address}:{port} for {JOIN:.0f} s: the first machine must run there, and "
-            f"let others reach that port ({reason})"
+            f"{here} has had no answer from {address}:{port} for {seconds:.0f} s: the first machine must run there, "
+            f"and let others reach that port ({reason})"
         ) from error
 
 
-def _missing(store: dist.Store, size: int) -> str:
+def _missing(store: dist.Store, size: int, seconds: float) -> str:
     """Wait for all ranks. Return the reason why some are missing, "" if none is."""
     start, news, missing = time.monotonic(), NEWS, list(range(size))
     while missing := [rank for rank in missing if not store.check([_key(rank)])]:
         waited = time.monotonic() - start
-        if waited > JOIN:
+        if waited > seconds:
             there = sorted({store.get(_key(rank)).decode() for rank in range(size) if rank not in missing})
-            return f"{_named(missing, size)} not joined within {JOIN:.0f} s; there are the ranks of {', '.join(there)}"
+            return (
+                f"{_named(missing, size)} not joined within {seconds:.0f} s; there are the ranks of {', '.join(there)}"
+            )
         if waited > news:
             print(f"{_named(missing, size)} not joined for {waited:.0f} s so far", file=sys.stderr, flush=True)
             news += NEWS

@@ -12,7 +12,7 @@ Activations are [sequence, batch, features], so that a shard of the sequence is 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import nan, prod
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class ColumnParallelLinear(nn.Module):
     x: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Returns (y, None), or with
     `skip_bias_add` (y without bias, b). y is [s, b, own features], or with `gather_output` [s, b, output features].
     output: the number of output features of the logical tensor `name`.weight, or several such tensors.
+    lies: the layout of x; None: as above. With Input.OWN, x is whole and there is no collective: the gradient of x is
+        the addend of this rank, which the caller sums over tp.
     Raises ValueError if output features do not divide by tp, and for `gather_output` under sequence parallelism.
     """
 
@@ -59,11 +61,13 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         skip_bias_add: bool = False,
         std: float = 0.02,
+        lies: Input | None = None,
     ) -> None:
         super().__init__()
         if gather_output and context.cut_sequence:
             raise ValueError(f"{name}: gather_output would undo sequence parallelism")
         self.context, self.gather_output, self.skip_bias_add = context, gather_output, skip_bias_add
+        self.lies = lies or (Input.SEQUENCE if context.cut_sequence else Input.COPIED)
         stack = [Rows(name, output)] if isinstance(output, int) else list(output)
         for rows in stack:
             if rows.rows % (rows.shards or context.tp.size):
@@ -81,9 +85,8 @@ class ColumnParallelLinear(nn.Module):
             )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        lies = Input.SEQUENCE if self.context.cut_sequence else Input.COPIED
         added = None if self.skip_bias_add else self.bias
-        y = Linear.apply(x, self.weight, added, lies, self.context.tp, self.context.deferred, self.products)
+        y = Linear.apply(x, self.weight, added, self.lies, self.context.tp, self.context.deferred, self.products)
         if self.gather_output:
             y = collectives.join(y, self.context.tp, y.dim() - 1)
         return y, self.bias if self.skip_bias_add else None
@@ -210,6 +213,7 @@ def parameter(
     partial: bool = False,
     tied: tuple[int, ...] = (),
     mean: float = 0.0,
+    again: bool = False,
 ) -> nn.Parameter:
     """Return a parameter made of `parts`, in the dtype of its master weights: mean + std * normal.
 
@@ -222,10 +226,10 @@ def parameter(
     for part in parts:
         values = torch.zeros(prod(part.padded), dtype=dtype).view(part.padded)
         filled = values[: part.local[0]] if part.local else values
-        filled.copy_(
-            mean + normal_part(part, context.seed, std, dtype) if std else torch.full(part.local, mean, dtype=dtype)
-        )
+        if std and not context.blank:
+            filled.copy_(normal_part(part, context.seed, std, dtype).add_(mean))
+        else:
+            filled.fill_(nan if context.blank else mean)
         slices.append(values)
-    return attach(
-        nn.Parameter(torch.cat(slices) if slices[0].dim() else slices[0]), Layout(tuple(parts), partial, tied)
-    )
+    layout = Layout(tuple(parts), partial, tied, again, expert=context.of_experts)
+    return attach(nn.Parameter(torch.cat(slices) if slices[0].dim() else slices[0]), layout)

@@ -129,11 +129,17 @@ def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
 
     If `vector` has a main gradient, the sum is added to it instead, and None is returned.
     """
+    summed = rows.sum(0, dtype=sum_dtype(vector, rows.dtype))
     if not has_main_grad(vector):
-        return rows.sum(0).to(vector.dtype)
-    main = cleared(vector)
-    main.add_(rows.sum(0, dtype=torch.promote_types(rows.dtype, main.dtype)))
+        return summed.to(vector.dtype)
+    cleared(vector).add_(summed)
     return None
+
+
+def sum_dtype(vector: nn.Parameter, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of `dtype` are summed over tokens: the main gradient's if it is wider."""
+    main: Tensor | None = vector.main_grad if has_main_grad(vector) else None  # type: ignore[attr-defined]
+    return dtype if main is None else torch.promote_types(dtype, main.dtype)
 
 
 class Add(torch.autograd.Function):

@@ -1,8 +1,9 @@
-"""The device mesh: every rank has coordinates (pp, dp, tp), and tp varies fastest.
+"""The device mesh: every rank has coordinates (pp, dp, cp, tp), and tp varies fastest.
 
 Ranks of one tensor-parallel group communicate most, so they are neighbours and share a host; pipeline stages
-communicate least and lie farthest apart. Rank = (pp * data + dp) * tensor + tp. The same call builds the mesh on gloo
-and on NCCL, under torchrun and under local ranks.
+communicate least and lie farthest apart. Rank = ((pp * data + dp) * context + cp) * tensor + tp. A mesh whose sequences
+are whole on each rank has no axis cp. The same call builds the mesh on gloo and on NCCL, under torchrun and under local
+ranks.
 """
 
 import json
@@ -16,40 +17,52 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import AXES
-from megaprec.comm.groups import adopt_time_limit
+from megaprec.comm.groups import split
 from megaprec.errors import UserError
 from parallel.joining import NEWS, join
 
 PARTING = 10.0  # seconds that a failed rank waits for its communication in progress
 
 
-def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu") -> DeviceMesh:
-    """Return a mesh of pp * dp * tp ranks over all ranks of the joined world.
+def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: int = 1) -> DeviceMesh:
+    """Return a mesh of pp * dp * cp * tp ranks over all ranks of the joined world.
 
     Raises UserError if the world has another size.
     """
-    world = dist.get_world_size()
-    if world != pp * dp * tp:
+    world, needed = dist.get_world_size(), pp * dp * cp * tp
+    if world != needed:
+        context = f"context {cp} x " if cp > 1 else ""
         raise UserError(
-            f"{world} ranks joined, but pipeline {pp} x data {dp} x tensor {tp} needs {pp * dp * tp}: "
-            f"start {pp * dp * tp} ranks or change [parallel]"
+            f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} needs {needed}: "
+            f"start {needed} ranks or change [parallel]"
         )
-    mesh = init_device_mesh(device, (pp, dp, tp), mesh_dim_names=AXES)
-    for group in mesh.get_all_groups():
-        adopt_time_limit(group)
-    return mesh
+    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    names = tuple(name for name in AXES if name != "cp" or cp > 1)
+    ranks = torch.arange(world, dtype=torch.int).view([sizes[name] for name in names])
+    groups = [_group(ranks.movedim(dim, -1).flatten(0, -2)) for dim in range(ranks.ndim)]
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
+
+
+def _group(runs: torch.Tensor) -> dist.ProcessGroup:
+    """Return the group of this rank among `runs`, [groups, ranks of a group]: the world's if there is only one."""
+    whole = dist.group.WORLD
+    assert whole is not None
+    return whole if len(runs) == 1 else split(runs)
 
 
 @contextmanager
-def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
+def world(
+    device: str = "cpu", minutes: float = 10.0, failed: Callable[[Exception], None] = lambda error: None
+) -> Iterator[dist.Store]:
     """Join the world that the environment describes (torchrun's variables), and leave it at the end.
 
     Without these variables the world is this process alone. On CUDA each local rank takes its own device; a rank that
     sees a single device takes that one. Yields the store that all ranks share. minutes: time limit of each collective,
-    in all groups that `make_mesh` and `megaprec.comm.groups` make too.
+    in all groups that `make_mesh` and `megaprec.comm.groups` make too. failed(error): called before the world is left
+    after an exception, while it is handled.
 
     Raises UserError if not all ranks join (`joining.py`). After an exception the world is left if that is possible
     within a few seconds (see `_part`).
@@ -61,7 +74,9 @@ def world(device: str = "cpu", minutes: float = 10.0) -> Iterator[dist.Store]:
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own)
     try:
         yield store
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, Exception):
+            failed(error)
         _part(own)
         raise
     dist.destroy_process_group()

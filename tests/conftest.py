@@ -2,21 +2,34 @@
 
 import gc
 import json
-import math
+import os
+import random
+import signal
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
+from tests.project.forked_command import served
 from tools.convert.core import torch_files
 from tools.convert.core.untrusted import described, distributed, unpickled
+from tools.training.signals import SIGNALS
 
-# How fast an example is says nothing on a machine that does other things too.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How fast an example is says nothing on a machine that does other things too. The examples are the same in each run, so
+# that a change is not blamed for what another one's luck finds; --hypothesis-profile=search draws others.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any machine", settings.get_profile("search"), derandomize=True)
 settings.load_profile("any machine")
+
+# `make test` tells what it starts that make has started it, and a make of a test's own would then say so in its output.
+for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+    os.environ.pop(name, None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -34,25 +47,68 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases of a test beyond those that `@pytest.mark.cases(fast, slow=None)` gives.
+    """Marks the cases of a test beyond those that `@pytest.mark.cases(fast, slow=None, sample=None)` gives.
 
-    The first `fast` cases are fast, the next `slow` are slow (all others without `slow`), the rest is for a campaign.
-    Cases that are marked slow themselves are not counted as fast.
+    The first `fast` cases are fast, all if it is None; those that are marked slow themselves are not. The next `slow`
+    are slow, or as many as `sample` says, drawn from all that are left by a seed of the test's own, so that as many
+    values of parameters as can be are tried; without either all are. The rest is for a campaign.
     """
-    used = Counter[tuple[str, str]]()
+    tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        mark = item.get_closest_marker("cases")
-        if mark is None or item.get_closest_marker("campaign"):
-            continue
-        room = {"fast": mark.args[0], "slow": mark.kwargs.get("slow", math.inf), "campaign": math.inf}
-        if item.get_closest_marker("slow"):
-            del room["fast"]
-            item.own_markers[:] = [one for one in item.own_markers if one.name != "slow"]
-        name = item.nodeid.partition("[")[0]
-        kind = next(kind for kind, most in room.items() if used[name, kind] < most)
-        used[name, kind] += 1
-        if kind != "fast":
-            item.add_marker(kind)
+        if item.get_closest_marker("cases") and not item.get_closest_marker("campaign"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in tests.items():
+        mark = cases[0].get_closest_marker("cases")
+        assert mark is not None
+        _divide(name, cases, *mark.args, **mark.kwargs)
+
+
+def _divide(
+    name: str, cases: Sequence[pytest.Item], fast: int | None, slow: int | None = None, sample: int | None = None
+) -> None:
+    beyond = [case for case in cases if case.get_closest_marker("slow")]
+    fast_ones = [case for case in cases if case not in beyond][:fast]
+    left = [case for case in cases if case not in fast_ones]
+    chosen = left[:slow] if sample is None else _drawn(name, fast_ones, left, sample)
+    for case in left:
+        case.own_markers[:] = [one for one in case.own_markers if one.name != "slow"]
+        case.add_marker("slow" if case in chosen else "campaign")
+
+
+def _drawn(seed: str, tried: Sequence[pytest.Item], left: Sequence[pytest.Item], size: int) -> list[pytest.Item]:
+    """Returns `size` of the cases that are left, each with as many parameters as can be whose values are new then."""
+    drawn = random.Random(seed).sample(left, len(left))
+    chosen: list[pytest.Item] = []
+    seen = {value for case in tried for value in _values(case)}
+    while drawn and len(chosen) < size:
+        best = max(drawn, key=lambda case: len(_values(case) - seen))
+        drawn.remove(best)
+        chosen.append(best)
+        seen |= _values(best)
+    return chosen
+
+
+def _values(case: pytest.Item) -> set[tuple[str, str]]:
+    """Returns the parameters of a case with their values, by which values are told apart."""
+    assert isinstance(case, pytest.Function)
+    return {(parameter, repr(value)) for parameter, value in case.callspec.params.items()}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test with the marker `gpu` where torch sees fewer GPUs than it needs."""
+    mark = item.get_closest_marker("gpu")
+    needed = (mark.args or (1,))[0] if mark else 0
+    if needed > (there := torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        pytest.skip(f"needs {needed} GPU{'s' if needed > 1 else ''}, and torch sees {there}: make gpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol() -> None:
+    """Has every test draw the same numbers, whichever tests have drawn some before it in this process."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish() -> None:
@@ -67,6 +123,44 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """The next test finds this process as this one did, whatever this one or a library has set meanwhile."""
+    environment, folder, threads = dict(os.environ), os.getcwd(), torch.get_num_threads()
+    dtype, handlers = torch.get_default_dtype(), {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+    os.chdir(folder)
+    torch.set_default_dtype(dtype)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    for number in (number for number, handler in handlers.items() if signal.getsignal(number) != handler):
+        signal.signal(number, handlers[number])
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the programs megaprec and python of this checkout, which begin without importing anything anew."""
+    with served(tmp_path_factory.mktemp("bin")) as folder:
+        yield folder
+
+
+@pytest.fixture
+def forked_python(forks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this test starts as `sys.executable` is a forked process: see tests/project/forked_command.py."""
+    monkeypatch.setattr(sys, "executable", str(forks / "python"))
+
+
+@pytest.fixture
+def alike(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """The parameters of all cases of this test that this session tries: one world of ranks may serve them all."""
+    here = request.node.nodeid.partition("[")[0]
+    chosen = (item for item in request.session.items if item.nodeid.partition("[")[0] == here)
+    return [item.callspec.params for item in chosen if isinstance(item, pytest.Function)]
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ THEIRS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,  # the embedding of a padding token gets no gradient there
 }
 OURS: dict[str, Any] = {
     "layers": 2,
@@ -77,6 +78,13 @@ def _stretched(kind: str, theta: float, head_dim: int = 6, **parameters: Any) ->
     return theirs, {"rope_base": theta, "rope_scaling": {"kind": kind, **parameters}, "head_dim": head_dim}
 
 
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 9, "kv_lora_rank": 14, "qk_rope_head_dim": 4}
+LATENT |= {"qk_nope_head_dim": 10, "v_head_dim": 3}  # even where transformers views pairs as complex numbers
+OUR_LATENT = {"query_rank": 9, "kv_rank": 14, "rope_dim": 4, "nope_dim": 10, "value_dim": 3}
+THEIR_EXPERTS = {"first_k_dense_replace": 1, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3}
+THEIR_EXPERTS |= {"topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 20, "routed_scaling_factor": 1.5}
+OUR_EXPERTS = {"experts": 6, "experts_per_token": 3, "shared_experts": 40, "ffn": 20, "dense_ffn": 40}
+OUR_EXPERTS |= {"dense_layers": (0,), "router_aux_loss": 0.0}
 SHORT = {"original_max_position_embeddings": 8}
 CASES: dict[str, Case] = {
     "llama": Case("llama", _rope("default", 100.0), {"rope_base": 100.0}),
@@ -133,6 +141,79 @@ CASES: dict[str, Case] = {
         {"head_dim": 4, "attention_bias": True, "num_key_value_heads": 1},
         {"head_dim": 4, "qkv_bias": True, "output_bias": True, "kv_heads": 1},
     ),
+    "olmo2 kv1 biased": Case(
+        "olmo2",
+        {"num_key_value_heads": 1, "attention_bias": True},
+        {"kv_heads": 1, "qkv_bias": True, "output_bias": True},
+    ),
+    "olmo3 yarn": Case(
+        "olmo3",
+        {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 5.0, "factor": 2.0, **SHORT},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5.0},
+            }
+        },
+        {"window": 3, "window_layers": (0,), "rope_base": 5.0, "window_rope_base": 5.0}
+        | {"rope_scaling": {"kind": "yarn", "factor": 2.0, **SHORT}},
+    ),
+    "gemma3": Case(
+        "gemma3_text",
+        {"hidden_size": 36, "head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 3}
+        | {"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 50.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+            }
+        },
+        {"hidden": 36, "head_dim": 10, "attention_scalar": 7.0, "window": 3, "window_layers": (0,)}
+        | {"rope_base": 50.0, "window_rope_base": 7.0, "rope_scaling": {"kind": "linear", "factor": 2.0}},
+    ),
+    "deepseek_v2": Case(
+        "deepseek_v2",
+        {**LATENT, "qk_rope_head_dim": 6, "first_k_dense_replace": 2, "attention_bias": True} | {"rms_norm_eps": 1e-3},
+        {"latent": {**OUR_LATENT, "rope_dim": 6}, "kv_heads": 4, "qkv_bias": True, "output_bias": True}
+        | {"norm_eps": 1e-3},
+    ),
+    "deepseek_v2 without a query latent": Case(
+        "deepseek_v2",
+        {**LATENT, "q_lora_rank": None, "v_head_dim": 17, "first_k_dense_replace": 2},
+        {"latent": {**OUR_LATENT, "query_rank": 0, "value_dim": 17}, "kv_heads": 4},
+    ),
+    "deepseek_v3 yarn": Case(
+        "deepseek_v3",
+        {**LATENT, "kv_lora_rank": 7, "qk_nope_head_dim": 5, **THEIR_EXPERTS}
+        | _rope("yarn", 5.0, factor=2.0, mscale=0.7, mscale_all_dim=1.3, **SHORT),
+        {"latent": {**OUR_LATENT, "kv_rank": 7, "nope_dim": 5}, "kv_heads": 4, "rope_base": 5.0, **OUR_EXPERTS}
+        | {"router": {"score": "sigmoid", "scale": 1.5, "correction": True, "groups": 3, "groups_per_token": 2}}
+        | {"rope_scaling": {"kind": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 1.3, **SHORT}},
+    ),
+    "gemma2": Case(
+        "gemma2",
+        {"hidden_size": 36, "head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 3}
+        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5, "tie_word_embeddings": True},
+        {"hidden": 36, "head_dim": 10, "attention_scalar": 7.0, "window": 3, "window_layers": (0,)}
+        | {"attention_softcap": 1.5, "final_softcap": 2.5},
+    ),
+    "gpt_oss": Case(
+        "gpt_oss",
+        {"head_dim": 10, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 3}
+        | {"swiglu_alpha": 1.3, "swiglu_limit": 0.6}
+        | _rope("yarn", 5.0, factor=2.0, truncate=False, **SHORT),
+        {**EXPERTS, "head_dim": 10, "experts": 5, "experts_per_token": 3, "window": 3, "window_layers": (0,)}
+        | {"swiglu_alpha": 1.3, "swiglu_limit": 0.6, "rope_base": 5.0}
+        | {"rope_scaling": {"kind": "yarn", "factor": 2.0, "truncate": False, **SHORT}},
+    ),
+    "gpt_oss unbiased kv1": Case(
+        "gpt_oss",
+        {"head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 128}
+        | {"num_key_value_heads": 1, "attention_bias": False}
+        | _rope("default", 100.0),
+        {**EXPERTS, "head_dim": 6, "experts_per_token": 2, "kv_heads": 1, "rope_base": 100.0}
+        | {"qkv_bias": False, "output_bias": False, "window": 128, "window_layers": (0,)},
+    ),
     "mixtral": Case("mixtral", {"num_local_experts": 4}, MIXTRAL),
     "mixtral window three of five": Case(
         "mixtral",
@@ -145,11 +226,48 @@ CASES: dict[str, Case] = {
         | {"moe_intermediate_size": 40, "head_dim": 8},
         {**EXPERTS, "norm_topk": False, "head_dim": 8},
     ),
+    "qwen3_moe with a dense layer": Case(
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True}
+        | {"moe_intermediate_size": 24, "head_dim": 8, "mlp_only_layers": [0]},
+        {**EXPERTS, "head_dim": 8, "qkv_bias": True, "output_bias": True}
+        | {"ffn": 24, "dense_layers": (0,), "dense_ffn": 40},
+    ),
+    "qwen2_moe": Case(
+        "qwen2_moe",
+        {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 20}
+        | {"shared_expert_intermediate_size": 28, "mlp_only_layers": [0]},
+        {**EXPERTS, "experts": 5, "experts_per_token": 3, "norm_topk": False, "ffn": 20, "shared_experts": 28}
+        | {"shared_gate": True, "dense_layers": (0,), "dense_ffn": 40},
+    ),
+    "qwen2_moe normalized without biases": Case(
+        "qwen2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 40}
+        | {"shared_expert_intermediate_size": 8, "qkv_bias": False, "tie_word_embeddings": True},
+        {**EXPERTS, "experts_per_token": 2, "shared_experts": 8, "shared_gate": True, "qkv_bias": False, "tied": True},
+    ),
+    "glm4_moe": Case(
+        "glm4_moe",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8}
+        | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "attention_bias": True, "use_qk_norm": True}
+        | {"n_shared_experts": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+        {"experts": 8, "experts_per_token": 3, "ffn": 24, "head_dim": 8, "qkv_bias": True, "qk_norm": True}
+        | {"router_aux_loss": 0.0, "shared_experts": 48, "dense_layers": (0,), "dense_ffn": 40}
+        | {"router": {"score": "sigmoid", "correction": True, "scale": 2.5, "groups": 4, "groups_per_token": 2}},
+    ),
+    "glm4_moe without groups, normalization and norms": Case(
+        "glm4_moe",
+        {"n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 12}
+        | {"norm_topk_prob": False, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+        | {"partial_rotary_factor": 0.7, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        {"experts": 5, "experts_per_token": 2, "head_dim": 12, "rotary_fraction": 0.7, "kv_heads": 1, "tied": True}
+        | {"router_aux_loss": 0.0, "shared_experts": 40, "norm_topk": False},
+    ),
 }
 
 
 def config_of(case: Case) -> ModelConfig:
-    family = case.kind.removesuffix("_moe")
+    family = case.kind if case.kind == "glm4_moe" else case.kind.removesuffix("_moe").removesuffix("_text")
     return ModelConfig(**{"family": family, **OURS, **case.ours})
 
 
@@ -210,7 +328,9 @@ def _step(mesh: DeviceMesh, job: Job, sequence: bool) -> Answer:
     )
     logits: list[Tensor] = []
     if engine.last in engine.stages:
-        engine.stages[engine.last].register_forward_hook(lambda stage, given, made: logits.append(made.detach()))
+        engine.stages[engine.last].register_forward_hook(
+            lambda stage, given, made: logits.append(made.detach().clone())
+        )
     report = engine.step(Share(job.tokens, job.targets), lr=0.0, number=0)
     optimizer = engine.optimizer
     assert isinstance(optimizer, Recording) and isinstance(report.loss, float)

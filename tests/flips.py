@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.layout import layout_of
 from megaprec.optim.main_grad import zero_missing_grads
+from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.fp8_recipe import FP8Recipe
-from megaprec.precision.plan import LossScaling, plan
+from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
 from models.sentinel import Sentinel, SilentFault
@@ -39,6 +41,7 @@ class Setting:
     compute: str = "fp32"
     zero_size: int = 0
     overlap: bool = False
+    canonical: bool = False
     kind: str = "1f1b"
     sequence: bool = False
     seed: int = 3
@@ -47,6 +50,8 @@ class Setting:
     recompute: Recompute = KEEP
     scaling: LossScaling | None = None
     changes: tuple[tuple[str, Any], ...] = ()
+    expert: int = 1
+    expert_tensor: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ def flip_(x: Tensor, bit: int) -> None:
 
 def make_engine(mesh: DeviceMesh | None, setting: Setting) -> Engine:
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
-    options = {"zero_size": setting.zero_size, "overlap": setting.overlap, "clip": 0.5}
+    options = {"zero_size": setting.zero_size, "overlap": setting.overlap, "clip": 0.5, "canonical": setting.canonical}
     return Engine(
         ModelConfig(**{**MODEL, **dict(setting.model)}),
         plan(setting.compute, setting.scaling, fp8=setting.fp8, **dict(setting.changes)),
@@ -91,8 +96,16 @@ def make_engine(mesh: DeviceMesh | None, setting: Setting) -> Engine:
         sequence=setting.sequence,
         seed=setting.seed,
         recompute=setting.recompute,
-        make_optimizer=lambda parts, plan, mesh: ParallelAMPOptimizer(parts, plan, mesh, average=False, **options),
+        make_optimizer=partial(_optimizer, **options),
+        expert=setting.expert,
+        expert_tensor=setting.expert_tensor,
     )
+
+
+def _optimizer(
+    parts: Sequence[nn.Module], plan: PrecisionPlan, mesh: DeviceMesh | None, **options: Any
+) -> ParallelAMPOptimizer:
+    return ParallelAMPOptimizer(parts, plan, mesh, average=False, **options)
 
 
 def shares(mesh: DeviceMesh | None, number: int, seed: int) -> Callable[[int], Share]:
@@ -156,7 +169,7 @@ def _plant(engine: Engine, flip: Flip, inside: ExitStack) -> None:
         inside.enter_context(patch("megaprec.optim.grad_sync.zero_missing_grads", _zero_and_flip(one, flip.bit)))
     elif flip.kind == "reduced gradient":
         (main,) = (_main_grad(p) for p, name in parameters if name == flip.at)
-        inside.enter_context(_after(type(engine.optimizer), "_finish_sums", lambda *_: flip_(main, flip.bit)))
+        inside.enter_context(_after(ModelBuffers, "sum_copies", lambda *_: flip_(main, flip.bit)))
     else:
         inside.enter_context(patch.object(P2P, *_transfer(flip, turns)))
 

@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces with a name of their own each, joined by a link that can be cut."""
 
 import os
+import random
 import socket
 import subprocess
 import uuid
@@ -21,6 +22,7 @@ class Hosts:
     def __init__(self, name: str) -> None:
         self.spaces = [f"{name}{host}" for host in NAMES]
         self.ends = [f"{name}{host[0]}" for host in NAMES]  # of the link: at most 15 letters
+        self._started = list[subprocess.Popen]()
 
     def connect(self) -> None:
         one, other = self.ends
@@ -39,6 +41,10 @@ class Hosts:
             _ip("-n", space, "link", "set", end, "down")
 
     def remove(self) -> None:
+        """Nothing stays behind, also if a test has failed in the middle of it."""
+        for process in self._started:
+            process.kill()
+            process.wait()
         for space in self.spaces:
             with suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", space)
@@ -50,7 +56,8 @@ class Hosts:
         named = f'hostname {NAMES[host]} && exec "$@"'
         whole = ["ip", "netns", "exec", self.spaces[host], "unshare", "--uts", "sh", "-c", named, "sh", *command]
         own = {**os.environ, "GLOO_SOCKET_IFNAME": self.ends[host], "TP_SOCKET_IFNAME": self.ends[host], **environ}
-        return subprocess.Popen(whole, env=own, stdout=output, stderr=subprocess.STDOUT)
+        self._started.append(subprocess.Popen(whole, env=own, stdout=output, stderr=subprocess.STDOUT))
+        return self._started[-1]
 
 
 def _ip(*words: str) -> None:
@@ -75,5 +82,7 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port from 20000 to 29999 that nothing listens at. The kernel gives connections only higher ones."""
+    while True:
+        with suppress(OSError), socket.create_server(("", random.SystemRandom().randrange(20_000, 30_000))) as server:
+            return server.getsockname()[1]

@@ -15,6 +15,7 @@ from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from models.config import ModelConfig
 from models.engine import Engine, Share
+from models.packing import WHOLE, Packing
 from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
@@ -35,7 +36,10 @@ class Run:
     compute: str = "fp64"
     scaling: LossScaling | None = None
     sequence: bool = False
+    shards: int = 0  # virtual ranks of canonical numerics
     zero_size: int = 0
+    expert: int = 1
+    expert_tensor: int = 0
     changes: dict[str, Any] = field(default_factory=dict, hash=False)  # to the plan
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # of the optimizer
     masked: bool = True
@@ -49,6 +53,10 @@ class Run:
     recompute: Recompute = KEEP
     plant: tuple[int, int, float] | None = None  # rank, step, value put into one of its gradient elements
     before: Callable[[], None] | None = None  # called on every rank before it trains; a function of a module
+    length: int = LENGTH
+    borders: int = 0  # documents of each sample, if it has several
+    reset: bool = False  # positions restart with each document
+    ring: bool = True
 
     @property
     def config(self) -> ModelConfig:
@@ -151,23 +159,37 @@ def batches(run: Run) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     generator = torch.Generator().manual_seed(7)
     made = []
     for _ in range(run.steps):
-        ids = torch.randint(0, run.config.vocab * 3 // 4, (SAMPLES, LENGTH + 1), generator=generator)
-        mask = (torch.rand(SAMPLES, LENGTH, generator=generator) < 0.8).double() if run.masked else None
+        ids = torch.randint(0, run.config.vocab * 3 // 4, (SAMPLES, run.length + 1), generator=generator)
+        mask = (torch.rand(SAMPLES, run.length, generator=generator) < 0.8).double() if run.masked else None
         made.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), mask))
     return made
 
 
-def share_of(mesh: DeviceMesh | None, batch: tuple[Tensor, Tensor, Tensor | None]) -> Share:
+def packings(run: Run) -> list[Packing]:
+    """The documents of each batch, with borders at random places."""
+    generator, found = torch.Generator().manual_seed(11), []
+    for _ in range(run.steps):
+        begins = torch.zeros(SAMPLES, run.length, dtype=torch.int64)
+        for sample in begins:
+            sample[torch.randperm(run.length, generator=generator)[: run.borders - 1]] = 1
+        places = torch.arange(run.length).expand(SAMPLES, -1)
+        positions = places - (places * begins).cummax(1).values if run.reset else None
+        found.append(Packing(begins.cumsum(1), positions) if run.borders else WHOLE)
+    return found
+
+
+def share_of(mesh: DeviceMesh | None, batch: tuple[Tensor, Tensor, Tensor | None], packing: Packing = WHOLE) -> Share:
     dp, size = (0, 1) if mesh is None else (mesh.get_local_rank("dp"), mesh["dp"].size())
     n = SAMPLES // size
     tokens, targets, mask = (None if x is None else x[dp * n : (dp + 1) * n] for x in batch)
     assert tokens is not None and targets is not None
-    return Share(tokens, targets, mask, first=dp * n)
+    return Share(tokens, targets, mask, first=dp * n, packing=packing.rows(slice(dp * n, (dp + 1) * n)))
 
 
 def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
-    def make_optimizer(parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> Recording:
-        return Recording(parts, plan, mesh, clip=run.clip, zero_size=run.zero_size, plant=run.plant, **run.options)
+    def make_optimizer(parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None, **more: Any) -> Recording:
+        options = run.options | more
+        return Recording(parts, plan, mesh, clip=run.clip, zero_size=run.zero_size, plant=run.plant, **options)
 
     pp, dp = (1 if mesh is None else mesh[axis].size() for axis in ("pp", "dp"))
     return Engine(
@@ -176,11 +198,15 @@ def make_engine(mesh: DeviceMesh | None, run: Run) -> Engine:
         mesh,
         Schedule.parse(run.own) if run.own else schedule(run.kind, pp, SAMPLES // run.micro_batch // dp, run.chunks),
         micro_batch=run.micro_batch,
-        seq_length=LENGTH,
+        seq_length=run.length,
         sequence=run.sequence,
+        canonical_shards=run.shards,
         seed=3,
         make_optimizer=make_optimizer,
         recompute=run.recompute,
+        expert=run.expert,
+        expert_tensor=run.expert_tensor,
+        ring=run.ring,
     )
 
 
@@ -208,20 +234,21 @@ def _train_one(mesh: DeviceMesh, run: Run) -> Trained:
     optimizer = engine.optimizer
     assert isinstance(optimizer, Recording)
     before = fragments(optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])
-    reports = [engine.step(share_of(mesh, batch), run.lr, n) for n, batch in enumerate(batches(run))]
+    shares = [share_of(mesh, batch, packing) for batch, packing in zip(batches(run), packings(run), strict=True)]
+    reports = [engine.step(share, run.lr, n) for n, share in enumerate(shares)]
     optimizer.wait()
     after = fragments(optimizer.all_buffers(), lambda buffer: buffer.saved()["weight"])
     return Trained(reports, optimizer.seen, before, after, optimizer.scaler.state_dict(), optimizer.num_elements)
 
 
-def train(run: Run, tp: int = 1, pp: int = 1, dp: int = 1) -> Result:
-    """Trains on tp * pp * dp ranks. Reports and scaler must be the same on every rank."""
-    return train_all([run], tp, pp, dp)[0]
+def train(run: Run, tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1) -> Result:
+    """Trains on tp * pp * dp * cp ranks. Reports and scaler must be the same on every rank."""
+    return train_all([run], tp, pp, dp, cp)[0]
 
 
-def train_all(runs: Sequence[Run], tp: int = 1, pp: int = 1, dp: int = 1) -> list[Result]:
+def train_all(runs: Sequence[Run], tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1) -> list[Result]:
     """Several runs one after the other, for the price of one start."""
-    ranks = run_ranks(train_rank, {"pp": pp, "dp": dp, "tp": tp}, runs=runs)
+    ranks = run_ranks(train_rank, {"pp": pp, "dp": dp, "cp": cp, "tp": tp}, runs=runs)
     return [_together([rank[n] for rank in ranks]) for n in range(len(runs))]
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ MEGATRON = [  # modules of megatron-core that its models and optimizer need
     f"megatron.core.{module}"
     for module in ("models.gpt.gpt_layer_specs", "optimizer", "distributed", "dist_checkpointing", "transformer.module")
 ]
+NEEDS_MEGATRON = pytest.mark.skipif(  # looked for and not imported, which takes seconds; ranks import it
+    not (find_spec("megatron") and find_spec("megatron.core")),
+    reason="needs the package megatron-core (pip install megatron-core einops)",
+)
 _SIZES = {
     "vocab_size": 131,
     "hidden_size": 24,
@@ -37,6 +42,20 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 24}
+_LATENT = {
+    **{key: value for key, value in _LLAMA.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 9,
+    "kv_lora_rank": 14,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 5,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
+}
 GPT2 = {
     "model_type": "gpt2",
     "n_layer": 4,
@@ -61,6 +80,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"model_type": "gpt_neox", **_SIZES, "rotary_pct": 0.7, "hidden_act": "gelu", "hidden_dropout": 0.0},
     "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": 16},
     "qwen2": {"model_type": "qwen2", **_LLAMA, "head_dim": 6, "tie_word_embeddings": True},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **_LLAMA,
+        "head_dim": 6,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 28,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
     "qwen3": {"model_type": "qwen3", **_LLAMA},
     "qwen3_moe": {
         "model_type": "qwen3_moe",
@@ -72,11 +103,98 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "qwen3_moe-dense-layers": {
+        "model_type": "qwen3_moe",
+        **_LLAMA,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_LLAMA,
+        "hidden_size": 32,  # of a head of 8 features half are an even number
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
     "mixtral": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 3, "num_experts_per_tok": 2},
     "llama-stretched": {"model_type": "llama", **_LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3},
     "llama-yarn": {"model_type": "llama", **_LLAMA, "rope_scaling": YARN},
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **_LATENT,
+        "topk_method": "group_limited_greedy",
+        "n_group": 3,
+        "topk_group": 2,
+    },
+    "deepseek_v2-dense": {"model_type": "deepseek_v2", **_LATENT, "first_k_dense_replace": 4, "mlp_bias": True},
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 0,
+        **_LATENT,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_group": 3,
+        "topk_group": 2,
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    },
+    "olmo2": {"model_type": "olmo2", **_LLAMA, "rope_theta": 5e5},
+    "olmo3": {"model_type": "olmo3", **_LLAMA, "sliding_window": 9, "rope_scaling": YARN},
+    "gemma2": {
+        "model_type": "gemma2",
+        **{key: value for key, value in _LLAMA.items() if key != "hidden_act"},
+        "hidden_size": 36,
+        "head_dim": 6,
+        "query_pre_attn_scalar": 7,
+        "sliding_window": 9,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.5,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_LLAMA,
+        "sliding_window": 9,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 0.75,
+        "rope_parameters": {**YARN, "truncate": False, "rope_theta": 150.0},
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        **{key: value for key, value in _LLAMA.items() if key != "hidden_act"},
+        "hidden_size": 36,  # its root is exact: transformers rounds it to the default dtype, whatever that is in a test
+        "head_dim": 6,
+        "query_pre_attn_scalar": 7,
+        "sliding_window": 9,
+        "sliding_window_pattern": 2,
+        "rope_theta": 5e5,
+    },
 }
-WITHOUT_MEGATRON = {"gpt_neox", "llama-yarn"}  # parallel residual, yarn
+# Parallel residual, norms after branches, soft caps.
+WITHOUT_MEGATRON = {"gpt_neox", "olmo2", "olmo3", "gemma2", "gemma3_text"}
+# What makes them models that Megatron has: one epsilon for all norms, latents that ranks can cut, groups compared by as
+# many experts as it takes.
+FOR_MEGATRON: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"rms_norm_eps": 1e-6, "q_lora_rank": 8},
+    "deepseek_v2-dense": {"rms_norm_eps": 1e-6, "q_lora_rank": 8, "mlp_bias": False},
+    "deepseek_v3": {"rms_norm_eps": 1e-6, "num_experts_per_tok": 4},
+    "glm4_moe": {"num_experts_per_tok": 2},
+}
+WITHOUT_MEGATRON |= FOR_MEGATRON.keys()
+IN_MEGATRON = (CONFIGS.keys() - WITHOUT_MEGATRON) | FOR_MEGATRON.keys()
 
 
 def usually(few: Iterable[Any], all_kinds: Iterable[Any] = CONFIGS) -> list[Any]:
@@ -88,6 +206,11 @@ def usually(few: Iterable[Any], all_kinds: Iterable[Any] = CONFIGS) -> list[Any]
 def slow(*parameters: tuple[Any, ...]) -> list[Any]:
     """Parameters of a test that are tried only among the slow tests."""
     return [pytest.param(*values, marks=pytest.mark.slow) for values in parameters]
+
+
+def megatrons(kind: str) -> dict[str, Any]:
+    """The configuration of a kind in `IN_MEGATRON`."""
+    return {**CONFIGS[kind], **FOR_MEGATRON.get(kind, {})}
 
 
 def write_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:

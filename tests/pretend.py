@@ -15,6 +15,9 @@ work, and turns what comes back into tensors of the device, over the storage of 
 What raises: a CPU tensor among those of the device, a generator of the CPU, `.numpy()`. CUDA is milder: it takes CPU
 tensors without dims in sums and products, and CPU indices, and waits for each.
 
+What waits. The host of a GPU runs ahead of it until it asks for a value or a size, or copies without `non_blocking`
+between the two. `waits` lists each operator that makes it wait: CUDA's `bincount` twice, for the least and the largest.
+
 Ranks (`join`) talk as over NCCL, and no milder: groups take tensors of the device only, tags mean nothing, so messages
 of two ranks match by order, results are there when they have been waited for and not before, and until then nobody may
 write to what is under way. (gloo carries it all.)
@@ -23,7 +26,7 @@ torch must know a device before its first backward pass and cannot forget it: th
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,11 +36,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import backend_registration
 
+from megaprec.precision import gemm
 from parallel.mesh import make_mesh
 
 NAME = "pretend"
 _CPU = torch.device("cpu")
 _NO_ADDRESS = 1 << 62  # set in an address, it is none
+waits: list[str] = []  # operators for which a host waits for its device, in the order of their calls
+_ASKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _ANY = torch._C.DispatchKey.CPU  # of kernels that only change sizes and strides, on whatever device
 
 
@@ -53,6 +59,7 @@ def install() -> None:
     library.impl("copy_", _copy_, "PrivateUse1")
     for key in ("PrivateUse1", "AutogradPrivateUse1"):  # a CPU tensor's `.data` may become CUDA's, so it may here
         library.impl("_has_compatible_shallow_copy_type", lambda tensor, other: True, key)
+    gemm._has_bf16_products = lambda: True  # the CPU computes bf16 as the device does, by torch's own products
     torch.accelerator.synchronize = lambda device=None: None  # what is asked of it is done when it returns
     torch.pretend.library = library  # type: ignore[attr-defined]  # which takes all back when it is collected
 
@@ -133,6 +140,7 @@ class _Call:
 
 
 def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    waits.extend([op._opname] * _times_waited_for(op, args))
     call = _Call(op)
     below, named = call.down(args), {name: call.down(value) for name, value in kwargs.items()}
     call.require_one_device()
@@ -143,8 +151,18 @@ def _run(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
     return call.up(made)
 
 
+def _times_waited_for(op: torch._ops.OpOverload, args: Sequence[Any]) -> int:
+    if not any(tag in op.tags for tag in _ASKS):
+        return 0
+    if op._opname == "index":  # the number of True elements is asked for, no number of others
+        return sum(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return 2 if op._opname == "bincount" else 1
+
+
 def _copy_(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """The one operator that goes from one device to the other."""
+    if not non_blocking and _on_device(to) != _on_device(source):
+        waits.append("copy_")
     below, above = (on_host(tensor) if _on_device(tensor) else tensor for tensor in (to, source))
     below.copy_(above)
     return to
@@ -227,6 +245,13 @@ class _Group(dist.ProcessGroup):
         work = self.gloo.allreduce([result], reduction)
         return _Work(work, whole, lambda: on_host(part).copy_(result.chunk(self.size())[self.rank()]))
 
+    def all_to_all_single(
+        self, whole: Tensor, part: Tensor, sizes: list[int], part_sizes: list[int], opts: Any
+    ) -> dist.Work:
+        result, copy = _copy(whole), _copy(part)
+        work = self.gloo.alltoall_base(result, copy, sizes, part_sizes, opts)
+        return _Work(work, part, lambda: on_host(whole).copy_(result))
+
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         (given,) = tensors
         copy = _copy(given)
@@ -242,6 +267,7 @@ class _Group(dist.ProcessGroup):
 
     _allgather_base: Any = all_gather_single  # its name before torch 2.13
     _reduce_scatter_base: Any = reduce_scatter_single
+    alltoall_base: Any = all_to_all_single
 
 
 def _copy(tensor: Tensor) -> Tensor:

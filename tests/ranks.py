@@ -5,12 +5,14 @@ Ranks are forked from one server that has already imported torch and all of ours
 argument, treats warnings as the test that started it does, and sends what it returns or raises back through a pipe.
 It then stays until every rank has answered: had it left, the others would fail on a broken connection and hide
 who failed first. A rank still at work after `SECONDS` writes where it stands and ends itself, so a hang is a
-failed test with the stacks of all ranks, and nothing outlives a test even if the test itself is killed.
+failed test with the stacks of all ranks. Nothing outlives a test even if the test itself is killed: the server ends
+with the process that started it, and ranks with the server.
 
 A module of bodies that needs another package of some seconds to import, such as megatron-core, names it in `PRELOADED`:
 the server then imports it once, in place of every rank.
 """
 
+import ctypes
 import faulthandler
 import functools
 import importlib
@@ -18,7 +20,10 @@ import inspect
 import math
 import multiprocessing
 import multiprocessing.forkserver as forkserver
+import os
 import pickle
+import random
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +37,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,7 +45,7 @@ import torch.distributed as dist
 from megaprec.comm.axis import AXES
 from parallel.mesh import make_mesh
 
-SECONDS = 60.0  # the longest that a test may take
+SECONDS = 600.0  # the longest that a test may take, on a machine that does much else
 GRACE = 1.0  # how long other ranks may still answer once one has failed
 _server = multiprocessing.get_context("forkserver")
 # Each of these would take each rank another half second or more. The second is what torch imports at the first backward
@@ -47,13 +53,14 @@ _server = multiprocessing.get_context("forkserver")
 _imported = ["torch", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.distributed.checkpoint"]
 _imported += ["pytest", "hypothesis", "tests.layouts", "tests.runs"]
 LAST = "tests.frozen"
+PR_SET_PDEATHSIG = 1
 _server.set_forkserver_preload([*_imported, LAST])
 
 
 def on_ranks(**axes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of `body(mesh, **arguments)` that runs on every rank of the mesh with these axis sizes.
 
-    Axes pp, dp and tp, one where not given. Arguments are the test's parameters and fixtures, pickled.
+    Axes pp, dp, cp and tp, one where not given. Arguments are the test's parameters and fixtures, pickled.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -167,7 +174,20 @@ def _answer(job: _Job, rank: int, connection: Connection) -> _Answer:
         return _Answer(error=f"not done after {job.seconds:g} s:\n{stack}" if stack else "the process died")
 
 
+def _end_with_the_server() -> None:
+    """Has this rank killed when its server ends, which ends as soon as no other process holds one end of a pipe.
+
+    Each rank is given that end too, for children of its own: it lets go of it.
+    """
+    server = forkserver._forkserver
+    os.close(server._forkserver_alive_fd)  # pyright: ignore[reportAttributeAccessIssue]
+    server._forkserver_alive_fd = None  # pyright: ignore[reportAttributeAccessIssue]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _rank(job: _Job, rank: int, connection: Connection) -> None:
+    _end_with_the_server()
     with job.stack(rank).open("w") as stack:
         faulthandler.dump_traceback_later(job.seconds, exit=True, file=stack)
         try:
@@ -182,10 +202,12 @@ def _rank(job: _Job, rank: int, connection: Connection) -> None:
 
 def _run(job: _Job, rank: int) -> Any:
     torch.set_num_threads(1)
+    random.seed(0)  # torch's own seed is the same in every process
+    np.random.seed(0)
     store = dist.FileStore(str(job.folder / "store"), job.world)
     dist.init_process_group("gloo", rank=rank, world_size=job.world, store=store)
-    pp, dp, tp = (job.axes.get(axis, 1) for axis in AXES)
-    mesh = make_mesh(pp, dp, tp)
+    pp, dp, cp, tp = (job.axes.get(axis, 1) for axis in AXES)
+    mesh = make_mesh(pp, dp, tp, cp=cp)
     module, place = job.name
     body = inspect.unwrap(functools.reduce(getattr, place.split("."), importlib.import_module(module)))
     warnings.resetwarnings()

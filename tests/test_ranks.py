@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from tests import ranks
+from tests.other_systems import slow
 from tests.ranks import on_ranks, run_ranks
 
 
@@ -61,19 +62,19 @@ def misbehave(mesh: DeviceMesh, how: str, folder: Path) -> None:
         ("fail", r"--- rank 1 ---(.|\n)*it was me"),
         ("warn", r"--- rank 1 ---(.|\n)*mind the gap"),
         ("die", r"--- rank 1 ---\nthe process died"),
-        ("hang", r"--- rank 1 ---\nnot done after 2 s(.|\n)*in misbehave"),
+        *slow(("hang", r"--- rank 1 ---\nnot done after 10 s(.|\n)*in misbehave")),
     ],
     ids=["fail", "warn", "die", "hang"],
 )
 def test_a_bad_rank_is_named_and_nobody_stays_behind(
     how: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "SECONDS", 2.0 if how == "hang" else 30.0)
+    monkeypatch.setattr(ranks, "SECONDS", 10.0 if how == "hang" else 600.0)
     warnings.simplefilter("error")  # pytest restores it
     start = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match=says):
         run_ranks(misbehave, {"tp": 2}, how=how, folder=tmp_path)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 300, "others do not wait until their own time is over"
     assert not multiprocessing.active_children()
     for rank in range(2):
         with pytest.raises(ProcessLookupError):

@@ -1,6 +1,6 @@
 """The `megaprec` command.
 
-Exit codes: 0 success; 1 a fault of megaprec, or layouts that differ in `megaprec parity`; 2 wrong input, or a file that
+Exit codes: 0 success; 1 a fault of megaprec, or runs that differ in `parity` or `prove`; 2 wrong input, or a file that
 cannot be read or written (a line for each problem); 3 training stopped itself because of skipped steps, with its state
 saved; 128 + signal: stopped by a signal.
 """
@@ -9,6 +9,7 @@ import argparse
 import io
 import os
 import platform
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,15 +19,16 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megaprec.durable import file_error
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import is_unicode
 from tools.commands import (
+    bisect,
     compare,
     completion,
     data,
     diagnose,
     diff,
+    doctor,
     evaluate,
     explain_overflow,
     fp8_advice,
@@ -37,16 +39,16 @@ from tools.commands import (
     keys,
     plan,
     precision,
+    prove,
     report,
     schedule,
     train,
 )
 from tools.commands import convert as convert
 from tools.commands import parity as parity
+from tools.training.endings import CODES, ON_PURPOSE, reported
 from tools.training.launch import must_tell, note_failure, slurm_environment
 from tools.training.signals import Stopped
-from tools.training.silent_faults import FaultyHardware
-from tools.training.skipped_steps import TrainingDiverged
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,33 +82,20 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:  # `megaprec ... | head` has closed the pipe; nothing may be written to it, at exit neither
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except UserError as error:
-        return _refused(error)
-    except OSError as error:
-        if error.filename is None:
-            note_failure(error)
-            raise
-        return _refused(UserError(file_error(error)))  # a file that cannot be read or written is the user's to mend
-    except (TrainingDiverged, FaultyHardware) as stop:
-        note_failure(stop)
-        if must_tell():
-            print(stop, file=sys.stderr)
-        return 3
-    except Stopped as stop:  # the first rank has printed it
-        note_failure(stop)
-        return stop.code
     except KeyboardInterrupt:
+        if must_tell():
+            print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         note_failure(error)
-        raise
-
-
-def _refused(error: UserError) -> int:
-    note_failure(error)
-    if must_tell():
-        print(*error.problems, sep="\n", file=sys.stderr)
-    return 2
+        told = reported(error)
+        if isinstance(told, Stopped):  # the first rank has printed it
+            return told.code
+        if not isinstance(told, ON_PURPOSE):
+            raise
+        if must_tell():
+            print(*told.problems if isinstance(told, UserError) else [told], sep="\n", file=sys.stderr)
+        return CODES[type(told)]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -148,6 +137,9 @@ def parser_of_all() -> argparse.ArgumentParser:
     schedule.add_parser(commands)
     precision.add_parser(commands)
     parity.add_parser(commands)
+    prove.add_parser(commands)
+    bisect.add_parser(commands)
+    doctor.add_parser(commands)
     fp8_advice.add_parser(commands)
     init.add_parser(commands)
     keys.add_parser(commands)
@@ -166,19 +158,33 @@ def _version() -> str:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments. Overrides may stand before and after options, which argparse alone does not allow."""
-    parser = parser_of_all()
-    for word in sys.argv[1:] if argv is None else argv:
+    parser, words = parser_of_all(), list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    for word in words:
         if "\0" in word or not is_unicode(word):
             parser.error(f"the argument {word!a} is no UTF-8 text without NUL")
     args, left = parser.parse_known_args(argv)
     if left and (not hasattr(args, "overrides") or any(word.startswith("-") for word in left)):
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        if args.run is import_args.main:
+            parser.exit(2, f"{import_args.how_to_quote(left[0])}\n")
+        parser.error(f"unrecognized arguments: {' '.join(left)}{_as_override(left)}")
     if left:
         args.overrides = [*args.overrides, *left]
     for name, value in vars(args).items():
         if isinstance(value, int) and abs(value) >= 2**63:
             parser.error(f"--{name.replace('_', '-')}: a number of more than 64 bits")
     return args
+
+
+def _as_override(words: Sequence[str]) -> str:
+    """Return a hint for an override that is written as an option, such as --train.steps=14; empty if there is none."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, sign, value = word.lstrip("-").partition("=")
+        if word.startswith("--") and re.fullmatch(r"[a-z]+\.\w+", name):
+            return f"; an override has no dashes: {name}={value if sign else following}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ Scales = dict[int, tuple[Tensor, Tensor]]
 """Scale [] and history [length] of tensors, by their index in the bank."""
 
 
-def add_fp8(snapshot: Snapshot, state: FP8State, rank: int, writes: bool) -> None:
-    """Add the scales and histories to what rank `rank` saves, if it is one that `writes`.
+def add_fp8(snapshot: Snapshot, state: FP8State, writes: bool) -> None:
+    """Add the scales and histories to what this rank saves, if it is one that `writes`.
 
     Collective over the stage: amaxes recorded since the last roll are first reduced and rolled into the history.
     """
@@ -34,7 +34,7 @@ def add_fp8(snapshot: Snapshot, state: FP8State, rank: int, writes: bool) -> Non
     for i, tensor in enumerate(state.names if writes else ()):
         for what, values in (("scale", scale[:, i].clone()), ("history", history[:, :, i].clone())):
             chunk = {"offset": [0] * values.dim(), "shape": list(values.shape)}
-            snapshot.add(f"fp8-{rank:05d}.safetensors", f"fp8/{tensor}.{what}", values, tuple(values.shape), chunk)
+            snapshot.add("fp8", f"fp8/{tensor}.{what}", values, tuple(values.shape), chunk)
 
 
 def read_fp8(store: Store, state: FP8State) -> Scales:

@@ -5,6 +5,7 @@ ranks, which must see the same filesystem, so the check takes the time of readin
 """
 
 from collections.abc import Iterable
+from heapq import heapreplace
 from pathlib import Path
 
 import torch
@@ -42,10 +43,11 @@ def _assign_files(sizes: list[int], ranks: int) -> list[int]:
 
     sizes: bytes of each file, largest first.
     """
-    loads, owners = [0] * ranks, list[int]()
+    loads, owners = [(0, rank) for rank in range(ranks)], list[int]()
     for size in sizes:
-        owners.append(loads.index(min(loads)))
-        loads[owners[-1]] += size
+        load, rank = loads[0]
+        heapreplace(loads, (load + size, rank))
+        owners.append(rank)
     return owners
 
 

@@ -1,5 +1,6 @@
 """Reader of checkpoints: logical tensors, or any rectangle of one, from the chunks in a checkpoint's files."""
 
+import stat
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megaprec.checkpoint.digests import OTHERS, is_sealed
 from megaprec.checkpoint.ranges import Block, blocks, stored_shape
+from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
@@ -84,13 +86,17 @@ class _Index(_Table):
     fp8: _FP8 = _FP8(rolls=0)  # earlier versions saved none
 
 
+ALONE = Axis("world")
+
+
 class Store:
     """An opened checkpoint. `index` is its checkpoint.json.
 
+    world: the ranks that open it together; each looks at its share of the files. Default: all files are looked at.
     Raises UserError if there is no complete checkpoint at `path`, or if its format is unknown.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, world: Axis = ALONE) -> None:
         self.path, self._open = path, {}
         content, self.index = _read(path)
         if not is_sealed(content, self.index):
@@ -101,15 +107,15 @@ class Store:
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]]
             raise UserError(f"{path} is damaged: {INDEX} is not as it was written", *wrong) from error
-        self._check_files()
+        self._check_files(world)
 
-    def _check_files(self) -> None:
+    def _check_files(self, world: Axis) -> None:
         problems = [*self._check_tensors()]
-        for name, size in self.index["files"].items():
+        for number, (name, size) in enumerate(self.index["files"].items()):
             file = self.path / name
             if Path(name).name != name:
                 problems.append(f"{self.path}: {INDEX} names a file outside of the checkpoint: {name!r}")
-            elif not file.is_file() or file.stat().st_size != size:
+            elif number % world.size == world.rank and _size(file) != size:
                 problems.append(f"{file} is missing or does not have the {size} bytes that were written")
         if self.digests and self.digests.keys() != self.index["files"].keys():
             problems.append(f"{self.path} is damaged: {INDEX} does not have a digest for exactly the files it lists")
@@ -223,6 +229,15 @@ class Store:
             return self._open[file].get_slice(name if kind == "weight" else key)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self.path / file} is damaged: {error}") from error
+
+
+def _size(file: Path) -> int | None:
+    """Return the bytes of a regular file, None if there is none."""
+    try:
+        found = file.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _read(path: Path) -> tuple[bytes, Any]:

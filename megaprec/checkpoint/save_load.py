@@ -106,7 +106,7 @@ def _open_on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8Stat
         check_same_model(store, optimizer)
         return read_fp8(store, fp8)
 
-    store = _on_all_ranks(path, optimizer, lambda: Store(path))
+    store = _on_all_ranks(path, optimizer, lambda: Store(path, optimizer.world))
     require_intact(store, store.digests, optimizer.world, optimizer.device)
     return store, _on_all_ranks(path, optimizer, scales)
 
@@ -142,11 +142,25 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
         raise UserError(
             f"{store.path} is a checkpoint of another model: it has {whole} parameters, not {optimizer.num_elements}"
         )
-    if lacking := [name for name in optimizer.rule.names if not store.shapes(name)]:
+    needed = dict.fromkeys(name for buffer in optimizer.all_buffers() for name in buffer.state)
+    if lacking := [name for name in needed if not store.shapes(name)]:
         raise UserError(f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer needs")
     for buffer in optimizer.all_buffers():
         for kind, (piece, _, _) in product(buffer.saved_names, _overlaps(buffer)):
+            _require_same_rule(store, kind, piece.part.name, buffer)
             store.require(f"{kind}/{piece.part.name}", piece.part.shape)
+
+
+def _require_same_rule(store: Store, kind: str, name: str, buffer: Buffer) -> None:
+    """Raise UserError if the checkpoint lacks a moment of a tensor, but has one that this optimizer does not keep."""
+    tensors = store.index["tensors"]
+    if f"{kind}/{name}" not in tensors:
+        kinds = dict.fromkeys(key.partition("/")[0] for key in tensors)
+        if others := [k for k in kinds if k not in buffer.saved_names and f"{k}/{name}" in tensors]:
+            raise UserError(
+                f"{store.path} holds {' and '.join(others)} of {name} and no {kind}: another update rule changed it, "
+                "or Muon with other patterns by_adamw; resume with the same ones"
+            )
 
 
 def _overlaps(buffer: Buffer) -> Iterator[tuple[Piece, int, int]]:

@@ -1,18 +1,20 @@
 """One save of all ranks, beside the training: what may fail, and how all ranks learn of it.
 
-    start      rank 0 makes the hidden folder; each rank copies its part of the state to host memory
+    start      each rank copies its part of the state to host memory; rank 0 makes the hidden folder in a thread
     writing    each rank writes its own files in a thread: no communication, and no value of another rank
-    closing    when all ranks have written, rank 0 merges their lists into checkpoint.json and renames the folder in a
+    merging    with many ranks: each FAN-th rank merges the lists of the FAN ranks from itself on, in a thread
+    closing    when all ranks are done, rank 0 merges the lists into checkpoint.json and renames the folder in a
                thread; if a rank has failed, it removes the folder
     outcome    the same on every rank
 
-The ranks agree on the next state in `poll`, one all-reduce of two numbers, which the training loop calls between steps.
-Threads never communicate. An error of the filesystem on any rank makes the save fail on all; other errors are raised.
+The ranks agree on the next state in `poll`, one all-reduce of one number, which the training loop calls between steps.
+Threads never communicate, and what touches the disk is done in them, so that training never waits for it. An error of
+the filesystem on any rank makes the save fail on all; other errors are raised.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,6 +35,8 @@ from megaprec.durable import file_error, named, sync, write_file
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
+FAN = 128  # lists that one rank merges into one; with fewer ranks, rank 0 merges all of them
+BUSY, FAILED = 2e9, 1e9  # what a rank says in `poll`; otherwise the number of the hidden folder, 0 if it knows none
 PAUSE = 0.05  # seconds for which `finish` waits for this rank's thread before the ranks compare notes
 
 
@@ -71,31 +75,25 @@ class Saving:
         self._warnings: list[str] = []
         self._error: BaseException | None = None  # of this rank
         self._thread: Thread | None = None
+        self._merged = self._world.size <= FAN
         self._closing = False
         self._outcome: Outcome | None = None
-        first = self._world.rank == 0
-        number = self._agree(self._begin() if first else 0.0)
-        self._partial = partial_path(folder, step, max(1, int(number)))
-        if not number:
-            self._outcome = self._end(failed=True)
-            return
+        self._number = 0  # of the hidden folder; rank 0 knows it when it has made the folder
+        self._partial: Path | None = None  # the hidden folder, once all ranks know it
         self._snapshot = take_snapshot(optimizer, copy=background)
         if fp8 is not None:
-            add_fp8(self._snapshot, fp8, self._world.rank, optimizer.dp.rank == optimizer.tp.rank == 0)
+            add_fp8(self._snapshot, fp8, optimizer.dp.rank == optimizer.tp.rank == 0)
         numbers = {"optimizer": optimizer.numbers(), "fp8": {"rolls": fp8.rolls if fp8 else 0}}
         self._index = {**extra, "step": step, **numbers}
-        self._run(self._write)
+        if self._world.rank == 0:
+            self._run(self._open)
 
     def poll(self) -> Outcome | None:
         """Return the outcome if there is one yet. Collective; to be called when no other collective is in flight."""
-        if self._outcome is None and not self._agree(float(self._thread is not None and self._thread.is_alive())):
+        if self._outcome is None and (said := self._agree()) < BUSY:
             if self._error is not None and not isinstance(self._error, OSError):
                 raise self._error
-            failed = bool(self._agree(float(self._error is not None)))
-            if self._closing:
-                self._outcome = self._end(failed)
-            else:
-                self._close(failed)
+            self._go_on(said == FAILED, int(said))
         return self._outcome
 
     def finish(self) -> Outcome:
@@ -107,18 +105,31 @@ class Saving:
                 self._thread.join(PAUSE)
         return outcome
 
-    def _agree(self, number: float) -> float:
-        """Return the largest of the ranks' numbers."""
-        return self._world.max_(torch.tensor(float(number), device=self._device)).item()
+    def _agree(self) -> float:
+        """Return the largest of what the ranks say."""
+        busy = self._thread is not None and self._thread.is_alive()  # looked at first: a thread may fail until it ends
+        mine = BUSY if busy else FAILED if self._error is not None else float(self._number)
+        return self._world.max_(torch.tensor(mine, device=self._device)).item()
 
-    def _begin(self) -> float:
-        """Make the hidden folder; return its number, 0 if that failed."""
-        try:
-            self._warnings += remove_leftovers(self.folder)
-            return begin(self.folder, self.step)
-        except OSError as error:
-            self._error = error
-            return 0.0
+    def _go_on(self, failed: bool, number: int) -> None:
+        """Go on to the next state, when no rank is busy. number: of the hidden folder."""
+        if self._closing:
+            self._outcome = self._end(failed)
+        elif failed:
+            self._close(self._abandon)
+        elif self._partial is None:
+            self._partial = partial = partial_path(self.folder, self.step, number)
+            self._run(lambda: self._write(partial))
+        elif self._merged:
+            partial = self._partial
+            self._close(lambda: self._commit(partial))
+        else:
+            self._merge(self._partial)
+
+    def _open(self) -> None:
+        """Make the hidden folder."""
+        self._warnings += remove_leftovers(self.folder)
+        self._number = begin(self.folder, self.step)
 
     def _run(self, job: Callable[[], None]) -> None:
         if not self._background:
@@ -137,25 +148,34 @@ class Saving:
                 raise
             self._error = error
 
-    def _write(self) -> None:
+    def _write(self, partial: Path) -> None:
         """Write this rank's files, and the list of them that rank 0 will read."""
-        digests = {name: write_shard(self._partial / name, held) for name, held in self._snapshot.files.items()}
+        digests = {name: write_shard(partial / name, held) for name, held in self._snapshot.files.items()}
         if self._world.rank == 0:
-            digests |= {file.name: _copy(file, self._partial) for file in self._files}
+            digests |= {file.name: _copy(file, partial) for file in self._files}
         part = {"tensors": self._snapshot.entries, OTHERS: digests}
-        write_file(self._partial / _list_of(self._world.rank), json.dumps(part).encode())
+        _write_list(partial, self._world.rank, part)
 
-    def _close(self, failed: bool) -> None:
-        """Go on to the last state: rank 0 makes the checkpoint, or removes what there is of one."""
+    def _merge(self, partial: Path) -> None:
+        """Let each FAN-th rank write one list instead of those of the FAN ranks from itself on."""
+        self._merged, self._thread = True, None
+        first = self._world.rank
+        if first % FAN == 0:
+            ranks = range(first, min(first + FAN, self._world.size))
+            self._run(lambda: _write_list(partial, first, _merged(partial, ranks)))
+
+    def _close(self, job: Callable[[], None]) -> None:
+        """Go on to the last state: with this job rank 0 makes the checkpoint, or removes what there is of one."""
         self._closing, self._thread = True, None
         self._snapshot.files.clear()  # frees the copy
         if self._world.rank == 0:
-            self._run(self._abandon if failed else self._commit)
+            self._run(job)
 
-    def _commit(self) -> None:
+    def _commit(self, partial: Path) -> None:
         try:
-            _write_index(self._partial, self._world.size, self._index)
-            final = commit(self.folder, self.step, self._partial)
+            ranks = range(0, self._world.size, FAN if self._world.size > FAN else 1)
+            _write_index(partial, ranks, self._index)
+            final = commit(self.folder, self.step, partial)
         except OSError:
             self._abandon()
             raise
@@ -184,21 +204,32 @@ def _list_of(rank: int) -> str:
     return f"index-{rank:05d}.json"
 
 
-def _write_index(partial: Path, ranks: int, index: dict[str, Any]) -> None:
-    """Merge the ranks' lists of tensors into checkpoint.json."""
+def _write_list(partial: Path, rank: int, part: dict[str, Any]) -> None:
+    write_file(partial / _list_of(rank), json.dumps(part).encode())
+
+
+def _merged(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
+    """Read the lists of these ranks, remove them, and return them as one."""
     tensors: dict[str, Any] = {}
     digests: dict[str, str] = {}
-    for file in (partial / _list_of(rank) for rank in range(ranks)):
+    for file in (partial / _list_of(rank) for rank in ranks):
         part = json.loads(file.read_text())
         for key, value in part["tensors"].items():
             tensors.setdefault(key, {**value, "chunks": []})["chunks"] += value["chunks"]
         digests |= part[OTHERS]
         file.unlink()
+    return {"tensors": tensors, OTHERS: digests}
+
+
+def _write_index(partial: Path, ranks: Iterable[int], index: dict[str, Any]) -> None:
+    """Merge the lists of these ranks into checkpoint.json."""
+    part = _merged(partial, ranks)
+    tensors: dict[str, Any] = part["tensors"]
     for key, value in tensors.items():
         if sum(map(_elements, value["chunks"])) != prod(value["shape"]):
             raise ValueError(f"{key} was written in part or twice: do parameters of two stages have the same name?")
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    whole = {**index, "format": FORMAT, "files": files, OTHERS: digests, "tensors": tensors}
+    whole = {**index, "format": FORMAT, "files": files, **part}
     write_file(partial / INDEX, sealed(whole))
 
 

@@ -19,18 +19,26 @@ from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 @dataclass
 class Snapshot:
-    """The tensors that a rank writes, on the CPU. files: by file name and name in the file. entries: of
+    """The tensors that rank `rank` writes, on the CPU. files: by file name and name in the file. entries: of
     checkpoint.json, by key.
     """
 
+    rank: int
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, file: str, key: str, values: Tensor, shape: tuple[int, ...], chunk: dict[str, Any]) -> None:
-        """Add the stored tensor of one chunk. shape: of the logical tensor. chunk: see `megaprec.checkpoint.ranges`."""
-        self.files.setdefault(file, {})[key.removeprefix("weight/")] = values
+    def add(self, kind: str, key: str, values: Tensor, shape: tuple[int, ...], chunk: dict[str, Any]) -> None:
+        """Add the stored tensor of one chunk to a file whose name begins with `kind`.
+
+        A rank that saves several chunks of a tensor (of virtual ranks, or of tied copies) puts them in several files.
+        shape: of the logical tensor. chunk: see `megaprec.checkpoint.ranges`.
+        """
         dtype = str(values.dtype).removeprefix("torch.")
-        self.entries[key] = {"dtype": dtype, "shape": list(shape), "chunks": [{"file": file, **chunk}]}
+        entry = self.entries.setdefault(key, {"dtype": dtype, "shape": list(shape), "chunks": []})
+        number = len(entry["chunks"])
+        file = f"{kind}-{self.rank:05d}{f'-{number}' if number else ''}.safetensors"
+        self.files.setdefault(file, {})[key.removeprefix("weight/")] = values
+        entry["chunks"].append({"file": file, **chunk})
 
 
 def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
@@ -38,11 +46,11 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
 
     copy: False returns views where the state is on the CPU; they must be written before the next step.
     """
-    made, rank = Snapshot(), optimizer.world.rank
+    made = Snapshot(optimizer.world.rank)
     for buffer in optimizer.all_buffers():
         mine = list(owned_ranges(buffer, optimizer.pp.rank))
         for kind, values in buffer.saved().items() if mine else ():
-            file = f"{'model' if kind == 'weight' else 'optimizer'}-{rank:05d}.safetensors"
+            file = "model" if kind == "weight" else "optimizer"
             held = _on_cpu(values[mine[0][1] - buffer.first : mine[-1][2] - buffer.first], copy)
             for piece, first, last in mine:
                 stored = held[first - mine[0][1] : last - mine[0][1]]
@@ -52,12 +60,11 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
 
 def owned_ranges(buffer: Buffer, pp_rank: int) -> Iterator[tuple[Piece, int, int]]:
     """Yield the pieces that this rank saves a part of, with the elements [first, last) of the buffer, in order."""
-    layouts = (layout_of(parameter) for parameter in buffer.parameters)
-    tied = (layout.tied or (pp_rank,) for layout in layouts for _ in layout.parts)
-    for piece, stages in zip(buffer.pieces, tied, strict=True):
+    layouts = (layout for layout in map(layout_of, buffer.parameters) for _ in layout.parts)
+    for piece, layout in zip(buffer.pieces, layouts, strict=True):
         first, last = max(piece.start, buffer.share[0]), min(piece.stop, buffer.share[1])
-        number = piece.part.copy + piece.part.copies * stages.index(pp_rank)
-        first, last = share(first, max(first, last), number, piece.part.copies * len(stages))
+        number = piece.part.copy + piece.part.copies * layout.holder(pp_rank)
+        first, last = share(first, max(first, last), number, piece.part.copies * max(1, len(layout.tied)))
         if first < last:
             yield piece, first, last
 

@@ -5,11 +5,12 @@ take an `Axis` as an argument; no group is looked up in global state. An axis of
 collectives do nothing, so the same code runs in a plain process without `torch.distributed`.
 
 Every collective here is a sum, a maximum or a concatenation in rank order, and every rank of the axis gets
-the same bits.
+the same bits; only an exchange and a shift give each rank what others have for it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -18,20 +19,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm import gloo
-from megaprec.comm.groups import new_group
+from megaprec.comm.groups import split
 from megaprec.errors import UserError
 
-AXES = ("pp", "dp", "tp")  # pipeline, data and tensor parallel
+AXES = ("pp", "dp", "cp", "tp")  # pipeline, data, context and tensor parallel
 
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank is `rank` of `size` along the mesh axis `name`; `group` is None exactly when `size` is 1."""
+    """This rank is `rank` of `size` along the mesh axis `name`; `group` is None exactly when `size` is 1.
+
+    runs: the world ranks of all groups of this axis, [groups, size], if the axis is one of a mesh.
+    """
 
     name: str
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    runs: Tensor | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def of(mesh: DeviceMesh | None, name: str) -> "Axis":
@@ -41,8 +46,10 @@ class Axis:
         """
         if mesh is None or name not in _axes_of(mesh):
             return Axis(name)
-        size = mesh[name].size()
-        return Axis(name, mesh.get_local_rank(name), size, mesh.get_group(name) if size > 1 else None)
+        dim = (mesh.mesh_dim_names or ()).index(name)
+        size = mesh.mesh.shape[dim]
+        runs = mesh.mesh.movedim(dim, -1).reshape(-1, size)
+        return Axis(name, mesh.get_local_rank(name), size, mesh.get_group(name) if size > 1 else None, runs)
 
     @staticmethod
     def world(mesh: DeviceMesh | None) -> "Axis":
@@ -56,38 +63,52 @@ class Axis:
         return Axis("world", dist.get_rank(), mesh.size(), dist.group.WORLD)
 
     @staticmethod
-    def stage(mesh: DeviceMesh | None, own: bool = False) -> "Axis":
-        """Return the axis over all ranks of this pipeline stage, dp and tp together. Collective over the world.
+    def replicas(mesh: DeviceMesh | None) -> "Axis":
+        """Return the axis "dp" of an optimizer: the ranks with equal weights, dp and cp together.
 
-        own: create a separate process group, for collectives that run while others are in flight over dp or tp.
+        Ranks that share a sequence are neighbours. Collective over the world if both are larger than one.
         """
-        dp, tp = Axis.of(mesh, "dp"), Axis.of(mesh, "tp")
-        if (dp.size == 1 or tp.size == 1) and (not own or dp.size == tp.size):
-            return tp if dp.size == 1 else dp
-        assert mesh is not None
-        group = None
-        for ranks in mesh.mesh.reshape(-1, dp.size * tp.size).tolist():
-            group = new_group(ranks) or group
-        return Axis("stage", dp.rank * tp.size + tp.rank, dp.size * tp.size, group)
+        return Axis._together(mesh, "dp", ("dp", "cp"))
 
     @staticmethod
-    def cut(mesh: DeviceMesh | None, name: str, size: int, new_name: str) -> "Axis":
-        """Split the axis `name` into runs of `size` neighbouring ranks and return this rank's run.
+    def stage(mesh: DeviceMesh | None, own: bool = False) -> "Axis":
+        """Return the axis over all ranks of this pipeline stage: dp, cp and tp. Collective over the world.
+
+        own: create a separate process group, for collectives that run while others are in flight over these axes.
+        """
+        return Axis._together(mesh, "stage", ("dp", "cp", "tp"), own)
+
+    @staticmethod
+    def _together(mesh: DeviceMesh | None, name: str, axes: tuple[str, ...], own: bool = False) -> "Axis":
+        """Return the axes as one, of which the last varies fastest. own: create a separate process group."""
+        several = [axis for axis in (Axis.of(mesh, each) for each in axes) if axis.size > 1]
+        if mesh is None or not several:
+            return Axis(name)
+        if len(several) == 1 and not own:
+            return replace(several[0], name=name)
+        names = [axis.name for axis in several]
+        runs = mesh.mesh.movedim([_axes_of(mesh).index(each) for each in names], [*range(-len(names), 0)])
+        rank = 0
+        for axis in several:
+            rank = rank * axis.size + axis.rank
+        size = prod(axis.size for axis in several)
+        return Axis(name, rank, size, split(runs.reshape(-1, size)), runs.reshape(-1, size))
+
+    def in_runs(self, size: int, new_name: str) -> "Axis":
+        """Split this axis into runs of `size` neighbouring ranks and return this rank's run.
 
         Raises UserError unless `size` divides the axis. Collective over the world.
         """
-        whole = Axis.of(mesh, name)
-        if whole.size % size:
-            raise UserError(f"the {whole.size} ranks of {name} cannot be cut into runs of {size}: it must divide them")
-        if mesh is None or size == 1:
+        if self.size % size:
+            raise UserError(
+                f"the {self.size} ranks of {self.name} cannot be cut into runs of {size}: it must divide them"
+            )
+        if self.runs is None or size == 1:
             return Axis(new_name)
-        if size == whole.size:
-            return Axis(new_name, whole.rank, size, whole.group)
-        dim = (mesh.mesh_dim_names or ()).index(name)
-        group = None
-        for ranks in mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist():
-            group = new_group(ranks) or group
-        return Axis(new_name, whole.rank % size, size, group)
+        if size == self.size:
+            return Axis(new_name, self.rank, size, self.group, self.runs)
+        runs = self.runs.reshape(-1, size)
+        return Axis(new_name, self.rank % size, size, split(runs), runs)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduce SUM over this axis, in place."""
@@ -109,6 +130,38 @@ class Axis:
     def scatter_sum(self, tensor: Tensor) -> Tensor:
         """Reduce-scatter SUM over this axis: [size * n, ...] becomes this rank's [n, ...]."""
         return self.start_scatter_sum(tensor)()
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """All-to-all over this axis: rank i receives chunk i of dim 0 of each rank's tensor, in rank order."""
+        return self.start_exchange(tensor)()
+
+    def start_exchange(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start `exchange`; the returned function waits for the result and returns it."""
+        if self.group is None:
+            return lambda: tensor
+        self._require_divides(tensor, 0)
+        tensor = tensor.contiguous()
+        if _on_cpu(tensor):
+            return gloo.start_exchange(tensor, self.rank, self.group)
+        received = torch.empty_like(tensor)
+        work = dist.all_to_all_single(received, tensor, group=self.group, async_op=True)
+        assert work is not None
+        return lambda: (work.wait(), received)[1]
+
+    def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start sending `tensor` to the next rank of the ring that the axis closes to.
+
+        The returned function waits for the previous rank's tensor, of the same shape, and returns it. Until then, do
+        not write `tensor`.
+        """
+        if self.group is None:
+            return lambda: tensor
+        tensor, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=source)
+        send = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to)
+        works = dist.batch_isend_irecv([receive, send])  # on NCCL as one: no rank waits for another's receive
+        return lambda: ([work.wait() for work in works], tensor, received)[-1]
 
     def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
         """Start `sum_` and return the function that waits for it. Until that returns, do not read or write `tensor`."""
@@ -162,6 +215,31 @@ class Axis:
             return gloo.start_gather(self.chunk(flat), self.rank, self.group, into=flat)
         return _all_gather(flat, self.chunk(flat), group=self.group, async_op=True).wait
 
+    def start_uneven_exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        """Start an all-to-all of flat tensors of one dtype: outgoing[r] goes to rank r.
+
+        sizes: the number of elements that come from each rank. The returned function waits for the received tensors, by
+        rank, and returns them.
+        """
+        if self.group is None:
+            return lambda: list(outgoing)
+        like = outgoing[0]
+        if _on_cpu(like):
+            return gloo.start_uneven_exchange(list(outgoing), [like.new_empty(n) for n in sizes], self.rank, self.group)
+        received, sent_sizes = like.new_empty(sum(sizes)), [len(some) for some in outgoing]
+        packed = torch.cat(list(outgoing))
+        work = dist.all_to_all_single(received, packed, list(sizes), sent_sizes, group=self.group, async_op=True)
+        assert work is not None
+        return lambda: (work.wait(), list(received.split(list(sizes))))[1]
+
+    def exchanged_counts(self, counts: Tensor) -> tuple[list[int], list[int]]:
+        """Return `counts` (int64 [size * n]: chunk r is of what goes to rank r), and what `exchange` makes of them.
+
+        The host waits for the device here.
+        """
+        own, others = torch.stack((counts, self.exchange(counts))).tolist()
+        return own, others
+
     def barrier(self) -> None:
         """Wait until every rank of this axis has called `barrier`."""
         if self.group is not None:
@@ -209,6 +287,5 @@ def device_of(mesh: DeviceMesh | None) -> torch.device:
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """Return `values` copied to `device`. The copy to a GPU goes through pinned memory and is asynchronous; otherwise
     the host would wait until the GPU has finished all work queued before it."""
-    if device.type != "cuda" or values.device.type != "cpu":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+    pinned = values.pin_memory() if device.type == "cuda" and values.device.type == "cpu" else values
+    return pinned.to(device, non_blocking=values.device.type == "cpu")

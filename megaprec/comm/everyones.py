@@ -1,28 +1,54 @@
-"""All-gather of JSON values, for values that do not fit into tensors."""
+"""All-gather of texts and JSON values, for values that do not fit into tensors of a known shape.
+
+Most ranks say the same as another rank: the replicas of a stage, or all ranks that have nothing to say. Each rank first
+announces the length and the digest of its text, and each text is then sent by one rank only. Memory is therefore that
+of the different texts, however many ranks there are.
+"""
 
 import json
+from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from megaprec.comm.axis import Axis
 
-_ROUND = 1 << 16  # bytes of JSON gathered by one collective
+_ROUND = 1 << 24  # bytes of text that one collective transfers
+_WORDS = 3  # int64 of an announcement: the length and a digest of 128 bits
 
 
 def everyones(mine: dict[str, Any], world: Axis, device: torch.device) -> dict[str, Any]:
-    """All-gather the entries of every rank and return them merged in rank order, later ranks winning. Collective.
-
-    The entries travel as JSON, in as many all-gathers as the longest text needs.
-    """
-    text = json.dumps(mine).encode()
-    longest = int(world.max_(torch.tensor(len(text), device=device)))
-    texts = [b""] * world.size
-    for start in range(0, longest, _ROUND):
-        packed = torch.tensor(list(text[start : start + _ROUND].ljust(_ROUND)), dtype=torch.uint8, device=device)
-        rows = bytes(world.gather(packed).tolist())
-        texts = [said + rows[n * _ROUND : (n + 1) * _ROUND] for n, said in enumerate(texts)]
+    """All-gather the entries of every rank and return them merged in rank order, later ranks winning. Collective."""
     merged: dict[str, Any] = {}
-    for said in texts:
-        merged |= json.loads(said)
+    for said in json.loads(b"[%b]" % b",".join(everyones_texts(json.dumps(mine).encode(), world, device))):
+        merged |= said
     return merged
+
+
+def everyones_texts(mine: bytes, world: Axis, device: torch.device) -> list[bytes]:
+    """Return the different texts of all ranks, each once, in the order of the last rank that has it. Collective."""
+    lengths = _senders(mine, world, device)
+    ends = dict(zip(lengths, accumulate(lengths.values()), strict=True))
+    start = ends.get(world.rank, 0) - len(mine)
+    whole = bytearray(sum(lengths.values()))
+    if world.rank in lengths:
+        whole[start : start + len(mine)] = mine
+    for first in range(0, len(whole), _ROUND):  # no two ranks have sent to the same place, so a sum joins them
+        some = torch.frombuffer(whole, dtype=torch.uint8)[first : first + _ROUND]
+        some.copy_(world.sum_(some.to(device, copy=True)))
+    return [bytes(whole[ends[rank] - length : ends[rank]]) for rank, length in lengths.items()]
+
+
+def _senders(mine: bytes, world: Axis, device: torch.device) -> dict[int, int]:
+    """Return the length of the text of each rank that is the last one with its text, in rank order."""
+    rows = world.gather(_announcement(mine).to(device)).cpu().numpy().tobytes()
+    size = 8 * _WORDS
+    last = {rows[rank * size : (rank + 1) * size]: rank for rank in range(world.size)}
+    by_rank = {rank: int.from_bytes(row[:8], "little") for row, rank in last.items()}
+    return dict(sorted(by_rank.items()))
+
+
+def _announcement(text: bytes) -> torch.Tensor:
+    digest = blake2b(text, digest_size=8 * (_WORDS - 1)).digest()
+    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + digest), dtype=torch.int64)

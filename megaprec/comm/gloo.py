@@ -9,6 +9,7 @@ program, so several collectives may be in flight: each `start_` function returns
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,20 +38,25 @@ def start_gather(tensor: Tensor, rank: int, group: dist.ProcessGroup, into: Tens
     return finish
 
 
-def start_scatter_sum(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
-    """Start a reduce-scatter SUM: [size * n, ...] on each rank becomes this rank's [n, ...]."""
-    size = group.size()
-    chunks = tensor.chunk(size)
-    received = tensor.new_empty((size, *chunks[rank].shape))
-    works = _exchange(list(chunks), list(received.unbind()), rank, group)
+def start_exchange(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
+    """Start an all-to-all: [size * n, ...] on each rank becomes chunk `rank` of each rank's, in rank order."""
+    chunks, received = tensor.chunk(group.size()), torch.empty_like(tensor)
+    incoming = received.chunk(group.size())
+    works = _exchange(list(chunks), list(incoming), rank, group)
 
     def finish() -> Tensor:
-        received[rank].copy_(chunks[rank])
+        incoming[rank].copy_(chunks[rank])
         for work in works:
             work.wait()
-        return received.sum(0)
+        return received
 
     return finish
+
+
+def start_scatter_sum(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
+    """Start a reduce-scatter SUM: [size * n, ...] on each rank becomes this rank's [n, ...]."""
+    exchanged, size = start_exchange(tensor, rank, group), group.size()
+    return lambda: exchanged().view(size, tensor.shape[0] // size, *tensor.shape[1:]).sum(0)
 
 
 def start_sum_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Finish:
@@ -68,11 +74,34 @@ def max_(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> Tensor:
     return tensor.copy_(start_gather(tensor.clone().unsqueeze(0), rank, group)().amax(0))
 
 
+def start_uneven_exchange(
+    outgoing: list[Tensor], incoming: list[Tensor], rank: int, group: dist.ProcessGroup
+) -> Callable[[], list[Tensor]]:
+    """Start an all-to-all: outgoing[r] goes to rank r, incoming[r] comes from it. Sizes may differ, also be zero.
+
+    The returned function waits and returns `incoming`, whose own entry is then `outgoing`'s.
+    """
+    works = _exchange(outgoing, incoming, rank, group)
+
+    def finish() -> list[Tensor]:
+        incoming[rank] = outgoing[rank]
+        for work in works:
+            work.wait()
+        return incoming
+
+    return finish
+
+
 def _exchange(outgoing: list[Tensor], incoming: list[Tensor], rank: int, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start sending outgoing[r] to each other rank r of the group and receiving incoming[r] from it."""
+    """Start sending outgoing[r] to each other rank r of the group and receiving incoming[r] from it.
+
+    Tensors without elements are not sent; both sides know their sizes.
+    """
     works: list[dist.Work | None] = []
     for step in range(1, group.size()):  # each rank begins with a different neighbour
         to, source = (rank + step) % group.size(), (rank - step) % group.size()
-        works.append(dist.irecv(incoming[source], group=group, group_src=source))
-        works.append(dist.isend(outgoing[to], group=group, group_dst=to))
+        if incoming[source].numel():
+            works.append(dist.irecv(incoming[source], group=group, group_src=source))
+        if outgoing[to].numel():
+            works.append(dist.isend(outgoing[to], group=group, group_dst=to))
     return [work for work in works if work is not None]

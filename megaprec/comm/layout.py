@@ -5,9 +5,9 @@ logical tensors, stacked along dim 0 (query, key and value share one weight so t
 `Layout` lists these slices. It is the only source of this fact for initial weights, norms and zero counts, ZeRO shards,
 checkpoints, converters and parity checks.
 
-Three facts cannot be seen from a parameter's shape and are stated in its layout: several tp ranks may have the same
-slice (`copies`), the gradient on each copy may be a partial gradient (`partial`), and several pipeline ranks may have
-the same parameter (`tied`).
+Four facts cannot be seen from a parameter's shape and are stated in its layout: several tp ranks may have the same
+slice (`copies`), the gradient on each copy may be a partial gradient (`partial`), several pipeline ranks may have the
+same parameter (`tied`), and a parameter may be updated from counts in place of a gradient (`balancing`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -54,6 +54,11 @@ class Part:
         return Part(name, shape, dim, shards, tp.rank // copies, copies, tp.rank % copies)
 
     @property
+    def rank(self) -> int:
+        """Return the tensor-parallel rank that has this slice, or the virtual one."""
+        return self.shard * self.copies + self.copy
+
+    @property
     def padded(self) -> tuple[int, ...]:
         """Return the shape of the slice with padding, the same for every shard."""
         return self._with_dim(-(-self.shape[self.dim] // self.shards)) if self.dim is not None else self.shape
@@ -85,16 +90,29 @@ class Layout:
     parts: slices stacked along dim 0 in this order, each with its padding.
     partial: each copy has a partial gradient; the sum over tp is the gradient.
     tied: the pipeline ranks that have the same parameter, ascending. Their gradients are summed, and the first of them
-        counts and writes the parameter. Empty if only one pipeline rank has it.
+        counts and writes the parameter. Empty if only one pipeline rank has it. A rank that is there twice has two
+        copies, with a gradient each.
+    again: True for the second copy of such a rank.
+    balancing: the update speed of a parameter that balances loads: what accumulates as its gradient are counts, which
+        no loss scale, norm or learning rate concerns (`megaprec.optim.load_balance`). None for all other parameters.
+    expert: True if other ranks of the stage hold other experts in its place: its slices and replicas are then those of
+        `ExpertAxes`, and each of these replicas has a whole gradient of its own rows.
     """
 
     parts: tuple[Part, ...]
     partial: bool = False
     tied: tuple[int, ...] = ()
+    again: bool = False
+    balancing: float | None = None
+    expert: bool = False
+
+    def holder(self, pp_rank: int) -> int:
+        """Return the index of this copy among those of all pipeline ranks."""
+        return (self.tied or (pp_rank,)).index(pp_rank) + self.again
 
     def counts(self, pp_rank: int) -> bool:
         """Return True if this pipeline rank counts the parameter in norms and writes it to checkpoints."""
-        return not self.tied or self.tied[0] == pp_rank
+        return self.holder(pp_rank) == 0
 
     def spans(self) -> Iterator[tuple[Part, int, int]]:
         """Yield (part, first, last + 1): the elements of each part in the flattened parameter, without padding."""

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis, device_of
-from megaprec.comm.groups import new_group
+from megaprec.comm.groups import split
 
 _MOST = 4  # different sets of tied pipeline ranks to which one rank may belong
 
@@ -20,16 +20,16 @@ def tied_axes(mesh: DeviceMesh | None, sets: Iterable[tuple[int, ...]]) -> dict[
 
     sets: `Layout.tied` of this rank's parameters. Collective over the world.
     """
-    mine = list(dict.fromkeys(s for s in sets if s))
+    mine = list(dict.fromkeys(s for s in sets if len(set(s)) > 1))  # two copies on one rank need no group
     pp = Axis.of(mesh, "pp")
-    if mesh is None or pp.size == 1:
+    if pp.runs is None or pp.size == 1:
         return {}
     known = _all_gather_sets(pp, mine, device_of(mesh))
     axes: dict[tuple[int, ...], Axis] = {}
     for members in known:
-        for world_ranks in mesh.mesh[list(members)].reshape(len(members), -1).t().tolist():
-            if group := new_group(world_ranks):
-                axes[members] = Axis("tied", members.index(pp.rank), len(members), group)
+        group = split(runs := pp.runs[:, list(members)])
+        if pp.rank in members:
+            axes[members] = Axis("tied", members.index(pp.rank), len(members), group, runs)
     return axes
 
 

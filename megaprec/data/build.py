@@ -107,7 +107,7 @@ def build(
     state = _interrupted_state(prefix, wanted)
     try:
         with named(prefix):
-            _write(source, tokenizer, prefix, wanted, state, workers, on_progress or (lambda *totals: None))
+            ids = _write(source, tokenizer, prefix, wanted, state, workers, on_progress or (lambda *totals: None))
     except Exception as error:
         resume.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in FULL:
@@ -118,7 +118,7 @@ def build(
         raise
     counts = asdict(state.counts)
     try:
-        content = json.dumps(wanted | counts | _digests(prefix), indent=2)
+        content = json.dumps(wanted | counts | {"ids": ids} | _digests(prefix), indent=2)
         write_whole(beside(prefix, ".json"), f"{content}\n".encode())
     except OSError:
         beside(prefix, ".idx").unlink(missing_ok=True)  # without its record, the set could not be built again
@@ -133,6 +133,7 @@ def _digests(prefix: Path) -> dict[str, Any]:
     digests: dict[str, Any] = {f"{suffix}_sha256": _sha256(file) for suffix, file in files.items()}
     if files["bin"].stat().st_size > intact.WHOLE:
         digests["blocks"] = {"bytes": intact.BLOCK, "sha256": intact.block_digests(files["bin"])}
+    IndexedDataset(prefix)  # records the check of a large index
     return digests
 
 
@@ -237,8 +238,11 @@ def _write(
     state: _State,
     workers: int,
     report: Progress,
-) -> None:
-    """Write the chunks that are not written yet, update `state`, and periodically save it to `PREFIX.resume`."""
+) -> tuple[int, int]:
+    """Write the chunks that are not written yet, update `state`, and periodically save it to `PREFIX.resume`.
+
+    Returns the smallest and largest id.
+    """
     counts, noted = state.counts, state.counts.chars
     with IndexedWriter(prefix, tokenizer.vocab_size, state.mark) as writer:
         chunks = islice(_chunks(source), state.chunks, None)
@@ -257,6 +261,7 @@ def _write(
             raise UserError(f"{source.name} has no text; give a source with at least one document")
         # An old record must not remain beside the new data set.
         beside(prefix, ".json").unlink(missing_ok=True)
+    return writer.ids
 
 
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:

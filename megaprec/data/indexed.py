@@ -19,6 +19,7 @@ required here, because then the .bin *is* the training stream and token `i` is f
 
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaprec.data.files import beside, discard, open_part, publish
+from megaprec.data.index_check import CHUNK, Index, corrupt, require_sound
 from megaprec.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -40,17 +42,17 @@ DTYPES = {
 }
 UINT16_VOCABULARY = 65500  # Megatron's own limit, a little under 2**16
 LONGEST_SEQUENCE = 2**31 - 1
-CHUNK = 1 << 20  # elements read at a time when a whole file is checked
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The progress of a writer: bytes of its temporary files, and tokens of the open sequence."""
+    """The progress of a writer: bytes of its temporary files, tokens of the open sequence, and the range of the ids."""
 
     tokens: int
     lengths: int
     documents: int
     open: int
+    ids: tuple[int, int]
 
 
 class IndexedWriter:
@@ -65,11 +67,12 @@ class IndexedWriter:
     def __init__(self, prefix: Path, vocab_size: int, mark: Mark | None = None) -> None:
         self._prefix, self._vocab_size = prefix, vocab_size
         self._code = 8 if vocab_size < UINT16_VOCABULARY else 4
-        done = mark or Mark(0, 0, 0, 0)
+        done = mark or Mark(0, 0, 0, 0, (vocab_size, -1))
         self._bin = open_part(beside(prefix, ".bin"), done.tokens)
         self._lengths = open_part(beside(prefix, ".lengths"), done.lengths)
         self._documents = open_part(beside(prefix, ".documents"), done.documents)
         self._sequences, self._open = done.lengths // 4, done.open
+        self.ids = done.ids[0], done.ids[1]  # the smallest and largest id that was written
         if not done.documents:
             self._documents.write(bytes(8))  # the first document begins at sequence 0
 
@@ -92,7 +95,9 @@ class IndexedWriter:
         [0, vocab_size).
         """
         tokens = np.asarray(ids, dtype=None if len(ids) else np.int64)
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
+        low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else self.ids
+        self.ids = min(low, self.ids[0]), max(high, self.ids[1])
+        if len(tokens) and not 0 <= low <= high < self._vocab_size:
             raise self._outside(tokens, ends)
         first = int(ends[0]) if len(ends) else len(tokens)
         if self._open + first > LONGEST_SEQUENCE:
@@ -124,7 +129,7 @@ class IndexedWriter:
         for part in self._parts:
             part.flush()
             os.fsync(part.fileno())
-        return Mark(self._bin.tell(), self._lengths.tell(), self._documents.tell(), self._open)
+        return Mark(self._bin.tell(), self._lengths.tell(), self._documents.tell(), self._open, self.ids)
 
     def close(self) -> None:
         """Publish the pair. An older pair of the same name ceases to be readable before it is replaced."""
@@ -182,13 +187,15 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """A memory-mapped `.bin/.idx` pair. Opening it checks the whole index; reading touches only the tokens read.
+    """A memory-mapped `.bin/.idx` pair. Opening it checks the index (`index_check`); reading touches only the tokens
+    read.
 
+    again: check the whole index even if a record says that it was checked.
     Raises UserError if a file is missing or the index is corrupt, saying what is wrong with it.
     Attributes: `dtype` of the stored ids, `num_documents`, `num_sequences`, `num_tokens`.
     """
 
-    def __init__(self, prefix: Path) -> None:
+    def __init__(self, prefix: Path, again: bool = False) -> None:
         self.prefix = prefix
         idx_path, bin_path = beside(prefix, ".idx"), beside(prefix, ".bin")
         for path in (idx_path, bin_path):
@@ -196,9 +203,9 @@ class IndexedDataset:
                 raise UserError(f"{path}: no such file; a data set is a pair PREFIX.bin and PREFIX.idx")
         self.dtype, self._lengths, self._pointers, self._documents = _read_index(idx_path)
         stored = bin_path.stat().st_size
-        indexed = _check_back_to_back(idx_path, self._lengths, self._pointers, self.dtype.itemsize)
-        if stored != indexed:
-            raise _corrupt(idx_path, f"it describes {indexed} bytes of tokens where {bin_path.name} has {stored}")
+        require_sound(
+            Index(idx_path, self._lengths, self._pointers, self._documents, self.dtype.itemsize, stored), again
+        )
         self.num_documents = len(self._documents) - 1
         self.num_sequences = len(self._lengths)
         self.num_tokens = stored // self.dtype.itemsize
@@ -228,10 +235,12 @@ class IndexedDataset:
         first, last = (self._sequence_of(token) for token in (start, start + length - 1))
         begins = self._pointers[first : last + 1] // self.dtype.itemsize
         sequences = first + np.searchsorted(begins, np.arange(start, start + length), side="right") - 1
-        return np.searchsorted(self._documents, sequences, side="right") - 1
+        document, end = (bisect_right(self._documents, sequence) for sequence in (first, last))
+        return document - 1 + np.searchsorted(self._documents[document - 1 : end], sequences, side="right") - 1
 
     def _sequence_of(self, token: int) -> int:
-        return int(np.searchsorted(self._pointers, token * self.dtype.itemsize, side="right")) - 1
+        # numpy's search would copy the whole array, because its elements are not aligned in the file
+        return bisect_right(self._pointers, token * self.dtype.itemsize) - 1
 
     def token_range(self) -> tuple[int, int]:
         """Return the smallest and largest token id, (0, -1) if there is none. Reads the whole file in chunks."""
@@ -267,10 +276,6 @@ class IndexedDataset:
             raise UserError(f"{self.prefix}.bin holds {self.dtype.name} numbers, which are no token ids")
 
 
-def _corrupt(path: Path, why: str) -> UserError:
-    return UserError(f"{path}: corrupt index: {why}; build the data set again or copy both files again")
-
-
 def _written(part: BinaryIO, dtype: str) -> np.ndarray:
     """Return the content of a temporary file as a memory-mapped array."""
     part.flush()
@@ -285,57 +290,26 @@ def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Return the id dtype and, memory-mapped, lengths i32 [S], pointers i64 [S] and document indices i64 [D].
 
-    Raises UserError if the sizes or the document indices are inconsistent.
+    Raises UserError if the sizes are inconsistent.
     """
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:
-        raise _corrupt(path, f"it begins with {head[: len(MAGIC)]!r} where {MAGIC!r} should stand")
+        raise corrupt(path, f"it begins with {head[: len(MAGIC)]!r} where {MAGIC!r} should stand")
     if len(head) < HEADER.size:
-        raise _corrupt(path, f"truncated: {len(head)} bytes, the header alone has {HEADER.size}")
+        raise corrupt(path, f"truncated: {len(head)} bytes, the header alone has {HEADER.size}")
     _, version, code, sequences, indices = HEADER.unpack(head)
     if version != VERSION:
-        raise _corrupt(path, f"version {version} where only {VERSION} is known")
+        raise corrupt(path, f"version {version} where only {VERSION} is known")
     if code not in DTYPES:
-        raise _corrupt(path, f"dtype code {code} where 1 to {max(DTYPES)} are known")
+        raise corrupt(path, f"dtype code {code} where 1 to {max(DTYPES)} are known")
     size, expected = path.stat().st_size, HEADER.size + 12 * sequences + 8 * indices
     if size not in (expected, expected + sequences):
         state = "truncated" if size < expected else "too long"
-        raise _corrupt(
+        raise corrupt(
             path, f"{state}: {size} bytes where {sequences} sequences and {indices} document indices take {expected}"
         )
     pointers_at = HEADER.size + 4 * sequences
     documents = _map(path, np.dtype("<i8"), pointers_at + 8 * sequences, indices)
-    _check_documents(path, documents, sequences)
     lengths = _map(path, np.dtype("<i4"), HEADER.size, sequences)
     return DTYPES[code], lengths, _map(path, np.dtype("<i8"), pointers_at, sequences), documents
-
-
-def _check_documents(path: Path, documents: np.ndarray, sequences: int) -> None:
-    if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
-        ends = f"run from {documents[0]} to {documents[-1]}" if len(documents) else "are empty"
-        raise _corrupt(path, f"document indices {ends} where they should run from 0 to {sequences}")
-    falls = np.flatnonzero(documents[1:] < documents[:-1])
-    if len(falls):
-        raise _corrupt(path, f"document {falls[0]} ends before it begins")
-
-
-def _check_back_to_back(path: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Check that each sequence begins where the one before it ends, and return the bytes of all sequences."""
-    begin = 0
-    for start in range(0, len(lengths), CHUNK):
-        sizes = lengths[start : start + CHUNK].astype(np.int64) * itemsize
-        negative = np.flatnonzero(sizes < 0)
-        if len(negative):
-            raise _corrupt(path, f"sequence {start + negative[0]} has a negative length")
-        begins = begin + np.cumsum(sizes) - sizes
-        wrong = np.flatnonzero(pointers[start : start + CHUNK] != begins)
-        if len(wrong):
-            at = start + int(wrong[0])
-            raise _corrupt(
-                path,
-                f"sequence {at} begins at byte {pointers[at]} where the lengths before it "
-                f"end at byte {begins[wrong[0]]} (only back-to-back sequences are read)",
-            )
-        begin = int(begins[-1] + sizes[-1])
-    return begin

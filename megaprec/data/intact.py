@@ -6,8 +6,9 @@ largest id. The result is cached on this machine and reused while the file's siz
 that the next start reads nothing.
 
 Of larger files only some blocks are read at a start, different ones each time: their ids are checked against the
-vocabulary and their digests against the record. `megaprec data verify` reads any file completely, and its result is
-reused at the next start.
+vocabulary and their digests against the record, which also has the smallest and largest id of the whole file. The
+digest of a larger index is that of its last full check (`index_check`). `megaprec data verify` reads any file
+completely, and its result is reused at the next start.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megaprec.data.files import beside, write_whole
+from megaprec.data.index_check import SETTLED, known_check
 from megaprec.data.indexed import IndexedDataset
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
@@ -33,7 +35,6 @@ WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
 BLOCK = 64 << 20  # bytes per digest in the record of a larger file
 SAMPLED = 16  # blocks of a larger file that are read at a start
 READ = 1 << 22  # bytes read at a time; a multiple of the size of every id dtype
-SETTLED = 1_000_000_000  # nanoseconds: a file that changed more recently may change again without new times
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,32 @@ def contents_of(dataset: IndexedDataset, remedy: str = "copy it again or build i
     dataset.require_ids()
     record = read_record(dataset.prefix)
     bin_file, idx_file = (beside(dataset.prefix, suffix) for suffix in (".bin", ".idx"))
-    idx = scan_file(idx_file)
-    _compare(record, idx_file, idx.sha256, remedy)
+    idx_digest = _digest_of_index(idx_file, bin_file)
+    _compare(record, idx_file, idx_digest, remedy)
     whole = bin_file.stat().st_size <= WHOLE or _remembered(bin_file, dataset.dtype) is not None
     if whole:
         seen = scan_file(bin_file, dataset.dtype)
         _compare(record, bin_file, seen.sha256, remedy)
     else:
-        seen = _check_some_blocks(bin_file, dataset.dtype, record, remedy)
+        seen = _remembered(bin_file, dataset.dtype, sampled=True) if record is None else None
+        seen = seen or _check_some_blocks(bin_file, dataset.dtype, record, remedy)
     digest = seen.sha256 if whole or record is None else record["bin_sha256"]
+    low, high = _range_with(seen, record)
     counts = dataset.num_tokens, dataset.num_documents
-    return Contents(*counts, digest, idx.sha256, not whole and record is None, seen.low, seen.high)
+    return Contents(*counts, digest, idx_digest, not whole and record is None, low, high)
+
+
+def _digest_of_index(idx_file: Path, bin_file: Path) -> str:
+    """Return the SHA-256 of an index; of a large one, that of the check that is recorded beside it, if there is one."""
+    if idx_file.stat().st_size > WHOLE and (known := known_check(idx_file, bin_file.stat().st_size)):
+        return known.sha256
+    return scan_file(idx_file).sha256
+
+
+def _range_with(seen: Seen, record: dict[str, Any] | None) -> tuple[int, int]:
+    """Return the smallest and largest of the ids that were read and those that the record of the build names."""
+    built = (record or {}).get("ids") or [seen.low, seen.high]
+    return min(seen.low, built[0]), max(seen.high, built[1])
 
 
 def check_vocabulary(dataset: IndexedDataset, seen: Contents, vocab: int) -> None:
@@ -100,8 +116,10 @@ def read_record(prefix: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     with suppress(OSError, ValueError, KeyError, TypeError):
-        record = parse_json(read_regular(path))
-        if isinstance(record["bin_sha256"], str) and isinstance(record["idx_sha256"], str):
+        record = dict(parse_json(read_regular(path)))
+        low, high = record.get("ids", (0, -1))  # earlier versions recorded none
+        digests = record["bin_sha256"], record["idx_sha256"]
+        if all(isinstance(one, str) for one in digests) and all(isinstance(one, int) for one in (low, high)):
             return record
     raise UserError(f"{path} is damaged or of an older version: build the data set again")
 
@@ -155,37 +173,50 @@ def _compare(record: dict[str, Any] | None, file: Path, digest: str, remedy: str
 
 
 def _scan(file: BinaryIO, dtype: np.dtype | None) -> Seen:
-    made, low, high = hashlib.sha256(), list[int](), list[int]()
-    while chunk := file.read(READ):
+    made = hashlib.sha256()
+    low, high = _scan_into(made, file, dtype)
+    return Seen(made.hexdigest(), low, high)
+
+
+def _scan_into(
+    made: "hashlib._Hash", file: BinaryIO, dtype: np.dtype | None, most: int | None = None
+) -> tuple[int, int]:
+    """Add the next `most` bytes of a file to a digest, in pieces; return the range of their ids, (0, -1) if none."""
+    low, high, left = list[int](), list[int](), most
+    while chunk := file.read(READ if left is None else min(READ, left)):
+        left = None if left is None else left - len(chunk)
         made.update(chunk)
         if dtype is not None:
             ids = np.frombuffer(chunk, dtype)
             low.append(int(ids.min()))
             high.append(int(ids.max()))
-    return Seen(made.hexdigest(), min(low, default=0), max(high, default=-1))
+    return min(low, default=0), max(high, default=-1)
 
 
 def _check_some_blocks(file: Path, dtype: np.dtype, record: dict[str, Any] | None, remedy: str) -> Seen:
     """Check some blocks of a large file: random ones, or, without a record, always the same ones.
 
-    The digest returned is that of the blocks read.
+    Without a record, the digest returned is that of the blocks read, and is cached on this machine.
     """
     count = -(-file.stat().st_size // BLOCK)
     known = (record or {}).get("blocks") or {}
     digests = known.get("sha256", []) if known.get("bytes") == BLOCK else []
     numbers = sorted(random.SystemRandom().sample(range(count), min(SAMPLED, count))) if record else _spread(count)
-    made, lows, highs = hashlib.sha256(), list[int](), list[int]()
+    made, lows, highs, began = hashlib.sha256(), list[int](), list[int](), time.time_ns()
     with file.open("rb") as opened:
+        before = _state(os.fstat(opened.fileno()), dtype, sampled=True)
         for number in numbers:
             opened.seek(number * BLOCK)
-            block = opened.read(BLOCK)
-            made.update(block)
-            if digests and digests[number] != hashlib.sha256(block).hexdigest():
+            made = hashlib.sha256() if digests else made
+            low, high = _scan_into(made, opened, dtype, BLOCK)
+            if digests and digests[number] != made.hexdigest():
                 raise UserError(f"{file} is not what was built (SHA-256 of block {number} differs): {remedy}")
-            ids = np.frombuffer(block, dtype)
-            lows.append(int(ids.min()))
-            highs.append(int(ids.max()))
-    return Seen(made.hexdigest(), min(lows), max(highs))
+            lows.append(low)
+            highs.append(high)
+    seen = Seen(made.hexdigest(), min(lows), max(highs))
+    if record is None and began - max(before["changed"]) > SETTLED:
+        _remember(file, before, seen)
+    return seen
 
 
 def _spread(count: int) -> Iterable[int]:
@@ -203,13 +234,14 @@ def _memory(file: Path) -> Path | None:
     return cache / "megaprec" / "seen" / f"{name[:32]}.json"
 
 
-def _state(of: os.stat_result, dtype: np.dtype | None) -> dict[str, Any]:
-    """Return the properties of a file that change when the file changes."""
+def _state(of: os.stat_result, dtype: np.dtype | None, sampled: bool = False) -> dict[str, Any]:
+    """Return the properties of a file that change when the file changes. sampled: only some blocks of it were read."""
     return {
         "size": of.st_size,
         "changed": [of.st_mtime_ns, of.st_ctime_ns],
         "inode": [of.st_dev, of.st_ino],
         "dtype": dtype.str if dtype is not None else "",
+        **({"blocks": [SAMPLED, BLOCK]} if sampled else {}),
     }
 
 
@@ -219,12 +251,12 @@ def _remember(file: Path, state: dict[str, Any], seen: Seen) -> None:
             write_whole(memory, json.dumps({"file": str(file), "state": state, "seen": asdict(seen)}).encode())
 
 
-def _remembered(file: Path, dtype: np.dtype | None) -> Seen | None:
+def _remembered(file: Path, dtype: np.dtype | None, sampled: bool = False) -> Seen | None:
     memory = _memory(file)
     if memory is None:
         return None
     try:
         known = parse_json(read_regular(memory))
-        return Seen(**known["seen"]) if known["state"] == _state(file.stat(), dtype) else None
+        return Seen(**known["seen"]) if known["state"] == _state(file.stat(), dtype, sampled) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,16 +1,30 @@
 """The items of a JSON list, one after the other, from a file that need not fit into memory."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 READ = 1 << 20  # characters that are read at least
 MOST_ITEM = 1 << 26  # characters of an item, which is parsed whole
 
 
-def items(stream: TextIO) -> Iterator[Any]:
-    """Yield the items of a list. Raises ValueError, after the items before it, where the text is no JSON list."""
-    ahead = _Ahead(stream)
+def once(field: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return a hook that makes objects; it raises ValueError for one with the field twice, of which one is lost."""
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if sum(key == field for key, _ in pairs) > 1:
+            raise ValueError(f"field {field!r} is given twice in an object")
+        return dict(pairs)
+
+    return made
+
+
+def items(stream: TextIO, field: str) -> Iterator[Any]:
+    """Yield the items of a list. Raises ValueError, after the items before it, where the text is no JSON list.
+
+    field: must not be given twice in an object.
+    """
+    ahead = _Ahead(stream, json.JSONDecoder(object_pairs_hook=once(field)))
     if ahead.sign() != "[":
         raise ValueError("it does not begin with [")
     ahead.skip()
@@ -29,8 +43,8 @@ def items(stream: TextIO) -> Iterator[Any]:
 class _Ahead:
     """The part of a text that was read but not used yet: `text` from `at` on."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.text, self.at = stream, "", 0
+    def __init__(self, stream: TextIO, decoder: json.JSONDecoder) -> None:
+        self.stream, self.decoder, self.text, self.at = stream, decoder, "", 0
 
     def sign(self) -> str:
         """Return the next sign that is no space; empty at the end of the text."""
@@ -51,7 +65,7 @@ class _Ahead:
         self.sign()
         while True:
             try:
-                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
+                value, end = self.decoder.raw_decode(self.text, self.at)
                 if end < len(self.text) or not self._read():  # a number may go on behind what is read
                     self.at = end
                     return value

@@ -5,6 +5,7 @@ truncated, damaged or not of the format that its name says raises a `UserError` 
 Parquet the row, for a list the item), counted from 1. Zstd and Parquet are read with the optional package `pyarrow`.
 """
 
+import codecs
 import gzip
 import io
 import json
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megaprec.data.json_list import items
+from megaprec.data.json_list import items, once
 from megaprec.errors import UserError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
@@ -67,28 +68,42 @@ def check_readable(files: Sequence[Path]) -> None:
 def is_list(file: Path) -> bool:
     """Return True if a .json file is a list, by its first sign. Other JSON is no text: settings, notebooks, tables."""
     with _reading(file, lambda: "1"), _unpacked(file) as stream:
-        while (sign := stream.read(1)).isspace():
-            pass
-        return sign == b"["
+        begins = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8).lstrip()
+        while not begins and (sign := stream.read(1)):
+            begins = sign.strip()
+        return begins.startswith(b"[")
 
 
 def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[Piece]:
     line = 1
     try:
-        with _reading(file, lambda: str(line)), io.TextIOWrapper(_unpacked(file), "utf-8", newline="") as stream:
+        with _reading(file, lambda: str(line)), io.TextIOWrapper(_unpacked(file), "utf-8-sig", newline="") as stream:
             while text := stream.read(PIECE_CHARS):
                 text += stream.readline(PIECE_CHARS)
                 line += text.count("\n")
                 yield document, text
     except UnicodeDecodeError as problem:
         if not skip_undecodable:
-            raise UserError(f"{file} is not UTF-8 text ({_why_not_text(file, problem, line)})") from problem
+            raise UserError(f"{file} is not UTF-8 text ({_why_not_text(file, problem)})") from problem
 
 
-def _why_not_text(file: Path, problem: UnicodeDecodeError, line: int) -> str:
-    begins = file.read_bytes()[:4] if file.stat().st_size < MOST_LINE else b""
+def _why_not_text(file: Path, problem: UnicodeDecodeError) -> str:
+    with _unpacked(file) as stream:
+        begins = stream.read(4)
     other = next((words for magic, words in MAGIC.items() if begins.startswith(magic)), "")
-    return other or f"{problem.reason}, after line {line}; convert it or leave it out"
+    return other or f"{problem.reason} in line {_undecodable_line(file)}; convert it or leave it out"
+
+
+def _undecodable_line(file: Path) -> int:
+    """Return the number of the line that holds the first byte that is not UTF-8."""
+    line, decoder = 1, codecs.getincrementaldecoder("utf-8")()
+    with _unpacked(file) as stream:
+        while piece := stream.read(PIECE_CHARS):
+            try:
+                line += decoder.decode(piece).count("\n")
+            except UnicodeDecodeError as problem:
+                return line + problem.object[: problem.start].count(b"\n")
+    return line
 
 
 def _jsonl_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
@@ -99,7 +114,7 @@ def _jsonl_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
                 raise UserError(f"{file}:{number}: a line of more than {MOST_LINE:,} bytes; split the document")
             if not line.isspace():
                 where = f"{file}:{number}"
-                yield from _cut(f"{document}:{number}", _field(_record(line, where), field, where))
+                yield from _cut(f"{document}:{number}", _field(_record(line, field, where), field, where))
 
 
 @contextmanager
@@ -121,7 +136,7 @@ def _list_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
     number = 0
     try:
         with _reading(file, lambda: str(number + 1)), io.TextIOWrapper(_unpacked(file), "utf-8-sig") as stream:
-            for number, item in enumerate(items(stream), 1):
+            for number, item in enumerate(items(stream, field), 1):
                 where = f"{file}:{number}"
                 text = _unicode(item, where, "the item") if isinstance(item, str) else _field(item, field, where)
                 yield from _cut(f"{document}:{number}", text)
@@ -152,10 +167,12 @@ def _unpacked(file: Path) -> BinaryIO:
     return gzip.open(file, "rb") if suffix == ".gz" else open(file, "rb")  # pyright: ignore[reportReturnType]
 
 
-def _record(line: bytes, where: str) -> Any:
+def _record(line: bytes, field: str, where: str) -> Any:
     """Return the value of a line of JSONL. Raises UserError, which names `where`."""
     try:
-        return json.loads(line)
+        if line.count(json.dumps(field).encode()) < 2:  # so most lines are spared the slower hook
+            return json.loads(line)
+        return json.loads(line, object_pairs_hook=once(field))
     except (ValueError, RecursionError) as problem:
         raise UserError(f"{where}: not JSON ({problem}); each line must be one JSON object") from problem
 

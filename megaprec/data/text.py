@@ -23,7 +23,7 @@ import hashlib
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,8 +98,10 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
         return _standard_library(max_chars)
     path = Path(name).expanduser()
     if not path.exists():
+        here = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise UserError(
-            f"{name}: no such file or folder; give 'python', a text file, a folder, a .jsonl, .json or .parquet file"
+            f"{name}: no such file or folder{here}; "
+            "give 'python', a text file, a folder, a .jsonl, .json or .parquet file"
         )
     if not (path.is_dir() or path.is_file()):
         raise UserError(f"{name} is neither a file nor a folder; give 'python', a text file, a folder, ...")
@@ -147,17 +149,16 @@ def _why_left_out(file: Path) -> str:
 
 def _standard_library(max_chars: int | None) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
-    files = _walk(root, lambda file: file.suffix == ".py" and not NOT_LIBRARY & set(file.relative_to(root).parts))
+    files = {file.relative_to(root).as_posix(): file for file in _library_files(root)}
     if not files:
         raise UserError(f"this Python has no standard library sources in {root}; give a text file or a folder")
-    files.sort(key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
-    return Source("python", root, tuple(files), max_chars=max_chars, skip_undecodable=True)
+    scattered = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return Source("python", root, tuple(files[name] for name in scattered), max_chars=max_chars, skip_undecodable=True)
 
 
-def _walk(root: Path, wanted: Callable[[Path], bool]) -> list[Path]:
-    """Return the wanted files below `root`, sorted by path, without names with a leading dot and links to folders."""
-    found = []
+def _library_files(root: Path) -> Iterator[Path]:
+    """Yield the sources below `root`. Installed packages, which may be large, are not even listed."""
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(file for file in found if wanted(file) and file.is_file())
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_LIBRARY]
+        sources = (Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("."))
+        yield from (file for file in sources if file.is_file())

@@ -1,19 +1,20 @@
 """Digests of what a rank holds: weights, masters, moments and reduced gradients, by logical slice.
 
-Whatever several ranks hold must be the same, bit for bit: weights on all data-parallel ranks, replicated parameters
-on all tensor-parallel ranks, tied ones on their pipeline ranks, and state and reduced gradients where ZeRO-1 does not
-shard them over all replicas. State that one rank alone holds is compared with the weights: they are the masters,
-rounded.
+Whatever several ranks hold must be the same, bit for bit: weights on all replicas, replicated parameters on all
+tensor-parallel ranks, tied ones on their pipeline ranks, and state and reduced gradients where ZeRO-1 does not shard
+them over all replicas. Experts on ranks of their own have other replicas than other weights. State that one rank alone
+holds is compared with the weights: they are the masters, rounded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.layout import Part, has_layout, layout_of
+from megaprec.comm.layout import Layout, Part, has_layout, layout_of
 from megaprec.diagnose.bit_digest import digest
 from megaprec.optim.flat_buffer import Buffer
 
@@ -26,7 +27,8 @@ class Held:
 
     key: equal on all ranks that hold the same elements. kind: WEIGHT, GRADIENT or the name of an optimizer state.
     copies: number of neighbouring tensor-parallel ranks that hold the same. tied: True if other pipeline ranks do too.
-    own: True if data-parallel ranks that share a copy of the state (ZeRO-1) hold different elements.
+    own: True if replicas that share a copy of the state (ZeRO-1) hold different elements.
+    expert: True for weights of experts that lie on ranks of their own.
     """
 
     key: str
@@ -35,6 +37,7 @@ class Held:
     tied: bool
     own: bool
     digest: Tensor
+    expert: bool = False
 
 
 def held(buffers: Sequence[Buffer], parts: Iterable[nn.Module]) -> list[Held]:
@@ -44,9 +47,9 @@ def held(buffers: Sequence[Buffer], parts: Iterable[nn.Module]) -> list[Held]:
 
 
 def _weights(buffer: Buffer) -> Iterator[Held]:
-    tied = bool(layout_of(buffer.parameters[0]).tied)
+    layout = layout_of(buffer.parameters[0])
     for piece in buffer.pieces:
-        yield _held(WEIGHT, piece.part, buffer.weights[piece.start : piece.stop], own=False, tied=tied)
+        yield _held(WEIGHT, piece.part, buffer.weights[piece.start : piece.stop], layout, own=False)
 
 
 def _own(buffer: Buffer) -> Iterator[Held]:
@@ -54,14 +57,14 @@ def _own(buffer: Buffer) -> Iterator[Held]:
     alone = buffer.masters is not None and buffer.masters.data_ptr() != buffer.own(buffer.weights).data_ptr()
     kept = {"masters": buffer.masters if alone else None, "remainder": buffer.remainder, **buffer.state}
     kept[GRADIENT] = buffer.own(buffer.grads)
-    tied = bool(layout_of(buffer.parameters[0]).tied)
+    layout = layout_of(buffer.parameters[0])
     for kind, values in kept.items():
         for piece in buffer.pieces if values is not None else ():
             first, last = max(piece.start, buffer.first), min(piece.stop, buffer.last)
             if values is not None and first < last:
                 place = f" {first - piece.start}:{last - piece.start}"
                 some = values[first - buffer.first : last - buffer.first]
-                yield _held(kind, piece.part, some, own=True, tied=tied, place=place)
+                yield _held(kind, piece.part, some, layout, own=True, place=place)
 
 
 def _frozen(parts: Iterable[nn.Module]) -> Iterator[Held]:
@@ -72,12 +75,13 @@ def _frozen(parts: Iterable[nn.Module]) -> Iterator[Held]:
                 layout = layout_of(parameter)
                 for span, first, last in layout.spans():
                     values = parameter.detach().reshape(-1)[first:last]
-                    yield _held(WEIGHT, span, values, own=False, tied=bool(layout.tied))
+                    yield _held(WEIGHT, span, values, layout, own=False)
 
 
-def _held(kind: str, part: Part, values: Tensor, own: bool, tied: bool, place: str = "") -> Held:
+def _held(kind: str, part: Part, values: Tensor, layout: Layout, own: bool, place: str = "") -> Held:
     shard = f" [{part.shard} of {part.shards}]" if part.shards > 1 else ""
-    return Held(f"{kind} {part.name}{shard}{place}", kind, part.copies, tied, own, digest(values))
+    key = f"{kind} {part.name}{shard}{place}"
+    return Held(key, kind, part.copies, bool(layout.tied), own, digest(values), layout.expert)
 
 
 def strayed(buffers: Sequence[Buffer], steps: Tensor) -> dict[str, Tensor]:
@@ -109,30 +113,49 @@ class Agreement:
     gradients: Tensor
 
 
-def compare(all_held: Sequence[Held], pp: Axis, dp: Axis, tp: Axis, sharing: int, device: torch.device) -> Agreement:
-    """Compare digests with those of the ranks that must hold the same. Collective over each of the three axes.
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that hold the same weights: those of experts on ranks of their own, or all others.
 
-    sharing: number of neighbouring data-parallel ranks that share one copy of the state.
+    replicas: the ranks that hold the same slices. sharing: number of neighbouring ones that share one copy of the
+    state. tp: the ranks that hold the other slices.
     """
+
+    replicas: Axis
+    sharing: int
+    tp: Axis
+
+
+def compare(
+    all_held: Sequence[Held], pp: Axis, others: Holders, experts: Holders | None, device: torch.device
+) -> Agreement:
+    """Compare digests with those of the ranks that must hold the same. Collective over all axes."""
     differs = torch.zeros(2, dtype=torch.bool, device=device)
+    apart = [] if experts is None else [(experts, True)]
+    for (holders, of_experts), (n, gradients) in product([(others, False), *apart], enumerate((False, True))):
+        among = [one for one in all_held if one.expert == of_experts]
+        some = [one for one in among if (one.kind == GRADIENT) == gradients]
+        differs[n] |= _differ(some, holders, sorted({one.copies for one in among} - {1}), device)
     for n, gradients in enumerate((False, True)):
-        some = [one for one in all_held if (one.kind == GRADIENT) == gradients]
-        whole, own = ([one for one in some if one.own == sharded] for sharded in (False, True))
-        differs[n] |= _differ(whole, dp, 1, device) | _differ(own, dp, sharing, device)
-        for copies in sorted({one.copies for one in all_held} - {1}):
-            copied = _folded([one for one in some if one.copies == copies], device)
-            runs = tp.gather(copied).view(-1, copies, 2)
-            differs[n] |= (runs != runs[:, :1]).any()
-        tied = pp.gather(_folded([one for one in some if one.tied], device))
-        holders = tied[tied.any(1)]
-        differs[n] |= (holders != holders[:1]).any()
+        some = [one for one in all_held if one.tied and (one.kind == GRADIENT) == gradients]
+        tied = pp.gather(_folded(some, device))
+        having = tied[tied.any(1)]
+        differs[n] |= (having != having[:1]).any()
     return Agreement(*differs.unbind())
 
 
-def _differ(some: Sequence[Held], dp: Axis, sharing: int, device: torch.device) -> Tensor:
-    """Return bool [], True if data-parallel ranks that lie `sharing` ranks apart hold different elements."""
-    rows = dp.gather(_folded(some, device)).view(-1, sharing, 2)
-    return (rows != rows[:1]).any()
+def _differ(some: Sequence[Held], holders: Holders, copied: Sequence[int], device: torch.device) -> Tensor:
+    """Return bool [], True if ranks that must hold the same hold something else. copied: numbers of copies over tp."""
+    found = torch.zeros((), dtype=torch.bool, device=device)
+    for sharded, apart in ((False, 1), (True, holders.sharing)):
+        own = [one for one in some if one.own == sharded]
+        rows = holders.replicas.gather(_folded(own, device)).view(-1, apart, 2)
+        found |= (rows != rows[:1]).any()
+    for copies in copied:
+        alike = _folded([one for one in some if one.copies == copies], device)
+        runs = holders.tp.gather(alike).view(-1, copies, 2)
+        found |= (runs != runs[:, :1]).any()
+    return found
 
 
 def _folded(some: Sequence[Held], device: torch.device) -> Tensor:

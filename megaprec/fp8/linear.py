@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megaprec.comm.axis import Axis
 from megaprec.fp8.eligibility import Eligibility
 from megaprec.fp8.formats import Role
 from megaprec.fp8.matmul import add_product_, multiply
@@ -31,15 +32,17 @@ from megaprec.precision.gemm import Factor, Gemm
 class FP8Gemm:
     """The products with one weight: in FP8 if the autocast of their forward pass says so, else those of `wide`.
 
-    cut: the dim of the weight that is sharded over tp. held: the codes of a weight that is stored in FP8 only. scales,
-    moment: of the forward pass, if scales change within a step. The output and the input's gradient have high-precision
-    dtypes.
+    cut: the dim of the weight that is sharded over `tp`; None: each rank has all of it, and maybe tokens of its own.
+    held: the codes of a weight that is stored in FP8 only.
+    scales, moment: of the forward pass, if scales change within a step. The output and the input's gradient have
+    high-precision dtypes.
     """
 
     state: FP8State
     reach: Eligibility
     cut: int | None
     wide: Gemm
+    tp: Axis
     held: FP8Param | None = None
     scope: Scope = OFF
     scales: Mapping[Role, Tensor] = field(default_factory=dict)
@@ -106,7 +109,7 @@ class FP8Gemm:
 
     def _weight(self, weight: Tensor, first: bool = False) -> Casts:
         make = partial(self._casts, weight.detach(), first)
-        return self.state.cast_of(self.reach.name, weight, self.moment, make)
+        return self.state.cast_of(f"{self.reach.name} of rank {self.tp.rank}", weight, self.moment, make)
 
     def _casts(self, weight: Tensor, first: bool) -> Casts:
         if self.held is None or not self._kept_in_codes(weight):
@@ -134,8 +137,8 @@ class FP8Gemm:
         recipe, scale, agree = self._recipe, None, None
         if recipe.kind == "delayed":
             scale = self.scales[role] if role in self.scales else self.state.scale(self.reach.name, role)
-        elif {"input": self.cut == 1, "gradient": self.cut == 0, "weight": self.cut is not None}[role]:
-            agree = self._agree if self.state.tp.size > 1 else None
+        elif {"input": self.cut in (1, None), "gradient": self.cut in (0, None), "weight": self.cut is not None}[role]:
+            agree = self._agree if self.tp.size > 1 else None
         casts = quantize_both(x, recipe, role, scale=scale, agree=agree)
         self.state.note_lost(self.reach.name, role, x, casts[0])
         return casts
@@ -145,7 +148,7 @@ class FP8Gemm:
             self.state.record(self.reach.name, role, amax_of(x))
 
     def _agree(self, amax: Tensor) -> None:
-        self.state.tp.max_(amax)
+        self.tp.max_(amax)
 
     def _kept(self, x: Tensor, turned: Codes) -> Factor:
         return _tensors(turned) if self._recipe.weight_gradients else (x,)

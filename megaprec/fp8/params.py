@@ -127,10 +127,31 @@ def agreed_amaxes(owned: Sequence[FP8ParamShard], shards: Axis, tp: Axis) -> lis
     own = [one.amax() for one in owned]
     packed = torch.cat([amax.view(-1) for amax in own])
     shards.max_(packed)
-    if not any(one.param.in_blocks for one in owned):
-        tp.max_(packed)
-    parts = packed.split([amax.numel() for amax in own])
-    return [part.view_as(amax) for part, amax in zip(parts, own, strict=True)]
+    amaxes = [part.view_as(amax) for part, amax in zip(packed.split([a.numel() for a in own]), own, strict=True)]
+    if any(one.param.in_blocks for one in owned):
+        return amaxes
+    tp.max_(packed)
+    of_ranks: dict[str, list[Tensor]] = {}  # by logical name: of the virtual ranks of this process
+    for one, amax in zip(owned, amaxes, strict=True):
+        of_ranks.setdefault(one.param.name, []).append(amax)
+    return [torch.stack(of_ranks[one.param.name]).amax(0) for one in owned]
+
+
+@dataclass(frozen=True)
+class FP8Group:
+    """Weights that are stored in FP8, whose masters are sharded over `shards`, and which are cut over `tp`.
+
+    by_buffer: the shards that lie in one buffer, and a function that starts to all-gather the buffer.
+    """
+
+    by_buffer: Sequence[tuple[Sequence[FP8ParamShard], Callable[[], object]]]
+    shards: Axis
+    tp: Axis
+
+    @property
+    def owned(self) -> list[FP8ParamShard]:
+        """Return the shards of all buffers."""
+        return [one for owned, _ in self.by_buffer for one in owned]
 
 
 class FP8Masters:
@@ -138,20 +159,13 @@ class FP8Masters:
 
     The states of these weights call `renew` at the start of a pass.
 
-    by_buffer: the shards that lie in one buffer, and a function that starts to all-gather the buffer.
-    settle: called when all have started. shards, tp: the ranks that shard masters, and the tensor-parallel ranks.
+    groups: the weights whose masters are sharded and cut over the same ranks; those of experts may have ranks of their
+    own. settle: called when all-gathers of all buffers have started.
     """
 
-    def __init__(
-        self,
-        by_buffer: Sequence[tuple[Sequence[FP8ParamShard], Callable[[], object]]],
-        settle: Callable[[], object],
-        shards: Axis,
-        tp: Axis,
-    ) -> None:
-        self._by_buffer, self._settle, self._axes = by_buffer, settle, (shards, tp)
-        self._owned = [one for owned, _ in by_buffer for one in owned]
-        self._states = list(dict.fromkeys(one.param.state for one in self._owned))
+    def __init__(self, groups: Sequence[FP8Group], settle: Callable[[], object]) -> None:
+        self._groups, self._settle = groups, settle
+        self._states = list(dict.fromkeys(one.param.state for group in groups for one in group.owned))
         for state in self._states:
             state.renew = self.renew
 
@@ -164,11 +178,12 @@ class FP8Masters:
     def renew(self, records: bool) -> None:
         """Compute codes of the masters and all-gather them. records: as for `FP8State.renew`.
 
-        Collective over shards and tp.
+        Collective over shards and tp of all groups.
         """
-        amaxes = iter(agreed_amaxes(self._owned, *self._axes))
-        for owned, start_collecting in self._by_buffer:
-            for one in owned:
-                one.encode(next(amaxes), records)
-            start_collecting()
+        for group in self._groups:
+            amaxes = iter(agreed_amaxes(group.owned, group.shards, group.tp))
+            for owned, start_collecting in group.by_buffer:
+                for one in owned:
+                    one.encode(next(amaxes), records)
+                start_collecting()
         self._settle()

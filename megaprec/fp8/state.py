@@ -90,7 +90,7 @@ class FP8State:
 
     @staticmethod
     def over(mesh: DeviceMesh | None, recipe: FP8Recipe | None, layers: int) -> "FP8State":
-        """Return the state for a rank of a (pp, dp, tp) mesh. Collective over the world.
+        """Return the state for a rank of a mesh. Collective over the world.
 
         Raises UserError for a recipe with settings that are not computed, or for a backend that is not available.
         """
@@ -98,18 +98,22 @@ class FP8State:
             raise UserError(*(f"fp8.{key} = true: {why}; use false" for key, why in lacking.items()))
         if recipe is not None and recipe.backend == "transformer_engine":
             transformer_engine.require()
-        tp, dp = Axis.of(mesh, "tp"), Axis.of(mesh, "dp")
-        if recipe is None or recipe.kind != "delayed" or not recipe.reduce_amax:
-            return FP8State(recipe, layers, tp, tp, dp, device_of(mesh))
+        tp = Axis.of(mesh, "tp")
+        if recipe is None or recipe.kind != "delayed":
+            return FP8State(recipe, layers, tp, tp, Axis.of(mesh, "dp"), device_of(mesh))
+        if not recipe.reduce_amax:
+            return FP8State(recipe, layers, tp, tp, Axis.replicas(mesh), device_of(mesh))
         return FP8State(recipe, layers, tp, Axis.stage(mesh, own=recipe.history == "te"), device=device_of(mesh))
 
     def register(self, parts: Sequence[Part]) -> Eligibility:
         """Register the weight that `parts` are stacked in, and return whether its products run in FP8."""
-        if "bank" in self.__dict__:
+        if "names" in self.__dict__:
             raise RuntimeError(f"{parts[0].name} was registered after the first pass: build all layers before")
         assert self.recipe is not None
-        self.reached.append(eligibility(self.recipe, parts, self.layers))
-        return self.reached[-1]
+        reached = eligibility(self.recipe, parts, self.layers)
+        if reached not in self.reached:  # virtual ranks of one process have the same weights
+            self.reached.append(reached)
+        return reached
 
     def leave_out(self, reached: Eligibility, why: str) -> None:
         """Exclude a registered weight's products from FP8, for the reason `why`. To be called before the first pass."""
@@ -154,6 +158,7 @@ class FP8State:
     def cast_of(self, name: str, weight: Tensor, moment: int, make: Callable[[], Casts]) -> Casts:
         """Return the weight's casts of this pass, computed once for each moment and each version of the weight.
 
+        name: unique among the weights of this process.
         Every change of a weight must increment its version (`Buffer.start_collect` does so for the optimizers of this
         project).
         """

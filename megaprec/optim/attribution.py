@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
+from megaprec.comm.everyones import everyones_texts
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.grad_stats import sum_of_squares
 from megaprec.optim.step_report import LOSS, Offender
@@ -25,36 +26,38 @@ _NEVER = 1 << 60  # later than any moment
 
 
 def attribute_nonfinite(
-    buffers: Sequence[Buffer], pp: Axis, tp: Axis, world: Axis, device: torch.device, most: int = 5
+    buffers: Sequence[Buffer], pp: Axis, tp_rank: int | None, world: Axis, device: torch.device, most: int = 5
 ) -> tuple[Offender, ...]:
     """Return the logical tensors with the most non-finite gradient elements, worst first, the same on every rank.
 
     The gradients still include the loss scale. Each dp rank first reads the part of the gradients that it alone counts,
     with ZeRO-1 or without it. Only if all these parts are finite does each rank read all the gradients that it holds,
-    because then a replica's copy is the bad one. Collective over the whole mesh.
+    because then a replica's copy is the bad one. tp_rank: of this process; None: a slice's virtual rank is named
+    instead. Collective over the whole mesh.
     """
-    shares = _worst([(b, *b.share) for b in buffers], pp.rank, tp.rank, most)
+    shares = _worst([(b, *b.share) for b in buffers], pp.rank, tp_rank, most)
     if found := _merge(_everyones(shares, world, device), most):
         return found
-    copies = _worst([(b, b.first, b.last) for b in buffers], pp.rank, tp.rank, most)
+    copies = _worst([(b, b.first, b.last) for b in buffers], pp.rank, tp_rank, most)
     return _merge(_everyones(copies, world, device), most)
 
 
 Found = tuple[int, Offender]  # the number identifies the examined slice of the tensor
 
 
-def _worst(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int, most: int) -> list[Found]:
+def _worst(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | None, most: int) -> list[Found]:
     return sorted(_bad(ranges, stage, tp_rank), key=lambda found: -found[1].bad)[:most]
 
 
-def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int) -> Iterator[Found]:
+def _bad(ranges: Iterable[tuple[Buffer, int, int]], stage: int, tp_rank: int | None) -> Iterator[Found]:
     for buffer, low, high in ranges:
         for piece in buffer.pieces:
             first, last = max(piece.start, low), min(piece.stop, high)
             values = buffer.own(buffer.grads)[first - buffer.first : max(first, last) - buffer.first]
             if len(values) and not sum_of_squares(values).isfinite():
                 place = piece.part.shard * prod(piece.part.padded) + first - piece.start
-                yield place, _describe(piece.part.name, stage, tp_rank, values)
+                rank = piece.part.rank if tp_rank is None or buffer.of_experts else tp_rank
+                yield place, _describe(piece.part.name, stage, rank, values)
 
 
 class Onset:
@@ -101,14 +104,12 @@ def _describe(name: str, stage: int, tp_rank: int, values: Tensor) -> Offender:
 
 
 def _everyones(mine: Sequence[Found], world: Axis, device: torch.device) -> list[Found]:
-    """Return the findings of all ranks. Each rank sends as many lines of JSON as fit into a tensor of fixed length."""
+    """Return the findings of all ranks, equal ones once. Each rank sends as many lines of JSON as fit into _LINE."""
     lines = [json.dumps([first, asdict(offender)]).encode() + b"\n" for first, offender in mine]
     while sum(map(len, lines)) > _LINE:
         lines.pop()
-    packed = torch.tensor(list(b"".join(lines).ljust(_LINE)), dtype=torch.uint8, device=device)
-    rows = bytes(world.gather(packed).tolist()).split(b"\n")
-    pairs = [json.loads(row) for row in rows if row.strip()]
-    return [(first, Offender(**fields)) for first, fields in pairs]
+    rows = b"".join(everyones_texts(b"".join(lines), world, device)).splitlines()
+    return [(first, Offender(**fields)) for first, fields in json.loads(b"[%b]" % b",".join(rows))]
 
 
 def _merge(found: Iterable[Found], most: int) -> tuple[Offender, ...]:

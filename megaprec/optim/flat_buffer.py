@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
+from megaprec.comm.tree import start_tree_scatter_sum_, start_tree_sum_
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
 from megaprec.optim.main_grad import collect
@@ -32,6 +33,7 @@ from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
 
 BLOCK = 1 << 18  # elements: a CPU's block stays in a core's cache between its uses
+Moments = Callable[[nn.Parameter], Sequence[str]]  # the names of the moments that are kept of a parameter
 _ALIGNMENT = 64  # elements; vector loads and GEMMs are fast for parameters that start at a multiple
 
 
@@ -51,7 +53,7 @@ class Buffer:
     dp: the ranks over which gradients are reduced. shards: the ranks over which masters and state are sharded; of size
     one without ZeRO-1.
     state: names of the optimizer's moments. seed: of stochastic rounding. average: True if the sum over dp is divided
-    by the number of dp ranks.
+    by the number of dp ranks. canonical: True if the sum over dp is the upper part of a tree over micro-batches.
     The masters are initialised from the original values of the parameters, before rounding.
     """
 
@@ -66,10 +68,13 @@ class Buffer:
         state: Sequence[str] = (),
         seed: int = 0,
         average: bool = False,
+        canonical: bool = False,
     ) -> None:
         self.parameters, self.plan, self.dp, self.shards, self.seed = tuple(parameters), plan, dp, shards, seed
-        self.average = average
+        self.average, self.canonical = average, canonical
         self.in_codes = fp8_param_of(self.parameters[0]) is not None  # True if the weights are FP8 codes
+        self.balances = layout_of(self.parameters[0]).balancing is not None  # True if the gradients are counts
+        self.of_experts = layout_of(self.parameters[0]).expert  # True if other ranks of the stage hold other experts
         self.starts, end = [], 0
         for parameter in self.parameters:
             self.starts.append(end)
@@ -91,7 +96,7 @@ class Buffer:
     def _allocate(self, device: torch.device, state: Sequence[str]) -> None:
         plan, held, own = self.plan, param_dtype(self.parameters[0], self.plan), self.last - self.first
         wide = plan.masters if plan.masters.itemsize > held.itemsize else held
-        as_planned = held == plan.parameters or self.in_codes
+        as_planned = (held == plan.parameters and not self.balances) or self.in_codes
         self.weights = torch.zeros(self.size, dtype=held, device=device)
         self.grads = torch.zeros(self.size, dtype=plan.gradients if as_planned else held, device=device)
         self.travels = plan.reduce if as_planned else held
@@ -108,6 +113,8 @@ class Buffer:
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             self._move_in(parameter, start)
         self.owned = tuple(self._owned()) if self.in_codes else ()  # the codes that this rank computes
+        self._rounded = self.masters is not None and wide != held and not self.in_codes
+        self._fresh, self._versions = self._rounded, [p._version for p in self.parameters]
 
     def _owned(self) -> Iterator[FP8ParamShard]:
         assert self.masters is not None
@@ -213,10 +220,13 @@ class Buffer:
         After the wait this rank's slice of `grads` is final, and the rest of `grads` is not. To average, the gradients
         are divided before the sum, because a half-precision sum could overflow.
         """
-        if self.average:
+        sharded = self.shards.size == self.dp.size
+        if self.canonical:
+            return (start_tree_scatter_sum_ if sharded else start_tree_sum_)(self.dp, self.grads)
+        if self.average and not self.balances:
             self.grads.div_(self.dp.size)
         travelling = self.grads if self.dp.size == 1 else self.grads.to(self.travels)
-        start = self.dp.start_scatter_sum_ if self.shards.size == self.dp.size else self.dp.start_sum_
+        start = self.dp.start_scatter_sum_ if sharded else self.dp.start_sum_
         wait = start(travelling)
 
         def finish() -> None:
@@ -245,6 +255,7 @@ class Buffer:
         the flat memory do not do. Layers that cache casts of weights then know that their casts are outdated.
         """
         increment_version(self.parameters)
+        self._fresh, self._versions = False, [p._version for p in self.parameters]
         return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
 
     def strayed(self) -> list[str]:
@@ -256,6 +267,31 @@ class Buffer:
             for p, place in places
             if p.dtype != self.weights.dtype or (p.numel() and p.data_ptr() != place)
         ]
+
+    def written(self) -> list[str]:
+        """Return the names of parameters that someone else has written to, if they are rounded from masters.
+
+        Versions tell it, except for what was written through `data`; before the first step weights are compared too.
+        """
+        if not self._rounded:
+            return []
+        versions = [p._version for p in self.parameters]
+        found = [p for p, now, seen in zip(self.parameters, versions, self._versions, strict=True) if now != seen]
+        if self._fresh and not found:
+            found = [p for p, start in zip(self.parameters, self.starts, strict=True) if self._differs(p, start)]
+        return [layout_of(p).parts[0].name for p in found]
+
+    def _differs(self, parameter: nn.Parameter, start: int) -> bool:
+        """Return True if this rank's elements of the parameter are not those of the masters, but for rounding."""
+        first, last = max(start, self.first), min(start + parameter.numel(), self.last)
+        if first >= last or self.masters is None:
+            return False
+        held, kept = (
+            self.weights[first:last],
+            self.masters[first - self.first : last - self.first].to(self.weights.dtype),
+        )
+        unit = torch.finfo(held.dtype).eps  # the masters may have been rounded before
+        return not torch.allclose(held.float(), kept.float(), rtol=unit, atol=0.0, equal_nan=True)
 
     def num_bytes(self) -> int:
         """Return the memory of all tensors of this buffer, in bytes."""
@@ -281,6 +317,8 @@ class Buffer:
 
 def param_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
     """Return the dtype in which a parameter is held. Raise UserError if its parts would need different dtypes."""
+    if layout_of(parameter).balancing is not None:
+        return plan.sensitive
     if (held := fp8_param_of(parameter)) is not None:
         return held.dtype
     parts = layout_of(parameter).parts
@@ -301,23 +339,38 @@ def require_in_place(among: Iterable[Buffer]) -> None:
         )
 
 
-def buckets(parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int) -> list[list[nn.Parameter]]:
+def buckets(
+    parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int, moments: Moments = lambda _: ()
+) -> list[list[nn.Parameter]]:
     """Return lists of parameters that share a buffer.
 
-    Parameters of a buffer are of one kind. Buffers have at least `size` elements, except the last of a kind, and are
-    ordered by their first parameter. Tied parameters get buffers of their own, so that every holder cuts them into the
-    same slices. So do parameters that torch has sharded over more ranks than the tensor-parallel ones.
+    Parameters of a buffer are of one kind and have the same `moments`. Buffers have at least `size` elements, except
+    the last of a kind, and are ordered by their first parameter. Tied parameters get buffers of their own, so that
+    every holder cuts them into the same slices. So do experts on ranks of their own, parameters that torch has sharded
+    over more ranks than the tensor-parallel ones, and parameters that balance loads.
     """
-    kinds: dict[tuple[tuple[int, ...], torch.dtype, int], list[list[nn.Parameter]]] = {}
+    kinds: dict[tuple[object, ...], list[list[nn.Parameter]]] = {}
     found = []
     for parameter in parameters:
-        layout, first = layout_of(parameter), layout_of(parameter).parts[0]
-        alike = kinds.setdefault((layout.tied, param_dtype(parameter, plan), first.shards * first.copies), [])
+        layout, first, kept = layout_of(parameter), layout_of(parameter).parts[0], moments(parameter)
+        ranks = first.shards * first.copies
+        marks = layout.tied, layout.again, layout.expert, layout.balancing
+        kind = (*marks, param_dtype(parameter, plan), ranks, kept)
+        alike = kinds.setdefault(kind, [])
         if not alike or sum(p.numel() for p in alike[-1]) >= size:
             alike.append([])
             found.append(alike[-1])
         alike[-1].append(parameter)
     return found
+
+
+def bucket_elements(asked: int, dp: int) -> int:
+    """Return the elements of a bucket: `asked`, or for 0 as many as keep its messages large over `dp` ranks.
+
+    Each of them sends and receives a part of a bucket, so buckets grow with dp, as in Megatron-LM
+    (megatron/core/distributed/distributed_data_parallel.py).
+    """
+    return asked or max(40_000_000, 1_000_000 * dp)
 
 
 def _up(n: int, multiple: int) -> int:

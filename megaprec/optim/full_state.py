@@ -53,6 +53,11 @@ def load_tensors(tensors: dict[str, Tensor], buffers: Sequence[Buffer], world: A
         for key, _, piece in needed
         if key not in tensors or tuple(tensors[key].shape) != piece.part.shape
     ]
+    wrong += [
+        f"{key} of the state is {tensors[key].dtype}: must be a floating-point tensor"
+        for key in dict.fromkeys(key for key, _, _ in needed)
+        if key in tensors and not tensors[key].is_floating_point()
+    ]
     known = everyones({key: None for key, _, _ in needed}, world, device)
     wrong += [f"{key} of the state is not in the model" for key in tensors if key not in known]
     if world.max_(torch.tensor(float(len(wrong)), device=device)):

@@ -15,22 +15,46 @@ import torch
 from megaprec.comm.axis import Axis
 from megaprec.comm.everyones import everyones
 from megaprec.comm.layout import layout_of
+from megaprec.optim.consensus import DIGEST_BITS
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import has_gradient
+from megaprec.optim.model_intake import Ranks
 
 _MOST = 3  # number of names that the error line gives for each rank
-_BITS = 20  # of a digest: sums of squares over thousands of ranks are exact in float64
 
 
-def missing(buffers: Sequence[Buffer]) -> list[str]:
-    """Return the logical names of the parameters that received no gradient in this step."""
-    parameters = (parameter for buffer in buffers for parameter in buffer.parameters)
-    return [layout_of(p).parts[0].name for p in parameters if not has_gradient(p)]
+def missing(buffers: Sequence[Buffer], by_place: bool = False) -> list[str]:
+    """Return the logical names of the parameters that received no gradient in this step.
+
+    by_place: experts are numbered by their places on this rank, so that ranks with other experts have the same names.
+    """
+    lacking = [(number, p) for number, p in enumerate(p for b in buffers for p in b.parameters) if not has_gradient(p)]
+    return [f"expert {n}" if by_place and layout_of(p).expert else layout_of(p).parts[0].name for n, p in lacking]
+
+
+def summary(buffers: Sequence[Buffer]) -> tuple[float, int]:
+    """Return a digest of the parameters of this rank without a gradient, and the number of those with one."""
+    names = missing(buffers, by_place=True)
+    return digest(names), sum(len(buffer.parameters) for buffer in buffers) - len(names)
 
 
 def digest(names: Sequence[str]) -> float:
     """Return a number that identifies the list of names."""
-    return int.from_bytes(blake2b("\n".join(names).encode(), digest_size=4).digest(), "little") % (1 << _BITS)
+    return int.from_bytes(blake2b("\n".join(names).encode(), digest_size=4).digest(), "little") % (1 << DIGEST_BITS)
+
+
+def why(buffers: Sequence[Buffer], ranks: Ranks, any_given: bool) -> str:
+    """Return a line that says why no step can be made of the gradients. Collective over the world.
+
+    any_given: True if a parameter of some rank has a gradient.
+    """
+    if any_given:
+        here = f"stage {ranks.pp.rank}, dp rank {ranks.dp.rank}, tensor rank {ranks.tp.rank}"
+        return disagreement(missing(buffers), ranks.world, ranks.device, here)
+    return (
+        "no parameter of the model has a gradient in this step, and moments and weight decay alone would move the "
+        "weights: run backward before each step, and step once for it; nothing was changed"
+    )
 
 
 def disagreement(names: Sequence[str], world: Axis, device: torch.device, here: str) -> str:

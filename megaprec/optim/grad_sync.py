@@ -7,8 +7,9 @@ order. All-gathering weights under ZeRO-1 is the reverse: the next forward pass 
 `ParamGatherer` makes each layer wait only for the buffers that hold its own weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,23 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import zero_missing_grads
+from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.partial_grads import sum_partial
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 WaitFor = Callable[[Sequence[Buffer]], None]
+
+
+@runtime_checkable
+class ReadsLate(Protocol):
+    """A model part that reads some weights only after its layers, such as those of an output head.
+
+    On NCCL a wait for the last weights is a wait for all of them, so it must not come first.
+    """
+
+    def read_late(self) -> Mapping[nn.Module, Sequence[nn.Parameter]]:
+        """Return, for modules that run after the layers, the weights that are read in or after their forward only."""
+        ...
 
 
 class GradReducer:
@@ -27,9 +41,14 @@ class GradReducer:
 
     chunks: the buffers of each model chunk, in the order of the forward pass. early: True to start the reduction during
     the last backward pass, so that it overlaps with later work; otherwise it is complete when `reduce` returns.
+    microbatches: the sums over micro-batches, if they are by a tree, which are completed first.
     """
 
-    def __init__(self, chunks: Sequence[Sequence[Buffer]], tp: Axis, early: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[Sequence[Buffer]], tp: Axis, early: bool, microbatches: MicrobatchSums | None = None
+    ) -> None:
+        self.microbatches = microbatches
+        self.num_microbatches = 0  # of the last step that was reduced, if they are summed by a tree
         self._chunks, self._tp, self._early = [list(reversed(chunk)) for chunk in chunks], tp, early
         self._ends: dict[int, list[Callable[[], None]]] = {}  # wait functions of the started reductions, by chunk
         self._reduced: set[int] = set()
@@ -67,6 +86,8 @@ class GradReducer:
         ends, awaited = self._ends.setdefault(chunk, []), self._awaited.get(chunk)
         while len(ends) < len(self._chunks[chunk]) and not (awaited and awaited[len(ends)]):
             buffer = self._chunks[chunk][len(ends)]
+            if self.microbatches is not None:
+                self.microbatches.finish(buffer.parameters, in_flight=awaited is not None)
             zero_missing_grads(buffer.parameters)
             if self.before is not None:
                 self.before(buffer)
@@ -93,6 +114,7 @@ class GradReducer:
             self._end(chunk)
         self._ends.clear()
         self._reduced.clear()
+        self._forget_microbatches()
 
     def drop(self) -> None:
         """Wait for all running reductions, discard their results and begin a new step."""
@@ -101,6 +123,12 @@ class GradReducer:
         self._ends.clear()
         self._reduced.clear()
         self._awaited.clear()
+        self._forget_microbatches()
+
+    def _forget_microbatches(self) -> None:
+        if self.microbatches is not None:
+            self.num_microbatches = self.microbatches.count
+            self.microbatches.forget()
 
     def _end(self, chunk: int) -> None:
         for k, end in enumerate(self._ends[chunk]):
@@ -116,8 +144,8 @@ class ParamGatherer:
     """The running all-gathers of weights, and the modules that wait for them.
 
     A layer, which is a module in a list or dict of modules, waits for the weights of itself and its submodules. The
-    model part as a whole, whose forward runs before, waits for all other weights. Code outside a layer's forward must
-    therefore not read the layer's weights before `wait`.
+    model part as a whole, whose forward runs before, waits for all other weights, except those that it reads late
+    (`ReadsLate`). Code outside a layer's forward must therefore not read the layer's weights before `wait`.
     """
 
     def __init__(self, parts: Sequence[nn.Module], buffers: Sequence[Buffer], early: bool) -> None:
@@ -149,6 +177,7 @@ def _follow(part: nn.Module, buffers: Sequence[Buffer], wait_for: WaitFor) -> No
     """Make the layers of `part`, and `part` itself, wait for their weights when they are called."""
     layers = [layer for m in part.modules() if isinstance(m, _CONTAINERS) for layer in m.children()]
     waits = {layer: set(layer.parameters()) for layer in layers}
+    waits |= {module: set(late) for module, late in part.read_late().items()} if isinstance(part, ReadsLate) else {}
     waits[part] = set(part.parameters()).difference(*waits.values())
     for module, parameters in waits.items():
         needed = [buffer for buffer in buffers if parameters.intersection(buffer.parameters)]

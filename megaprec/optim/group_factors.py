@@ -11,12 +11,12 @@ to the run and not to a checkpoint, which stores state by logical name: a resume
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import inf
 
 from torch import nn
 
 from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
+from megaprec.kinds import is_number
 from megaprec.optim.flat_buffer import Buffer
 
 
@@ -33,7 +33,7 @@ class Group:
 
     def __post_init__(self) -> None:
         for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
-            if factor is not None and not 0 <= factor < inf:
+            if factor is not None and not (is_number(factor) and factor >= 0):
                 raise UserError(f'optimizer.groups: {name} = {factor} of pattern "{self.pattern}" must be 0 or more')
 
 

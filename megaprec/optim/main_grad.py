@@ -67,6 +67,11 @@ def has_gradient(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "megaprec_given", False)
 
 
+def set_gradient(parameter: nn.Parameter, given: bool) -> None:
+    """Mark the parameter as having a gradient in `main_grad` or none; the next gradient then overwrites the view."""
+    parameter.megaprec_given = given  # type: ignore[attr-defined]
+
+
 def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     """Return `main_grad`, and True if the next gradient is the first of the step and must overwrite the old values.
 

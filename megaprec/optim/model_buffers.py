@@ -5,20 +5,28 @@ not simply views of a buffer: a DTensor is represented by a `StandIn`, and a wei
 which `FP8Masters` computes at the start of a pass.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.layout import layout_of, parameters_of
+from megaprec.comm.layout import Layout, layout_of, parameters_of
 from megaprec.comm.tied import tied_axes
+from megaprec.comm.virtual import VirtualAxis
+from megaprec.errors import UserError
+from megaprec.fp8.params import FP8Group, FP8Masters
 from megaprec.optim.dtensors import StandIn, is_dtensor
-from megaprec.optim.flat_buffer import Buffer, buckets
+from megaprec.optim.flat_buffer import Buffer, Moments, bucket_elements, buckets, require_in_place
 from megaprec.optim.group_factors import Group, by_factors
+from megaprec.optim.load_balance import LoadBalance
 from megaprec.optim.main_grad import reset_accumulation
 from megaprec.optim.model_intake import Ranks, move_rest
+from megaprec.optim.partial_grads import sum_partial_slices
+from megaprec.optim.replicas import Replicas, expert_replicas
+from megaprec.optim.same_model import TrainedModel, require_unwritten
 from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan
 
@@ -27,9 +35,12 @@ class ModelBuffers:
     """The buffers of all parameters of `parts`. Tensors that are not trained are moved to the ranks' device.
 
     chunks: the buffers of each part. all: all buffers in one list, in an order that all dp ranks share. tied: the
-    buffers whose gradients are summed over pipeline ranks, each with its axis. stand_ins: for DTensors.
-    shards, average, state, seed: as in `Buffer`. bucket: elements of a buffer; its last
-    parameter may exceed this number.
+    buffers whose gradients are summed over pipeline ranks, each with its axis. twins: pairs of buffers of this rank
+    whose gradients are summed. balance: the updates from counts. stand_ins: for DTensors. virtual: as for the
+    optimizer.
+    shards, average, canonical, seed: as in `Buffer`. moments: names of the moments of a parameter; those of a buffer
+    have the same. bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed this
+    number.
     """
 
     def __init__(
@@ -41,12 +52,18 @@ class ModelBuffers:
         shards: Axis,
         groups: Sequence[Group],
         bucket: int,
-        state: Sequence[str],
+        moments: Moments,
         seed: int,
         average: bool,
+        canonical: bool = False,
+        virtual: VirtualAxis | None = None,
     ) -> None:
+        self._canonical, self._virtual = canonical, virtual
+        self._experts = expert_replicas(ranks.experts, ranks.dp.size, ranks.tp.size, shards.size)
+        self._bucket = bucket_elements(bucket, ranks.dp.size)
         self._plan, self._ranks, self._shards, self._groups = plan, ranks, shards, groups
-        self._state, self._seed, self._average = state, seed, average
+        self._moments, self._seed, self._average = moments, seed, average
+        self._model = TrainedModel(parts)
         spread = {p: StandIn(p, plan, ranks.device) for p in parameters_of(parts) if is_dtensor(p)}
         self.stand_ins = tuple(spread.values())
         axes = tied_axes(mesh, (layout_of(p).tied for p in parameters_of(parts)))
@@ -56,34 +73,105 @@ class ModelBuffers:
             trained = list(parameters_of([part]))
             laid = [spread[p].parameter if p in spread else p for p in trained if p not in taken]
             taken.update(trained)
-            self.chunks.append([self._buffer(alike) for alike in buckets(laid, plan, bucket)])
+            self.chunks.append([self._buffer(alike) for alike in self._buckets(laid)])
             move_rest(part, plan, ranks.device, marked)
         self.all = [buffer for chunk in self.chunks for buffer in chunk]
-        of_buffer = ((buffer, layout_of(buffer.parameters[0]).tied) for buffer in self.all)
-        self.tied = [(buffer, axes[pipeline_ranks]) for buffer, pipeline_ranks in of_buffer if pipeline_ranks]
+        self.balance = LoadBalance(self.all)
+        tied = [buffer for buffer in self.all if layout_of(buffer.parameters[0]).tied]
+        again = [buffer for buffer in tied if layout_of(buffer.parameters[0]).again]
+        firsts = {_names(buffer): buffer for buffer in tied if buffer not in again}
+        self.twins = [(firsts[_names(buffer)], buffer) for buffer in again]
+        alone = (buffer for buffer in tied if not any(buffer in pair for pair in self.twins))
+        self.tied = [(buffer, axes[layout_of(buffer.parameters[0]).tied]) for buffer in alone]
+
+    def _buckets(self, laid: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return the parameters of each buffer. Virtual ranks have buffers of their own, all of the same sizes."""
+        if self._virtual is None:
+            return buckets(laid, self._plan, self._bucket, self._moments)
+        of_ranks = ([p for p in laid if layout_of(p).parts[0].rank == v] for v in self._virtual.ranks)
+        cut = (buckets(own, self._plan, self._bucket, self._moments) for own in of_ranks)
+        return [alike for same in zip(*cut, strict=True) for alike in same]
 
     def _buffer(self, alike: Sequence[nn.Parameter]) -> Buffer:
-        """Return a buffer for these parameters. The slices of DTensors are neither reduced nor sharded again."""
+        """Return a buffer for these parameters.
+
+        The slices of DTensors are neither reduced nor sharded again. Counts of loads are whole on every rank, because
+        their update needs all counts of a layer.
+        """
         spread = any(alike[0] is one.parameter for one in self.stand_ins)
+        own = Replicas(Axis("dp"), Axis("zero")) if spread else self._replicas(layout_of(alike[0]))
         return Buffer(
             by_factors(alike, self._groups),
             self._plan,
-            Axis("dp") if spread else self._ranks.dp,
-            Axis("zero") if spread else self._shards,
+            own.every,
+            own.sharing,
             self._ranks.pp.rank,
             self._ranks.device,
-            self._state,
+            self._moments(alike[0]),
             self._seed,
             self._average and not spread,
+            self._canonical,
         )
+
+    def _replicas(self, layout: Layout) -> Replicas:
+        if layout.expert and self._experts is not None:
+            return self._experts
+        return Replicas(self._ranks.dp, self._shards if layout.balancing is None else Axis("zero"))
+
+    def sum_copies(self) -> None:
+        """Sum gradients that are reduced over dp over the copies of a parameter: virtual ranks' and tied ones."""
+        if self._virtual is not None:
+            sum_partial_slices(self.all, self._virtual)
+        for buffer, axis in self.tied:
+            axis.sum_(buffer.own(buffer.grads))
+        for first, second in self.twins:
+            first.own(first.grads).add_(second.own(second.grads))
+            second.own(second.grads).copy_(first.own(first.grads))
+
+    def fp8_masters(self, begin: Callable[[Buffer], None], settle: Callable[[], None]) -> FP8Masters | None:
+        """Return the masters of weights that are stored in FP8, or None. Codes are all-gathered like other weights.
+
+        begin, settle: of the `ParamGatherer`.
+        """
+        experts, groups = self._experts, list[FP8Group]()
+        for apart in (False, True):
+            among = [buffer for buffer in self.all if buffer.in_codes and self._lies_apart(buffer) is apart]
+            shards, tp = self._shards, self._ranks.tp
+            if apart and experts is not None and self._ranks.experts is not None:
+                shards, tp = experts.sharing, self._ranks.experts.tp
+            if among:
+                groups.append(FP8Group([(buffer.owned, partial(begin, buffer)) for buffer in among], shards, tp))
+        return FP8Masters(groups, settle) if groups else None
+
+    def _lies_apart(self, buffer: Buffer) -> bool:
+        """Return True for weights of experts that are on ranks of their own."""
+        return self._experts is not None and layout_of(buffer.parameters[0]).expert
+
+    def num_elements(self, world: Axis) -> int:
+        """Return the number of elements of the whole model. Collective over `world`."""
+        own = sum(last - first for buffer in self.all for first, last in buffer.counted())
+        count = torch.tensor(own, dtype=torch.float64, device=self._ranks.device)
+        if not (elements := int(world.sum_(count).item())):
+            raise UserError("the model has no parameter that is to be trained: all are frozen, or there are none")
+        return elements
 
     def counted(self) -> Iterator[torch.Tensor]:
         """Yield flat views of the gradients in this rank's slices that no other rank counts."""
-        yield from (buffer.own(buffer.grads)[a:b] for buffer in self.all for a, b in buffer.counted())
+        yield from (buffer.own(buffer.grads)[a:b] for buffer in self._trained() for a, b in buffer.counted())
 
     def copies(self) -> Iterator[torch.Tensor]:
         """Yield flat views of the gradients in this rank's slices that another rank counts."""
-        yield from (buffer.own(buffer.grads)[a:b] for buffer in self.all for a, b in buffer.copies())
+        yield from (buffer.own(buffer.grads)[a:b] for buffer in self._trained() for a, b in buffer.copies())
+
+    def _trained(self) -> Iterator[Buffer]:
+        """Yield the buffers whose gradients are those of a loss."""
+        return (buffer for buffer in self.all if not buffer.balances)
+
+    def require_same_model(self) -> None:
+        """Raise an error that names parameters if the model is not the one that the buffers were made for."""
+        self._model.require_same()
+        require_in_place(self.all)
+        require_unwritten(self.all)
 
     def take_gradients(self) -> None:
         """Copy the gradients of DTensors to the buffers."""
@@ -101,3 +189,8 @@ class ModelBuffers:
             reset_accumulation(buffer.parameters)
         for one in self.stand_ins:
             one.forget_gradient()
+
+
+def _names(buffer: Buffer) -> tuple[tuple[str, int], ...]:
+    """Return the logical slices in the buffer."""
+    return tuple((piece.part.name, piece.part.rank) for piece in buffer.pieces)

@@ -11,6 +11,7 @@ each gradient is reduced once, a wrapper is either supported here or refused by 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -19,31 +20,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megaprec.comm.axis import Axis, device_of
+from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import has_layout, layout_of, parameters_of
 from megaprec.errors import UserError
+from megaprec.fp8.params import fp8_param_of
 from megaprec.optim.dtensors import is_dtensor, require_spread_over_all
 from megaprec.optim.flat_buffer import param_dtype
+from megaprec.precision.marks import keeping_marked
+from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that train one model, as this rank sees them, and the device that it computes on."""
+    """The ranks that train one model, as this rank sees them, and the device that it computes on.
+
+    dp: those with equal weights, whose gradients are summed: replicas, and the ranks that share their sequences.
+    """
 
     pp: Axis
     dp: Axis
     tp: Axis
     world: Axis
     device: torch.device
+    experts: ExpertAxes | None = None
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, parts: Sequence[nn.Module]) -> "Ranks":
-        """Return the ranks of `mesh`.
+    def of(mesh: DeviceMesh | None, parts: Sequence[nn.Module], experts: ExpertAxes | None = None) -> "Ranks":
+        """Return the ranks of `mesh`, and those that share the experts of a layer.
 
         Without a mesh these are this process alone, or all ranks that torch has sharded each parameter over. Raises
         UserError if each of several ranks would train a separate model.
         """
-        pp, dp, tp = (Axis.of(mesh, name) for name in ("pp", "dp", "tp"))
+        pp, dp, tp = Axis.of(mesh, "pp"), Axis.replicas(mesh), Axis.of(mesh, "tp")
         device = device_of(mesh)
         if mesh is None:  # the device of the model
             device = next((p.device for p in parameters_of(parts)), device)
@@ -55,7 +64,7 @@ class Ranks:
         world = dp if mesh is None else Axis.world(mesh)
         for name, parameter in spread:
             require_spread_over_all(name, parameter, pp, tp, world)
-        return Ranks(pp, dp, tp, Axis("world", world.rank, world.size, world.group), device)
+        return Ranks(pp, dp, tp, Axis("world", world.rank, world.size, world.group), device, experts)
 
 
 def _without_mesh(device: torch.device, ranks: int) -> str:
@@ -76,11 +85,11 @@ def named(parts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
                 yield name, parameter
 
 
-def require_known(parts: Sequence[nn.Module], tp: int) -> None:
+def require_known(parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | None = None) -> None:
     """Raise UserError, naming parameters, for parameters that cannot be identified.
 
-    These are FSDP1's flat parameters, parameters without a layout, and parameters that were laid out for another number
-    of tensor-parallel ranks.
+    These are FSDP1's flat parameters, parameters without a layout, parameters that were laid out for another number of
+    tensor-parallel ranks, and experts of ranks of their own, of which the optimizer was not told.
     """
     if flat := [name for name, p in named(parts) if _is_flat(p)]:
         raise UserError(
@@ -88,6 +97,8 @@ def require_known(parts: Sequence[nn.Module], tp: int) -> None:
             "shapes: use fully_shard (FSDP2), or pass the model unwrapped, because the optimizer shards its state over "
             "dp by itself"
         )
+    if impossible := [line for name, p in named(parts) if (line := _untrainable(name, p))]:
+        raise UserError(*impossible)
     if bare := [(name, p) for name, p in named(parts) if not has_layout(p)]:
         name, first = bare[0]
         more = f"; {len(bare) - 1} others have none either" if len(bare) > 1 else ""
@@ -96,10 +107,55 @@ def require_known(parts: Sequence[nn.Module], tp: int) -> None:
             "megaprec.attach_whole(model), which names parameters by their paths (after fully_shard, if it is used), "
             f"or with megaprec.attach for a part of a parallel layer{more}"
         )
-    for part in (part for p in parameters_of(parts) for part in layout_of(p).parts):
-        if part.shards * part.copies != tp:
-            made = f"{part.shards} slices x {part.copies} copies"
-            raise UserError(f"{part.name} is laid out for {made}, but there are {tp} tensor-parallel ranks")
+    _require_apart(parts)
+    for layout in map(layout_of, parameters_of(parts)):
+        if layout.expert and experts is None:
+            raise UserError(
+                f"{layout.parts[0].name} is an expert on ranks of its own: give the optimizer the experts= of its "
+                "context"
+            )
+        ranks = experts.tp.size if layout.expert and experts else tp
+        for part in layout.parts:
+            if part.shards * part.copies != ranks:
+                made = f"{part.shards} slices x {part.copies} copies"
+                raise UserError(f"{part.name} is laid out for {made}, but there are {ranks} tensor-parallel ranks")
+
+
+def _untrainable(name: str, parameter: nn.Parameter) -> str:
+    """Return why no step can train the parameter; empty if one can."""
+    if parameter.is_inference():
+        return f"{name} was made in inference mode, where autograd computes no gradients: make the model outside of it"
+    if not parameter.is_floating_point() and fp8_param_of(parameter) is None:
+        held = str(parameter.dtype).removeprefix("torch.")
+        return f"{name} is {held}, and the optimizer has real numbers only: store real and imaginary parts"
+    return ""
+
+
+def _require_apart(parts: Sequence[nn.Module]) -> None:
+    """Raise UserError unless each trained parameter has a name and a memory of its own."""
+    ends: list[tuple[torch.device, int, int, str]] = []
+    taken: dict[tuple[str, int, bool], str] = {}
+    for path, parameter in named(parts):
+        layout = layout_of(parameter)
+        for part in layout.parts:
+            key = part.name, part.rank, layout.again
+            if key in taken:
+                raise UserError(
+                    f"{part.name} is the logical name of two parameters, {taken[key]} and {path}: name them apart, "
+                    "e.g. by megaprec.attach_whole(part, prefix=...) with another prefix for each part of the model"
+                )
+            taken[key] = path
+        if not is_dtensor(parameter) and parameter.numel():
+            reach = sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+            first = parameter.data_ptr()
+            ends.append((parameter.device, first, first + reach * parameter.itemsize, path))
+    ends.sort(key=lambda end: (str(end[0]), end[1]))
+    for (device, _, end, path), (other, start, _, following) in pairwise(ends):
+        if device == other and start < end and device.type != "meta" and start:
+            raise UserError(
+                f"{following} shares memory with {path}: the optimizer moves each into memory of its own, and they "
+                "would no longer be tied; make them one nn.Parameter, or clone one of them"
+            )
 
 
 def _is_flat(parameter: nn.Parameter) -> bool:
@@ -112,6 +168,11 @@ def averages(parts: Sequence[nn.Module], dp: Axis, said: bool | None) -> bool:
     said: the user's choice. Raises UserError if neither the user nor a wrapper decides it.
     """
     spread = any(is_dtensor(p) for p in parameters_of(parts))
+    if said and any(layout_of(p).expert for p in parameters_of(parts)):
+        raise UserError(
+            "average = True: an expert on ranks of its own has the rows of several dp ranks, and fewer replicas than "
+            "there are dp ranks; scale the loss to a share of the mean over all ranks' samples, with average=False"
+        )
     if spread and said is False:
         raise UserError("average = False: fully_shard averages gradients over its ranks, so leave average out")
     if dp.size == 1 or said is not None:
@@ -144,6 +205,20 @@ def require_nothing_left(parts: Sequence[nn.Module], overlap: bool, zero_size: i
             f"{key} = {asked[key]}: {layout_of(spread).parts[0].name} is sharded over ranks by fully_shard, which "
             f"reduces gradients and all-gathers weights by itself: leave {key} out"
         )
+
+
+def with_marked(
+    parts: Sequence[nn.Module], plan: PrecisionPlan, groups: Sequence[str], world: Axis, device: torch.device
+) -> tuple[PrecisionPlan, tuple[str, ...]]:
+    """Return the plan with marked parameters in FP32, and their logical names. groups: patterns of the optimizer.
+
+    Raises UserError for patterns that match nothing on any rank. Collective over the world.
+    """
+    laid_out = (parameter for part in parts for parameter in part.parameters() if has_layout(parameter))
+    names = sorted({n.name for p in laid_out for n in layout_of(p).parts})
+    require_used("precision.keep_fp32", plan.keep_fp32, names, world, device)
+    require_used("optimizer.groups", groups, names, world, device)
+    return keeping_marked(parts, plan, world, device)
 
 
 def move_rest(part: nn.Module, plan: PrecisionPlan, device: torch.device, marked: AbstractSet[nn.Parameter]) -> None:

@@ -24,17 +24,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.layout import has_layout, layout_of, parameters_of
+from megaprec.comm.experts import ExpertAxes
+from megaprec.comm.layout import parameters_of
+from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
-from megaprec.fp8.params import FP8Masters
 from megaprec.optim import grad_presence
+from megaprec.optim.alike import require_alike
 from megaprec.optim.attribution import attribute_nonfinite
+from megaprec.optim.canonical import require_canonical
+from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
 from megaprec.optim.consensus import Consensus, StepConsensus, digest
-from megaprec.optim.flat_buffer import Buffer, require_in_place
+from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.grad_stats import norm_of, statistics
+from megaprec.optim.given_numbers import require_loss, require_saved, require_scaled, require_settings
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
+from megaprec.optim.matrix_updates import MatrixUpdates, require_understood
+from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.model_intake import (
     Ranks,
@@ -42,16 +48,15 @@ from megaprec.optim.model_intake import (
     disable_ddp_sync,
     require_known,
     require_nothing_left,
+    with_marked,
 )
 from megaprec.optim.native import kernels_for
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.param_groups import param_groups, rates, saved, take_up
-from megaprec.optim.scaler import make_scaler
+from megaprec.optim.scaler import TWO_SCALERS, disagreement, make_scaler
 from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
-from megaprec.optim.update_rules import AdamW, Step, UpdateRule
+from megaprec.optim.update_rules import AdamW, Step, UpdateRule, moments_of, update_padded
 from megaprec.optim.update_tile import Tile
-from megaprec.precision.marks import keeping_marked
-from megaprec.precision.patterns import require_used
 from megaprec.precision.plan import PrecisionPlan
 
 
@@ -62,14 +67,14 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         memory, on the mesh's device, or without a mesh on the parameters' device. A chunk may be wrapped in
         DistributedDataParallel, whose all-reduce is then switched off, or sharded by fully_shard
         (`megaprec.optim.dtensors`).
-    mesh: with some of the axes pp, dp and tp, in this order; None for a single process, and for a model that
-    fully_shard
-        has sharded.
+    mesh: with some of the axes pp, dp, cp and tp, in this order; None for a single process, and for a model that
+        fully_shard has sharded.
     lr: the learning rate, which torch's schedulers change in `param_groups`; None if each `step` is given its own.
     average: True if each dp rank's loss is the mean over its own samples, so that gradients are averaged over dp; False
-        if it is the rank's share of a mean over all ranks' samples, so that they are summed. Required if there are
-        several
-        dp ranks, unless the model is wrapped in DistributedDataParallel or sharded by fully_shard: these average.
+        if it is the rank's share of a mean over all ranks' samples, so that they are summed. Required for several dp
+        ranks, unless the model is wrapped in DistributedDataParallel or sharded by fully_shard: these average.
+    virtual: the tensor-parallel axis, if the layouts are those of virtual ranks. experts: the ranks of experts that are
+        spread over ranks, as for `parallel.Context`.
     rule: the update rule; AdamW with its defaults unless given. Each optimizer needs its own.
     groups: factors of learning rate and weight decay by logical name; biases and norms do not decay by default.
     clip: the largest global norm of the gradients; 0 disables clipping. norm: its order, 2, inf or any p >= 1.
@@ -77,12 +82,14 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         1 for no sharding. It must divide the number of dp ranks.
     overlap: the reduction over dp starts during the backward pass that `expect` announces, and weights are all-gathered
         during the next forward pass. Call `wait` before reading weights in between, and before discarding the
-        optimizer:
-        later collectives would be matched with those that were never waited for.
+        optimizer: later collectives would be matched with those that were never waited for.
     bucket: elements of a reduction or an all-gather; the last parameter of a bucket may exceed this number.
+        0: 40 million, or a million for each dp rank if that is more.
     seed: of stochastic rounding.
     native: AdamW on a CPU by kernels that a C compiler builds, wherever masters, gradients and moments are FP32 and
         weights are FP32 or rounded to nearest bf16. The results are equal except for the last bits of the norm.
+    canonical: weights, moments, loss and norm have the same bits for every number of dp ranks, a power of two, for all
+        zero sizes and pipelines. Call `end_microbatch` after each backward pass; average must be False.
     observers: called at each moment of a step; more may be added to the attribute of this name.
     Raises UserError for inconsistent arguments.
     """
@@ -95,6 +102,8 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         *,
         lr: float | None = None,
         average: bool | None = None,
+        virtual: VirtualAxis | None = None,
+        experts: ExpertAxes | None = None,
         rule: UpdateRule | None = None,
         weight_decay: float = 0.1,
         groups: Sequence[Group] = (),
@@ -102,65 +111,54 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         norm: float = 2.0,
         zero_size: int = 0,
         overlap: bool = False,
-        bucket: int = 40_000_000,
+        bucket: int = 0,
         seed: int = 0,
         native: bool = False,
+        canonical: bool = False,
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        self.observers = [*observers]
+        self.observers, self.stop = [*observers], False  # stop: any rank may set it, and all learn of it
         self.clip, self.weight_decay, self.seed, self.overlap = clip, weight_decay, seed, overlap
         self.rule: UpdateRule = rule or AdamW()
-        if not norm >= 1:
-            raise UserError(f"norm {norm}: must be 2, inf or another number of at least 1")
-        ranks = Ranks.of(mesh, parts)
+        given = {"clip": clip, "norm": norm, "bucket": bucket, "zero_size": zero_size, "seed": seed}
+        require_settings(**given, lr=lr, weight_decay=weight_decay)
+        given |= {"lr": lr, "weight_decay": weight_decay, "overlap": overlap, "average": average, "groups": groups}
+        ranks = self._ranks = Ranks.of(mesh, parts, experts)
         self.pp, self.dp, self.tp, self.world, self.device = ranks.pp, ranks.dp, ranks.tp, ranks.world, ranks.device
-        require_known(parts, self.tp.size)
-        self.average = averages(parts, self.dp, average)
-        self.shards = Axis.cut(mesh, "dp", zero_size or Axis.of(mesh, "dp").size, "zero")
-        plan, self.marked = self._understood(parts, plan, groups)  # marked: logical names
-        self.plan = plan
+        require_known(parts, virtual.size if virtual else self.tp.size, experts)
+        self.average, self.canonical = averages(parts, self.dp, average), canonical
+        plan, self.marked = with_marked(
+            parts, plan, [g.pattern for g in groups], self.world, self.device
+        )  # logical names
+        require_understood(self.rule, parts, ranks)
+        require_alike(parts, ranks, plan, {**given, "rule": self.rule})
+        if canonical:
+            require_canonical(parts, plan, self.dp, Axis("tp") if virtual else self.tp, self.average)
         self.kernels = kernels_for(self.rule, self.device) if native else None
-        self.scaler = make_scaler(plan.scaling, self.device)
+        self.plan, self.scaler, self._scale_read = plan, make_scaler(plan.scaling, self.device), False
         self.steps = torch.zeros((), dtype=torch.float32, device=self.device)  # number of applied steps
-        self.stop = False  # if any rank sets it, the next step's report has it on all ranks
         self._groups = param_groups(parameters_of(parts), groups, lr, weight_decay)
         super().__init__(self._groups.values(), {})
         disable_ddp_sync(parts)
         require_nothing_left(parts, overlap, zero_size)
-        names, average = self.rule.names, self.average
-        memory = ModelBuffers(parts, plan, mesh, ranks, self.shards, groups, bucket, names, seed, average)
-        self._memory, self._tied, self.buffers = memory, memory.tied, memory.chunks  # buffers: by model chunk
-        self._slices = [
-            (buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in self.all_buffers()
-        ]
-        self._sums = GradReducer(self.buffers, self.tp, overlap)
+        moments, mean = partial(moments_of, self.rule), self.average
+        shards = self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
+        memory = ModelBuffers(parts, plan, mesh, ranks, shards, groups, bucket, moments, seed, mean, canonical, virtual)
+        self._memory, self.buffers, self._virtual = memory, memory.chunks, virtual  # buffers: by model chunk
+        self._matrices = MatrixUpdates.of(self.rule, memory.all, groups, mesh, ranks)
+        self._slices = self._tiles_of(groups)
+        tp = Axis("tp") if virtual else self.tp  # `sum_copies` sums over virtual ranks
+        self._sums = GradReducer(self.buffers, tp, overlap, MicrobatchSums(self.buffers) if canonical else None)
         self._weights = ParamGatherer(parts, self.all_buffers(), overlap)
         self._counted, self._copies = list(memory.counted()), list(memory.copies())
-        self._fp8 = self._fp8_masters()
-        self._agreement = StepConsensus(self.pp, self.world, norm, self.device)
-        count = torch.tensor(sum(len(values) for values in self._counted), dtype=torch.float64, device=self.device)
-        self.num_elements = int(self.world.sum_(count).item())
+        self._fp8 = memory.fp8_masters(self._weights.begin, self._weights.settle)
+        self._agreement = (CanonicalConsensus if canonical else StepConsensus)(self.pp, self.world, norm, self.device)
+        self.num_elements = memory.num_elements(self.world)
 
-    def _understood(
-        self, parts: Sequence[nn.Module], plan: PrecisionPlan, groups: Sequence[Group]
-    ) -> tuple[PrecisionPlan, tuple[str, ...]]:
-        """Return the plan with marked parameters in FP32, and their logical names.
-
-        Raises UserError for patterns that match nothing on any rank.
-        """
-        laid_out = (parameter for part in parts for parameter in part.parameters() if has_layout(parameter))
-        names = sorted({n.name for p in laid_out for n in layout_of(p).parts})
-        require_used("precision.keep_fp32", plan.keep_fp32, names, self.world, self.device)
-        require_used("optimizer.groups", [group.pattern for group in groups], names, self.world, self.device)
-        return keeping_marked(parts, plan, self.world, self.device)
-
-    def _fp8_masters(self) -> FP8Masters | None:
-        """Return the masters of weights that are stored in FP8, or None. Codes are all-gathered like other weights."""
-        in_codes = [buffer for buffer in self.all_buffers() if buffer.in_codes]
-        if not in_codes:
-            return None
-        collect = [(buffer.owned, partial(self._weights.begin, buffer)) for buffer in in_codes]
-        return FP8Masters(collect, self._weights.settle, self.shards, self.tp)
+    def _tiles_of(self, groups: Sequence[Group]) -> list[tuple[Buffer, list[tuple[Slice, list[Tile]]]]]:
+        """Return, for each buffer that is updated element by element, its slices of one group and their tiles."""
+        rest = [b for b in self._memory.all if b not in self._matrices.buffers and not b.balances]
+        return [(buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in rest]
 
     def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Tile]:
         """Return the tiles of a slice: a single one if the C kernels support it, else runs that suit the device."""
@@ -176,6 +174,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     @property
     def scale(self) -> Tensor:
         """Return the factor for the loss of this step: float32 of shape [], the same on every rank."""
+        self._scale_read = True
         return self.scaler.scale
 
     @property
@@ -192,6 +191,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_numbers(self, numbers: dict[str, Any]) -> None:
         """Load saved numbers, and compute the weights from the present masters."""
+        require_saved(numbers)
         self.wait()
         self.steps.fill_(numbers["steps"])
         self.scaler.load_state_dict(numbers["scaler"])
@@ -214,8 +214,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of any layout. Raise UserError, before anything is changed, if it belongs to another model."""
-        if lacking := [key for key in ("tensors", "steps", "scaler") if key not in state]:
-            raise UserError(f"this is not an optimizer state: it has no {' and no '.join(lacking)}")
+        require_saved(state, ("tensors", "steps", "scaler"))
         self.wait()
         load_tensors(state["tensors"], self.all_buffers(), self.world, self.device)
         self.load_numbers(state)
@@ -226,6 +225,16 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         With `overlap`, the reduction of each buffer starts when its gradients are complete.
         """
         self._sums.expect(chunk)
+
+    @torch.no_grad()
+    def end_microbatch(self, number: int, count: int, chunk: int = 0, complete: bool = True) -> None:
+        """Announce that a backward pass of micro-batch `number`, of `count` on this rank, has ended in a model chunk.
+
+        complete: False if a second pass of the micro-batch computes the gradients of further parameters. Without effect
+        unless `canonical`. Raises UserError for contradicting numbers.
+        """
+        if self._sums.microbatches is not None:
+            self._sums.microbatches.end(number, count, chunk, complete)
 
     @torch.no_grad()
     def reduce(self, chunk: int = 0) -> None:
@@ -259,10 +268,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Raise UserError: only torch.amp.GradScaler reads this attribute."""
-        raise UserError(
-            "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: remove the "
-            "GradScaler and call (loss * optimizer.scale).backward() and optimizer.step()"
-        )
+        raise UserError(TWO_SCALERS)
 
     @torch.no_grad()
     def step(self, lr: float | None = None, loss: Tensor | None = None) -> StepReport:  # pyright: ignore
@@ -270,24 +276,34 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
 
         lr: the learning rate; None if the optimizer was built with one, because then `param_groups` has it.
         loss: of this rank (unscaled), None for no share: with `average` the mean of its own samples, else its share of
-        the
-            global mean loss, so that the sum over all ranks is that loss.
+            the global mean loss, so that the sum over all ranks is that loss. With `canonical` the shares of its
+            micro-batches [n].
         Raises UserError unless the learning rate is given once. Raises RuntimeError on every rank, with nothing
         changed, if the ranks have different scalers or gradients of different parameters, or if parameters were moved
         out of the optimizer's memory. Raises NonFiniteStep if the plan says so.
         """
-        rates(self._groups, lr)
-        self._finish_sums()
+        self._prepare(lr, loss)
+        return self._conclude(self.world.sum_(self._own_numbers(loss)), lr)
+
+    def _prepare(self, lr: float | None, loss: Tensor | None) -> None:
+        """Refuse what no step can be made of, complete all reductions and show the gradients to observers."""
+        self._rate = rates(self._groups, lr)[1.0, 1.0][0]
+        require_loss(loss, self.canonical)
+        require_scaled(self._scale_read, self.plan.scaling)
+        self.wait()
+        self._memory.require_same_model()
+        self._memory.take_gradients()
+        self._sums.finish()
+        self._memory.sum_copies()
         for observer in self.observers:
-            observer.gradients_ready(self.all_buffers(), self.scale)
-        return self._conclude(self._agree(loss), lr)
+            observer.gradients_ready(self.all_buffers(), self.scaler.scale)
 
     def _conclude(self, agreed_on: Tensor, lr: float | None) -> StepReport:
-        """Decide, update and report a step from `agreed_on`, the reduced numbers of `_agree`; discard the gradients."""
+        """Decide, update and report a step from `agreed_on`, the numbers of all ranks; discard the gradients."""
         agreed = self._agreement.read(agreed_on)
-        scale = self.scale.clone()
+        scale = self.scaler.scale.clone()
         norm = agreed.norm / scale
-        found = self._forbidden(agreed)
+        found = agreed.forbids(self.plan.on_nonfinite)
         for observer in self.observers:
             observer.decided(self.all_buffers(), scale, found)
         self._update(lr, scale.double() / self._clip_factor(norm), found)
@@ -304,34 +320,16 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
             raise NonFiniteStep(report)
         return report
 
-    def _finish_sums(self) -> None:
-        """Complete all reductions, so that the gradients in this rank's slices are those of the whole model."""
-        self.wait()
-        require_in_place(self.all_buffers())
-        self._memory.take_gradients()
-        self._sums.finish()
-        for buffer, axis in self._tied:
-            axis.sum_(buffer.own(buffer.grads))
-
-    def _agree(self, loss: Tensor | None) -> Tensor:
-        """Return the numbers of `StepConsensus`, summed over the whole mesh."""
-        return self.world.sum_(self._own_numbers(loss))
-
     def _own_numbers(self, loss: Tensor | None) -> Tensor:
         """Return this rank's numbers about its gradients, to be summed over the whole mesh."""
-        agreement, missing = self._agreement, grad_presence.missing(self.all_buffers())
-        counted = statistics(self._counted, self._copies, self.device, self.kernels)
-        norm = counted[0] if agreement.p == 2 else norm_of(self._counted, agreement.p, self.device)
-        scaler = digest((*self.scaler.tensors(), self.steps))
+        if self.canonical:
+            loss = in_slots(loss, self._sums.num_microbatches, self.dp, self.device)
+        counted, norm = self._agreement.measured(self._counted, self._copies, self.kernels)
+        rate = torch.full((), self._rate, dtype=torch.float32, device=self.device)
+        scaler = digest((*self.scaler.tensors(), self.steps, rate))
         loss = loss / self.dp.size if loss is not None and self.average else loss
-        return agreement.pack(counted, loss, scaler, grad_presence.digest(missing), norm, self.stop)
-
-    def _forbidden(self, agreed: Consensus) -> Tensor:
-        """Return float32 [], 1 if this step must change nothing."""
-        allowed = agreed.same_scaler & agreed.same_parameters
-        if self.plan.on_nonfinite != "ignore":
-            allowed = allowed & agreed.finite
-        return allowed.logical_not().float()
+        missing, given = grad_presence.summary(self.all_buffers())
+        return self._agreement.pack(counted, loss, scaler, missing, norm, self.stop, given)
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
         """Return the clip factor, at most 1. It is 1 for a non-finite norm, used only if the plan ignores overflows."""
@@ -353,11 +351,17 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
                 step = Step(*rates_of[s.lr, s.weight_decay], divisor, found, steps)
                 for block in blocks:
                     update(block, step)
-            if not buffer.in_codes:
-                self._weights.begin(buffer)  # overlaps with the update of the next buffer
+            self._collect(buffer)  # overlaps with the update of the next buffer
+        self._matrices.apply(lambda pair: Step(*rates_of[pair], divisor, found, steps), self._collect)
+        self._memory.balance.apply(found, steps, self._collect)
         self._weights.settle()
         self._memory.give_back()
         self.rule.advance(found)
+
+    def _collect(self, buffer: Buffer) -> None:
+        """Start to all-gather the weights of an updated buffer; FP8 codes are computed and gathered later."""
+        if not buffer.in_codes:
+            self._weights.begin(buffer)
 
     def _update_block(self, block: Tile, step: Step) -> None:
         """Update one tile. Its gradients may be overwritten, but non-finite ones stay non-finite."""
@@ -366,21 +370,20 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
             self.kernels.adamw_(block, self.rule, step)
             return
         weights, grads, state = block.wide()
-        self.rule.update_(weights, grads, state, step)
+        (update_padded if self.canonical else type(self.rule).update_)(self.rule, weights, grads, state, step)
         block.keep(weights, state, self.steps)
 
     def _report(self, agreed: Consensus, norm: Tensor, scale: Tensor, lr: float | None) -> StepReport:
         """Return the report of the step, with offenders if it was skipped. Here alone the host waits for the device."""
-        flags = torch.stack((agreed.finite, agreed.same_scaler, agreed.same_parameters)).double()
+        flags = torch.stack((agreed.finite, agreed.same_scaler, agreed.same_parameters, agreed.gradients > 0)).double()
         numbers = torch.cat((torch.stack((agreed.loss, norm, scale.double(), agreed.stops)), flags, agreed.zeros))
-        loss, size, scaled_by, stops, finite, same_scaler, same_parameters, *zeros = numbers.tolist()
+        loss, size, scaled_by, stops, finite, same_scaler, same_parameters, given, *zeros = numbers.tolist()
         if not same_scaler:
-            raise RuntimeError(f"ranks disagree about the loss scaler; on this one it is {self.scaler.state_dict()}")
-        if not same_parameters:
-            here = f"stage {self.pp.rank}, dp rank {self.dp.rank}, tensor rank {self.tp.rank}"
-            lacking = grad_presence.missing(self.all_buffers())
-            raise RuntimeError(grad_presence.disagreement(lacking, self.world, self.device, here))
-        offenders = () if finite else attribute_nonfinite(self.all_buffers(), self.pp, self.tp, self.world, self.device)
+            raise RuntimeError(disagreement(self.scaler, int(self.steps), self._rate))
+        if not same_parameters or not given:
+            raise RuntimeError(grad_presence.why(self.all_buffers(), self._ranks, any_given=bool(given)))
+        tp = None if self._virtual else self.tp.rank
+        offenders = () if finite else attribute_nonfinite(self.all_buffers(), self.pp, tp, self.world, self.device)
         broken: Outcome = "applied_nonfinite" if self.plan.on_nonfinite == "ignore" else "skipped_overflow"
         counts = tuple(int(count) for count in zeros)
         return StepReport(

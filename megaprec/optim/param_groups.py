@@ -13,6 +13,7 @@ from torch import nn
 
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
+from megaprec.optim.given_numbers import require_rates
 from megaprec.optim.group_factors import Factors, Group, factors
 
 Rates = tuple[float, float]  # learning rate and weight decay
@@ -61,6 +62,9 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
             "step(lr=...) of an optimizer that was built with lr: the rate is that of its param_groups, which LR "
             "schedulers change; give the rate in one place only"
         )
+    require_rates(**({} if lr is None else {"lr": lr}))
+    for group in of.values():
+        require_rates(**{key: group[key] for key in (("weight_decay", "lr") if lr is None else ("weight_decay",))})
     if lr is None:
         return {pair: (float(group["lr"]), float(group["weight_decay"])) for pair, group in of.items()}
     return {pair: (lr * pair[0], float(group["weight_decay"])) for pair, group in of.items()}

@@ -16,6 +16,7 @@ have been right: after a clipped or skipped step the next one waits for the all-
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -106,9 +107,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         Raises RuntimeError as `step` does, if the step was not guessed, and if the step before is not settled.
         """
         self.require_settled()
-        self._finish_sums()
-        for observer in self.observers:
-            observer.gradients_ready(self.all_buffers(), self.scale)
+        self._prepare(lr, loss)
         numbers = self._own_numbers(loss)
         finish = self.world.start_sum_(numbers)
         if not self._guesses:
@@ -116,12 +115,14 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
             self._guesses = self._as_guessed(self._agreement.read(numbers))
             return self._conclude(numbers, lr)
         counters = [counter.clone() for counter in self._counters()]
-        self._guessed = _Guessed(lr, numbers, finish, self.scale.clone(), counters, self.rule.scalars)
+        self._guessed = _Guessed(lr, numbers, finish, self.scaler.scale.clone(), counters, self.rule.scalars)
         fine = torch.zeros((), dtype=torch.float32, device=self.device)
         for observer in self.observers:
             observer.decided(self.all_buffers(), self._guessed.scale, fine)
         self.steps += 1
-        self._apply(lr, self.scale.double(), fine, self._update_copied)
+        for block in chain(self._matrices.tiles(), self._memory.balance.tiles()):
+            self._copy(block)
+        self._apply(lr, self.scaler.scale.double(), fine, self._update_copied)
         self.scaler.update(fine)
         for observer in self.observers:
             observer.updated(self.all_buffers())
@@ -170,11 +171,12 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
 
     def _as_guessed(self, agreed: Consensus, scale: Tensor | None = None) -> bool:
         """Return True if the guess is valid. scale: loss scale of the step, if not the present one."""
-        unclipped = self._clip_factor(agreed.norm / (self.scale if scale is None else scale)) == 1
-        return bool(agreed.finite & agreed.same_scaler & agreed.same_parameters & unclipped)
+        unclipped = self._clip_factor(agreed.norm / (self.scaler.scale if scale is None else scale)) == 1
+        return bool(agreed.finite & agreed.same_scaler & agreed.same_parameters & (agreed.gradients > 0) & unclipped)
 
     def _blocks(self) -> Iterator[Tile]:
-        return (block for _, parts in self._slices for _, blocks in parts for block in blocks)
+        yield from (block for _, parts in self._slices for _, blocks in parts for block in blocks)
+        yield from chain(self._matrices.tiles(), self._memory.balance.tiles())
 
     def _counters(self) -> list[Tensor]:
         """Return the tensors that a step changes besides those of the tiles; the scalars of the rule are separate."""
@@ -182,14 +184,17 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
 
     def _update_copied(self, block: Tile, step: Step) -> None:
         """Copy everything that an update of the tile changes, then update it. The gradients are not changed."""
+        self._copy(block)
+        reads = self.kernels is not None and self.kernels.updates(block)  # the C kernels do not write to the gradients
+        self._update_block(block if reads else replace(block, grads=block.grads.clone()), step)
+
+    def _copy(self, block: Tile) -> None:
         changed = block.changed()
         copies = self._copies_of.setdefault(id(block), [])
         if not copies:
             copies += map(torch.empty_like, changed)
         for copy, values in zip(copies, changed, strict=True):
             copy.copy_(values)
-        reads = self.kernels is not None and self.kernels.updates(block)  # the C kernels do not write to the gradients
-        self._update_block(block if reads else replace(block, grads=block.grads.clone()), step)
 
     def _go_back(self, guessed: _Guessed) -> None:
         """Restore the state before the guess, bit for bit, on this rank and in the weights of the others."""

@@ -20,6 +20,11 @@ from megaprec.precision.plan import LossScaling
 
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127  # powers of two that float32 can hold and invert
 
+TWO_SCALERS = (
+    "torch.amp.GradScaler around ParallelAMPOptimizer, which scales, unscales and skips by itself: remove the "
+    "GradScaler and call (loss * optimizer.scale).backward() and optimizer.step()"
+)
+
 
 class GradScaler(Protocol):
     """The interface of a scaler that the optimizer uses. `scale` and `inv_scale` are float32 tensors of shape []."""
@@ -139,6 +144,12 @@ class DynamicGradScaler:
             self.scale.fill_(min(max(state["scale"], self.min_scale), self.max_scale))
             self.growth_tracker.fill_(int(state["growth_tracker"]))
             self.hysteresis_tracker.fill_(int(state["hysteresis_tracker"]))
+
+
+def disagreement(scaler: GradScaler, steps: int, rate: float) -> str:
+    """Return a line with this rank's numbers, which those of another rank contradict."""
+    here = f"{scaler.state_dict() or 'a constant scale'}, {steps} steps, learning rate {rate:g}"
+    return f"ranks disagree about the loss scaler, the number of steps or the learning rate; here: {here}"
 
 
 def make_scaler(scaling: LossScaling, device: torch.device | str = "cpu") -> GradScaler:

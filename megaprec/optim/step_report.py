@@ -67,6 +67,7 @@ class StepReport:
     loss_scale: the factor of this step's loss. lr: the learning rate of the step.
     offenders: of a skipped step, the tensors with the most non-finite elements, worst first.
     stop: True if some rank was asked to stop before this step was agreed on.
+    mtp_loss: mean loss of the modules of multi-token prediction; None if the model has none.
     """
 
     outcome: Outcome
@@ -79,6 +80,7 @@ class StepReport:
     lr: float
     offenders: tuple[Offender, ...] = ()
     stop: bool = False
+    mtp_loss: float | None = None
 
     @property
     def changed(self) -> bool:
@@ -120,7 +122,12 @@ def _strict(value: object) -> object:
 
 
 def report_fields(report: StepReport) -> dict[str, object]:
-    """Return the fields of the report by name, in order; offenders are a separate event."""
+    """Return the fields of the report by name, in order, without those that the model lacks.
+
+    Offenders are a separate event.
+    """
     fields = asdict(report)
     del fields["offenders"], fields["stop"]
+    if report.mtp_loss is None:
+        del fields["mtp_loss"]
     return fields

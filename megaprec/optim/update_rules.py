@@ -1,22 +1,34 @@
-"""Update rules: elementwise formulas by which a step changes weights.
+"""Update rules: formulas by which a step changes weights.
 
 An elementwise rule may be applied to any slice of a parameter, in any pieces, with the same result as for the whole.
 This allows a dp rank to keep a shard of the state, and a CPU to work in blocks that stay in its cache. A rule that
-needs a whole matrix (Adafactor, Muon, LARS) cannot be sharded so and is refused.
+needs a whole matrix cannot be sharded so. Adafactor and LARS are refused; Muon, whose state is elementwise and whose
+update is not, is applied to whole logical matrices by `megaprec.optim.matrix_updates`.
 
 A rule receives flat tensors of one dtype, FP32 or wider, and changes them in place; `state` holds its moments in the
 order of `names`, all zero before the first step.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from fnmatch import fnmatchcase
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megaprec.comm.layout import Part, layout_of
 from megaprec.errors import UserError
+from megaprec.kinds import is_number
+from megaprec.optim.newton_schulz import PUBLISHED, Coefficients
+
+MUON_MOMENTUM = "muon_momentum"
+"""Name of Muon's moment in checkpoints; SGD's momentum is another average of gradients."""
+NOT_HIDDEN = ("embedding.*", "positions.*", "head.*")
+"""Logical names of the matrices that are not hidden layers of a model of ours."""
+
+VECTOR = 64  # elements: a multiple of every vector and of every unrolled loop over vectors
 
 
 @dataclass(frozen=True)
@@ -71,10 +83,10 @@ class AdamW(_Stateless):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise UserError(f"betas = {list(self.betas)} must be two numbers from 0 to below 1")
-        if self.eps <= 0:
-            raise UserError(f"eps = {self.eps} must be above 0: padding and unseen tokens have gradients of 0")
+        if not is_number(self.eps) or self.eps <= 0:
+            raise UserError(f"eps = {self.eps!r} must be above 0: padding and unseen tokens have gradients of 0")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,6 +100,123 @@ class AdamW(_Stateless):
         )  # fmt: skip
 
 
+Scale = Literal["moonshot", "keller-jordan"]
+
+
+@dataclass(frozen=True)
+class Muon(_Stateless):
+    """Momentum orthogonalized by Newton-Schulz for logical matrices, AdamW for all other tensors.
+
+    With gradient G of a logical matrix [m, n], momentum B and weights W, in a step of learning rate r and decay d:
+
+        B  <-  momentum * B + (1 - momentum) * G
+        O   =  orthogonalized(momentum * B + (1 - momentum) * G), without nesterov orthogonalized(B)
+        W  <-  (1 - r * d) * W - r * factor * O
+
+    Products of `orthogonalized` are rounded to `ns_dtype`: bf16, fp32, fp64, or "" for bf16, which is fp64 if the
+    masters are FP64. scale: name of the factor, "moonshot" for 0.2 * sqrt(max(m, n)) or "keller-jordan" for
+    sqrt(max(1, m / n)). by_adamw: patterns of logical names of matrices that `adamw` updates, as it updates every
+    tensor that has not two dims. The rule is elementwise only in B; `update_` is that of `adamw`.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: Coefficients = PUBLISHED
+    ns_steps: int = 5
+    ns_eps: float = 1e-7
+    ns_dtype: str = ""
+    scale: Scale = "moonshot"
+    by_adamw: tuple[str, ...] = NOT_HIDDEN
+    adamw: AdamW = AdamW()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_adamw", _texts("by_adamw", self.by_adamw))
+        object.__setattr__(self, "ns_coefficients", _numbers("ns_coefficients", self.ns_coefficients))
+        problems = {
+            f"momentum = {self.momentum!r} must lie from 0 to below 1": is_number(self.momentum)
+            and 0 <= self.momentum < 1,
+            f"nesterov = {self.nesterov!r} must be true or false": isinstance(self.nesterov, bool),
+            f"ns_steps = {self.ns_steps!r} must be a whole number from 1 to 99": type(self.ns_steps) is int
+            and 1 <= self.ns_steps < 100,
+            f"ns_eps = {self.ns_eps!r} must be above 0: gradients of a matrix may all be 0": is_number(self.ns_eps)
+            and self.ns_eps > 0,
+            f"ns_dtype = {self.ns_dtype!r} is not known: use bf16, fp32 or fp64": self.ns_dtype in ("", *_ITERATES),
+            f"scale = {self.scale!r} is not known: use {' or '.join(FACTORS)}": self.scale in tuple(FACTORS),
+        }
+        if wrong := [f"optimizer.options for 'muon': {said}" for said, right in problems.items() if not right]:
+            raise UserError(*wrong)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (MUON_MOMENTUM, *self.adamw.names)
+
+    def updates(self, part: Part) -> bool:
+        """Return True if this logical tensor is updated by orthogonalized momentum, False if by `adamw`."""
+        return len(part.shape) == 2 and not any(fnmatchcase(part.name, pattern) for pattern in self.by_adamw)
+
+    def factor(self, shape: Sequence[int]) -> float:
+        """Return the factor of the learning rate for a logical matrix of this shape."""
+        return FACTORS[self.scale](*shape)
+
+    def iteration_dtype(self, masters: torch.dtype) -> torch.dtype:
+        """Return the dtype to which the products of the iteration are rounded."""
+        usual = torch.float64 if masters == torch.float64 else torch.bfloat16
+        return _ITERATES.get(self.ns_dtype, usual)
+
+    def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        self.adamw.update_(weights, grads, state, step)
+
+
+FACTORS: dict[str, Callable[[int, int], float]] = {
+    "moonshot": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+    "keller-jordan": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+}
+"""Factors of Muon's learning rate for a matrix [rows, columns], by name.
+
+moonshot: "Muon is Scalable for LLM Training" (arXiv 2502.16982): an update has the root mean square of a usual one by
+AdamW, so both have one learning rate. keller-jordan: muon.py of github.com/KellerJordan/Muon.
+"""
+_ITERATES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def _texts(key: str, values: object) -> tuple[str, ...]:
+    if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
+        return tuple(values)
+    raise UserError(f"optimizer.options for 'muon': {key} = {values!r} must be a list of patterns")
+
+
+def _numbers(key: str, values: object) -> Coefficients:
+    if isinstance(values, list | tuple) and len(values) == 3 and all(map(is_number, values)):
+        first, second, third = map(float, values)
+        return first, second, third
+    raise UserError(f"optimizer.options for 'muon': {key} = {values!r} must be three numbers")
+
+
+def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
+    """Return the names of the moments that a rule keeps of a parameter.
+
+    Raises UserError if Muon updates some of the logical tensors that are stacked in the parameter, and AdamW others.
+    """
+    if layout_of(parameter).balancing is not None:
+        return ()
+    if not isinstance(rule, Muon):
+        return rule.names
+    parts = layout_of(parameter).parts
+    by_muon = [part.name for part in parts if rule.updates(part)]
+    if by_muon and len(by_muon) < len(parts):
+        others = " and ".join(part.name for part in parts if part.name not in by_muon)
+        raise UserError(
+            f"optimizer.options by_adamw: {' and '.join(by_muon)} and {others} are one parameter, which Muon and AdamW "
+            "would share: match all or none"
+        )
+    return rule.names[:1] if by_muon else rule.names[1:]
+
+
+def least_moments(rule: UpdateRule) -> int:
+    """Return the smallest number of moments that a rule keeps of a parameter."""
+    return 1 if isinstance(rule, Muon) else len(rule.names)
+
+
 @dataclass(frozen=True)
 class SGD(_Stateless):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient, as in torch."""
@@ -96,8 +225,8 @@ class SGD(_Stateless):
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise UserError(f"momentum = {self.momentum} must lie from 0 to below 1")
+        if not is_number(self.momentum) or not 0 <= self.momentum < 1:
+            raise UserError(f"momentum = {self.momentum!r} must lie from 0 to below 1")
         if self.nesterov and not self.momentum:
             raise UserError("nesterov needs a momentum above 0")
 
@@ -224,12 +353,31 @@ class Torch:
         return f"optimizer {self.kind.__module__}.{self.kind.__name__}"
 
 
+def update_padded(rule: UpdateRule, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+    """Do `rule.update_` so that the result for an element does not depend on the slice that it is in.
+
+    torch's fused kernels compute the last elements of a tensor, fewer than a vector has, with other instructions. So
+    tensors of other lengths are padded with zeros. The gradients are not changed then.
+    """
+    missing = -len(weights) % VECTOR
+    if not missing:
+        rule.update_(weights, grads, state, step)
+        return
+    kept = (weights, *state)
+    padded = [torch.nn.functional.pad(values, (0, missing)) for values in (grads, *kept)]
+    rule.update_(padded[1], padded[0], padded[2:], step)
+    for values, updated in zip(kept, padded[1:], strict=True):
+        values.copy_(updated[: len(values)])
+
+
 def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
-    """Return the rule of that name: adamw, sgd, or an optimizer class of torch.optim.
+    """Return the rule of that name: adamw, sgd, muon, or an optimizer class of torch.optim.
+
+    Options of muon are the fields of `Muon`, and betas and eps of its AdamW.
 
     Raises UserError for an unknown name, and for options that the rule does not have.
     """
-    known = {"adamw": AdamW, "sgd": SGD}
+    known = {"adamw": AdamW, "sgd": SGD, "muon": _muon}
     kind = getattr(torch.optim, name, None)
     try:
         if name.lower() in known:
@@ -238,4 +386,11 @@ def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
             return Torch(kind, options)
     except TypeError as error:
         raise UserError(f"optimizer.options for {name!r}: {error}") from error
-    raise UserError(f"optimizer.name = {name!r} is not known: use adamw, sgd or a class of torch.optim such as RAdam")
+    raise UserError(
+        f"optimizer.name = {name!r} is not known: use adamw, sgd, muon or a class of torch.optim such as RAdam"
+    )
+
+
+def _muon(**options: Any) -> Muon:
+    own = {key: options.pop(key) for key in ("betas", "eps") if key in options}
+    return Muon(**options, adamw=AdamW(**own))

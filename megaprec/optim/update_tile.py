@@ -59,7 +59,15 @@ class Tile:
 
     def wide(self) -> Wide:
         """Return masters, gradients and moments for an update in place, copied if narrower than FP32."""
-        return self.wide_weights(), _widened(self.grads), [_widened(values) for _, values in self.state]
+        return self.wide_weights(), self.wide_gradients(), self.wide_moments()
+
+    def wide_gradients(self) -> Tensor:
+        """Return the gradients, FP32 or wider."""
+        return _widened(self.grads)
+
+    def wide_moments(self) -> list[Tensor]:
+        """Return the moments, FP32 or wider."""
+        return [_widened(values) for _, values in self.state]
 
     def changed(self) -> list[Tensor]:
         """Return views of all tensors that an update changes, each element once."""
@@ -77,11 +85,19 @@ class Tile:
 
     def keep(self, weights: Tensor, state: Sequence[Tensor], steps: Tensor) -> None:
         """Store the tensors of `wide` after step number `steps`, and round the masters to the layers' weights."""
+        self.keep_moments(state, steps)
+        self.keep_masters(weights, steps)
+
+    def keep_masters(self, weights: Tensor, steps: Tensor) -> None:
+        """Store the masters of `wide` after step number `steps`, and round them to the layers' weights."""
+        if weights.data_ptr() != self.weights.data_ptr():
+            self.keep_weights(weights, steps)
+
+    def keep_moments(self, state: Sequence[Tensor], steps: Tensor) -> None:
+        """Store the moments of `wide` after step number `steps`."""
         for (name, kept), values in zip(self.state, state, strict=True):
             if kept.dtype != values.dtype:
                 kept.copy_(stochastic(values, self.draw.bits(name, steps)))
-        if weights.data_ptr() != self.weights.data_ptr():
-            self.keep_weights(weights, steps)
 
     def keep_weights(self, wide: Tensor, steps: Tensor | None = None) -> None:
         """Store the masters, and the layers' rounded weights. Without `steps` weights are rounded to nearest."""

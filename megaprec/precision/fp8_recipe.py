@@ -18,6 +18,7 @@ from typing import Literal
 from torch import Tensor
 
 from megaprec.errors import UserError
+from megaprec.kinds import wrong_kinds
 
 Kind = Literal["delayed", "current", "rowwise", "blockwise", "mx"]
 Backend = Literal["torch", "transformer_engine"]
@@ -77,6 +78,8 @@ class FP8Recipe:
     backend: Backend = "torch"
 
     def __post_init__(self) -> None:
+        if wrong := wrong_kinds(self):
+            raise UserError(*(f"fp8.{line}" for line in wrong))
         if broken := [rule for rule, holds in self._rules().items() if not holds]:
             raise UserError(*(f"fp8.{rule}" for rule in broken))
 

@@ -1,12 +1,14 @@
 """Matrix products in the precision that the plan names.
 
 A product is rounded to the dtype of its factors, whatever the dtype of accumulation. torch's FP16 product on a CPU is
-some sixty times slower than its FP32 product, so on a CPU the factors are cast to FP32, multiplied, and the result is
-rounded to FP16. A tensor core does the same, with overflow to inf at the same magnitude. A CPU has no TF32 either, so
-there FP32 factors are first rounded to TF32, which shows the numbers that a GPU would compute.
+some sixty times slower than its FP32 product, and so is its BF16 product on a CPU without vector instructions for it.
+There the factors are cast to FP32, multiplied, and the result is rounded. A tensor core does the same, with overflow to
+inf at the same magnitude. A CPU has no TF32 either, so there FP32 factors are first rounded to TF32, which shows the
+numbers that a GPU would compute.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -107,13 +109,30 @@ class Gemm:
 def product(a: Tensor, b: Tensor, tf32: bool = False) -> Tensor:
     """Return a @ b, [m, k] @ [k, n] -> [m, n], in the dtype of the factors."""
     if slow_half(a):
-        return (a.float() @ b.float()).half()
+        return (a.float() @ b.float()).to(a.dtype)
     return product_tf32(a, b) if tf32 and lacks_tf32(a) else a @ b
+
+
+def sum_with_product(base: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return beta * base + alpha * a @ b, rounded once to the dtype of the factors."""
+    if slow_half(a):
+        return torch.addmm(base.float(), a.float(), b.float(), beta=beta, alpha=alpha).to(a.dtype)
+    return torch.addmm(base, a, b, beta=beta, alpha=alpha)
 
 
 def slow_half(tensor: Tensor) -> bool:
     """Return True if products of this tensor are faster in FP32, with the result rounded."""
-    return tensor.dtype == torch.float16 and tensor.device.type == "cpu"
+    return tensor.device.type == "cpu" and (tensor.dtype == torch.float16 or slow_bf16(tensor))
+
+
+def slow_bf16(tensor: Tensor) -> bool:
+    """Return True for bf16 on a CPU on which torch's product of bf16 is a plain loop: on x86 one without AVX512."""
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and not _has_bf16_products()
+
+
+@cache
+def _has_bf16_products() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def lacks_tf32(tensor: Tensor) -> bool:
@@ -126,8 +145,12 @@ def add_product_(
 ) -> None:
     """Add scale * a @ b to `total`, whose dtype may be wider than that of the factors.
 
-    The product is rounded to the dtype of the factors before it is scaled and added. first: overwrite `total` instead.
+    The product is rounded to the dtype of the factors before it is scaled and added, except on a device whose product
+    takes a wider total (`adds_unrounded`). first: overwrite `total` instead.
     """
+    if adds_unrounded(total, a):
+        torch.addmm(total, a, b, beta=0 if first else 1, alpha=scale, out_dtype=total.dtype, out=total)
+        return
     if total.dtype == a.dtype and not slow_half(a) and not (tf32 and lacks_tf32(a)):
         total.addmm_(a, b, beta=0 if first else 1, alpha=scale)  # beta=0 ignores `total`, even inf and NaN
         return
@@ -137,6 +160,23 @@ def add_product_(
         total.copy_(made)
     else:
         _add_(total, made)
+
+
+def adds_unrounded(total: Tensor, factor: Tensor) -> bool:
+    """Return True if torch adds products of such factors to an FP32 total inside the product, without rounding them.
+
+    torch does so for 16-bit factors on CUDA (`_addmm_dtype_out_cuda` in aten/src/ATen/native/cuda/Blas.cpp), and has no
+    such product for a CPU.
+    """
+    halves = factor.dtype in (torch.bfloat16, torch.float16)
+    return halves and total.dtype == torch.float32 and _has_wide_totals(total.device.type)
+
+
+@cache
+def _has_wide_totals(device: str) -> bool:
+    key = {"cuda": "CUDA", "cpu": "CPU"}.get(device)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return key is not None and hasattr(torch.ops.aten.addmm, "dtype_out") and has("aten::addmm.dtype_out", key)
 
 
 def _add_(total: Tensor, product: Tensor) -> None:

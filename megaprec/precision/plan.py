@@ -8,13 +8,14 @@ optimizer use a wider dtype, and a few operators (norms, softmax, loss) never us
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 
-from megaprec.errors import UserError
+from megaprec.errors import UserError, did_you_mean
+from megaprec.kinds import wrong_kinds
 from megaprec.precision.fp8_recipe import FP8Recipe
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
@@ -37,6 +38,10 @@ class LossScaling:
     hysteresis: int = 2
     maximum: float | None = None
     hysteresis_refill: Literal["growth", "good_step"] = "growth"
+
+    def __post_init__(self) -> None:
+        if wrong := wrong_kinds(self):
+            raise UserError(*(f"loss scale: {line}" for line in wrong))
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,8 @@ class PrecisionPlan:
     origin: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        if wrong := wrong_kinds(self):
+            raise UserError(*(f"precision plan: {line}" for line in wrong))
         if broken := [rule for rule, holds in self._rules().items() if not holds]:
             raise UserError(*broken)
 
@@ -206,6 +213,9 @@ def plan(
     others: fields of PrecisionPlan, passed on unchanged.
     The default of fp16 is a dynamic loss scale; with fp64 every field that is FP32 by default is FP64.
     """
+    known = [field.name for field in fields(PrecisionPlan)]
+    if strange := [f"plan has no field {key}{did_you_mean(key, known)}" for key in others if key not in known]:
+        raise UserError(*strange)
     wide = "fp64" if compute == "fp64" else "fp32"
     parameters = parameters or compute
     gradients, moments = (wide if name == "fp32" else name for name in (gradients, moments))
@@ -214,10 +224,10 @@ def plan(
     named |= {"moments": moments, "masters": held.get(masters, masters)}
     if unknown := [f"precision.{key} = {name!r} is not known" for key, name in named.items() if name not in DTYPES]:
         raise UserError(*(f"{problem}: use one of {', '.join(DTYPES)}" for problem in unknown))
-    fields: dict[str, Any] = {key: DTYPES[name] for key, name in named.items()}
-    fields |= dict.fromkeys(("sensitive", "scores", "buffers", "output"), DTYPES[wide]) | dict.fromkeys(
+    values: dict[str, Any] = {key: DTYPES[name] for key, name in named.items()}
+    values |= dict.fromkeys(("sensitive", "scores", "buffers", "output"), DTYPES[wide]) | dict.fromkeys(
         ("residual", "pipeline", "attention"), DTYPES[compute]
     )
-    fields |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite} | others
-    fields["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
-    return PrecisionPlan(**fields, origin=dict.fromkeys(fields, "precision.compute"))
+    values |= {"remainders": masters == "split", "on_nonfinite": on_nonfinite} | others
+    values["scaling"] = scaling or LossScaling("dynamic" if compute == "fp16" else "none")
+    return PrecisionPlan(**values, origin=dict.fromkeys(values, "precision.compute"))

@@ -20,7 +20,8 @@ class StageCost:
     """The cost of one stage.
 
     forward, input, weight: FLOPs of the forward, the input gradient and the weight gradient of one micro-batch.
-    parameters: number of elements; a tied head is counted in the stage that holds it.
+    parameters: number of elements; a tied head is counted in the stage that holds it. The copy of the embedding that
+        modules of multi-token prediction read is not counted.
     """
 
     cut: Cut
@@ -44,27 +45,32 @@ def training_flops(config: ModelConfig, seq_length: int) -> int:
     """Return the FLOPs of the model's matrix products for one token, forward and backward: the numerator of MFU.
 
     A backward pass has twice the products of a forward pass; recomputation is not counted. Attention counts the whole
-    sequence, or window, as if it were not causal. Of experts those are counted that a token is sent to. The same rules
-    are in appendix B of PaLM (Chowdhery et al., 2022), there without the products of an untied embedding.
+    sequence, or window, as if it were not causal. Of experts those are counted that a token is sent to, and modules of
+    multi-token prediction are counted with their heads. The other rules are in appendix B of PaLM (Chowdhery et al.,
+    2022), there without the products of an untied embedding.
     """
-    return 3 * config.flops_per_token(seq_length)
+    return 3 * (config.flops_per_token(seq_length) + config.mtp_flops(seq_length))
 
 
 def stage_costs(
     config: ModelConfig, cuts: Sequence[Cut], seq_length: int, micro_batch: int, recompute: Recompute = KEEP
 ) -> list[StageCost]:
-    """Return the cost of each stage, summed over its tp ranks. The vocabulary must be known."""
+    """Return the cost of each stage, summed over its tp and cp ranks. The vocabulary must be known."""
     return [_stage_cost(config, cut, seq_length, seq_length * micro_batch, recompute) for cut in cuts]
 
 
 def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int, recompute: Recompute) -> StageCost:
-    layers = len(cut.layers)
-    attention = layers * config.attention_flops(seq_length)
-    products = layers * config.layer_flops(seq_length) - attention + cut.last * config.head_flops()
+    attention = len(cut.layers) * config.attention_flops(seq_length)
+    blocks = config.over_layers(lambda kind: kind.layer_flops(seq_length), cut.layers)
+    modules = cut.last * config.mtp_layers
+    scores = modules * config.attention_flops(seq_length)
+    products = blocks - attention + cut.last * (config.head_flops() + config.mtp_flops(seq_length)) - scores
+    attention += scores
     lookup = cut.first * config.embedding_flops()
     norm = config.hidden * (2 if config.norm == "layer" else 1)
     table = config.vocab * config.hidden
-    parameters = layers * config.layer_parameters + cut.last * (norm + table) + cut.first * table
+    blocks = config.over_layers(lambda kind: kind.layer_parameters, cut.layers)
+    parameters = blocks + cut.last * (norm + table + config.mtp_parameters) + cut.first * table
     if cut.first and config.positions == "learned":
         parameters += config.max_positions * config.hidden
     if cut.first and cut.last and config.tied:
@@ -72,13 +78,17 @@ def _stage_cost(config: ModelConfig, cut: Cut, seq_length: int, tokens: int, rec
     return StageCost(
         cut,
         forward=tokens * (products + attention),
-        input=tokens * (products + 2 * attention + lookup + _again(config, recompute, layers, seq_length)),
+        input=tokens * (products + 2 * attention + lookup + _again(config, recompute, cut, seq_length)),
         weight=tokens * products,
         parameters=parameters,
     )
 
 
-def _again(config: ModelConfig, recompute: Recompute, layers: int, seq_length: int) -> int:
-    """Return the FLOPs, per token, that a stage of `layers` layers recomputes."""
-    attention = config.attention_flops(seq_length) if "attention" in recompute.modules else 0
-    return recompute.whole(layers) * config.again_flops(seq_length) + layers * attention
+def _again(config: ModelConfig, recompute: Recompute, cut: Cut, seq_length: int) -> int:
+    """Return the FLOPs, per token, that a stage recomputes."""
+    attention = config.attention_again_flops(seq_length) if "attention" in recompute.modules else 0
+    whole = [*cut.layers[: recompute.whole(len(cut.layers))]]
+    modules = [config.layers - 1] * (cut.last * config.mtp_layers)  # each has a layer such as the last one
+    again = [*whole, *(modules if len(whole) == len(cut.layers) else ())]
+    blocks = sum(config.kind_of_layer(n).again_flops(seq_length) for n in again)
+    return blocks + (len(cut.layers) + len(modules)) * attention

@@ -19,14 +19,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from megaprec.comm.axis import Axis
 from megaprec.fp8.state import FP8State
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
-from models.estimate.storage import Alive, Alone, Device, without_storage
+from models.estimate.storage import Alive, Alone, Device, lone_experts, without_storage
+from models.mtp import Ahead, look_ahead
+from models.packing import WHOLE, Packing
 from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
+from parallel.leaves import PLAIN, Leaves
 from parallel.pipeline.instructions import Instruction, Op
 from parallel.weight_grad_queue import Work
 
@@ -83,13 +87,16 @@ def kept_bytes(
     sequence: bool = False,
     recompute: Recompute = KEEP,
     device: Device = "cpu",
+    cp: int = 1,
+    ring: bool = True,
 ) -> list[Kept]:
-    """Return the bytes that each stage keeps on each of `tp` ranks. The vocabulary must be known.
+    """Return the bytes that each stage keeps on each of `tp` x `cp` ranks. The vocabulary must be known.
 
-    sequence: activations between blocks are sharded along the sequence. device: with "cpu" the operators are those that
-    this machine's processor would run; with "cuda" attention is torch's fused kernel for GPUs.
+    sequence: activations between blocks are sharded along the sequence. cp: the ranks that share each sequence. ring:
+    as in `models.context_attention`. device: with "cpu" the operators are those that this machine's processor would
+    run; with "cuda" attention is torch's fused kernel for GPUs.
     """
-    memory = StageMemory(config, plan, seq_length, micro_batch, tp, sequence, recompute, device)
+    memory = StageMemory(config, plan, seq_length, micro_batch, tp, sequence, recompute, device, cp=cp, ring=ring)
     return [memory.kept(cut) for cut in cuts]
 
 
@@ -100,6 +107,9 @@ class StageMemory:
     Fields are the arguments of `kept_bytes`.
 
     halves: False if backward passes are never computed in halves; `put_off`, `input` and `weight` are then 0.
+    expert, expert_tensor: the ranks over which experts are spread, and their slices, as for `Engine`.
+    packed: documents have positions of their own.
+    leaves: may note the calls of leaves.
     """
 
     config: ModelConfig
@@ -111,6 +121,12 @@ class StageMemory:
     recompute: Recompute = KEEP
     device: Device = "cpu"
     halves: bool = True
+    expert: int = 1
+    expert_tensor: int = 0
+    cp: int = 1
+    ring: bool = True
+    packed: bool = False
+    leaves: Leaves = PLAIN
     _known: dict[tuple[object, ...], Kept] = field(default_factory=dict, repr=False, compare=False)
 
     def kept(self, cut: Cut) -> Kept:
@@ -129,7 +145,8 @@ class StageMemory:
     def _kinds(self, cut: Cut) -> tuple[object, ...]:
         """Return the kind of each layer; layers of one kind keep as much."""
         whole, names = self.recompute.whole(len(cut.layers)), by_name(self.plan)
-        return tuple((n < whole, self.config.of_layer(m).window, names and m) for n, m in enumerate(cut.layers))
+        kinds = ((m, self.config.of_layer(m)) for m in cut.layers)
+        return tuple((n < whole, kind.window, kind.experts, names and m) for n, (m, kind) in enumerate(kinds))
 
     def _walked(self, cut: Cut) -> Kept:
         """Return what a stage keeps, by running it."""
@@ -140,9 +157,21 @@ class StageMemory:
         axis, held = Alone("tp", 0, self.tp), replace(self.plan, masters=narrow, fp8=recipe)
         with without_storage(self.device):
             fp8 = FP8State(recipe, self.config.layers, axis, device="meta" if self.device == "cuda" else "cpu")
-            context = Context(held, axis, self.sequence, recompute=self.recompute, fp8=fp8)
+            experts = lone_experts(self.tp, self.expert, self.expert_tensor)
+            context = Context(
+                held,
+                axis,
+                self.sequence,
+                recompute=self.recompute,
+                fp8=fp8,
+                experts=experts,
+                cp=Alone("cp", 0, self.cp),
+                ring=self.ring,
+                leaves=self.leaves,
+            )
+            stage = Stage(self.config.undrawn, context, cut)  # a pass begins when all products are registered
             with fp8.autocast():
-                kept = _kept(Stage(self.config.undrawn, context, cut), self.seq_length, self.micro_batch, self.halves)
+                kept = _kept(stage, self)
         self._known[alike] = kept
         return kept
 
@@ -165,29 +194,37 @@ def _steady(few: Kept, more: Kept) -> bool:
 
 
 def message_bytes(
-    config: ModelConfig, plan: PrecisionPlan, seq_length: int, micro_batch: int, tp: int = 1, sequence: bool = False
+    config: ModelConfig,
+    plan: PrecisionPlan,
+    seq_length: int,
+    micro_batch: int,
+    tp: int = 1,
+    sequence: bool = False,
+    cp: int = 1,
 ) -> int:
     """Return the size of the message that one stage sends to the next for one micro-batch."""
-    return seq_length // (tp if sequence else 1) * micro_batch * config.hidden * plan.pipeline.itemsize
+    return seq_length // (cp * (tp if sequence else 1)) * micro_batch * config.hidden * plan.pipeline.itemsize
 
 
-def _kept(stage: Stage, seq_length: int, micro_batch: int, halves: bool) -> Kept:
+def _kept(stage: Stage, memory: StageMemory) -> Kept:
+    seq_length, micro_batch = memory.seq_length // memory.cp, memory.micro_batch
     for parameter in stage.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, dtype=stage.context.plan.gradients)  # type: ignore[attr-defined]
     with torch.no_grad(), Alive() as alive:
         stage(_input(stage, seq_length, micro_batch))  # allocates the buffers that are kept for good
         buffers = alive.now
-    whole = _passes(stage, seq_length, micro_batch, split=False)
-    split = _passes(stage, seq_length, micro_batch, split=True) if halves else whole
+    packing = Packing(positions=torch.zeros(micro_batch, seq_length, dtype=torch.int64)) if memory.packed else WHOLE
+    whole = _passes(stage, seq_length, micro_batch, packing, split=False)
+    split = _passes(stage, seq_length, micro_batch, packing, split=True) if memory.halves else whole
     return replace(split, backward=whole.backward, buffers=buffers)
 
 
-def _passes(stage: Stage, seq_length: int, micro_batch: int, split: bool) -> Kept:
+def _passes(stage: Stage, seq_length: int, micro_batch: int, packing: Packing, split: bool) -> Kept:
     """Run a micro-batch as the executor does. split: the backward pass in halves; `backward` is then 0."""
     deferred = stage.context.deferred
     with Alive() as alive:
         x = _input(stage, seq_length, micro_batch)
-        y = _output(stage, x, seq_length)
+        y = _output(stage, x, seq_length, packing)
         edge, shape, dtype = get_gradient_edge(y), y.shape, y.dtype
         forward = alive.most
         del y
@@ -212,11 +249,20 @@ def _input(stage: Stage, seq_length: int, micro_batch: int) -> Tensor:
     return torch.zeros(shape, dtype=context.plan.pipeline, requires_grad=True)
 
 
-def _output(stage: Stage, x: Tensor, seq_length: int) -> Tensor:
+def _output(stage: Stage, x: Tensor, seq_length: int, packing: Packing) -> Tensor:
     """Return the activation for the next stage, or the loss."""
     plan = stage.context.plan
     place = MicrobatchInfo(0, torch.arange(x.shape[1]), torch.ones(()))  # as in training
-    y = stage(x if stage.cut.first else x.to(plan.residual), place)
+    ahead = _ahead(stage, seq_length, x.shape[1]) if stage.cut.last and stage.config.mtp_layers else None
+    y = stage(x if stage.cut.first else x.to(plan.residual), place, packing, ahead)
     if not stage.cut.last:
         return y.to(plan.pipeline)
     return stage.losses(y, torch.zeros(seq_length, x.shape[1], dtype=torch.int64)).sum()
+
+
+def _ahead(stage: Stage, seq_length: int, micro_batch: int) -> Ahead:
+    """Return what modules of multi-token prediction read and predict of one micro-batch."""
+    ids, cp = torch.zeros(micro_batch, seq_length * stage.context.cp.size, dtype=torch.int64), stage.context.cp
+    alone = Axis("dp")
+    made = look_ahead(ids, ids, None, None, stage.config.mtp_layers, torch.ones(()), cp, alone, divides=True)
+    return made.of(slice(None))

@@ -6,7 +6,7 @@ say is answered here: which kernel a GPU takes, and how many tokens a router sen
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megaprec.comm.axis import Axis
+from megaprec.comm.experts import ExpertAxes
 
 Device = Literal["cpu", "cuda"]
 
@@ -45,8 +46,8 @@ class _Answers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.bincount:
-            return _Even(args[0].numel(), kwargs["minlength"])
+        if func is torch.Tensor.index_add_ and args[0].dtype == torch.int64:
+            return _Even(args[2].numel(), args[0].numel())
         if func is F.scaled_dot_product_attention and self._device == "cuda":
             return _fused_attention(*args, **kwargs)
         return func(*args, **kwargs)
@@ -65,18 +66,24 @@ class _Even:
 
 
 def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     """Return the result of the kernel that torch chooses on a GPU.
 
     That is flash attention in half precision without a mask, and otherwise the memory-efficient kernel.
     """
     if attn_mask is None and query.dtype.itemsize == 2:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)[0]
     if attn_mask is not None:
         attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).expand(*query.shape[:3], key.shape[2])
     return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, query.requires_grad, 0.0, is_causal
+        query, key, value, attn_mask, query.requires_grad, 0.0, is_causal, scale=scale
     )[0]
 
 
@@ -87,9 +94,35 @@ class Alone(Axis):
         whole = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         return lambda: whole
 
+    def exchanged_counts(self, counts: Any) -> tuple[list[int], list[int]]:
+        own = counts.tolist()
+        return own, own[: len(own) // self.size] * self.size  # every rank's router sends as many
+
+    def start_uneven_exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
+        received = [outgoing[0].new_empty(size) for size in sizes]
+        return lambda: received
+
     def start_scatter_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         received = torch.empty_like(tensor)  # as on a CPU: received from all ranks, then summed
         return lambda: received.unflatten(0, (self.size, -1)).sum(0)
+
+    def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
+        received = torch.empty_like(tensor)
+        return lambda: received
+
+    def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
+        return lambda: tensor
+
+
+def lone_experts(tp: int, expert: int, expert_tensor: int) -> ExpertAxes | None:
+    """Return the axes of the first of the ranks that share experts; None if these lie as other feed-forwards do.
+
+    expert_tensor: slices of each expert; 0: as many as there are tp ranks.
+    """
+    in_slices = expert_tensor or tp
+    if expert == 1 and in_slices == tp:
+        return None
+    return ExpertAxes(Alone("expert", 0, expert), Alone("tp", 0, in_slices), Axis("replicas"))
 
 
 class Alive(TorchDispatchMode):

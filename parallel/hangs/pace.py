@@ -38,7 +38,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slow, or was until now. factor: its time over that of the others. since: a step; 0: it is over."""
+    """A rank that is slow, or was until now.
+
+    factor: its time over that of the others. since: a step, estimated (`_Suspicion`); 0: it is over.
+    """
 
     rank: int
     factor: float
@@ -52,7 +55,24 @@ class Straggler:
         if not self.since:
             return f"{who} is no longer slow"
         usual = "as at the start of the run" if self.alone else "as the other ranks of its stage"
-        return f"{who} is slow: it computes {self.factor:.1f} times as long {usual}, since step {self.since}"
+        return f"{who} is slow: it computes {self.factor:.1f} times as long {usual}, since about step {self.since}"
+
+
+@dataclass(frozen=True)
+class _Suspicion:
+    """The first window in which a rank was slow. excess: seconds that its steps took longer than usual, summed."""
+
+    begin: int
+    end: int
+    excess: float
+
+    def since(self, excess: float) -> int:
+        """Return the step since when the rank has been slow. excess: seconds of one step of the next window.
+
+        A window of many short steps can be slow by its last steps alone. They cost as much as those of the next one.
+        """
+        slow = max(1, round(self.excess / excess))
+        return max(self.begin, self.end + 1 - slow)
 
 
 class Pace:
@@ -90,9 +110,8 @@ class Stragglers:
         self._stages = stages
         self._before: Mapping[int, Work] = {}
         self._first: dict[int, float] = {}  # seconds per step in the first window
-        self._slow: dict[int, int] = {}  # ranks that were slow in the last window, and the step since when
+        self._slow: dict[int, _Suspicion] = {}  # ranks that are slow, and the first window in which they were
         self._told: set[int] = set()
-        self._step = 0  # at the end of the last window
 
     def compare(self, step: int, works: Mapping[int, Work]) -> list[Straggler]:
         """Return the ranks that have become slow or are so no longer; none while the window is too short.
@@ -103,24 +122,24 @@ class Stragglers:
         if not window or min(work.steps for work in window.values()) < STEPS:
             return []
         seconds = {rank: work.seconds / work.steps for rank, work in window.items()}
-        found = [one for rank in seconds if (one := self._judged(rank, seconds, step)) is not None]
-        self._before, self._step = dict(works), step
-        return found
+        found = (self._judged(rank, seconds, step, window[rank].steps) for rank in seconds)
+        self._before = dict(works)
+        return [one for one in found if one is not None]
 
-    def _judged(self, rank: int, seconds: Mapping[int, float], step: int) -> Straggler | None:
+    def _judged(self, rank: int, seconds: Mapping[int, float], step: int, steps: int) -> Straggler | None:
         stage = self._stages[rank]
         peers = [one for other, one in seconds.items() if other != rank and self._stages[other] == stage]
         first = self._first.setdefault(rank, seconds[rank])
         usual = median_low(peers) if peers else first
-        factor = seconds[rank] / max(usual, 1e-9)
-        if factor < SLOW or seconds[rank] - usual < LEAST:
-            was = self._slow.pop(rank, 0) and rank in self._told
+        factor, excess = seconds[rank] / max(usual, 1e-9), seconds[rank] - usual
+        if factor < SLOW or excess < LEAST:
+            was = self._slow.pop(rank, None) and rank in self._told
             self._told.discard(rank)
             return Straggler(rank, factor, 0, step, not peers) if was else None
         if rank in self._told:
             return None
         if rank not in self._slow:
-            self._slow[rank] = self._step + 1
+            self._slow[rank] = _Suspicion(step + 1 - steps, step, excess * steps)
             return None
         self._told.add(rank)
-        return Straggler(rank, factor, self._slow[rank], step, not peers)
+        return Straggler(rank, factor, self._slow[rank].since(excess), step, not peers)

@@ -54,7 +54,7 @@ class Watchdog:
         self.rank, self.size, self.position, self.timeout, self._leave = rank, size, position, timeout, leave
         self.every = min(2.0, max(0.1, timeout / 10))
         self._window = max(2.5 * self.every, min(2.0, timeout / 2))  # silence that is no delay
-        self._clock = Clock(min(5.0, timeout / 2))
+        self._clock = Clock(self._window / 2)  # so a pause of all processes is no silence
         self._heart, self._pace = None, Pace(position)
         if size > 1:
             self._heart = Heart(store, rank, size, position, self._clock, self.every, self._pace, peers)

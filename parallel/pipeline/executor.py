@@ -10,7 +10,8 @@ deferred (`weight_grad_queue.py`): for each product its input and the gradient o
 norms and embeddings are cheap and are computed in the first half.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -43,6 +44,8 @@ class Executor:
         gradients in the first half of a split backward, which is correct but gains no time.
     after(instruction): if given, called after each instruction, at its place in the program.
     position: if given, told of each instruction before it begins.
+    posts: the places of `program` before which receives are posted if not `links.early`, as `posting.posts` returns
+        them; a receive that it does not name is posted where its message is needed.
 
     Gradients accumulate where autograd puts them. Under `torch.no_grad()` nothing is kept for a backward, so a program
     of forwards alone (`instructions.forward_only`) evaluates; `forward` then collects the results.
@@ -59,7 +62,9 @@ class Executor:
         after: After | None = None,
         complete: OfStage | None = None,
         position: Position | None = None,
+        posts: Mapping[Instruction, int] | None = None,
     ) -> None:
+        self._posts_of_run = posts or {}
         self.program, self.links, self.spans, self.after = program, links, spans, after
         self._stage_forward, self._stage_reduce = forward, reduce
         self._stage_complete = complete or (lambda stage: None)
@@ -69,7 +74,9 @@ class Executor:
         self._begun: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}  # by stage and micro-batch
         self._deferred = deferred or WeightGradQueue()
         self._put_off: dict[tuple[int, int], Work] = {}  # by stage and micro-batch
-        self._to_expect: Iterator[Instruction] = iter(())  # receives that are not posted yet
+        self._coming: deque[Instruction] = deque()  # receives that have not finished, of which the first may be posted
+        self._posted = False
+        self._posts: Mapping[Instruction, int] = {}
         self._carry_out: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -87,6 +94,7 @@ class Executor:
 
         Raises RuntimeError, chained to the original exception, that names the instruction and the rank.
         """
+        self._posts = self._posts_of_run
         self.carry_out(0, len(self.program))
         self.finish()
 
@@ -94,14 +102,14 @@ class Executor:
         """Run the part [first, last) of the program.
 
         If `links.early`, each receive is posted when the receive before it has finished, not when its message is
-        needed, so one message travels while the stages compute.
+        needed, so one message travels while the stages compute. Otherwise `run` posts it where `posts` says.
         """
-        self._to_expect = (i for i in self.program[first:last] if i.op in RECEIVES and self.links.early)
-        self._expect_next()
+        self._coming = deque(i for i in self.program[first:last] if i.op in RECEIVES)
         for at, i in enumerate(self.program[first:last], first):
             start = perf_counter()
             self._position.at(i)
             try:
+                self._post_next(at)
                 with torch.profiler.record_function(str(i)):
                     self._carry_out[i.op](i)
             except Exception as error:
@@ -176,12 +184,17 @@ class Executor:
 
     def _receive(self, i: Instruction) -> None:
         self._mail[_message(i)] = self.links.receive(i)
-        self._expect_next()
+        self._coming.popleft()
+        self._posted = False
 
-    def _expect_next(self) -> None:
-        following = next(self._to_expect, None)
-        if following is not None:
+    def _post_next(self, at: int) -> None:
+        """Post the next receive, unless it is posted, if it may be posted before instruction number `at`."""
+        if self._posted or not self._coming:
+            return
+        following = self._coming[0]
+        if self.links.early or self._posts.get(following, len(self.program)) <= at:
             self.links.post_recv(following)
+            self._posted = True
 
     def _failure(self, at: int, error: Exception) -> str:
         rank = self.links.axis.rank

@@ -15,10 +15,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from megaprec.comm.axis import Axis
-from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
-from megaprec.optim.dtensors import is_dtensor
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
 from parallel.context import Context
@@ -63,7 +60,6 @@ class Pipeline:
             raise UserError(f"{schedule} puts {len(numbers)} stages on this rank, but {len(stages)} are given")
         if len(plan.rank_of_stage) > 1 and not activation:
             raise UserError("activation: give the shape of what a stage sends to the next, e.g. (sequence, 1, hidden)")
-        require_same_weights(stages, optimizer.dp, optimizer.tp)
         self.optimizer, self.loss_fn, self.ignore_index = optimizer, loss_fn, ignore_index
         self.microbatches = microbatches
         self._stages = dict(zip(numbers, stages, strict=True))
@@ -107,15 +103,16 @@ class Pipeline:
         return float(total) / (self.optimizer.dp.size if self.optimizer.average else 1)
 
     def _begin(self, inputs: Tensor, targets: Tensor, scale: Tensor) -> None:
-        if inputs.shape[1] % self.microbatches or inputs.shape[1] != targets.shape[1]:
-            raise UserError(
-                f"inputs have {inputs.shape[1]} samples (dim 1), targets {targets.shape[1]}: both must have the same "
-                f"number, a multiple of the {self.microbatches} micro-batches"
-            )
+        _require_batch(inputs, targets, self.microbatches)
         device, dp = self.optimizer.device, self.optimizer.dp
         self._inputs = inputs.to(device).chunk(self.microbatches, 1)
         self._targets = targets.to(device).chunk(self.microbatches, 1)
-        counted = dp.sum_((targets.to(device) != self.ignore_index).sum().double()).clamp(min=1)
+        counted = dp.sum_((targets.to(device) != self.ignore_index).sum().double())
+        if not counted:
+            raise UserError(
+                "no target of the global batch has a loss: there are none, or all are ignore_index = "
+                f"{self.ignore_index}"
+            )
         self._share = (dp.size if self.optimizer.average else 1) / counted
         self._scale, self._loss = scale, torch.zeros((), dtype=torch.float64, device=device)
 
@@ -143,19 +140,14 @@ class Pipeline:
             self._context.fp8.advance()
 
 
-def require_same_weights(stages: Sequence[nn.Module], dp: Axis, tp: Axis) -> None:
-    """Raise UserError, on every rank, if the replicas of a model start from different weights.
-
-    Collective over dp and tp. Every parameter is compared over dp; replicated parameters are also compared over tp.
-    """
-    for axis in (dp, tp):
-        whole = (p for p in parameters_of(stages) if not is_dtensor(p))
-        mine = [p for p in whole if axis is dp or all(part.dim is None for part in layout_of(p).parts)]
-        if axis.size == 1 or not mine:
-            continue
-        sums = torch.stack([p.detach().double().sum() for p in mine] + [p.detach().double().norm() for p in mine])
-        if not torch.equal(axis.max_(sums.clone()), -axis.max_(-sums)):
-            raise UserError(
-                f"the ranks of axis {axis.name} begin with different weights: build the model from the same values on "
-                "all of them, e.g. after torch.manual_seed with one seed"
-            )
+def _require_batch(inputs: Tensor, targets: Tensor, microbatches: int) -> None:
+    """Raise UserError unless both are tensors of the same samples, which make whole micro-batches."""
+    for name, given in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(given, Tensor) or given.dim() < 2:
+            said = f"of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise UserError(f"{name} {said}: must be a tensor [sequence, samples, ...]")
+    if inputs.shape[1] % microbatches or inputs.shape[1] != targets.shape[1]:
+        raise UserError(
+            f"inputs have {inputs.shape[1]} samples (dim 1), targets {targets.shape[1]}: both must have the same "
+            f"number, a multiple of the {microbatches} micro-batches"
+        )

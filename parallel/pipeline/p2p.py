@@ -7,12 +7,17 @@ with its work object (which may hold the tensor too, but does not promise to), u
 has finished). Over gloo a receive can be posted before its message is needed (`post_recv`), so that the message travels
 while the rank computes.
 
+Tensor-parallel ranks hold the same activation unless it is cut along the sequence. Where messages match by order, as
+over NCCL, each of them then sends its share of the message only, and the receivers all-gather the shares over tp,
+whose ranks share a host.
+
 A message must be matched by its identity, not by its time of arrival: two ranks exchange activations and gradients of
 many micro-batches. Gloo matches by tag, so one process group suffices. NCCL has no tags and matches by order, so each
 channel (source, destination, type) has its own communicator; `verify.check` proves for exactly these communicators that
 no transfer deadlocks.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.groups import new_group
+from megaprec.comm.groups import pairings, split
 from megaprec.errors import UserError
 from parallel.pipeline.instructions import SENDS_UNDER_WAY, Channel, Instruction, Message, MessageType
 
@@ -38,6 +43,7 @@ class P2P:
 
     shape, dtype, device: those of every activation and gradient between stages. `dataclasses.replace(links, shape=...)`
         transfers another shape over the same communicators, as evaluation may need.
+    shared: ranks that hold the same messages, so that each transfers its share of them; of size one: all of them.
     sends: the largest number of unfinished sends per channel; `simulation.sends_under_way` computes it for a schedule.
     """
 
@@ -49,6 +55,7 @@ class P2P:
     match: Match
     groups: Mapping[Channel, dist.ProcessGroup]
     sends: int = SENDS_UNDER_WAY
+    shared: Axis = Axis("tp")
     pending: dict[Channel, Pending] = field(default_factory=lambda: defaultdict(deque), init=False)
     expected: dict[tuple[Channel, int], Pending] = field(default_factory=lambda: defaultdict(deque), init=False)
 
@@ -61,10 +68,12 @@ class P2P:
         device: torch.device = CPU,
         match: Match | None = None,
         sends: int = SENDS_UNDER_WAY,
+        shared: Axis | None = None,
     ) -> "P2P":
         """Open the connections of this rank. Collective over the world: every rank passes its own pipeline axis.
 
         match: the way in which receives find their sends; None: by tag on gloo, by order on other backends.
+        shared: ranks that hold the same messages, if there are any; ignored where messages match by tag.
         """
         groups: Mapping[Channel, dist.ProcessGroup] = {}
         if axis.group is not None:
@@ -72,13 +81,19 @@ class P2P:
             channels = _channels(rank_of_stage)
             groups = dict.fromkeys(channels, axis.group)
             if match == "order":
-                groups = _communicators(axis.group, channels, device)
-        return P2P(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups, sends)
+                groups = _communicators(axis, channels, device)
+        parts = shared if shared is not None and match == "order" else Axis("tp")
+        return P2P(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups, sends, parts)
 
     @property
     def stages(self) -> int:
         """Return the number of stages of the whole pipeline."""
         return len(self.rank_of_stage)
+
+    @property
+    def cut(self) -> bool:
+        """Return True if a rank transfers its share of a message only."""
+        return self.shared.size > 1 and math.prod(self.shape) % self.shared.size == 0
 
     @property
     def early(self) -> bool:
@@ -107,6 +122,7 @@ class P2P:
             pending[0][0].wait()
             pending.popleft()
         tensor = tensor.detach().contiguous()
+        tensor = self.shared.chunk(tensor.view(-1)) if self.cut else tensor
         work = dist.isend(tensor, group=self.groups[channel], dst=self._world_rank(channel.destination), tag=tag)
         assert work is not None, "this rank is no member of its own channel"
         pending.append((work, tensor))
@@ -114,19 +130,23 @@ class P2P:
     def post_recv(self, i: Instruction) -> None:
         """Start to receive the message of `i`; `receive` must follow, per channel in the order of these calls."""
         channel, tag = self._route(i)
-        tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        shape = (math.prod(self.shape) // self.shared.size,) if self.cut else self.shape
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         work = dist.irecv(tensor, group=self.groups[channel], src=self._world_rank(channel.source), tag=tag)
         assert work is not None, "this rank is no member of its own channel"
         self.expected[channel, tag].append((work, tensor))
 
     def receive(self, i: Instruction) -> Tensor:
-        """Wait for the message of instruction `i` and return it as a new tensor ([shape], dtype)."""
+        """Wait for the message of instruction `i` and return it as a new tensor ([shape], dtype).
+
+        Collective over `shared`.
+        """
         begun = self.expected[self._route(i)]
         if not begun:
             self.post_recv(i)
         work, tensor = begun.popleft()
         work.wait()
-        return tensor
+        return self.shared.gather(tensor).view(self.shape) if self.cut else tensor
 
     def finish(self) -> None:
         """Wait until every send is received, and release the tensors."""
@@ -154,39 +174,34 @@ def _channels(rank_of_stage: Sequence[int]) -> list[Channel]:
     return sorted(c for c in channels if c.source != c.destination)
 
 
-def _communicators(
-    group: dist.ProcessGroup, channels: Sequence[Channel], device: torch.device
-) -> dict[Channel, dist.ProcessGroup]:
+def _communicators(axis: Axis, channels: Sequence[Channel], device: torch.device) -> dict[Channel, dist.ProcessGroup]:
     """Return a communicator for each channel that starts or ends at this rank. Collective over the world.
 
-    Every rank makes the groups of every pipeline, in the same order, as `new_group` requires. The option
-    `use_local_synchronization` would spare the other ranks, but it names a group by the number of groups that a rank
-    has made. A middle stage has made more groups than its neighbours, so it would deadlock.
+    One split makes the communicators of several channels that have no rank in common, in all pipelines at once.
     """
-    mine = dist.get_process_group_ranks(group)
+    assert axis.group is not None
+    if axis.runs is None:
+        raise ValueError(f"the axis {axis.name} was not made by Axis.of from a mesh, so its pipelines are not known")
     groups = {}
-    for pipeline in _pipelines(mine, device):
-        for channel in channels:
-            source, destination = pipeline[channel.source], pipeline[channel.destination]
-            if made := new_group([source, destination], dist.get_backend(group)):
-                _connect(made, source, destination, device)
+    for numbers in pairings((channel.source, channel.destination) for channel in channels):
+        apart = [channels[number] for number in numbers]
+        pairs = [axis.runs[:, [channel.source, channel.destination]] for channel in apart]
+        made = split(torch.cat(pairs), dist.get_backend(axis.group))
+        for channel in apart:
+            if axis.rank in (channel.source, channel.destination):
+                _connect(made, channel, axis, device)
                 groups[channel] = made
     return groups
 
 
-def _pipelines(mine: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return the ranks of every pipeline of the world, [pipelines, pp], in the same order on every rank."""
-    world = Axis("world", dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-    return world.gather(torch.tensor([mine], device=device)).unique(dim=0).tolist()
-
-
-def _connect(group: dist.ProcessGroup, source: int, destination: int, device: torch.device) -> None:
+def _connect(group: dist.ProcessGroup, channel: Channel, axis: Axis, device: torch.device) -> None:
     """Make the first transfer of a communicator now.
 
     NCCL connects both ends in the first transfer, in which even a send waits for its receive.
     """
+    assert axis.group is not None
     greeting = torch.zeros(1, device=device)
-    if dist.get_rank() == source:
-        dist.send(greeting, group=group, dst=destination)
+    if axis.rank == channel.source:
+        dist.send(greeting, group=group, dst=dist.get_global_rank(axis.group, channel.destination))
     else:
-        dist.recv(greeting, group=group, src=source)
+        dist.recv(greeting, group=group, src=dist.get_global_rank(axis.group, channel.source))

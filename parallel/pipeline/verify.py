@@ -21,6 +21,7 @@ from parallel.pipeline.instructions import (
     Schedule,
     complete,
 )
+from parallel.pipeline.posting import moved
 from parallel.pipeline.simulation import Mark, Refused, Span, sends_under_way, simulate
 
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -32,7 +33,7 @@ def check(schedule: Schedule) -> None:
     Each stage must run on its own rank. Each forward and each backward, whole or in two halves, must occur once, after
     the instructions that it needs, with its transfers and REDUCE; a schedule without any backward is one for
     evaluation. The schedule must finish without a deadlock if messages of one channel are matched by order and sends
-    wait for their receives.
+    wait for their receives, even if each receive blocks its rank from where it is posted on (`posting.py`).
     """
     faults = list(chain.from_iterable(_faults(schedule, rank) for rank in range(len(schedule.programs))))
     if faults:
@@ -40,7 +41,8 @@ def check(schedule: Schedule) -> None:
         problems = (f"rank {fault.rank}: {fault.note}" for fault in faults)
         raise Refused(*problems, schedule=schedule, spans=_before(schedule, marks), marks=dict(sorted(marks.items())))
     sends = sends_under_way(schedule)
-    simulate(schedule, communicator=lambda message: Channel.of(message, schedule.rank_of_stage), sends=sends)
+    for placed in (lambda made: made, moved):
+        simulate(placed(schedule), communicator=lambda m: Channel.of(m, schedule.rank_of_stage), sends=sends)
 
 
 def _before(schedule: Schedule, marks: Mapping[int, Mark]) -> Sequence[Span]:

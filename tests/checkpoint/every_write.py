@@ -10,6 +10,7 @@ operations.
 
 import ctypes
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -131,6 +132,7 @@ def run(name: str, folder: Path, every: int) -> None:
     template, case = folder / "template", folder / "case"
     prepare(name, template)
     shutil.copytree(template, case)
+    importlib.import_module("tests.frozen")
     code, said, operations = in_process(job, case, -1, 0)
     assert code == 0 and "warning" not in said, said
     for number in range(0, operations, every):

@@ -10,13 +10,14 @@ import torch
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.checkpoint import integrity, shard_file
+from megaprec.checkpoint import integrity, reader, shard_file
 from megaprec.checkpoint.atomic import checkpoints
 from megaprec.checkpoint.digests import file_digest, raw
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.checkpoint.save_load import load, save
 from megaprec.checkpoint.shard_file import write_shard
+from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from tests.checkpoint.test_checkpoint import MODEL, change_index, holds, require_refused, saved, small
 from tests.layouts import Run, make_engine
@@ -41,7 +42,7 @@ def path(tmp_path: Path) -> Path:
     return save(tmp_path, 2, small(), {"progress": {"step": 2, "loss": 0.25}}, files=[tmp_path / "extra.txt"])
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_byte_is_found(name: str, path: Path) -> None:
     dice, whole = random.Random(0), (path / name).read_bytes()
@@ -167,6 +168,22 @@ def load_damaged(mesh: DeviceMesh, folder: Path) -> tuple[list[str], list[str], 
         if optimizer.world.rank == 0:
             flip(path / name, -1)
     return names, once, said
+
+
+def test_ranks_that_open_a_checkpoint_together_look_at_each_file_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, size, files = list[tuple[int, str]](), reader._size, Store(path).index["files"]
+    for rank in range(2):
+        monkeypatch.setattr(reader, "_size", lambda file, rank=rank: (looked.append((rank, file.name)), size(file))[1])
+        Store(path, Axis("world", rank, 2))
+    assert sorted(name for _, name in looked) == sorted(files)
+    assert {rank for rank, _ in looked} == {0, 1}
+    rank, victim = looked[-1]
+    (path / victim).unlink()
+    with pytest.raises(UserError, match=f"{victim} is missing or does not have the"):
+        Store(path, Axis("world", rank, 2))
+    Store(path, Axis("world", 1 - rank, 2))
 
 
 def test_each_file_is_hashed_by_one_rank_and_all_ranks_refuse(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ began; no rank sends its state to another; what cannot be removed is never in th
 import errno
 import os
 import shutil
+import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
@@ -56,13 +59,45 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
     assert said == [line] * 4
 
 
+def save_with_merging_ranks(mesh: DeviceMesh, folder: Path) -> tuple[list[int], str]:
+    """The ranks whose lists this rank reads, of a save in which each second one merges two; then one that fails."""
+    optimizer, merge, read = make_engine(mesh, Run(MODEL, "bf16", zero_size=2)).optimizer, module._merged, list[int]()
+
+    def noted(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
+        read.extend(ranks)
+        return merge(partial, ranks)
+
+    def failing(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(partial))
+
+    assert not Saving(folder / "one", 1, optimizer, {}, background=True).finish().problem
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "FAN", 2)
+        patch.setattr(module, "_merged", noted)
+        assert not Saving(folder / "merged", 1, optimizer, {}, background=True).finish().problem
+        if optimizer.world.rank == 2:
+            patch.setattr(module, "_merged", failing)
+        problem = Saving(folder / "failed", 1, optimizer, {}, background=True).finish().problem
+    return read[: len(read) if optimizer.world.rank else 4], problem
+
+
+def test_with_many_ranks_some_merge_the_lists_of_others_and_rank_0_theirs(tmp_path: Path) -> None:
+    found = run_ranks(save_with_merging_ranks, {"dp": 2, "tp": 2}, folder=tmp_path)
+    assert [read for read, _ in found] == [[0, 1, 0, 2], [], [2, 3], []]
+    one, merged = (tmp_path / name / "step_00000001" for name in ("one", "merged"))
+    assert names(one) == names(merged)
+    assert (one / "checkpoint.json").read_bytes() == (merged / "checkpoint.json").read_bytes()
+    assert {problem for _, problem in found} == {found[0][1]} and "EIO" in found[0][1]
+    assert not names(tmp_path / "failed")
+
+
 def train_beside_a_save(mesh: DeviceMesh, folder: Path) -> None:
     run = Run(MODEL, "bf16", steps=4, zero_size=2)
     engine, shares = make_engine(mesh, run), [share_of(mesh, batch) for batch in batches(run)]
-    write = shard_file.write_all
+    write, two_steps = shard_file.write_all, Event()
 
     def slowly(descriptor: int, content: memoryview) -> None:
-        time.sleep(0.02)
+        assert two_steps.wait(300), "steps wait for the save"
         write(descriptor, content)
 
     shard_file.write_all = slowly
@@ -73,6 +108,8 @@ def train_beside_a_save(mesh: DeviceMesh, folder: Path) -> None:
     while saving.poll() is None and taken < len(shares):
         engine.step(shares[taken], run.lr, taken)
         taken += 1
+        if taken > 2:
+            two_steps.set()
     assert taken > 2, "the save was not beside the steps"
     outcome = saving.finish()
     assert not outcome.problem
@@ -122,6 +159,44 @@ def test_a_save_sends_a_few_numbers_whatever_the_size_of_the_model(tmp_path: Pat
     for (few, short), (many, long) in run_ranks(count_messages, {"dp": 2, "tp": 2}, folder=tmp_path):
         assert (few, short) == (many, long)
         assert 0 < few <= 5 * 3 and long <= 8
+
+
+def touch_the_disk_beside_training(mesh: DeviceMesh, folder: Path) -> tuple[list[str], int]:
+    """Operations on files in this thread during saves in the background, and how many there were in other threads."""
+    optimizer = make_engine(mesh, Run(MODEL, "bf16", zero_size=2)).optimizer
+    ours, theirs, training = list[str](), list[str](), get_ident()
+    counting = True
+
+    def note(what: str, *_: object) -> None:
+        if counting and what.partition(".")[0] in ("open", "os", "shutil"):
+            (ours if get_ident() == training else theirs).append(what)
+
+    def noted(name: str) -> Callable[..., Any]:
+        done = getattr(os, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            note(f"os.{name}")
+            return done(*arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stat", "lstat", "fsync", "write", "readlink", "access"):  # of which no hook is told
+            patch.setattr(os, name, noted(name))
+        sys.addaudithook(note)
+        for step in (1, 2):
+            saving = Saving(folder, step, optimizer, {}, keep=1, files=[Path(__file__)], background=True)
+            while (outcome := saving.poll()) is None:
+                time.sleep(0.001)
+            assert not outcome.problem
+        counting = False
+    return ours, len(theirs)
+
+
+def test_training_touches_no_disk_for_a_save_in_the_background(tmp_path: Path) -> None:
+    for ours, theirs in run_ranks(touch_the_disk_beside_training, {"dp": 2, "tp": 2}, folder=tmp_path):
+        assert ours == []
+        assert theirs > 5, "nothing was counted"
 
 
 def cannot(path: Any, *rest: Any, **options: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part
-from megaprec.comm.random import keep, key, normal, normal_part, uniform
+from megaprec.comm.random import _normal_pairs, keep, key, normal, normal_part
 from megaprec.precision.plan import plan
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, attention_dropout, dropout
@@ -35,7 +35,7 @@ def alone() -> list[Result]:
     return train_all(runs()[: len(NAMES)])
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize("layout", usually(COVERING, LAYOUTS), ids=lambda x: "tp{} pp{} dp{}".format(*x))
 def test_dropout_and_initial_weights_are_the_same_in_every_layout(layout: tuple[int, int, int]) -> None:
     for n, result in enumerate(train_all(runs(), *layout)):
@@ -63,36 +63,71 @@ def test_a_slice_is_drawn_as_it_lies_in_the_whole(shape: tuple[int, ...]) -> Non
         slices = [normal_part(part, 3, 0.5, torch.float64) for part in parts]
         assert all(torch.equal(part.take(whole), values) for part, values in zip(parts, slices, strict=True))
         assert torch.equal(torch.cat(slices, dim), whole)
+    one_by_one = torch.stack([normal(key(3, "w"), torch.tensor(place)) for place in range(whole.numel())])
+    assert torch.equal(one_by_one.double().mul_(0.5).view(shape), whole)
 
 
 def test_large_tensors_are_drawn_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     part = Part("w", (50, 3))
     whole = normal_part(part, 3, 1.0, torch.float32)
-    monkeypatch.setattr("megaprec.comm.random._BLOCK", 16)
-    assert torch.equal(normal_part(part, 3, 1.0, torch.float32), whole)
+    for block in (1, 7, 16):
+        monkeypatch.setattr("megaprec.comm.random._BLOCK", block)
+        assert torch.equal(normal_part(part, 3, 1.0, torch.float32), whole)
 
 
-def test_normal_numbers_are_normal() -> None:
+@cache
+def drawn(seed: int, name: str) -> Tensor:
+    return normal(key(seed, name), INDEX).double()
+
+
+@pytest.mark.parametrize("name", ["a", "layers.0.attention.query.weight"])
+def test_normal_numbers_are_normal(name: str) -> None:
     """Bounds of six standard errors, and 2.5 / sqrt(n) for the largest distance of the distributions (p = 7e-6)."""
-    for name in ("a", "b"):
-        x = normal(key(0, name), INDEX)
-        assert abs(x.mean()) < 6 / N**0.5
-        assert abs(x.std() - 1) < 6 / (2 * N) ** 0.5
-        assert abs((x[:-1] * x[1:]).mean()) < 6 / N**0.5, "neighbours are correlated"
-        expected = torch.special.ndtr(x.sort().values)
-        assert (expected - (INDEX + 0.5) / N).abs().max() < 2.5 / N**0.5
-    values = normal_part(Part("w", (512, 512)), 0, 0.02, torch.float64)
-    assert values.std().item() == pytest.approx(0.02, rel=0.01)
+    x = drawn(0, name)
+    for power, (mean, variance) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96), (0, 945), (15, 10170)], 1):
+        assert abs(x.pow(power).mean() - mean) < 6 * (variance / N) ** 0.5, f"moment {power}"
+    expected = torch.special.ndtr(x.sort().values)
+    assert (expected - (INDEX + 0.5) / N).abs().max() < 2.5 / N**0.5
+    for beyond in (1.0, 2.0, 3.0, 4.0):  # both tails
+        rate = torch.special.ndtr(torch.tensor(-beyond, dtype=torch.float64)).item()
+        for tail in (x, -x):
+            assert abs((tail > beyond).double().mean().item() - rate) < 6 * (rate / N) ** 0.5
+    assert 4 < x.abs().max() < 6.5
 
 
-def test_uniform_numbers_are_never_zero_or_one_and_keys_are_independent() -> None:
-    drawn = [uniform(key(seed, name), INDEX) for seed, name in product((0, 1), ("a", "b"))]
-    for u in drawn:
-        assert 0 < u.min() < 1e-4
-        assert 1 - 1e-4 < u.max() < 1
-    for i, j in product(range(len(drawn)), repeat=2):
-        correlation = torch.corrcoef(torch.stack((drawn[i], drawn[j])))[0, 1]
+def test_each_number_is_the_quantile_of_its_bits() -> None:
+    """Against the normal quantile in float64, over every order of magnitude of the probability that 31 bits hold."""
+    powers = 2 ** torch.arange(31)
+    halves = torch.cat([powers - 1, powers, (powers * 1.37).long(), (powers * 1.99).long()]).clamp(max=2**31 - 1)
+    for words, sign in ((halves, 1), (halves | (1 << 31), -1)):
+        both = _normal_pairs((words << 32) | words)
+        expected = sign * -torch.special.ndtri((halves.double() + 0.5) / 2**32)
+        for n in (0, 1):
+            torch.testing.assert_close(both[:, n].double(), expected, rtol=0, atol=2e-6)
+
+
+def test_neighbours_keys_and_tensors_are_independent() -> None:
+    x = drawn(0, "a")
+    for lag in (1, 2, 3, 4, 7, 64, 1024, 4096):  # the two numbers of a word, words, rows
+        for one, other in ((x, x), (x.square() - 1, x.square() - 1), (x.abs(), x)):
+            size = (one.std() * other.std()).item()
+            assert abs((one[lag:] * other[:-lag]).mean() - one.mean() * other.mean()) < 6 * size / N**0.5, lag
+    streams = [drawn(seed, name) for seed, name in product((0, 1), ("a", "b"))]
+    for i, j in product(range(len(streams)), repeat=2):
+        correlation = torch.corrcoef(torch.stack((streams[i], streams[j])))[0, 1]
         assert (abs(correlation) < 6 / N**0.5) == (i != j)
+
+
+def test_a_matrix_of_numbers_has_the_spectrum_of_independent_ones() -> None:
+    """The edges of Marchenko and Pastur: dependence between rows or columns would show in singular values."""
+    x = normal_part(Part("w", (512, 256)), 0, 1.0, torch.float64)
+    values = torch.linalg.svdvals(x)
+    assert values[0] == pytest.approx(512**0.5 + 256**0.5, rel=0.03)
+    assert values[-1] == pytest.approx(512**0.5 - 256**0.5, rel=0.06)
+
+
+def test_the_standard_deviation_is_the_one_asked_for() -> None:
+    assert normal_part(Part("w", (512, 512)), 0, 0.02, torch.float64).std().item() == pytest.approx(0.02, rel=0.01)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 0.8, 1.0])

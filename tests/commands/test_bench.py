@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.optim.native import Kernels
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from parallel import activation_checkpoint
 from tests.optim.test_native import needs_compiler
@@ -44,10 +45,36 @@ def records(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, An
 def test_training_steps_are_timed_and_the_record_says_what_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
     (record,) = records(capsys, *TINY, "--precision", "fp32", "--recompute", "selective", "--peak-tflops", "0.5")
     asked = {"tensor": 1, "pipeline": 1, "data": 1, "sequence": False, "schedule": "1f1b", "chunks": 1}
+    asked |= {"overlap": False, "context": 1, "context_by": "ring", "expert": 1, "experts": 0}
     asked |= {"model": "llama", "layers": 2, "hidden": 32, "tokens": 8, "micro_batch": 1, "microbatches": 2}
-    asked |= {"recompute": "selective", "recompute_modules": ["attention"], "precision": "fp32", "threads": 1}
-    asked |= {"warmup": 1, "steps": 3, "sentinel": False, "peak_tflops": 0.5, "torch": torch.__version__}
-    measured = ["tokens_per_s", "tflops", "mfu", "step_s", "fastest_s", "slowest_s", "cpu_s", "peak_rss_mb"]
+    asked |= {
+        "recompute": "selective",
+        "recompute_modules": ["attention"],
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "native": False,
+        "threads": 1,
+    }
+    asked |= {
+        "warmup": 1,
+        "steps": 3,
+        "sentinel": False,
+        "canonical": 0,
+        "compile": "off",
+        "peak_tflops": 0.5,
+        "torch": torch.__version__,
+    }
+    measured = [
+        "tokens_per_s",
+        "tflops",
+        "mfu",
+        "step_s",
+        "fastest_s",
+        "slowest_s",
+        "cpu_s",
+        "update_cpu_s",
+        "peak_rss_mb",
+    ]
     assert record == asked | {name: record[name] for name in measured}
     assert 0 < record["fastest_s"] <= record["step_s"] <= record["slowest_s"]
     assert record["tokens_per_s"] == pytest.approx(2 * 8 / record["step_s"], rel=0.2)  # of rounded seconds
@@ -101,9 +128,10 @@ def test_all_ranks_are_measured_and_the_first_one_tells() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_ranks_are_started() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tools.bench", *STAGES], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tools.bench", *STAGES], cwd=ROOT, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr
     require_two_ranks(json.loads(done.stdout))
@@ -128,6 +156,14 @@ def test_what_does_not_fit_is_told_as_of_a_run(
 
 TIMES = ["bare_ms", "ours_ms", "naive_ms", "foreach_ms"]
 RATIOS = ["ours_over_bare", "naive_over_ours", "foreach_over_ours"]
+
+
+@needs_compiler
+def test_a_training_step_is_timed_with_the_kernels_in_c(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.object(Kernels, "adamw_", autospec=True, side_effect=Kernels.adamw_) as updates:
+        (record,) = records(capsys, *TINY, "--native")
+    assert record["native"]
+    assert updates.call_count >= 4, "of as many steps"
 
 
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_compiler)], ids=["torch's kernels", "native"])

@@ -4,7 +4,9 @@ import argparse
 import platform
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -12,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from tools.cli import main, parser_of_all
+from tools.commands import keys
 from tools.commands.completion import SHELLS, _bash, _words
 from tools.commands.keys import described
+
+ROOT = Path(__file__).parents[2]
 
 
 def parsers(parser: argparse.ArgumentParser, name: str = "megaprec") -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -44,6 +49,15 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out.strip()
     assert left.value.code == 0 and said.startswith("megaprec ")
     assert said.endswith(f"torch {version('torch')}, Python {platform.python_version()}")
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([])
+    said = capsys.readouterr()
+    assert (left.value.code, said.out) == (2, "")
+    for command in ("train", "generate", "evaluate", "doctor"):
+        assert re.search(rf"^ +{command} +\w+", said.err, re.MULTILINE)
 
 
 def test_every_command_and_option_has_a_help_that_stands_alone() -> None:
@@ -125,3 +139,40 @@ def test_the_script_of_a_shell_is_one_that_the_shell_reads(
     (tmp_path / "script").write_text(capsys.readouterr().out)
     done = subprocess.run([shell, "-n", tmp_path / "script"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_while_modules_are_read_leaves_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    start = [sys.executable, "-c", "from tools.start import main"]
+    ended = subprocess.run(start, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_outside_of_a_step_is_answered_in_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(keys, "main", interrupted)
+    assert main(["keys"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_overrides_are_not_said_to_be_required(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, parser in parsers(parser_of_all()):
+        required = [action.dest for action in parser._actions if action.required]
+        assert "overrides" not in required, name
+        if "file" in required:
+            with pytest.raises(SystemExit):
+                main(name.split()[1:])
+            assert "table.key=value" not in capsys.readouterr().err.splitlines()[-1], name
+
+
+def test_an_override_that_is_written_as_an_option_is_told_its_form(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--train.steps=14"], ["--train.steps", "14"]):
+        with pytest.raises(SystemExit) as left:
+            main(["train", "run.toml", *words])
+        assert left.value.code == 2
+        assert "an override has no dashes: train.steps=14" in capsys.readouterr().err

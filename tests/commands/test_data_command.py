@@ -92,7 +92,7 @@ def test_a_build_waits_for_another_of_the_same_prefix_and_takes_what_it_made(
     words = ("build", "python", tmp_path / "py", "--vocab-size", 400, "--max-chars", 30_000)
     with ThreadPoolExecutor(1) as other:
         with alone(tmp_path / ".py.lock", lambda: pytest.fail("nobody builds yet")):
-            waiting, said, deadline = other.submit(command, *words), "", time.monotonic() + 60
+            waiting, said, deadline = other.submit(command, *words), "", time.monotonic() + 600
             while "waiting for another process" not in said:
                 assert time.monotonic() < deadline and not waiting.done()
                 time.sleep(0.01)

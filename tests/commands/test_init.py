@@ -1,5 +1,6 @@
 """`megaprec init` writes a run file that trains as it is, and never replaces one."""
 
+import gzip
 import random
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.cli import main
+from tools.commands import init
 from tools.config.run_file import load_run
 from tools.training.corpus import check_sources, open_corpus
 
@@ -47,6 +49,26 @@ def test_the_run_that_is_written_can_be_trained_as_it_is(text: str, here: Path) 
     assert held_out is not None
     assert config.train.steps * config.train.global_batch <= 40 * train, "no text is repeated without end"
     assert load_run("run.toml").world_size == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sizes_follow_from_all_files_of_a_long_text(
+    packed: bool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second file has 2,600 characters of its own, more than the vocabulary of a text of this length."""
+    monkeypatch.setattr(init, "LOOKED_AT", 60_000)
+    (here / "text").mkdir()
+    (here / "text" / "a.txt").write_text(words(1 << 15))
+    dice, letters = random.Random(0), [chr(0x4E00 + n) for n in range(2600)]
+    content = "\n".join("".join(dice.choices(letters, k=50)) for _ in range(2000)).encode()
+    (here / "text" / ("b.txt.gz" if packed else "b.txt")).write_bytes(gzip.compress(content) if packed else content)
+    assert main(["init", "text"]) == 0
+    told = capsys.readouterr().out.splitlines()[0]
+    amount = "more than 60,000 characters" if packed else r"about \d{3},\d{3} characters"
+    assert re.search(f"{amount}, .* tokens; the sizes follow from 60,000 of them, from all over the text", told), told
+    config = load_run("run.toml")
+    assert config.data.vocab_size > 2600
+    assert open_corpus(config).model.vocab == config.data.vocab_size
 
 
 def test_every_key_that_is_written_has_a_comment_and_every_line_is_short(here: Path) -> None:

@@ -2,16 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from megaprec.errors import UserError
+from models.config import ModelConfig
 from tests.other_systems import write_folder
 from tools.cli import main
 from tools.commands.diff import compare
+from tools.commands.inspect import SHOWN, told_keys
 from tools.config.run_file import load_run
+from tools.console.toml import toml
+from tools.convert.initial import initial_model
 
 pytestmark = pytest.mark.usefixtures("torch_files_read_here")
 RUN = "[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n"
@@ -40,6 +45,17 @@ def test_the_same_tensors_have_the_same_digest_in_every_format(
         assert f"format     {name}" in text
         assert "model      llama: layers 4, hidden 24, heads 4, kv_heads 2, head_dim 10" in text
     assert "layout     tensor 2, pipeline 2, data 1" in told[2]
+
+
+def test_the_keys_that_make_it_another_model_than_its_family_are_told() -> None:
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 24, "heads": 4, "ffn": 16, "vocab": 9}
+    plain = ModelConfig(family="qwen2", experts=4, experts_per_token=2, **sizes)
+    assert list(told_keys(plain)) == [*SHOWN, "experts"]
+    others = {"shared_experts": 8, "shared_gate": True, "dense_layers": (0,), "mtp_layers": 1, "window": 5}
+    told = told_keys(plain.model_copy(update=others))
+    assert {key: told[key] for key in others} == others | {"dense_layers": [0]}
+    latent = {"kv_rank": 7, "rope_dim": 4, "nope_dim": 4, "value_dim": 4}
+    assert told_keys(ModelConfig(**{"family": "deepseek_v3", **sizes, "latent": latent}))["latent"] == latent
 
 
 def test_every_tensor_is_listed_on_request(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +105,19 @@ def test_a_run_takes_its_model_from_the_folder_unless_it_contradicts(tmp_path: P
         UserError, match=r"^model.layers = 3 \(command line\): it is 4 in .*hf/config.json; remove this key"
     ):
         load_run(file, ["model.layers=3"])
+
+
+def test_every_key_may_be_given_as_the_folder_has_it(tmp_path: Path) -> None:
+    """Also those whose values are lists and tables."""
+    folder = write_folder(tmp_path / "hf", "gpt_oss")
+    model, _, _ = initial_model(folder)
+    file = tmp_path / "run.toml"
+    file.write_text(f'{RUN}init_from = "{folder}"\n[data]\nsource = "x"\nvocab_size = {model.vocab}\n')
+    assert model.window_layers
+    keys = [f"model.{key}={toml(value)}" for key, value in model.model_dump(mode="json").items()]
+    assert load_run(file, keys).model == model
+    with pytest.raises(UserError, match=r"^model.window_layers = \[1\] \(command line\): it is "):
+        load_run(file, ["model.window_layers=[1]"])
 
 
 def test_a_run_from_a_folder_that_is_none_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:

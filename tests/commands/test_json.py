@@ -66,7 +66,10 @@ def examples(room: Path) -> dict[str, list[str]]:
         "data verify": [tokens],
         "explain-overflow": [run],
         "diagnose": [run],
+        "doctor": ["--no-parity"],
         "parity": [file, "train.folder=p", "--layouts", "dp=2", "--steps", "1"],
+        "prove": [file, "train.folder=p", "--layout", "dp=2", "--steps", "2"],
+        "bisect": [run, run],
     }
 
 
@@ -83,10 +86,11 @@ def test_every_command_has_an_example_here_or_prints_no_table(room: Path) -> Non
     assert sorted(leaves(cli.parser_of_all())) == sorted({*examples(room), *WITHOUT})
 
 
+SLOW = ("parity", "prove", "doctor")  # they start ranks
 TABLES = [name for name in leaves(cli.parser_of_all()) if name not in WITHOUT]
 
 
-@pytest.mark.parametrize("command", [pytest.param(n, marks=pytest.mark.slow if n == "parity" else ()) for n in TABLES])
+@pytest.mark.parametrize("command", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TABLES])
 def test_stdout_is_one_document_with_json_and_none_without(
     command: str, room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

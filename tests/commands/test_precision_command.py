@@ -18,7 +18,8 @@ from parallel.context import Context
 from tools.cli import main
 from tools.commands.precision import understand
 from tools.config.precision_advice import RULES, Scene, advice
-from tools.config.precision_modules import logical_tensors, rows
+from tools.config.precision_modules import rows
+from tools.convert.core.rules import logical_shapes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RUN = """
@@ -229,7 +230,7 @@ def test_logical_tensors_are_those_of_a_model_that_is_built(name: Any) -> None:
     config = ModelConfig(family=name, layers=3, hidden=16, heads=4, vocab=40)
     stage = Stage(config, Context(plan("fp32")), cuts(config, 1, 8)[0])
     built = {part.name: part.shape for p in stage.parameters() for part in layout_of(p).parts}
-    assert logical_tensors(config) == built
+    assert logical_shapes(config) == built
 
 
 def test_bytes_per_module_add_up_to_those_of_the_model() -> None:

@@ -86,6 +86,18 @@ def test_the_page_of_a_run_has_its_parts_in_order_and_needs_nothing_else(folder:
     assert len(html) < 200_000
 
 
+def test_a_run_whose_steps_were_all_skipped_has_learned_nothing_and_its_page_says_so(
+    folder: Path, tmp_path: Path
+) -> None:
+    said = "every step was skipped: nothing was learned"
+    assert said not in made(folder, tmp_path / "some.html")
+    all_skipped = Path(shutil.copytree(folder, tmp_path / "run"))
+    metrics = all_skipped / "metrics.jsonl"
+    records = [json.loads(line) | {"outcome": "skipped_overflow"} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert said in made(all_skipped, tmp_path / "all.html")
+
+
 def hostile(folder: Path, at: Path) -> Path:
     """A run folder in which every text that can be chosen is an attack."""
     run = at / "<img src=x onerror=alert(3)>"
@@ -115,6 +127,9 @@ def hostile(folder: Path, at: Path) -> Path:
     extra = ["[log]", f"sample = {json.dumps(EVIL)}  # {EVIL}", f"{EVIL} = 1  # file {EVIL}"]
     (run / "run.toml").write_text("\n".join([saved[0], *extra]))
     (run / "parity.json").write_text(json.dumps({"layouts": [{"layout": EVIL, "precision": EVIL, "verdict": EVIL}]}))
+    row = {"row": EVIL, "steps": [EVIL, EVIL], "verdict": EVIL, "why": EVIL}
+    proof = {"first_step": EVIL, "last_step": EVIL, "verdict": EVIL, "rows": [row]}
+    (run / "prove.json").write_text(json.dumps(proof))
     (run / "timeline.json").write_text(EVIL)
     (run / "fp8-shadow.png").write_text(EVIL)
     return run
@@ -132,7 +147,7 @@ def test_damaged_files_beside_the_records_end_nothing(content: bytes, folder: Pa
     run = tmp_path / "run"
     run.mkdir()
     shutil.copy(folder / "metrics.jsonl", run)
-    for name in ("events.jsonl", "run.toml", "parity.json", "timeline.json", "fp8-shadow.png"):
+    for name in ("events.jsonl", "run.toml", "parity.json", "prove.json", "timeline.json", "fp8-shadow.png"):
         (run / name).write_bytes(content)
     (run / "last_end").mkdir()
     (run / "last_end" / "rank-00000.json").write_bytes(content)
@@ -168,7 +183,7 @@ def test_a_browser_shows_the_page_on_a_narrow_screen_without_scrolling_sideways(
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     options += ["--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [browser, *options, "--window-size=500,900", "--dump-dom", f"file://{tmp_path}/b.html"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     found = re.search(r"<title>wide (\d+) figures (\d+)</title>", shown)
     assert found is not None, shown[:500]
     assert int(found[1]) <= 390 and int(found[2]) > 20

@@ -40,6 +40,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb-v"])
+def test_the_ranks_hold_at_most_the_micro_batches_that_the_line_of_memory_says(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, "--pipeline", 4, "--microbatches", 8, "--kind", kind)
+    rows = re.findall(r"^\d +[\d ]+ +[\d.]+% +([\d.]+)$", text, re.M)
+    assert len(rows) == 4
+    assert f"memory  {max(map(float, rows)):.3g} (" in text
+
+
 def test_it_tells_bubble_and_memory_beside_the_textbook(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "--pipeline", 4, "--microbatches", 8, "--kind", "1f1b")
     assert "bubble  37.5% (textbook 37.5% = (p - 1) / m): " in text
@@ -218,6 +228,13 @@ def test_a_run_is_planned_by_its_own_stages_and_measured_beside_it(
 def test_a_model_with_experts_has_a_table_too(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["model.family=mixtral", "model.layers=4", "parallel.pipeline=2", "parallel.schedule=zb-v"]
     assert len(re.findall(r"^\d +\d +\d.*FLOP .* [\d.]+ [KM]iB$", said(capsys, run_file, *keys), re.MULTILINE)) == 4
+
+
+def test_the_table_of_stages_names_the_modules_of_multi_token_prediction(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, run_file, "parallel.pipeline=2", "model.mtp_layers=2", "model.dropout=0.0")
+    assert re.search(r"^1 +1 +1 \+ 2 mtp \+ head ", text, re.MULTILINE)
 
 
 def test_a_run_of_eight_ranks_shows_all_its_memory_and_no_column_covers_another(

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
-from tests.other_systems import CONFIGS, WITHOUT_MEGATRON, same_files, usually, write_folder
+from tests.other_systems import FOR_MEGATRON, IN_MEGATRON, same_files, usually, write_folder
 from tests.runs import checkpoint, edit_index, tensors, train, train_on, write_run
 from tools.cli import main
 from tools.commands.inspect import describe
@@ -43,10 +43,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(train_on(file, "train.steps=3", "model.dropout=0", tensor=2, pipeline=2), 3)
 
 
-@pytest.mark.parametrize("kind", usually(("gpt2", "llama-tied", "mixtral"), CONFIGS.keys() - WITHOUT_MEGATRON))
+@pytest.mark.cases(None, sample=2)
+@pytest.mark.parametrize("kind", usually(("gpt2", "deepseek_v3", "mixtral"), IN_MEGATRON))
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_weights_come_back_bit_for_bit_through_ours_and_megatron(kind: str, tmp_path: Path) -> None:
-    hf = write_folder(tmp_path / "hf", kind, torch.bfloat16)
+    hf = write_folder(tmp_path / "hf", kind, torch.bfloat16, **FOR_MEGATRON.get(kind, {}))
     run(hf, tmp_path / "ours")
     run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron", "--tp", 4, "--pp", 2)
     run(tmp_path / "megatron", tmp_path / "back", "--to", "hf")
@@ -229,6 +230,12 @@ def cut(file: Path, to: int) -> None:
     file.write_bytes(file.read_bytes()[:to])
 
 
+def sharded(folder: Path, file: str) -> None:
+    """Leave an index of shards alone in the folder, which names a file."""
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+
+
 NORM = "model.norm.weight"
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing tensor": (lambda f: drop(f / "model.safetensors", NORM), f"lacks the tensor {NORM} [24]"),
@@ -240,12 +247,15 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken header": (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 100), "cannot be read as safetensors"),
     "no json": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
     "a missing shard": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}'),
-        "model-1.safetensors is missing",
+        lambda f: sharded(f, "model-1.safetensors"), "model-1.safetensors is missing",
     ),
     "a shard elsewhere": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}'),
+        lambda f: sharded(f, "../x.safetensors"),
         "has no weight_map of files in the folder",
+    ),
+    "one file and shards": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}'),
+        "has both model.safetensors and model.safetensors.index.json, which names other files",
     ),
     "tied, yet different": (
         lambda f: edit(f / "config.json", tie_word_embeddings=True),
@@ -317,7 +327,7 @@ def test_too_little_room_is_known_before_the_work(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("to", TARGETS)
 def test_memory_is_that_of_some_tensors_not_of_the_model(to: str, tmp_path: Path) -> None:
     """400 MB in tensors of at most 23 MB: beyond what importing takes, less than six of the largest."""

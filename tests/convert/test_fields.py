@@ -13,7 +13,7 @@ import pytest
 from megaprec.errors import UserError
 from tests.other_systems import CONFIGS, usually
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.hf.keys import ALIASES, DEFAULTS
+from tools.convert.hf.defaults import ALIASES, DEFAULTS
 from tools.convert.probe import BOUND, check_config, difference, reduced
 
 transformers: Any = pytest.importorskip(
@@ -64,6 +64,7 @@ OTHERS: dict[str, list[Any]] = {
     "rope_theta": [50.0, 10000, 10000.0],
     "partial_rotary_factor": [0.5, 1.0],
     "original_max_position_embeddings": [16],
+    "max_position_embeddings": [40],  # the probe has half as many tokens more
     "layer_types": [SLIDING, ["full_attention"] * 4, ["sliding_attention"] * 4, ["chunked_attention"] * 4, SLIDING[:3]],
     "max_window_layers": [0, 2, 4],
     "sliding_window": [5, None, 0],
@@ -89,10 +90,14 @@ OTHERS: dict[str, list[Any]] = {
     "eos_token_id": [7, [7, 8], None],
     "pad_token_id": [7],
     "per_layer_config": [{"1": {"sliding_window": 5}}],
-    "quantization_config": [{"quant_method": "fp8"}],
+    "quantization_config": [{"quant_method": "fp8", "weight_block_size": None}, {"quant_method": "mxfp4", "new": 1}],
     "is_causal": [False, True, None],
     "attn_logit_softcapping": [5.0, None],
-    "final_logit_softcapping": [5.0],
+    "final_logit_softcapping": [5.0, None, 0.0],
+    "experts_per_token": [2],
+    "initial_context_length": [17],
+    "swiglu_alpha": [1.1],
+    "swiglu_limit": [0.3],
     "logit_scale": [0.5],
     "layer_norm_eps": [1e-3],
     "layer_norm_epsilon": [1e-3],
@@ -180,6 +185,7 @@ def names_in(key: str, value: Any) -> set[str]:
     return {key, *inner, *({"heads"} if "heads" in key else set()), *({"layers"} if "layers" in key else set())}
 
 
+@pytest.mark.cases(0, sample=3)
 @pytest.mark.parametrize("kind", usually(("qwen3",), FAMILIES))
 def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> None:
     verdicts = [(change, judge({**SMALL[kind], **change}, change)) for change in changes(kind)]
@@ -198,16 +204,17 @@ def test_a_missing_key_is_what_its_own_class_says(kind: str) -> None:
     made = transformers.AutoConfig.for_model(kind)
     if kind != "gpt2":
         base = "rotary_emb_base" if kind == "gpt_neox" else "rope_theta"
-        assert made.rope_parameters["rope_theta"] == DEFAULTS[kind][base]
+        assert made.rope_parameters.get("full_attention", made.rope_parameters)["rope_theta"] == DEFAULTS[kind][base]
     assert not wrong, wrong
 
 
+@pytest.mark.cases(None, sample=3)
 @pytest.mark.parametrize("kind", usually(("gpt2", "mixtral"), FAMILIES))
 def test_what_a_file_leaves_out_gives_the_same_logits(kind: str) -> None:
     """Keys that are no sizes, one by one and all together."""
     config, sizes = (
         SMALL[kind],
-        ("size", "layer", "heads", "embd", "n_", "experts", "vocab", "positions", "model_type"),
+        ("size", "layer", "heads", "embd", "n_", "experts", "vocab", "positions", "topk_group", "model_type"),
     )
     rest = [key for key in config if not any(part in key for part in sizes) or key.endswith("eps")]
     for left in (*([key] for key in rest), rest):
@@ -251,3 +258,32 @@ def test_a_key_that_is_read_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("tools.convert.hf.folder.from_hugging_face", lambda _, changed=changed: changed)
         assert (difference(json.dumps(CONFIGS["mistral"])) > BOUND) == (key != "router_aux_loss"), key
     difference.cache_clear()
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """The line by which a config.json is refused; "" if it is read."""
+    try:
+        from_hugging_face(config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_value_of_another_kind_is_refused_by_its_own_key(kind: str) -> None:
+    """Also by the other names of a key; null too, where a model cannot be made with it. No other error comes out."""
+    read = {key: value for key, value in DEFAULTS[kind].items() if value is not None and not key.endswith("token_id")}
+    names = {other: read[key] for other, key in ALIASES.get(kind, {}).items() if key in read} | read
+    for key, usual in names.items():
+        wrong = [1, "true"] if isinstance(usual, bool) else [1] if isinstance(usual, str) else ["1", True, -1, [1]]
+        for value in [*wrong, {"a": 1}, float("inf")]:
+            with pytest.raises(UserError, match=rf"config.json has {key} = "):
+                from_hugging_face({**SMALL[kind], key: value})
+        said = refusal({**SMALL[kind], key: None})
+        assert not said or ALIASES.get(kind, {}).get(key, key) in said
+
+
+def test_no_rotary_parameters_are_not_those_of_an_older_file() -> None:
+    """gpt-oss's class has YaRN where the key is missing, and plain rotary positions where it is empty."""
+    for change in ({"rope_parameters": {}}, {"rope_parameters": None}):
+        assert difference(json.dumps({**SMALL["gpt_oss"], **change})) <= BOUND, change

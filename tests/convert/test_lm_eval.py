@@ -40,10 +40,11 @@ doc_to_choice: "{{choices}}"
 doc_to_target: "{{answer}}"
 metric_list: [{metric: acc}]
 """
-HARNESS = [sys.executable, "-m", "lm_eval", "--model", "hf", "--tasks", "my_text,my_choices", "--include_path", "tasks"]
+HARNESS = ["-m", "lm_eval", "--model", "hf", "--tasks", "my_text,my_choices", "--include_path", "tasks"]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_bits_per_byte_and_choices_of_an_exported_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_run(tmp_path)
     assert train(file, "train.steps=40", "model.dropout=0", "lr.peak=2e-2") == 0
@@ -56,7 +57,9 @@ def test_bits_per_byte_and_choices_of_an_exported_model(tmp_path: Path, capsys: 
     (tmp_path / "tasks" / "my_choices.yaml").write_text(MULTIPLE.replace("CHOICES", str(choices)))
     model = ["--model_args", "pretrained=exported,dtype=float32", "--device", "cpu", "--output_path", "out.json"]
     environment = {**os.environ, **OFFLINE, "HF_HOME": str(tmp_path / "home")}
-    subprocess.run([*HARNESS, *model], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=300)
+    subprocess.run(
+        [sys.executable, *HARNESS, *model], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=1800
+    )
     (found,) = tmp_path.glob("out_*.json")
     results = json.loads(found.read_text())["results"]
     capsys.readouterr()

@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from tests.convert.test_megatron import PADDED, build_chunks, core, pretend_there_is_a_gpu, run, save_in_chunks
 from tests.convert.test_megatron_distributed import STEPS, optimizer_of
 from tests.convert.test_megatron_experts import specify
-from tests.other_systems import CONFIGS, MEGATRON, slow
+from tests.other_systems import CONFIGS, MEGATRON, NEEDS_MEGATRON, slow
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.convert.core.names import megatron
@@ -29,6 +29,7 @@ from tools.convert.megatron.layout import args_of, part
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of megatron-core
     pytest.mark.usefixtures("torch_files_read_here"),
+    NEEDS_MEGATRON,
 ]
 PRELOADED = MEGATRON
 KINDS = {"param": "weight", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -216,7 +217,7 @@ def whole(ours: Mapping[str, Tensor], kind: str, match: Match, model: ModelConfi
     return match.how.join([ours[f"{kind}/{name}"] for name in match.logical], heads(model))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=2)
 @pytest.mark.parametrize("case", [*CASES, *slow(*((case,) for case in SLOW))], ids=str)
 def test_masters_and_moments_are_those_that_megatron_holds(case: Case, tmp_path: Path) -> None:
     axes = {"tp": case.tp, "pp": case.pp, "dp": case.dp}

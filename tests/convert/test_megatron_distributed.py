@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.convert.test_megatron import PADDED, build, core, pretend_there_is_a_gpu, run
-from tests.other_systems import CONFIGS, MEGATRON, slow
+from tests.other_systems import MEGATRON, NEEDS_MEGATRON, megatrons, slow
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.cli import main
@@ -23,12 +23,14 @@ from tools.convert.megatron.layout import args_of, rank_folder
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of megatron-core
     pytest.mark.usefixtures("torch_files_read_here"),
+    NEEDS_MEGATRON,
 ]
 PRELOADED = MEGATRON
 LR, STEPS, DECAY = 1e-2, 2, 0.01
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 # kind, tp, pp, ep, elements of a bucket (0: one bucket, as without overlap)
-LAYOUTS = [("llama", 2, 1, 1, 0), ("gpt2", 1, 2, 1, 20), ("mixtral", 1, 1, 3, 0), *slow(("gpt2", 2, 1, 1, 600))]
+LAYOUTS = [("llama", 2, 1, 1, 0), ("gpt2", 1, 2, 1, 20), ("mixtral", 1, 1, 3, 0)]
+LAYOUTS += slow(("gpt2", 2, 1, 1, 600), ("deepseek_v3", 1, 1, 2, 0), ("glm4_moe", 2, 1, 1, 0))
 
 
 def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, ep: int, bucket: int) -> dict[str, Tensor]:
@@ -43,7 +45,7 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, tp: int, pp: int, ep: int, b
     place = folder / f"iter_{STEPS:07d}" / rank_folder(t, p, pp, e, ep)
     place.mkdir(parents=True, exist_ok=True)
     optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
-    args = args_of(from_hugging_face(CONFIGS[kind]), PADDED[tp], tp, pp, False, dtype)
+    args = args_of(from_hugging_face(megatrons(kind)), PADDED[tp], tp, pp, False, dtype)
     args |= {"expert_model_parallel_size": ep, "overlap_grad_reduce": bool(bucket), "ddp_bucket_size": bucket or None}
     args |= {"num_experts": model.config.num_moe_experts}
     if ranks.get_expert_data_parallel_rank() == 0 if ep > 1 else ranks.get_data_parallel_rank() == 0:
@@ -163,6 +165,7 @@ def _state(file: Path) -> dict[str, tuple[Tensor, ...]]:
                 n
                 for n, v in content["model"].items()
                 if (v.dim() > 1) == bool(group["wd_mult"])
+                and not n.endswith("expert_bias")  # a buffer, which no optimizer has
                 and (len(optimizers) == 1 or (".experts." in n) == bool(number))
             ]
             for name, index, master in zip(names, group["params"], masters, strict=True):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.convert.test_megatron import PADDED, build, core, pretend_there_is_a_gpu, run, save_in_chunks
 from tests.convert.test_megatron_distributed import STEPS, optimizer_of, stepped
-from tests.other_systems import CONFIGS, MEGATRON, slow
+from tests.other_systems import CONFIGS, FOR_MEGATRON, MEGATRON, NEEDS_MEGATRON, slow, write_folder
 from tests.ranks import run_ranks
 from tests.runs import tensors
 from tools.convert.hf.config import from_hugging_face
@@ -27,6 +27,7 @@ from tools.convert.megatron.layout import args_of, rank_folder
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # those of megatron-core
     pytest.mark.usefixtures("torch_files_read_here"),
+    NEEDS_MEGATRON,
 ]
 PRELOADED = MEGATRON
 CHANGES = {"num_local_experts": 4, "num_hidden_layers": 2}
@@ -256,7 +257,7 @@ def logical(ours: dict[str, Tensor], kind: str, layer: int, tensor: str) -> Tens
     return torch.cat([ours[f"{prefix}{half}.weight"].chunk(parts)[number] for half in ("gate", "up")])
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=2)
 @pytest.mark.parametrize("case", [*CASES, *slow(*((case,) for case in SLOW))], ids=str)
 def test_experts_are_read_with_masters_and_moments_however_they_are_kept(case: Case, tmp_path: Path) -> None:
     answers = run_ranks(save, case.world, case=case, folder=tmp_path / "megatron")
@@ -271,3 +272,37 @@ def test_experts_are_read_with_masters_and_moments_however_they_are_kept(case: C
     experts = CHANGES["num_local_experts"]
     assert len(seen) == 3 * CHANGES["num_hidden_layers"] * (case.tp + 2 * case.expert_tp * experts)
     assert len({values.flatten()[0].item() for *_, tensor, values in answers[0] if "fc" in tensor}) > experts
+
+
+def fuse_as_transformer_engine(layer: Any) -> None:
+    """As its specification has latents and both kinds of layers (`get_gpt_layer_with_transformer_engine_spec`)."""
+    linear = with_transformer_engine().TELayerNormColumnParallelLinear
+    nothing, attention = core("transformer.identity_op").IdentityOp, layer.submodules.self_attention.submodules
+    if hasattr(attention, "linear_kv_up_proj"):
+        attention.linear_q_up_proj = attention.linear_kv_up_proj = linear
+        attention.q_layernorm = attention.kv_layernorm = nothing
+    else:
+        attention.linear_qkv, layer.submodules.input_layernorm = linear, nothing
+    if hasattr(layer.submodules.mlp.submodules, "linear_fc1"):
+        layer.submodules.mlp.submodules.linear_fc1, layer.submodules.pre_mlp_layernorm = linear, nothing
+
+
+def registered(mesh: DeviceMesh, kinds: list[str]) -> dict[str, list[str]]:
+    """Names of the parameters that the optimizer numbers."""
+    found = {}
+    for kind in kinds:
+        model = build(kind, 1, 1, respecify=fuse_as_transformer_engine)
+        found[kind] = [name for name, _ in model.named_parameters()]
+        core("parallel_state").destroy_model_parallel()
+    return found
+
+
+@pytest.mark.slow
+def test_names_with_transformer_engine_are_written_in_the_order_of_its_parameters(tmp_path: Path) -> None:
+    kinds = ["deepseek_v2", "deepseek_v3", "glm4_moe"]
+    (theirs,) = run_ranks(registered, {"dp": 1}, kinds=kinds)
+    for kind in kinds:
+        run(write_folder(tmp_path / kind, kind, **FOR_MEGATRON[kind]), tmp_path / f"to_{kind}", "--to", "megatron")
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(tmp_path / f"to_{kind}/iter_0000000/mp_rank_00/model_optim_rng.pt", weights_only=True)
+        assert [name for name in content["model"] if not name.endswith("expert_bias")] == theirs[kind], kind

@@ -22,17 +22,14 @@ from megaprec.precision.plan import plan
 from models.config import ModelConfig
 from models.stages import Stage, cuts
 from parallel.context import Context
-from tests.other_systems import MEGATRON
+from tests.other_systems import MEGATRON, NEEDS_MEGATRON
 from tests.ranks import run_ranks
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import heads, matches
 from tools.convert.megatron.keys import ALIASES, FREE, FREE_PREFIXES, ONLY, READ
 from tools.convert.megatron.layout import model_of
 
-pytest.importorskip(
-    "megatron.core", reason="needs the package megatron-core (pip install megatron-core einops)", exc_type=ImportError
-)
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]  # warnings of megatron-core
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, NEEDS_MEGATRON]  # warnings of megatron-core
 PRELOADED = MEGATRON
 VOCAB, LENGTH, BOUND = 64, 24, 1e-5
 SHARED: dict[str, Any] = {
@@ -57,11 +54,66 @@ LLAMA = {
     "activation_func": "silu",
     "add_bias_linear": False,
 }
+EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"}
+LATENT = {
+    "multi_latent_attention": True,
+    "normalization": "RMSNorm",
+    "qk_layernorm": True,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,  # kv_channels: attention without Transformer Engine takes values to be as wide
+    "rotary_base": 100,
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+DEEPSEEK = {
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_ffn_hidden_size": 20,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 1.5,
+}
+GPT_OSS = {
+    "num_query_groups": 2,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": "quick_gelu",
+    "activation_func_clamp_value": 0.75,
+    "glu_linear_offset": 1.0,
+    "softmax_type": "learnable",
+    "perform_initialization": False,  # theirs forgets what it draws for the offset
+}
+# YaRN in ordinary attention: Megatron-LM's argument -> what GPTModel looks for in its configuration.
+YARN = {
+    "rotary_scaling_factor": "yarn_rotary_scaling_factor",
+    "mscale": "yarn_mscale",
+    "mscale_all_dim": "yarn_mscale_all_dim",
+    **{
+        name: name
+        for name in (
+            "yarn_original_max_position_embeddings",
+            "yarn_beta_fast",
+            "yarn_beta_slow",
+            "yarn_correction_range_round_to_int",
+        )
+    },
+}
+STRETCHED = dict(zip(YARN, (4.0, 1.0, 0.0, 16, 8.0, 0.5, False), strict=True))
 # Fields of TransformerConfig and arguments of GPTModel, of models that differ where fields ask for it.
 BASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (SHARED | LLAMA, MODEL | ROTARY),
     "gpt2": (SHARED, MODEL | {"share_embeddings_and_output_weights": True}),
-    "mixtral": (SHARED | LLAMA | {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"}, MODEL | ROTARY),
+    "mixtral": (SHARED | LLAMA | EXPERTS, MODEL | ROTARY),
+    "deepseek": (
+        SHARED | LLAMA | EXPERTS | LATENT | DEEPSEEK | {"num_query_groups": None},
+        MODEL | {"position_embedding_type": "rope"},
+    ),
+    "gpt_oss": (SHARED | EXPERTS | GPT_OSS, MODEL | ROTARY | {"position_embedding_type": "yarn"}),
 }
 # Values that are no default, where one cannot be made of the default itself.
 OTHERS: dict[str, list[Any]] = {
@@ -105,6 +157,22 @@ OTHERS: dict[str, list[Any]] = {
     "num_moe_experts": [4, 2],
     "moe_latent_size": [16],
     "moe_router_dtype": ["fp64"],
+    "q_lora_rank": [None, 6],
+    "kv_lora_rank": [6],
+    "qk_head_dim": [10],
+    "qk_pos_emb_head_dim": [8],
+    "v_head_dim": [],
+    "rope_type": ["rope"],
+    "rotary_scaling_factor": [1.0, 40.0],
+    "original_max_position_embeddings": [32],
+    "beta_fast": [4.0],
+    "beta_slow": [0.25],
+    "mscale": [1.0, 0.0],
+    "mscale_all_dim": [0.0, 0.7],
+    "yarn_original_max_position_embeddings": [32],
+    "yarn_beta_fast": [4.0],
+    "yarn_beta_slow": [0.25],
+    "yarn_correction_range_round_to_int": [True],
 }
 PAIRS: list[dict[str, Any]] = [
     {"window_size": (4, 0), "window_attn_skip_freq": 2},
@@ -116,6 +184,20 @@ PAIRS: list[dict[str, Any]] = [
     {"add_bias_linear": True, "add_qkv_bias": True},
     {"qk_layernorm": True, "normalization": "RMSNorm"},
     {"bias_activation_fusion": True, "add_bias_linear": True},
+    {"mscale": 1.0, "mscale_all_dim": 0.0},
+    {"rope_type": "rope", "mscale_all_dim": 0.0},
+    {"moe_router_topk": 3, "moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True},
+    {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
+    {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_pre_softmax": True},
+    {"moe_router_num_groups": 2, "moe_router_group_topk": 2},
+    {"moe_layer_freq": 3, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16},
+    {"moe_layer_freq": [0, 0, 0, 0]},
+    {"activation_func": "quick_gelu", "gated_linear_unit": True},
+    {"activation_func_clamp_value": 0.5, "glu_linear_offset": 0.0},
+    {"glu_linear_offset": 0.5},
 ]
 
 
@@ -153,7 +235,7 @@ def test_every_field_and_argument_is_accounted_for() -> None:
 
 
 def changes() -> Iterator[dict[str, Any]]:
-    for name, default in {**config_fields(), **arguments()}.items():
+    for name, default in {**config_fields(), **arguments(), **dict.fromkeys(YARN)}.items():
         if name in STAGES:
             continue
         if name in OTHERS:
@@ -167,6 +249,7 @@ def changes() -> Iterator[dict[str, Any]]:
     yield from PAIRS
 
 
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", BASES)
 def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> None:
     (verdicts,) = run_ranks(walk, {"dp": 1}, kind=kind)
@@ -183,10 +266,19 @@ def walk(mesh: DeviceMesh, kind: str) -> list[tuple[dict[str, Any], str]]:
     core("transformer.utils").get_sliding_window_causal_mask = windowed
     core("fusions.fused_softmax").get_sliding_window_causal_mask = windowed
     core("transformer.moe.moe_utils").te_general_gemm = None  # it asks for Transformer Engine's without looking
+    without_transformer_engine()
     core("parallel_state").initialize_model_parallel(1, 1)
     plain = judge(kind, {})
     assert plain == "same", plain
     return [(change, judge(kind, change)) for change in changes()]
+
+
+def without_transformer_engine() -> None:
+    """Multi-latent attention tells its core the widths of keys and values, which only Transformer Engine's takes."""
+    attention = core("transformer.dot_product_attention").DotProductAttention
+    made = attention.__init__
+    attention.__init__ = lambda self, *a, k_channels=None, v_channels=None, **options: made(self, *a, **options)
+    core("transformer.multi_latent_attention").HAVE_TE = False
 
 
 def windowed(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
@@ -197,20 +289,29 @@ def windowed(queries: int, keys: int, window: tuple[int, int]) -> Tensor:
 
 def judge(kind: str, change: dict[str, Any]) -> str:
     config, model = (dict(part) for part in BASES[kind])
+    is_yarn = {**model, **change}.get("position_embedding_type") == "yarn"
+    yarn = dict(STRETCHED) if kind == "gpt_oss" and is_yarn else {}
+    unused: dict[str, Any] = {}
     for name, value in change.items():
-        (model if name in arguments() and name not in config_fields() else config)[name] = value
-        if name in latent() - {"rotary_percent", "rotary_base"}:
-            config["multi_latent_attention"] = True
-        if name in ("rotary_percent", "rotary_base"):  # both have them; only GPTModel reads them
-            model[name] = config.pop(name)
-    said = {**arguments(), **config, **model}
+        if name in yarn:
+            yarn[name] = value
+        elif name in (*latent(), *YARN) and kind != "deepseek":
+            unused[name] = value  # of Megatron-LM's args; its configuration of such models has no such field
+        else:
+            (model if name in arguments() and name not in config_fields() else config)[name] = value
+    for name in ("rotary_percent", "rotary_base"):  # both have them; who reads them depends on the attention
+        if kind != "deepseek" and name in (held := {**config, **unused}):
+            model[name] = held[name]
+            config.pop(name, None)
+    said = {**arguments(), **({name: config_fields()[name] for name in latent()} if kind == "deepseek" else {})}
+    said |= config | model | yarn | unused
     try:
         ours = model_of(said, None)
     except UserError as error:
-        names = {*change, "multi_latent_attention", *(ALIASES.get(name, name) for name in change)}
+        names = {*change, *(ALIASES.get(name, name) for name in change)}
         return "refused" if any(name in str(error) for name in names) else f"refused without its name: {error}"
     try:
-        made = theirs(config, model)
+        made = theirs(config, model, {YARN[name]: value for name, value in yarn.items()})
         logits = run(made)
     except Exception as error:
         return f"not made: {type(error).__name__} {error}"[:200]
@@ -223,23 +324,23 @@ def judge(kind: str, change: dict[str, Any]) -> str:
     return "same" if apart <= BOUND else f"taken, and another model: logits differ by {apart:.2g}"
 
 
-def theirs(config: dict[str, Any], model: dict[str, Any]) -> Any:
-    functions = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu, "relu": torch.nn.functional.relu}
+def theirs(config: dict[str, Any], model: dict[str, Any], beside: dict[str, Any]) -> Any:
+    functions = {name: getattr(torch.nn.functional, name) for name in ("gelu", "silu", "relu")}
+    functions["quick_gelu"] = core("fusions.fused_bias_geglu").quick_gelu
     kwargs = {**config, "activation_func": functions[config.get("activation_func", "gelu")]}
     kind = "MLATransformerConfig" if config.get("multi_latent_attention") else "TransformerConfig"
     made = getattr(core("transformer.transformer_config"), kind)(**kwargs)
-    layer = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(
-        normalization=made.normalization,
-        qk_layernorm=made.qk_layernorm,
-        num_experts=made.num_moe_experts,
-        qk_l2_norm=made.qk_l2_norm,
-        moe_grouped_gemm=made.moe_grouped_gemm,
+    for name, value in beside.items():
+        setattr(made, name, value)
+    layers = core("models.gpt.gpt_layer_specs").get_gpt_decoder_block_spec(
+        made, use_transformer_engine=False, normalization=made.normalization, qk_l2_norm=made.qk_l2_norm
     )
     torch.manual_seed(0)
-    built = core("models.gpt").GPTModel(made, layer, **model).eval()
+    built = core("models.gpt").GPTModel(made, layers, **model).eval()
+    corrections = ((n, b) for n, b in built.named_buffers() if n.endswith("expert_bias"))
     with torch.no_grad():
-        for name, parameter in built.named_parameters():
-            parameter.copy_(0.25 * torch.randn(parameter.shape) + float("norm" in name and name.endswith("weight")))
+        for name, values in (*built.named_parameters(), *corrections):
+            values.copy_(0.25 * torch.randn(values.shape) + float("norm" in name and name.endswith("weight")))
     return built
 
 

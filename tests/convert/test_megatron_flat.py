@@ -193,7 +193,7 @@ def opened(case: Case, tmp_path: Path, ranks: int = 1) -> tuple[Source, Path]:
     return source, write(tmp_path / "dist", case, source, ranks)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=2)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_masters_and_moments_are_taken_out_of_the_buckets(case: Case, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ FAULTS: dict[str, tuple[Case, str]] = {
 }
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(4, sample=3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("torch_files_read_here")
 def test_another_layout_than_the_args_say_is_refused_unless_weights_are_enough(

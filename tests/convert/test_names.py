@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megaprec.comm.layout import layout_of
@@ -15,7 +16,8 @@ from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.stages import Stage, cuts
 from parallel.context import Context
-from tests.other_systems import CONFIGS, WITHOUT_MEGATRON, write_folder
+from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, megatrons, write_folder
+from tools.cli import main
 from tools.convert.core.names import HUGGING_FACE, megatron
 from tools.convert.core.rules import heads, logical_shapes, matches
 from tools.convert.core.transforms import (
@@ -26,6 +28,7 @@ from tools.convert.core.transforms import (
     Heads,
     Transform,
 )
+from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.folder import open_hf
 from tools.convert.hf.write_config import model_type, to_hugging_face
@@ -107,9 +110,9 @@ def test_a_configuration_survives_the_way_to_ours_and_back(kind: str) -> None:
     assert from_hugging_face(to_hugging_face(model, "float32")) == model
 
 
-@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - WITHOUT_MEGATRON))
+@pytest.mark.parametrize("kind", sorted(IN_MEGATRON))
 def test_a_model_survives_the_way_through_megatrons_args(kind: str) -> None:
-    model = from_hugging_face(CONFIGS[kind])
+    model = from_hugging_face(megatrons(kind))
     again = model_of(args_of(model, 256, 2, 1, True, torch.float32), None)
     ours, theirs = model.model_dump(), again.model_dump()
     differs = {key for key in ours if ours[key] != theirs[key]}
@@ -117,12 +120,12 @@ def test_a_model_survives_the_way_through_megatrons_args(kind: str) -> None:
     assert logical_shapes(again) == logical_shapes(model)
 
 
-@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - WITHOUT_MEGATRON))
+@pytest.mark.parametrize("kind", sorted(IN_MEGATRON))
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_every_tensor_goes_from_hugging_face_to_megatron_and_back_bit_for_bit(
     kind: str, interleaved: bool, tmp_path: Path
 ) -> None:
-    source = open_hf(write_folder(tmp_path / "hf", kind, torch.bfloat16))
+    source = open_hf(write_folder(tmp_path / "hf", kind, torch.bfloat16, **FOR_MEGATRON.get(kind, {})))
     sizes, tp = heads(source.model), 4
     seen = set()
     for match in matches(megatron(True, interleaved, source.model), source.model):
@@ -149,13 +152,16 @@ CHANGES: dict[str, tuple[str, Callable[[dict], object], str]] = {
     "another gelu": ("gpt2", lambda c: c.update(activation_function="relu"), "activation_function = 'relu'"),
     "scaled attention": ("gpt2", lambda c: c.update(scale_attn_by_inverse_layer_idx=True), "only False or null is"),
     "stretched otherwise": ("llama", lambda c: c.update(rope_scaling={"type": "longrope"}), "rope_type = 'longrope'"),
-    "quantized": ("llama", lambda c: c.update(quantization_config={"bits": 4}), "quantization_config .* quantized"),
+    "quantized": ("llama", lambda c: c.update(quantization_config={"bits": 4}), "'bits': 4}: such weights are not"),
     "a cap": ("qwen3", lambda c: c.update(attn_logit_softcapping=5.0), "attn_logit_softcapping = 5.0, which is not"),
     "both ways": ("mistral", lambda c: c.update(is_causal=False), "is_causal = False, of which only True is known"),
     "noise": ("mixtral", lambda c: c.update(router_jitter_noise=0.1), "router_jitter_noise = 0.1"),
     "two bases": ("gpt_neox", lambda c: c.update(rope_theta=50.0), "rope_theta = 50.0"),
-    "text for a size": ("llama", lambda c: c.update(num_hidden_layers="4"), "layers Input should be a valid int"),
-    "no layers": ("llama", lambda c: c.update(num_hidden_layers=0), "layers Input should be greater than 0"),
+    "text for a size": ("llama", lambda c: c.update(num_hidden_layers="4"), "num_hidden_layers = '4': it must"),
+    "layers without end": ("qwen2_moe", lambda c: c.update(num_hidden_layers=10**20), "it must be at most 4096"),
+    "further layers without end": (
+        "glm4_moe", lambda c: c.update(num_nextn_predict_layers=10**20), "it must be at most 4096"),
+    "no layers": ("llama", lambda c: c.update(num_hidden_layers=0), "num_hidden_layers = 0: it must be above 0"),
 }  # fmt: skip
 
 
@@ -166,3 +172,25 @@ def test_what_a_configuration_says_and_we_cannot_is_refused(change: str) -> None
     edit(config)
     with pytest.raises(UserError, match=said):
         from_hugging_face(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.bool])
+def test_weights_that_are_no_floats_are_refused_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "hf", "deepseek_v3")
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    save_file(stored | {name: stored[name].to(dtype)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"{name} is {str(dtype)[6:]}, not floats"):
+        open_hf(folder)
+
+
+def test_a_correction_stays_fp32_when_all_else_is_rounded(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "hf", "glm4_moe")
+    for kind, options in (("hf", ["--to", "hf"]), ("ours", [])):
+        made = tmp_path / kind / "made"
+        made.parent.mkdir(exist_ok=True)
+        assert main(["convert", str(folder), str(made), *options, "--dtype", "bf16", "--no-verify"]) == 0
+        again = open_source(made)
+        dtypes = {key: again.dtype(key) for key in again.keys("weight")}
+        narrow = {key for key, dtype in dtypes.items() if dtype == torch.bfloat16}
+        assert set(dtypes) - narrow == {key for key in dtypes if key.endswith(".router.correction")} != set()

@@ -40,6 +40,7 @@ def tensors(source: Any) -> dict[str, Tensor]:
     return {key: source.read(key) for key in source.keys("weight")}
 
 
+@pytest.mark.cases(None, sample=2)
 @here
 @pytest.mark.parametrize("kind", usually(("gpt2", "llama-stretched", "qwen3"), KINDS))
 @pytest.mark.parametrize("stacked", [True, False])

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megaprec.data.indexed import IndexedWriter
 from megaprec.errors import UserError
-from tests.models.test_families import float32_is_float64
-from tests.other_systems import CONFIGS, WITHOUT_MEGATRON, slow, usually
+from tests.models.test_families import corrections, counting, float32_is_float64
+from tests.other_systems import CONFIGS, FOR_MEGATRON, IN_MEGATRON, WITHOUT_MEGATRON, slow, usually
 from tests.runs import checkpoint, steps, tensors, train_on, write_run
 from tools.cli import main
 from tools.convert.core import names, transforms
@@ -30,16 +30,19 @@ def run(*arguments: object) -> None:
     assert main(["convert", *map(str, arguments)]) == 0
 
 
-def theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Any:
+def theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model of random weights that is lively enough for every tensor to matter, saved by transformers."""
     torch.manual_seed(3)
-    config = transformers.AutoConfig.for_model(**CONFIGS[kind])
+    config = transformers.AutoConfig.for_model(**{**CONFIGS[kind], **changes})
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager", dtype=dtype
     )
     with torch.no_grad():
         for name, values in model.named_parameters():
             values.normal_(1.0 if "norm" in name or "ln_" in name else 0.0, 0.25)
+        for name, values in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                values.normal_(0.0, 0.1)
     model.save_pretrained(folder)
     return model.eval()
 
@@ -48,7 +51,9 @@ def theirs(folder: Path, kind: str, dtype: torch.dtype = torch.float32) -> Any:
 def test_a_folder_that_transformers_wrote_is_read_tensor_by_tensor(kind: str, tmp_path: Path) -> None:
     theirs(tmp_path / "hf", kind)
     source = open_source(tmp_path / "hf")
-    count = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").parameters())
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    corrections = [values for name, values in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    count = sum(values.numel() for values in (*model.parameters(), *corrections))
     assert sum(torch.Size(shape).numel() for shape in source.shapes.values()) == count
 
 
@@ -61,11 +66,12 @@ def test_logits_in_float64_are_those_of_transformers(kind: str, tmp_path: Path) 
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", usually(("gpt2", "llama-tied", "qwen2"), CONFIGS.keys() - WITHOUT_MEGATRON))
+@pytest.mark.cases(None, sample=3)
+@pytest.mark.parametrize("kind", usually(("gpt2", "glm4_moe", "qwen2"), IN_MEGATRON))
 def test_what_is_exported_transformers_loads_and_computes_the_same(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = theirs(tmp_path / "hf", kind)
+    model = theirs(tmp_path / "hf", kind, **FOR_MEGATRON.get(kind, {}))
     run(tmp_path / "hf", tmp_path / "ours", "--verify", "logits")
     run(tmp_path / "ours", tmp_path / "megatron", "--to", "megatron", "--tp", 2, "--pp", 2, "--verify", "logits")
     run(tmp_path / "megatron", tmp_path / "back", "--to", "hf", "--verify", "logits")
@@ -76,8 +82,34 @@ def test_what_is_exported_transformers_loads_and_computes_the_same(
     assert ours.keys() == others.keys()
     assert all(torch.equal(ours[name], others[name]) for name in others)
     assert again.dtype == torch.float32
-    for key in ("rope_parameters", "tie_word_embeddings", "attention_bias", "layer_norm_epsilon", "head_dim"):
+    said, found = (getattr(one.config, "rope_parameters", None) or {} for one in (model, again))
+    assert _flat(found).items() >= _flat(said).items()
+    for key in ("tie_word_embeddings", "attention_bias", "layer_norm_epsilon", "head_dim"):
         assert getattr(again.config, key, None) == getattr(model.config, key, None), key
+
+
+def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters, those of each type of layer by names of their own."""
+    tables = {key: table for key, table in parameters.items() if isinstance(table, dict)} or {"": parameters}
+    return {f"{kind} {key}": value for kind, table in tables.items() for key, value in table.items()}
+
+
+@pytest.mark.parametrize("kind", sorted(WITHOUT_MEGATRON))
+def test_models_that_megatron_lacks_come_back_bit_for_bit_and_are_refused_there(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = theirs(tmp_path / "hf", kind)
+    run(tmp_path / "hf", tmp_path / "ours")
+    run(tmp_path / "ours", tmp_path / "back", "--to", "hf")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours, others = again.state_dict(), model.state_dict()
+    assert all(torch.equal(ours[name], others[name]) for name in others)
+    for key in ("layer_types", "sliding_window", "query_pre_attn_scalar", "attention_bias"):
+        assert getattr(again.config, key, None) == getattr(model.config, key, None), key
+    assert _flat(again.config.rope_parameters).items() >= _flat(model.config.rope_parameters).items()
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "megatron"), "--to", "megatron"]) == 2
+    assert "Megatron's GPT model has no" in capsys.readouterr().err
 
 
 PLANTED = {
@@ -113,17 +145,23 @@ def test_a_wrong_rearrangement_is_found_by_the_logits(
 
 
 LR, STEPS, BATCH, LENGTH = 1e-2, 3, 4, 16
+SPEED = 0.02  # of corrections
 EPS = 1e-6  # so that a gradient that is zero but for rounding, as a key bias has, moves nothing
 
 
 def their_training(model: Any, batches: list[Tensor]) -> list[float]:
-    """Plain steps with torch's AdamW; matrices are decayed, vectors not. Returns the losses."""
+    """Plain steps with torch's AdamW; matrices are decayed, vectors not. Returns the losses.
+
+    Corrections of routers, which transformers does not train, follow the loads of each step.
+    """
+    parameters = dict(model.named_parameters())  # theirs stack experts' biases
+    vectors = {p for name, p in parameters.items() if p.dim() < 2 or name.endswith("_bias")}
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters.values() if p not in vectors], "weight_decay": 0.1},
+        {"params": [p for p in parameters.values() if p in vectors], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS, foreach=False)
-    losses = []
+    losses, counts = [], counting(model)
     for tokens in batches:
         logits = model(tokens[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -131,6 +169,9 @@ def their_training(model: Any, batches: list[Tensor]) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        for name, correction in corrections(model):
+            correction += SPEED * (counts[name].mean() - counts[name]).sign()
+            counts[name].zero_()
     return losses
 
 
@@ -167,10 +208,31 @@ plot = false
     return path
 
 
-TRAINED = ("gpt2", "llama", "gpt_neox", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+TRAINED = (
+    *(
+        "gpt2",
+        "llama",
+        "gpt_neox",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_moe-dense-layers",
+        "glm4_moe",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "gemma3_text",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gemma2",
+        "gpt_oss",
+    ),
+)
 
 
-@pytest.mark.cases(1, slow=8)
+@pytest.mark.cases(1, sample=3)
 @pytest.mark.parametrize("kind", usually(("gpt2", "llama"), TRAINED))
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(2, 2, 1), *slow((1, 1, 1), (1, 2, 2))])
 def test_three_steps_from_a_folder_are_three_steps_of_transformers(
@@ -181,7 +243,9 @@ def test_three_steps_from_a_folder_are_three_steps_of_transformers(
     ids = torch.randint(131, (STEPS * BATCH * LENGTH + 1,), generator=torch.Generator().manual_seed(1))
     file = write_job(tmp_path, ids)
     alone = "model.router_aux_loss=0"  # theirs is asked for its logits, and so adds no loss of the router's
-    folder = train_on(file, alone, tensor=tensor, pipeline=pipeline, data=data)
+    folder = train_on(
+        file, alone, f"model.router_correction_speed={SPEED}", tensor=tensor, pipeline=pipeline, data=data
+    )
     batches = [
         torch.stack([ids[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(n * BATCH, (n + 1) * BATCH)])
         for n in range(STEPS)
@@ -195,6 +259,8 @@ def test_three_steps_from_a_folder_are_three_steps_of_transformers(
     for key, values in tensors(checkpoint(folder, STEPS)).items():
         if key.startswith("weight/"):
             torch.testing.assert_close(values, expected.read(key), rtol=1e-9, atol=1e-11, msg=key)
+    again = open_source(checkpoint(folder, STEPS))  # it has no moments of corrections
+    assert {*again.kinds} == {"weight", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.fixture(scope="module")

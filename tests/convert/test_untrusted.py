@@ -85,7 +85,7 @@ KINDS = [put_weights, put_legacy, put_plain_pickle, put_optimizer, put_metadata]
 INSPECTED = [(kind, "inspect") for kind in KINDS]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=5)
 @pytest.mark.parametrize(
     ("put", "command"), [*((kind, "convert") for kind in KINDS), INSPECTED[0], *slow(*INSPECTED[1:])]
 )
@@ -119,7 +119,7 @@ def test_values_lie_where_it_says(tmp_path: Path) -> None:
     assert found["state"][1] == {"step": 4}
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("cut", ["in the middle", *slow(("at once",), ("in the magic",), ("in the directory",))])
 def test_a_truncated_file_is_refused(cut: str, tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(1000)}, tmp_path / "file.pt")

@@ -135,6 +135,16 @@ def test_what_lies_behind_the_limit_is_not_read(tmp_path: Path) -> None:
     assert documents(open_source(str(path), max_chars=4)) == {"x.jsonl:1": "abcd"}
 
 
+def test_the_line_of_the_first_byte_that_is_not_utf8_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.txt"
+    for size in (5, 1 << 20):  # a letter of two bytes may lie in two pieces
+        monkeypatch.setattr("megaprec.data.readers.PIECE_CHARS", size)
+        for good in (0, 1, 7):
+            file.write_bytes("schön\n".encode() * good + "Köln\nKöln".encode("latin-1"))
+            with pytest.raises(UserError, match=rf"x\.txt is not UTF-8 text \(.* in line {good + 1};"):
+                list(open_source(str(file)))
+
+
 def test_text_that_is_not_utf8_is_an_error_but_in_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.py").write_bytes("é".encode("latin-1"))
     (tmp_path / "b.py").write_text("fine")
@@ -251,10 +261,32 @@ def test_every_file_of_a_folder_is_read_or_counted_by_the_reason_why_not(tmp_pat
 
 @pytest.mark.parametrize(
     ("begins", "why"),
-    [(gzip.compress(b"x"), "must end in .gz"), (b"%PDF-1.4 \xff", "it is a PDF"), (b"PK\x03\x04\xff", "a zip archive")],
+    [
+        (gzip.compress(b"x", mtime=0), "must end in .gz"),
+        (b"%PDF-1.4 \xff", "it is a PDF"),
+        (b"PK\x03\x04\xff", "a zip archive"),
+    ],
 )
 def test_a_file_of_another_form_says_which(tmp_path: Path, begins: bytes, why: str) -> None:
     (tmp_path / "x.txt").write_bytes(begins)
     with pytest.raises(UserError, match="is not UTF-8 text") as error:
         list(open_source(str(tmp_path / "x.txt")))
     assert why in str(error.value)
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_text(tmp_path: Path) -> None:
+    marked = b"\xef\xbb\xbf"
+    (tmp_path / "x.txt").write_bytes(marked + "é and \ufeff inside".encode())
+    (tmp_path / "x.jsonl").write_bytes(marked + b'{"text": "one"}\n')
+    (tmp_path / "x.json").write_bytes(marked + b'["one"]')
+    assert documents(open_source(str(tmp_path / "x.txt"))) == {"x.txt": "é and \ufeff inside"}
+    for name in ("x.jsonl", "x.json"):
+        assert documents(open_source(str(tmp_path / name))) == {f"{name}:1": "one"}
+
+
+def test_a_record_with_two_texts_is_refused_and_not_cut_to_one(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"text": "a \\"text\\""}\n{"text": "first", "text": "second"}\n')
+    (tmp_path / "x.json").write_text('["a", {"text": "first", "n": 1, "text": "second"}]')
+    for name in ("x.jsonl", "x.json"):
+        with pytest.raises(UserError, match=rf"{name}:2: not .*field 'text' is given twice"):
+            documents(open_source(str(tmp_path / name)))

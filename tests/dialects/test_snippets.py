@@ -208,8 +208,7 @@ def test_a_snippets_plan_trains_in_a_layout(name: str, tmp_path: Path) -> None:
     assert [step["outcome"] for step in trained(name, tmp_path, 2, 1)] == ["applied"] * 5
 
 
-@pytest.mark.cases(0, slow=12)
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_every_snippets_plan_trains_in_every_layout(name: str, tensor: int, pipeline: int, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.fp8.formats import E4M3, E5M2
 from megaprec.fp8.history import AmaxHistory
@@ -27,7 +28,10 @@ from megaprec.fp8.linear import FP8Gemm
 from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
+from models.config import ModelConfig
 from models.engine import Engine
+from models.estimate.memory import kept_bytes
+from models.stages import cuts
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from tests.fp8.test_training import MODEL
@@ -203,8 +207,8 @@ def test_pipeline_stages_train_the_same_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_ranks_have_one_scale_for_each_tensor(sequence: bool) -> None:
-    losses, scales = result(None, run_of())
-    for found, ours in run_ranks(result, {"tp": 2}, run=run_of(sequence=sequence)):
+    losses, scales = result(None, run_of(steps=2))
+    for found, ours in run_ranks(result, {"tp": 2}, run=run_of(sequence=sequence, steps=2)):
         assert found == pytest.approx(losses, rel=1e-3)
         assert ours.keys() == scales.keys()
         for name, scale in ours.items():
@@ -270,6 +274,18 @@ def test_a_run_is_told_before_launch(key: str, says: str, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=says) as refused:
         load_run(file, [*keys, key])
     assert all('fp8.history = "step"' in problem for problem in refused.value.problems)
+
+
+def test_its_memory_is_known_before_launch_and_a_pass_begins_when_all_products_are_there() -> None:
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 64, "max_positions": 16}
+    config = ModelConfig(family="llama", **sizes)
+    made = cuts(config, 2, 16)
+    often, once = (kept_bytes(config, plan("bf16", fp8=recipe), made, 16, 2) for recipe in (RECIPE, FP8Recipe()))
+    for te, step in zip(often, once, strict=True):
+        assert te.activations > step.activations  # each forward pass stores its scales
+    state = FP8State(RECIPE)
+    with state.autocast(), pytest.raises(RuntimeError, match="registered after the first pass"):
+        state.register([Part("layers.0.mlp.up.weight", (32, 32))])
 
 
 def test_a_recipe_of_nemo_may_have_it_beside() -> None:

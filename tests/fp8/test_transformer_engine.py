@@ -17,6 +17,7 @@ from megaprec.fp8.formats import Role
 from megaprec.fp8.matmul import PRODUCTS, add_product_, chosen, multiply, ways
 from megaprec.fp8.quantize import Codes, quantize_both
 from megaprec.fp8.state import FP8State
+from megaprec.precision import gemm
 from megaprec.precision.fp8_recipe import Backend, FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
@@ -136,16 +137,21 @@ RUNS = [
 ]
 
 
+def own_products() -> None:
+    """From now on bf16 products are torch's own, also on a CPU where FP32 ones are faster and add in another order."""
+    gemm._has_bf16_products = lambda: True
+
+
 def through(one: Run) -> Run:
     """The same by Transformer Engine."""
     recipe = replace(one.changes["fp8"], backend="transformer_engine")
     return replace(one, changes={**one.changes, "fp8": recipe}, before=stand_in.install)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", [{}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_that_of_torch(axes: dict[str, int]) -> None:
-    results = train_all([*RUNS, *map(through, RUNS)], **axes)
+    results = train_all([replace(RUNS[0], before=own_products), *RUNS[1:], *map(through, RUNS)], **axes)
     for one, theirs, ours in zip(RUNS, results[: len(RUNS)], results[len(RUNS) :], strict=True):
         assert [str(report) for report in ours.reports] == [str(report) for report in theirs.reports], one
         assert ours.after.keys() == theirs.after.keys()

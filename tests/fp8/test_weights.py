@@ -70,7 +70,7 @@ def require_trains_as_weights_in_fp32(axes: dict[str, int], runs: Sequence[Run])
         assert any(not torch.equal(values, ours.before[name]) for name, values in ours.after.items())
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", [{}, {"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_that_of_weights_kept_in_fp32(axes: dict[str, int]) -> None:
     require_trains_as_weights_in_fp32(axes, list(pairs()))

@@ -49,6 +49,7 @@ SIZES += [
     "checkpoint.keep",
     "log.every",
     "log.timeline",
+    "log.digests",
 ]
 SIZES += ["parallel.recompute_layers", "precision.growth_interval", "precision.hysteresis", "precision.patience"]
 BIG = ["1", "2", "4", "64", "1000", "4096", "100000", "1000000", "1000000000", str(2**31), str(2**62), str(2**63 - 1)]

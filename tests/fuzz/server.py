@@ -1,8 +1,9 @@
 """Runs command lines of megaprec in forked processes, each with a limit of processor time, of memory and of time.
 
-The server is a fresh interpreter that has imported the command and nothing else has happened in: a fork of it starts in
-milliseconds. Local ranks are not started, their number is: `RANKS` and more are a fault. A run that has begun to train
-is stopped after some steps. `faults` says what is wrong with how a command ended.
+The server is a fresh interpreter that has imported the command and what it imports late, and nothing else has happened
+in: a fork of it starts in milliseconds. Local ranks are not started, their number is: `RANKS` and more are a fault. A
+run that has begun to train is stopped after some steps, one that builds a model too large for this machine soon.
+`faults` says what is wrong with how a command ended.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from tests.project.forked_command import import_all
 from tools import cli
 from tools.commands import train
 from tools.journal.records import METRICS
@@ -27,6 +29,7 @@ from tools.training.launch import Again
 
 RANKS = 4096  # more than this on one machine is a slip
 STEPS = 3  # of training, after which a run has shown that it trains
+WORK = 5  # once a command has said that it is at work, it is given this part of its processor time
 LONGEST_LINE = 2500  # characters on stderr
 # Exit codes of commands, besides 0 and 2: a run that stops itself, layouts that differ, data with notes.
 FINE = {"train": 3, "parity": 1, "data verify": 1}
@@ -90,7 +93,7 @@ def faults(command: Command, ended: Ended) -> list[str]:
     if "Traceback" in ended.err + ended.out:
         found.append(f"traceback: {last}")
     elif ended.code in (-signal.SIGXCPU, -signal.SIGKILL):
-        if not _is_at_work(command, ended):
+        if not _is_at_work(command, ended.out, ended.err):
             found.append(f"no end after {ended.seconds:.0f} s of processor time: {(ended.out + ended.err)[-100:]!r}")
     elif ended.code < 0:
         found.append(f"ended by {signal.Signals(-ended.code).name}: {last}")
@@ -101,22 +104,19 @@ def faults(command: Command, ended: Ended) -> list[str]:
     longest = max(ended.err.splitlines(), key=len, default="")
     if len(longest) > LONGEST_LINE:
         found.append(f"a line of {len(longest)} characters: {longest[:60]}...{longest[-60:]}")
-    if ended.memory > command.memory and not _is_at_work(command, ended):
+    if ended.memory > command.memory and not _is_at_work(command, ended.out, ended.err):
         found.append(f"took {ended.memory >> 20} MiB: {last}")
     return found
 
 
-def _is_at_work(command: Command, ended: Ended) -> bool:
+def _is_at_work(command: Command, out: str, err: str) -> bool:
     """A run has begun to build its model or to train; text is generated until there is enough."""
-    return (
-        "\nmemory " in ended.out
-        or "building a model" in ended.err
-        or (command.argv[0] == "generate" and bool(ended.out))
-    )
+    return "\nmemory " in out or "building a model" in err or (command.argv[0] == "generate" and bool(out))
 
 
 def _serve() -> None:
     """Answers the commands on stdin, one a line, until it ends."""
+    import_all()
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for line in sys.stdin:
         print(json.dumps(asdict(_answer(Command(**json.loads(line)), own))), flush=True)
@@ -135,9 +135,12 @@ def _answer(command: Command, own: int) -> Ended:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # whatever it has left behind
     code = os.waitstatus_to_exitcode(status)
-    said = [path.read_text("utf-8", "backslashreplace")[:200_000] if path.exists() else "" for path in (out, err)]
-    out_said, err_said = said
+    out_said, err_said = _said(out), _said(err)
     return Ended(code, out_said, err_said, usage.ru_utime + usage.ru_stime, max(0, usage.ru_maxrss - own) << 10)
+
+
+def _said(path: Path) -> str:
+    return path.read_text("utf-8", "backslashreplace")[:200_000] if path.exists() else ""
 
 
 def _child(command: Command, out: Path, err: Path) -> None:
@@ -156,6 +159,7 @@ def _child(command: Command, out: Path, err: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
         train.launch_local = _no_ranks
         threading.Thread(target=_stop_training, args=(Path.cwd(),), daemon=True).start()
+        threading.Thread(target=_limit_work, args=(command, out, err), daemon=True).start()
         code = cli.main(command.argv)
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1
@@ -183,6 +187,14 @@ def _stop_training(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 if path.stat().st_size - began.get(path, 0) > 1000 * STEPS:
                     os._exit(0)
+
+
+def _limit_work(command: Command, out: Path, err: Path) -> None:
+    """Gives this process a part of its processor time once it is at work, if it had more left."""
+    while not _is_at_work(command, _said(out), _said(err)):
+        time.sleep(0.2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(soft, int(time.process_time()) + command.seconds // WORK), hard))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.fuzz.known import DEEP, DIGITS, REFUSED
 from tests.fuzz.material import make
 from tests.fuzz.server import Command, Server, faults
 
-SAMPLE, PROOF, CAMPAIGN = 2, 15, 400  # seeds of each group
+SAMPLE, CAMPAIGN = 5, 400  # seeds of each group
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +79,7 @@ def test_a_sample_of_odd_inputs_ends_plainly(group: Group, server: Server, mater
     assert bad(server, material, group, range(SAMPLE), tmp_path) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_more_odd_inputs_end_plainly(group: Group, server: Server, material: Path, tmp_path: Path) -> None:
-    assert bad(server, material, group, range(SAMPLE, PROOF), tmp_path) == []
-
-
 @pytest.mark.campaign
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_thousands_of_odd_inputs_end_plainly(group: Group, server: Server, material: Path, tmp_path: Path) -> None:
-    assert bad(server, material, group, range(PROOF, CAMPAIGN), tmp_path) == []
+    assert bad(server, material, group, range(SAMPLE, CAMPAIGN), tmp_path) == []

@@ -107,6 +107,16 @@ def test_the_batch_is_that_of_deepspeeds_rule(
         ({"sparse_attention": {"mode": "fixed"}}, "attention is dense here"),
         ({"fp16": {"enabled": True, "initial_scale_power": 1000}}, "give a power of two from 0 to 127"),
         ({"fp16": {"enabled": "yes"}}, "fp16.enabled = 'yes' (ds.json): must be a bool"),
+        ({"fp16": True}, "fp16 = True (ds.json): must be a table of keys in braces"),
+        ({"zero_optimization": True}, "zero_optimization = True (ds.json): must be a table of keys in braces"),
+        ({"zero_optimization": {"stge": 1}}, "no such key of DeepSpeed is known here; did you mean zero_opt"),
+        ({"zero_optimization": {"reduce_bucket_size": float("inf")}}, "bucket_size = inf (ds.json): must be finite"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "all gradients of a step are applied in it"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping = nan (ds.json): must be finite"),
+        ({"optimizer": "Adam"}, "optimizer = 'Adam' (ds.json): must be a table of keys in braces"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type = 'Muon' (ds.json): the update rules here"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, "DeepSpeed's are log and linear"),
+        ({"torch_autocast": {"enabled": True}}, "precision.compute is the dtype of products"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_refused_by_its_name(change: dict[str, Any], line: str, tmp_path: Path) -> None:
@@ -133,6 +143,11 @@ def test_a_configuration_alone_says_what_is_missing(tmp_path: Path) -> None:
     said = refused(tmp_path, FULL, keys=())
     assert any(problem.startswith("train.steps is missing") for problem in said)
     assert "model.preset" in said[-1]
+
+
+def test_an_empty_configuration_decides_nothing(tmp_path: Path) -> None:
+    assert made(tmp_path, {}, ranks=1, keys=[*KEYS, "train.global_batch=8"]).train.global_batch == 8
+    assert made(tmp_path, FULL | {"optimizer": None, "bf16": None, "activation_checkpointing": {}})
 
 
 def test_random_configurations_end_with_a_run_or_with_lines(tmp_path: Path) -> None:

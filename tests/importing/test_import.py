@@ -104,10 +104,41 @@ def test_a_mixtral_script_keeps_its_interleaved_stages(scripts: dict[str, str], 
     assert (m.family, m.experts, m.experts_per_token, m.router_aux_loss, m.norm_topk) == ("mixtral", 8, 2, 0.01, True)
     assert (p.schedule, p.chunks, p.cuts, p.sequence) == ("interleaved", 2, (4,) * 8, True)
     assert (p.recompute, p.recompute_layers, p.tensor, p.pipeline, p.data) == ("full", 2, 2, 4, 2)
+    assert (p.expert, p.expert_tensor) == (2, 0)
     assert run.data.tokenizer == "tokenizer.model"
     assert (run.lr.warmup, run.lr.length, run.lr.final) == (500, 320000, 1e-5)
 
 
+@pytest.mark.parametrize(("kind", "what"), [("aux_loss", "each micro-batch"), ("global_aux_loss", "the global batch")])
+def test_a_balance_over_other_tokens_than_a_samples_is_said(
+    kind: str, what: str, scripts: dict[str, str], tmp_path: Path
+) -> None:
+    script, changed = Path(scripts["mixtral"]).read_text(), tmp_path / "changed.sh"
+    notes = []
+    for one in (kind, "seq_aux_loss"):
+        changed.write_text(script.replace("balancing-type aux_loss", f"balancing-type {one}"))
+        made = import_run([str(changed)], {}, ASSUMED, None)
+        notes.append([note for note in made.notes if "balances each sample" in note])
+    assert [note.endswith(f"not {what}") for note in notes[0]] == [True] and not notes[1]
+
+
+EP, ETP = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size 1"
+
+
+def test_experts_go_over_as_many_ranks_as_there_are(scripts: dict[str, str], tmp_path: Path) -> None:
+    script, changed = Path(scripts["mixtral"]).read_text(), tmp_path / "changed.sh"
+    changed.write_text(script.replace(EP, f"{EP[:-1]}4 {ETP}"))
+    run = run_of(tmp_path, str(changed))
+    assert (run.parallel.expert, run.parallel.expert_tensor) == (4, 1)
+    changed.write_text(script.replace(EP, f"{EP[:-1]}8"))
+    with pytest.raises(UserError, match="8 ranks x 2 slices = 16 do not divide the data 2 x tensor 2 = 4 ranks"):
+        run_of(tmp_path, str(changed))
+
+
+_LATENT = "--multi-latent-attention --qk-layernorm --normalization RMSNorm --position-embedding-type rope --swiglu"
+_LATENT += " --disable-bias-linear --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+_ROUTED = "--num-experts 8 --moe-ffn-hidden-size 48 --moe-router-topk 4 --moe-router-score-function sigmoid"
+_ROUTED += " --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-bias-update-rate 0.002"
 CHANGES = (
     "", "--swiglu", "--normalization RMSNorm", "--disable-bias-linear", "--disable-bias-linear --add-qkv-bias",
     "--position-embedding-type rope --rotary-percent 0.5", "--use-rotary-position-embeddings --rotary-base 5000",
@@ -120,6 +151,12 @@ CHANGES = (
     "--qk-layernorm --normalization RMSNorm", "--disable-bias-linear --num-experts 4 --moe-router-topk 1 "
     "--moe-router-pre-softmax --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.2 --moe-ffn-hidden-size 32",
     "--disable-bias-linear --num-experts 4 --moe-router-load-balancing-type none --moe-layer-freq ([1]*4)",
+    f"{_LATENT} --q-lora-rank 24 --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0",
+    f"{_LATENT} --rope-type rope --moe-layer-freq [0]+[1]*3 {_ROUTED} --moe-shared-expert-intermediate-size 96",
+    f"--disable-bias-linear --add-qkv-bias {_ROUTED} --moe-router-num-groups 4 --moe-router-group-topk 2",
+    "--num-experts 4 --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --softmax-type learnable "
+    "--no-bias-gelu-fusion --position-embedding-type yarn --rotary-scaling-factor 32 --yarn-beta-fast 16 "
+    "--yarn-original-max-position-embeddings 64 --no-yarn-correction-range-round-to-int",
 )  # fmt: skip
 
 
@@ -233,7 +270,7 @@ def test_arguments_mean_what_they_mean_in_megatron(change: str, key: str, value:
     [
         ("--swigul", "--swigul: no such argument of Megatron-LM is known here; did you mean --swiglu?"),
         ("--num-layer 3", "--num-layer: no such argument"),
-        ("--context-parallel-size 2", "--context-parallel-size 2: there is no context parallelism here"),
+        ("--hierarchical-context-parallel-sizes 2 2", "the ranks of parallel.context are one group here"),
         ("--rampup-batch-size 1 1 10", "--rampup-batch-size 1 1 10: the batch of a run is constant"),
         ("--lr abc", "--lr abc: the value must be a number"),
         ("--num-layers 2.5", "--num-layers 2.5: the value must be a whole number"),
@@ -246,8 +283,11 @@ def test_arguments_mean_what_they_mean_in_megatron(change: str, key: str, value:
         ("--lr-warmup-samples 5", "--lr-warmup-samples 5: the length of the run is in iters"),
         ("--optimizer muon", "--optimizer muon: the update rules here are adamw"),
         ("--load elsewhere", "--load elsewhere: to begin with its weights give train.init_from=elsewhere"),
-        ("--position-embedding-type yarn", "--position-embedding-type = 'yarn' cannot be converted"),
-        ("--num-experts 4", "--add-bias-linear = True"),
+        ("--position-embedding-type mrope", "--position-embedding-type = 'mrope' cannot be converted"),
+        ("--num-experts 4 --moe-layer-freq 2", "--add-bias-linear = True"),
+        ("--multi-latent-attention", "--qk-layernorm = False beside multi_latent_attention = True"),
+        ("--softmax-type off-by-one", "--softmax-type = 'off-by-one' cannot be converted"),
+        ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type a2a: keys and values go round (p2p)"),
         ("--num-attention-heads 0", "--num-attention-heads 0: give a number from 1 on"),
         ("--hidden-size 65", "--hidden-size 65: must be a multiple of --num-attention-heads 4"),
         ("--data-path a b", "--data-path a b: give the weight of each data set"),
@@ -291,14 +331,20 @@ def test_a_layout_beside_the_arguments_is_the_one_that_counts(tmp_path: Path) ->
 
 def test_an_argument_that_is_dropped_is_left_out_and_named() -> None:
     made = import_run(
-        [f"{BASE} --context-parallel-size 2 --no-such 1 2"],
+        [f"{BASE} --rampup-batch-size 2 2 4 --no-such 1 2"],
         {},
         {},
         None,
-        frozenset({"context_parallel_size", "no_such"}),
+        frozenset({"rampup_batch_size", "no_such"}),
     )
-    assert "# - left out, as --drop says: --context-parallel-size 2" in made.text
+    assert "# - left out, as --drop says: --rampup-batch-size 2 2 4" in made.text
     assert refused(BASE, drop="swiglu") == ("--drop swiglu: no such argument is given",)
+
+
+def test_ranks_that_share_sequences_are_ranks_of_a_replica(tmp_path: Path) -> None:
+    run = run_of(tmp_path, f"{BASE} --tensor-model-parallel-size 2 --context-parallel-size 2", ranks=8)
+    assert (run.parallel.tensor, run.parallel.context, run.parallel.data) == (2, 2, 2)
+    assert "parallel.context" not in import_run([BASE], {}, {}, None, frozenset()).text
 
 
 def test_words_after_two_dashes_and_yaml_and_a_quoted_line_are_the_same_run(
@@ -329,6 +375,7 @@ def test_names_that_megatron_keeps_are_read_from_yaml_with_their_own_value(tmp_p
     names = [
         f"{key[2:].replace('-', '_')}: {value}"
         for key, value in zip(BASE.split()[::2], BASE.split()[1::2], strict=True)
+        if key != "--lr"  # YAML takes 1e-3 for a text
     ]
     path.write_text(
         "\n".join([*names, "add_bias_linear: false", "swiglu: null", "bias_gelu_fusion: true", "lr: 0.001"])
@@ -350,9 +397,22 @@ def test_the_command_writes_a_file_once_and_says_what_it_read(
     assert f"12 arguments read, 1 not needed here; wrote {path}" in said.out and said.err.startswith(
         "note: parallel.data = 1"
     )
-    assert "# - --num-workers 2: it is of reading data" in path.read_text()
+    assert "# - --num-workers 2: it concerns reading data" in path.read_text()
     assert main(["import-args", BASE, "-o", str(path)]) == 2
     assert capsys.readouterr().err == f"{path} exists: give another name, or remove it\n"
+
+
+@pytest.mark.parametrize("words", [["--bf16", "--num-layers", "2"], ["-o", "run.toml", "--swiglu"], ["--seed=1"]])
+def test_arguments_without_quotes_are_answered_with_a_line_that_says_how_to_quote(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["import-args", *words])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    name = next(word for word in words if word.startswith("--"))
+    assert line.startswith(f"{name} is no option of import-args: give a command line in quotes, as in megaprec import")
+    assert "megaprec import-args -o run.toml -- --num-layers 24" in line
 
 
 FLAGS = [option(name) for name in (*READ, *megatron_idle.SHAPES, *megatron_refused.SHAPES)]
@@ -398,3 +458,15 @@ def test_random_arguments_end_with_a_run_or_with_lines(seed: int) -> None:
                 import_run([item], {}, {}, rng.choice([None, 1, 8]))
             except UserError as error:
                 assert error.problems and all(line and line.isprintable() for line in error.problems)  # noqa: PT017
+
+
+def test_a_refusal_of_arguments_tells_how_one_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-args", f"{BASE} --mock-data"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("--drop NAME leaves out an argument")
+
+
+def test_a_tokenizer_that_is_not_read_for_a_given_vocabulary_is_named() -> None:
+    line = BASE.replace("--vocab-size 500 ", "") + " --tokenizer-type Llama2Tokenizer --tokenizer-model mine.model"
+    given, _ = given_in(None, ["model.vocab=500"])
+    notes = import_run([line], given, {}, None).notes
+    assert [note for note in notes if note.startswith("--tokenizer-model mine.model: not read")]

@@ -27,6 +27,11 @@ MODELS = [
     {"family": "gpt2", "tied": False, **SIZES},
     {"family": "llama", "tied": True, "bias": True, **SIZES},
 ]
+LATENT = {"kv_rank": 12, "rope_dim": 4, "nope_dim": 6, "value_dim": 10}  # of one width: zeros would be counted too
+MODELS += [
+    {"family": "deepseek_v3", "latent": {**LATENT, "query_rank": 14}, **SIZES},
+    {"family": "deepseek_v2", "latent": LATENT, "bias": True, **SIZES},
+]
 LENGTH, BATCH = 24, 2
 
 
@@ -62,6 +67,7 @@ def test_parameters_of_the_stages_are_those_of_the_model(model: dict[str, Any]) 
         (MODELS[1], Recompute(fraction=1.0)),
         (MODELS[3], Recompute(fraction=0.5)),
         (MODELS[0], Recompute(layers=1)),
+        (MODELS[4], Recompute(("attention",))),
     ],
 )
 def test_flops_are_those_that_torch_counts(model: dict[str, Any], recompute: Recompute) -> None:
@@ -129,8 +135,10 @@ def held_by(work: Any) -> Iterator[Tensor]:
             yield from held_by(content)
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize(("model", "precision"), [*zip(MODELS, ["fp32", "bf16", "fp16", "bf16"], strict=True)])
+@pytest.mark.cases(2, sample=1)
+@pytest.mark.parametrize(
+    ("model", "precision"), [*zip(MODELS, ["fp32", "bf16", "fp16", "bf16", "bf16", "fp32"], strict=True)]
+)
 def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict[str, Any], precision: str) -> None:
     config = ModelConfig(**model)
     made = stages(config, 3, precision)
@@ -140,7 +148,10 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict
         x, ids = inputs(stage)
         with torch.no_grad():
             stage(x)  # makes rotary tables, which all micro-batches share
-        own = {p.untyped_storage().data_ptr() for p in [*stage.parameters(), *(stage._tables or ())]}
+        own = {
+            p.untyped_storage().data_ptr()
+            for p in [*stage.parameters(), *(t for made in stage._tables.values() for t in made)]
+        }
         saved: dict[int, torch.UntypedStorage] = {}
 
         def save(tensor: Tensor, saved: dict[int, torch.UntypedStorage] = saved, own: set[int] = own) -> Tensor:
@@ -159,5 +170,8 @@ def test_kept_bytes_are_those_that_autograd_saves_and_layers_put_off(model: dict
         with stage.context.deferred.collect() as work:
             loss.backward()
         tensors = [t for job in work for t in held_by(job)]
-        assert len(work) == 4 * len(stage.cut.layers) + stage.cut.last
-        assert sum(t.nbytes for t in tensors) == kept.put_off
+        products = 6 if config.latent else 4  # of a layer
+        assert len(work) == products * len(stage.cut.layers) + stage.cut.last
+        # Of a latent's projections some tensors are views of larger ones, which stay as long as they do.
+        real, views = sum(t.nbytes for t in tensors), 1.1 if config.latent else 1.0
+        assert real <= kept.put_off <= real * views

@@ -70,7 +70,7 @@ def cases() -> list[Run]:
     ]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", [{}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_training_is_bit_for_bit_the_same_with_and_without_a_shadow(axes: dict[str, int]) -> None:
     run_ranks(require_on_ranks, axes, runs=[one for one in cases() if "pp" in axes or one.kind == "1f1b"])

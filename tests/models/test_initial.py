@@ -8,11 +8,15 @@ import torch
 
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.errors import UserError
+from models.engine import Engine
+from parallel import layers
+from parallel.pipeline.builders import schedule
 from tests.other_systems import slow
 from tests.runs import checkpoint, rewind, steps, tensors, train, train_on, write_run
 from tools.cli import main
 from tools.config.run_file import load_run
 from tools.training.corpus import open_corpus
+from tools.training.trainer import Trainer
 
 
 def convert(*arguments: object) -> None:
@@ -106,3 +110,16 @@ def test_what_is_of_no_format_is_refused(file: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="has none of the known formats"):
         load_run(file, [f"train.init_from={tmp_path}/empty"])
+
+
+def test_no_initial_weight_is_drawn_for_a_run_that_loads_others(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they are loaded, all weights are NaN: one that nothing loads would be seen in the first loss."""
+    stopped = rewind(file.parent / "run", tmp_path / "stopped", 3)
+    config = load_run(file, [f"train.folder={stopped}"])
+    monkeypatch.setattr(layers, "normal_part", lambda *arguments: pytest.fail("a weight was drawn"))
+    trainer = Trainer(config, open_corpus(config), None, checkpoint(stopped, 3))
+    assert all(p.isfinite().all() for stage in trainer.engine.stages.values() for p in stage.parameters())
+    blank = Engine(config.model, config.plan, None, schedule("1f1b", 1, 1), micro_batch=1, seq_length=8, blank=True)
+    assert all(p.isnan().all() for stage in blank.stages.values() for p in stage.parameters())

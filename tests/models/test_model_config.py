@@ -45,6 +45,23 @@ PUBLISHED = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "glm-4.5": 352_797_829_024,  # its file has 358 B, with a layer for multi-token prediction
+    "glm-4.5-air": 106_852_251_264,  # 110 B with that layer
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200,  # 671B, without the 14B of the layer for multi-token prediction
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
 }
 
 

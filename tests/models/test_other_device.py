@@ -161,13 +161,13 @@ TOGETHER = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=2)
 @pytest.mark.parametrize("name", ALONE)
 def test_one_rank_trains_on_the_device_as_on_the_cpu(name: str) -> None:
     run_ranks(train_both, {}, runs=ALONE[name])
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_ranks_train_together_on_the_device_as_on_the_cpu(name: str) -> None:
     axes, runs = TOGETHER[name]
@@ -262,7 +262,7 @@ def cleared_too_soon() -> None:
 SAME = "to be on the same device"
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize(
     ("plant", "axes", "caught"),
     [

@@ -44,6 +44,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3", "kv_heads": 2},
     "mistral with a window": {"family": "mistral", "window": 4, "kv_heads": 2},
+    "olmo3": {"family": "olmo3", "kv_heads": 2, "window": 4, "window_layers": [0]},
+    "gemma3": {"family": "gemma3", "kv_heads": 1, "window": 4, "window_layers": [0], "window_rope_base": 50.0},
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        "latent": {"query_rank": 9, "kv_rank": 7, "rope_dim": 4, "nope_dim": 3, "value_dim": 5},
+        "window": 4,
+    },
+    "gemma2": {"family": "gemma2", "kv_heads": 1, "window": 4, "window_layers": [0]},
+    "gpt_oss": {"family": "gpt_oss", "experts": 4, "router_aux_loss": 0.0, "kv_heads": 2, "window": 4}
+    | {"window_layers": [0]},
+    "gpt_oss through dropout": {"family": "gpt_oss", "experts": 4, "router_aux_loss": 0.0, "attention_dropout": 1e-14},
     "mixtral": {"family": "mixtral", "experts": 4, "router_aux_loss": 0.0, "kv_heads": 2},
     "gpt2 through dropout": {"family": "gpt2", "attention_dropout": 1e-14},
     "mistral through dropout": {"family": "mistral", "window": 5, "attention_dropout": 1e-14},
@@ -128,7 +139,7 @@ def run_all(
     return [(answers[0][0], assemble([fragments for _, fragments in answers])) for answers in zip(*ranks, strict=True)]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize(
     ("tp", "pp", "sequence"), [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
 )

@@ -98,7 +98,43 @@ def test_reduced_gradients_are_compared_where_replicas_hold_the_same() -> None:
     assert (fault["kind"], fault["ranks"], fault["certain"]) == ("gradients", [1], True)
 
 
+SPREAD = (("experts", 4), ("experts_per_token", 2))
+
+
+@pytest.mark.cases(0, slow=2)
+@pytest.mark.parametrize(
+    ("layout", "setting"),
+    [
+        ("dp2", Setting(model=SPREAD, expert=2)),
+        ("tp2 x dp2", Setting(model=SPREAD, compute="bf16", expert=2, expert_tensor=1)),
+        ("tp2 x dp2", Setting(model=SPREAD, expert=2, zero_size=1)),
+    ],
+)
+def test_where_tokens_travel_to_experts_a_fault_that_passes_is_laid_to_its_rank(layout: str, setting: Setting) -> None:
+    """Wherever the wrong numbers travel to: the rank that has them first is to blame."""
+    ranks = 2 if layout == "dp2" else 4
+    attention = "layers.0.attention"
+    for rank in (0, ranks - 1):
+        flips = [Flip(rank, "activation", attention), Flip(rank, "activation gradient", MLP)]
+        for fault, module in zip(judged(layout, flips, setting), (attention, MLP), strict=True):
+            assert rank in fault["ranks"] and fault["transient"] and fault["certain"], fault
+            assert len(fault["ranks"]) == 1 or "tp2" in layout, fault
+            assert fault["module"].startswith(module), fault
+
+
 @pytest.mark.slow
+def test_copies_of_an_expert_are_compared_and_different_experts_are_not() -> None:
+    """On four ranks, ranks 0 and 2 hold experts 0 and 1, and ranks 1 and 3 the others."""
+    setting = Setting(model=SPREAD, compute="bf16", expert=2, expert_tensor=1)
+    held = f"{MLP}.experts.0.down.weight"
+    weight, gradient = judged(
+        "tp2 x dp2", [Flip(2, "weight", held), Flip(2, "reduced gradient", held)], replace(setting, zero_size=1)
+    )
+    assert (weight["kind"], weight["ranks"], weight["certain"]) == ("weights", [2], True), "it has the right masters"
+    assert (gradient["kind"], gradient["ranks"], gradient["certain"]) == ("gradients", [0, 2], False)
+
+
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_flipped_on_any_rank_of_any_layout_is_found_there(layout: str) -> None:
     world = 1

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.best_cut import best_cut
 from models.config import ModelConfig
 from models.estimate.flops import stage_costs
 from models.presets import preset
-from models.stages import best_cut, cuts
+from models.stages import cuts
 from parallel.activation_checkpoint import KEEP, Recompute
 
 
@@ -31,15 +32,15 @@ def test_no_other_cut_has_a_less_busy_busiest_rank(
     layers: int, cost: int, first: int, last: int, data: st.DataObject
 ) -> None:
     rank_of_stage = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=layers))
-    counts = best_cut(layers, cost, rank_of_stage, first, last)
+    counts = best_cut([cost] * layers, rank_of_stage, first, last)
     assert (len(counts), sum(counts), min(counts) >= 1) == (len(rank_of_stage), layers, True)
     others = [busiest(other, cost, rank_of_stage, first, last) for other in every_cut(layers, len(rank_of_stage))]
     assert busiest(counts, cost, rank_of_stage, first, last) == min(others)
 
 
 def test_a_rank_shares_its_layers_out_over_its_stages() -> None:
-    assert best_cut(16, 1.0, [0, 1, 0, 1]) == [4, 4, 4, 4]
-    assert best_cut(16, 1.0, [0, 1, 1, 0], last=4.0) == [5, 5, 5, 1]  # zb-v: the head lies with the embedding
+    assert best_cut([1.0] * 16, [0, 1, 0, 1]) == [4, 4, 4, 4]
+    assert best_cut([1.0] * 16, [0, 1, 1, 0], last=4.0) == [5, 5, 5, 1]  # zb-v: the head lies with the embedding
 
 
 def test_a_layer_count_that_does_not_divide_is_shared_out_and_the_head_counts() -> None:
@@ -76,4 +77,4 @@ def test_recomputation_moves_layers_to_the_stage_with_the_head_which_makes_nothi
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="2 layers cannot be cut into 3 stages"):
-        best_cut(2, 1.0, range(3))
+        best_cut([1.0] * 2, range(3))

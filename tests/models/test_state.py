@@ -2,18 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.optim.update_rules import AdamW, Muon, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig
-from models.engine import Engine
+from models.engine import SUMMING, Engine
 from models.estimate.state import Held, Sharding, held_bytes
+from models.estimate.storage import Alive
 from models.stages import cuts
 from parallel.pipeline.builders import schedule
+from tests.given import declare
 from tests.other_systems import slow
 from tests.ranks import run_ranks
 
@@ -45,6 +50,10 @@ class Case:
     plan: PrecisionPlan
     kind: str = "1f1b"
     layers: tuple[int, ...] = ()
+    rule: UpdateRule = AdamW()
+    expert: int = 1
+    expert_tensor: int = 0
+    canonical: int = 0
 
 
 def held(mesh: DeviceMesh | None, cases: Sequence[Case], pp: int = 1) -> list[dict[str, int]]:
@@ -53,18 +62,33 @@ def held(mesh: DeviceMesh | None, cases: Sequence[Case], pp: int = 1) -> list[di
 
 
 def _held(mesh: DeviceMesh | None, case: Case, pp: int) -> dict[str, int]:
-    made = schedule(case.kind, pp, 4)
-    engine = Engine(
-        ModelConfig(**case.model), case.plan, mesh, made, micro_batch=1, seq_length=LENGTH, layers=case.layers
-    )
+    engine = _engine(mesh, case, pp)
     found = [buffer.bytes_by_kind() for buffer in engine.optimizer.all_buffers()]
     return {kind: sum(one[kind] for one in found) for kind in KINDS}
+
+
+def _engine(mesh: DeviceMesh | None, case: Case, pp: int) -> Engine:
+    made = schedule(case.kind, pp, 4)
+    return Engine(
+        ModelConfig(**case.model),
+        case.plan,
+        mesh,
+        made,
+        micro_batch=1,
+        seq_length=LENGTH,
+        layers=case.layers,
+        make_optimizer=partial(SUMMING, rule=case.rule),
+        expert=case.expert,
+        expert_tensor=case.expert_tensor,
+        canonical_shards=case.canonical,
+    )
 
 
 def foretold(case: Case, pp: int = 1, dp: int = 1, tp: int = 1) -> list[Held]:
     model, placed = ModelConfig(**case.model), schedule(case.kind, pp, 4).rank_of_stage
     cut = cuts(model, len(placed), LENGTH, case.layers, placed)
-    return held_bytes(model, case.plan, cut, placed, Sharding(tp, dp, dp), ("exp_avg", "exp_avg_sq"))
+    sharding = Sharding(tp, dp, dp, expert=case.expert, expert_tensor=case.expert_tensor)
+    return held_bytes(model, case.plan, cut, placed, sharding, case.rule)
 
 
 @pytest.mark.parametrize("precision", PLANS)
@@ -81,15 +105,33 @@ def test_one_process_holds_what_is_foretold_of_every_family(model: str) -> None:
     assert _held(None, case, 1) == {kind: getattr(said, kind) for kind in KINDS}
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_holds_what_its_virtual_ranks_would(model: str) -> None:
+    """Under canonical numerics, with a copy of the embedding for a tied head."""
+    case = Case(MODELS[model], plan("bf16"), canonical=2)
+    made = schedule(case.kind, 1, 4).rank_of_stage
+    config = ModelConfig(**case.model)
+    cut = cuts(config, 1, LENGTH, case.layers, made)
+    (said,) = held_bytes(config, case.plan, cut, made, Sharding(2, apart=True), case.rule)
+    assert _held(None, case, 1) == {kind: 2 * getattr(said, kind) for kind in KINDS}
+
+
 FEW = [Case(MODELS["gpt2, tied"], plan("bf16")), Case(LLAMA, IN_FP8), Case(MODELS["mixtral"], plan("bf16"))]
+FEW += [Case(MODELS["mixtral"], plan("bf16"), rule=Muon()), Case(LLAMA, IN_FP8, rule=Muon(by_adamw=("*.0.mlp.*",)))]
+SPREAD = [
+    Case(MODELS["mixtral"], plan("bf16"), expert=2),
+    Case(MODELS["mixtral"], plan("bf16"), "1f1b", (), Muon(), 4, 1),
+]
 MANY = [Case(model, precision) for model in MODELS.values() for precision in PLANS.values()]
+MANY += [Case(model, precision, rule=Muon()) for model in MODELS.values() for precision in PLANS.values()]
 
 
+@pytest.mark.cases(None, sample=1)
 @pytest.mark.parametrize(
     ("axes", "cases"),
     [
         ({"pp": 2, "tp": 2}, [*FEW, Case(LLAMA, plan("bf16"), layers=(2, 1))]),
-        ({"dp": 2, "tp": 2}, FEW),
+        ({"dp": 2, "tp": 2}, [*FEW, *SPREAD]),
         *slow(({"pp": 3}, MANY), ({"pp": 2, "dp": 2, "tp": 2}, MANY)),
     ],
     ids=str,
@@ -110,3 +152,24 @@ def test_stages_that_share_a_rank_are_counted_together() -> None:
     found = run_ranks(held, {"pp": 2}, cases=[case], pp=2)
     said = foretold(case, pp=2)
     assert [one[0] for one in found] == [{kind: getattr(rank, kind) for kind in KINDS} for rank in said]
+
+
+def peak_of_update(mesh: DeviceMesh | None, case: Case, pp: int = 1) -> int:
+    """The bytes that an optimizer step adds at its peak, on this rank, with gradients of zero."""
+    optimizer = _engine(mesh, case, pp).optimizer
+    declare(optimizer)
+    with torch.no_grad(), Alive() as alive:
+        optimizer.step(1e-3)
+    return alive.most
+
+
+@pytest.mark.cases(0, sample=2)
+@pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}, {"dp": 4}], ids=str)
+def test_the_peak_of_muons_update_is_foretold(axes: dict[str, int]) -> None:
+    """Within a fifth: of the fullest rank, and above what AdamW's blocks take."""
+    wide = {**LLAMA, "hidden": 256, "ffn": 512}
+    for dtype in ("bf16", "fp32"):
+        case = Case(wide, plan("bf16"), rule=Muon(ns_dtype=dtype))
+        found = run_ranks(peak_of_update, axes, case=case) if axes else [peak_of_update(None, case)]
+        (said,) = foretold(case, dp=axes.get("dp", 1), tp=axes.get("tp", 1))
+        assert 0.8 * said.update < max(found) < 1.2 * said.update, (dtype, found, said.update)

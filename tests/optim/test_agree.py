@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
-from megaprec.optim.consensus import digest
+from megaprec.optim.consensus import DIGEST_BITS, StepConsensus, digest
 from megaprec.optim.grad_presence import disagreement
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.scaler import DynamicGradScaler
@@ -112,7 +112,9 @@ def test_a_step_asks_the_whole_mesh_once() -> None:
     for made in run_ranks(collectives_of_a_step, {"pp": 2, "dp": 2, "tp": 2}, bad=False):
         assert made == ["start_sum_"]
     for made in run_ranks(collectives_of_a_step, {"dp": 2}, bad=True):
-        assert made[0] == "start_sum_" and set(made[1:]) == {"gather"}, "only then it looks for the offender"
+        assert made[0] == "start_sum_" and set(made[1:]) == {"gather", "start_sum_"}, (
+            "only then it looks for the offender"
+        )
 
 
 def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
@@ -250,17 +252,33 @@ def tracked() -> Iterator[DynamicGradScaler]:
 
 
 def test_scalers_that_differ_have_different_digests() -> None:
-    """But for about one in 4,096: no part of the state is left out."""
+    """But for about one in 2**18: no part of the state is left out."""
     digests = torch.stack([digest((*scaler.tensors(), torch.tensor(7.0))) for scaler in tracked()])
-    pairs = len(digests) * (len(digests) - 1) / 2
     same = ((digests[:, None] == digests).sum() - len(digests)).item() / 2
-    assert same / pairs < 2 / 4096
+    assert len(digests) == 492 and same <= 4  # chance alone makes 0.46 pairs equal
     for power in range(-30, 32):
         for numbers in ((1.0,), (1.0, 3.0)):
             first, *others = numbers
             one, other = ([torch.tensor(x) for x in (f, *others)] for f in (first, first * 2.0**power))
             assert (digest(one) == digest(other)) == (power == 0)
     assert digest([torch.tensor(1.0), torch.tensor(2.0)]) != digest([torch.tensor(2.0), torch.tensor(1.0)])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 1000, 16_384, 131_071, 131_072])
+@pytest.mark.parametrize("mine", [0, 1, 2**17 + 1, 2**DIGEST_BITS - 1])
+def test_digests_are_compared_exactly_whatever_the_number_of_ranks(ranks: int, mine: int) -> None:
+    """By arithmetic: the sum over the world is that of the numbers that two kinds of ranks send."""
+    consensus = StepConsensus(Axis("pp"), Axis("world", 0, ranks), 2.0, torch.device("cpu"))
+    zero, one = torch.zeros(2, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+
+    def packed(digest_of_all: int) -> Tensor:
+        return consensus.pack(zero, None, one + digest_of_all, digest_of_all, one)
+
+    assert ranks * packed(mine).max() < 2**53  # so the sum is exact in whatever order the ranks are added
+    for other in {mine, mine ^ 1, 2**DIGEST_BITS - 1 - mine}:
+        for others in {1, ranks // 2, ranks - 1}:
+            agreed = consensus.read((ranks - others) * packed(mine) + others * packed(other))
+            assert agreed.same_scaler == agreed.same_parameters == (other == mine), (other, others)
 
 
 @pytest.mark.parametrize("axes", [{}, {"dp": 2}], ids=str)

@@ -40,7 +40,7 @@ def results(layout: tuple[int, int, int]) -> dict[str, Result]:
     return dict(zip(RUNS, train_all(list(RUNS.values()), *layout), strict=True))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(2, sample=2)
 @pytest.mark.parametrize("layout", usually(COVERING, LAYOUTS), ids=lambda x: "tp{} pp{} dp{}".format(*x))
 def test_every_layout_skips_the_same_steps_at_the_same_scales(layout: tuple[int, int, int]) -> None:
     for name, result in results(layout).items():
@@ -157,6 +157,7 @@ def state(optimizer: ParallelAMPOptimizer) -> list[Tensor]:
     return [optimizer.steps, *(t for b in buffers for t in (b.weights, *b.saved().values()))]
 
 
+@pytest.mark.cases(None, sample=1)
 @pytest.mark.parametrize("every", [7, *slow((1,))])
 @pytest.mark.parametrize(("compute", "zero_size", "when"), PLANTED, ids=lambda x: x if isinstance(x, str) else "")
 def test_one_bad_gradient_element_anywhere_makes_every_rank_skip_and_changes_nothing(

@@ -213,7 +213,7 @@ def test_what_cannot_be_trained_right_is_refused_in_one_line_that_says_what_to_d
         "no mesh": 'mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))',
         "no mesh in ddp": 'mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))',
         "not said": "average=True if each rank's loss is the mean over its own samples",
-        "other axes": "the mesh has the axes data: name them with mesh_dim_names, some of pp, dp, tp",
+        "other axes": "the mesh has the axes data: name them with mesh_dim_names, some of pp, dp, cp, tp",
         "no layout": "0.weight: a parameter of shape (7, 5) has no layout: give it one with "
         "megaprec.attach_whole(model)",
         "fsdp1": "_flat_param is a flat parameter of FSDP1",

@@ -80,6 +80,7 @@ def step_with_a_bad_sample(mesh: DeviceMesh, sample: int) -> StepReport:
     return engine.step(share_of(mesh, batch), 1e-2, 0)
 
 
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_a_bad_sample_is_found_by_its_micro_batch_and_dp_rank_in_every_layout(axes: dict[str, int]) -> None:
     """Of 8 samples in micro-batches of two, the sixth is bad: its micro-batch has samples 4 and 5."""
@@ -114,6 +115,7 @@ def step_with_bad_gradients(mesh: DeviceMesh, on_nonfinite: str = "skip") -> Ste
     return engine.step(share_of(mesh, batches(run)[0]), 1e-2, 0)
 
 
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_each_offender_has_its_own_beginning(axes: dict[str, int]) -> None:
     with_dp = "dp" in axes

@@ -27,7 +27,7 @@ from megaprec.precision.plan import PrecisionPlan
 from models.passes import Passes
 from parallel.layers import RowParallelLinear
 from tests.checkpoint.test_checkpoint import resume_and_compare
-from tests.layouts import train
+from tests.layouts import Run, train
 from tests.models import test_parity
 from tests.optim.test_agree import require_branches_noticed
 from tests.optim.test_amp import plant_everywhere, require_nan_lowers_the_scale, require_scale_divided_out
@@ -38,7 +38,7 @@ from tests.ranks import run_ranks
 
 Bug = Callable[[], None]
 Law = Callable[[Bug, pytest.MonkeyPatch, Path], object]
-INNER_UPDATE, AGREE = ParallelAMPOptimizer._update, ParallelAMPOptimizer._agree
+INNER_UPDATE, CONCLUDE = ParallelAMPOptimizer._update, ParallelAMPOptimizer._conclude
 
 
 def the_scale_is_read_after_the_update() -> None:
@@ -60,15 +60,15 @@ def the_loss_is_scaled_twice() -> None:
 def found_inf_over(*axes: str) -> None:
     """Each rank hears of what is not finite on these axes only."""
 
-    def agree(self: ParallelAMPOptimizer, loss: Tensor | None) -> Tensor:
+    def conclude(self: ParallelAMPOptimizer, agreed_on: Tensor, lr: float | None) -> StepReport:
         bad = statistics(self._counted, self._copies, self.device).isfinite().logical_not().any().double()
         for axis in axes:
             getattr(self, axis).max_(bad)
-        shared = AGREE(self, loss).nan_to_num(0, 0, 0)
+        shared = agreed_on.nan_to_num(0, 0, 0)
         shared[0] += torch.inf * bad if bad else 0
-        return shared
+        return CONCLUDE(self, shared, lr)
 
-    ParallelAMPOptimizer._agree = agree
+    ParallelAMPOptimizer._conclude = conclude
 
 
 def found_inf_stays_in_the_pipeline_stage() -> None:
@@ -84,7 +84,7 @@ def found_inf_stays_in_the_tp_rank() -> None:
 
 
 def bf16_is_not_checked() -> None:
-    ParallelAMPOptimizer._agree = lambda self, loss: AGREE(self, loss).nan_to_num(0, 0, 0)
+    ParallelAMPOptimizer._conclude = lambda self, agreed_on, lr: CONCLUDE(self, agreed_on.nan_to_num(0, 0, 0), lr)
 
 
 def copies_are_not_checked() -> None:
@@ -208,7 +208,7 @@ def tied_gradients_are_not_summed() -> None:
     inner = ParallelAMPOptimizer.step
 
     def step(self: ParallelAMPOptimizer, lr: float | None = None, loss: Tensor | None = None) -> StepReport:
-        self._tied = []
+        self._memory.tied = []
         return inner(self, lr, loss)
 
     ParallelAMPOptimizer.step = step
@@ -236,9 +236,9 @@ def a_row_parallel_bias_is_added_by_every_rank() -> None:
 
 def parity(model: str, *layout: int, sequence: bool = False) -> Law:
     def law(bug: Bug, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        test_parity.plain(model)  # what it is compared with has no bug
-        monkeypatch.setattr(test_parity, "train", lambda run, *layout: train(replace(run, before=bug), *layout))
-        test_parity.test_every_layout_trains_the_plain_model(model, (layout[0], layout[1], layout[2]), sequence)
+        test_parity.require_plain_model(
+            model, train(Run(test_parity.MODELS[model], sequence=sequence, before=bug), *layout)
+        )
 
     return law
 
@@ -268,11 +268,8 @@ def scaled(bug: Bug, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def zero_off(bug: Bug, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    test_parity.plain("llama")
-    monkeypatch.setattr(
-        test_parity, "train", lambda run, *layout: train(replace(run, before=bug, zero_size=1), *layout)
-    )
-    test_parity.test_every_layout_trains_the_plain_model("llama", (1, 1, 2), False)
+    run = Run(test_parity.MODELS["llama"], before=bug, zero_size=1)
+    test_parity.require_plain_model("llama", train(run, 1, 1, 2))
 
 
 LAWS: list[tuple[Bug, Law]] = [
@@ -303,7 +300,7 @@ LAWS: list[tuple[Bug, Law]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=3)
 @pytest.mark.parametrize(("bug", "law"), LAWS, ids=lambda x: x.__name__ if x in dict(LAWS) else "")
 def test_a_test_fails_if(bug: Bug, law: Law, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception)) as raised:
@@ -342,7 +339,7 @@ def the_last_group_that_matches_decides() -> None:
 
 
 def missing_gradients_are_not_compared() -> None:
-    grad_presence.missing = lambda buffers: []
+    grad_presence.missing = lambda buffers, by_place=False: []
 
 
 STATE_LAWS: list[tuple[Bug, Callable[[Bug], None]]] = [
@@ -354,7 +351,7 @@ STATE_LAWS: list[tuple[Bug, Callable[[Bug], None]]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize(("bug", "law"), STATE_LAWS, ids=lambda x: x.__name__ if x in dict(STATE_LAWS) else "")
 def test_a_test_of_what_is_kept_and_agreed_fails_if(bug: Bug, law: Callable[[Bug], None]) -> None:
     with pytest.raises(AssertionError):

@@ -119,7 +119,7 @@ def trained(
         for buffer in optimizer.all_buffers():
             for at, parameter in enumerate(buffer.parameters):
                 values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(10 * number + at))
-                begin_accumulation(parameter)[0].copy_(values * scale)
+                begin_accumulation(parameter)[0].copy_(values * scale * optimizer.scale)
         report = optimizer.step(1e-2)
         assert report.outcome == ("applied" if scale < INF else "skipped_overflow")
     kept = [[b.weights, b.masters, b.remainder, *b.state.values()] for b in optimizer.all_buffers()]

@@ -23,7 +23,7 @@ def launched_by(ranks: int | str) -> list[str]:
 def run(words: list[str], here: Path) -> list[str]:
     """The lines that a program prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout.splitlines()
 
@@ -34,7 +34,9 @@ def run_block(code: str, here: Path) -> list[str]:
     return run([*(launched_by(launched[1]) if launched else [sys.executable]), "block.py"], here)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("number", [n for n, code in enumerate(BLOCKS) if not LAUNCHED.match(code)])
+@pytest.mark.usefixtures("forked_python")
 def test_a_loop_of_the_page_runs_as_printed_in_one_process(number: int, tmp_path: Path) -> None:
     lines = run_block(BLOCKS[number], tmp_path)
     losses = [float(line.split()[1]) for line in lines]
@@ -44,6 +46,7 @@ def test_a_loop_of_the_page_runs_as_printed_in_one_process(number: int, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [n for n, code in enumerate(BLOCKS) if LAUNCHED.match(code)])
+@pytest.mark.usefixtures("forked_python")
 def test_a_loop_of_the_page_runs_as_printed_under_torchrun(number: int, tmp_path: Path) -> None:
     lines = run_block(BLOCKS[number], tmp_path)
     losses = [float(line.split()[1]) for line in lines if line.startswith("applied")]
@@ -52,6 +55,7 @@ def test_a_loop_of_the_page_runs_as_printed_under_torchrun(number: int, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_the_example_trains_the_same_model_however_many_replicas_share_the_batch(tmp_path: Path) -> None:
     """The first loss is that of guessing one of 256 bytes: were replicas added up, it would be twice as high."""
     program = str(ROOT / "examples" / "pretrain.py")

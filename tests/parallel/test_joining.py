@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -40,8 +41,19 @@ def test_all_ranks_join_in_any_order() -> None:
 def test_ranks_that_do_not_join_are_named_by_all_that_did(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(joining, "JOIN", 1.0)
-    monkeypatch.setattr(joining, "NEWS", 0.3)
+    monkeypatch.setattr(joining, "NEWS", 0.05)
+    held, connected, missing = list[dist.Store](), joining._connected, joining._missing
+
+    def kept(*arguments: Any) -> dist.Store:
+        held.append(connected(*arguments))
+        return held[-1]
+
+    def soon_missing(store: dist.Store, size: int, seconds: float) -> str:
+        store.wait([joining._key(2)])  # however late it begins
+        return missing(store, size, 1.0)
+
+    monkeypatch.setattr(joining, "_connected", kept)
+    monkeypatch.setattr(joining, "_missing", soon_missing)
     problem = f"ranks 1, 3 of 4 have not joined within 1 s; there are the ranks of {HOST}"
     assert joined([0, 2], 4, free_port()) == [problem, problem]
     assert "ranks 1, 3 of 4 have not joined for " in capfd.readouterr().err
@@ -51,7 +63,7 @@ def test_a_rank_that_cannot_reach_the_store_says_where_it_looks(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(joining, "JOIN", 1.0)
-    monkeypatch.setattr(joining, "NEWS", 0.3)
+    monkeypatch.setattr(joining, "NEWS", 0.05)
     port = free_port()
     (problem,) = joined([1], 2, port)
     assert problem.startswith(f"rank 1 on {HOST} has had no answer from 127.0.0.1:{port} for 1 s: ")

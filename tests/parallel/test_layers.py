@@ -118,7 +118,7 @@ def check_linear(
         require_close(f"{what}: bias gradient", whole, shares_of(plain.layer.bias.grad, layer.bias))
 
 
-def options(**names: tuple[bool, ...]) -> Iterator[dict[str, bool]]:
+def options(**names: tuple[bool, ...]) -> Iterator[dict[str, Any]]:
     for values in product(*names.values()):
         yield dict(zip(names, values, strict=True))
 

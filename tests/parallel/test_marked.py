@@ -171,7 +171,7 @@ def trained(mesh: DeviceMesh | None, **changes: Any) -> tuple[list[float], dict[
     return losses, kept(engine), engine.optimizer.marked
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"dp": 2}, {"pp": 2, "tp": 2}])
 def test_marks_hold_in_every_layout_and_train_what_one_process_trains(axes: dict[str, int]) -> None:
     alone, _, names = trained(None, **NARROW)

@@ -1,7 +1,6 @@
 """Stragglers: which rank computes longer than ranks with the same work."""
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -26,8 +25,22 @@ def test_a_rank_that_is_slow_in_two_windows_is_named_with_its_factor_and_the_ste
     found = windows([0, 0, 0, 0], EVEN, ODD, ODD, ODD)
     assert found == [[], [], [Straggler(2, 2.0, since=11, step=30, alone=False)], []]
     assert found[2][0].words("b") == (
-        "rank 2 on b is slow: it computes 2.0 times as long as the other ranks of its stage, since step 11"
+        "rank 2 on b is slow: it computes 2.0 times as long as the other ranks of its stage, since about step 11"
     )
+
+
+def test_a_window_that_is_slow_by_its_last_steps_does_not_blame_the_steps_before_them() -> None:
+    slow, late = {**EVEN, 2: 11.0}, {**EVEN, 2: (6 * 1.0 + 4 * 11.0) / 10}
+    assert [one.since for one in windows([0] * 4, EVEN, late, slow)[2]] == [17]
+    assert [one.since for one in windows([0] * 4, late, slow)[1]] == [7]
+    assert [one.since for one in windows([0] * 4, slow, slow)[1]] == [1]
+
+
+def test_the_steps_of_a_resumed_run_are_counted_from_its_checkpoint() -> None:
+    compared, (first, then) = Stragglers([0, 0]), ((10, 30.0), (20, 60.0))
+    works = [{0: Work(float(steps), steps), 1: Work(slow, steps)} for steps, slow in (first, then)]
+    assert compared.compare(1010, works[0]) == []
+    assert [one.since for one in compared.compare(1020, works[1])] == [1001]
 
 
 def test_that_it_is_slow_no_longer_is_said_once_and_one_slow_window_is_not_said_at_all() -> None:
@@ -56,20 +69,38 @@ def test_few_steps_tell_nothing_yet_and_all_ranks_as_slow_as_another_are_not_str
     assert windows([0] * 4, dict.fromkeys(range(4), 5.0), dict.fromkeys(range(4), 5.0)) == [[], []]
 
 
+class Looks:
+    """In place of the thread's event and its clock: each wait takes the time asked for, then does one `between`."""
+
+    def __init__(self, *between: Callable[[], object]) -> None:
+        self.now, self._between = 0.0, iter(between)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        act = next(self._between, None)
+        if act is not None:
+            act()
+        return act is None
+
+
 def test_the_thread_counts_the_time_in_steps_that_is_not_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    position, waits = at.Position(), False
-    monkeypatch.setattr(pace, "main_stack", lambda: (waits, []))
+    position, waiting, counts = at.Position(), list[bool](), list[Work]()
     counted = Pace(position)
-    counted.start()
-    time.sleep(0.3)
-    assert counted.work == Work(), "loading is no step"
-    position.enter(at.Phase.STEP, 4)
-    time.sleep(0.6)
-    position.enter(at.Phase.STEP, 5)
-    time.sleep(0.6)
-    before, waits = counted.work, True
-    time.sleep(0.6)
-    counted.stop()
-    assert before.steps == 2
-    assert before.seconds > 0.8
-    assert counted.work.seconds - before.seconds < 0.3
+
+    def nothing() -> None:
+        counts.append(counted.work)
+
+    def step(number: int) -> Callable[[], None]:
+        return lambda: position.enter(at.Phase.STEP, number)
+
+    looks = Looks(nothing, nothing, step(4), *[nothing] * 9, step(5), *[nothing] * 9, lambda: waiting.append(True))
+    monkeypatch.setattr(pace, "main_stack", lambda: (bool(waiting), []))
+    monkeypatch.setattr(pace, "time", looks)
+    monkeypatch.setattr(counted, "_over", looks)
+    counted._run()
+    assert counts[:2] == [Work()] * 2, "loading is no step"
+    assert counted.work.steps == 2
+    assert counted.work.seconds == pytest.approx(20 / pace.RATE), "21 looks in steps, and one of them at a wait"

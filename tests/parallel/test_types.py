@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
-from models import mlp, moe, rope
+from models import clamped_gate, expert_bias, mlp, moe, rope, routing, sink_attention
 from models.config import ModelConfig
 from models.stages import Stage, cuts
-from parallel import collectives, layers, linear, loss, norms
+from parallel import collectives, dropout, layers, linear, loss, norms
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.linear import Input
@@ -38,7 +38,19 @@ from parallel.mesh import make_mesh
 spmd = pytest.importorskip("spmd_types", reason="pip install spmd_types")
 checker = pytest.importorskip("spmd_types.checker")
 I, P, R, V = spmd.I, spmd.P, spmd.R, spmd.V  # noqa: E741
-FAMILIES = ("llama", "gpt2", "gpt_neox", "mistral", "qwen2", "qwen3", "mixtral")
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "gpt_neox",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "olmo3",
+    "gemma3",
+    "deepseek_v3",
+    "gpt_oss",
+)
 BATCH = 2
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -77,6 +89,9 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         return rule
 
     def linear_(out: Tensor, *, x: Tensor, weight: Tensor, bias: Tensor | None, lies: Input) -> None:
+        if lies is Input.OWN and kind(weight, tp) is not V:  # every rank holds all of the weight
+            stamp(out, tp, met(tp, x, weight, bias))
+            return
         require(x, tp, *{Input.OWN: (R, V), Input.COPIED: (I,), Input.SEQUENCE: (V,)}[lies])
         for parameter in (weight, bias):
             if parameter is not None:
@@ -86,6 +101,9 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
     def lookup(out: Tensor, *, weight: Tensor) -> None:
         require(weight, tp, V)
         stamp(out, tp, V)
+
+    def attend(out: Tensor, *, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> None:
+        stamp(out, tp, met(tp, query, key, value, sinks))
 
     def cross_entropy(out: Tensor, *, logits: Tensor) -> None:
         require(logits, tp, V)
@@ -103,10 +121,17 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         linear.Widen: lambda out, *, parameter: stamp(out, tp, kind(parameter, tp)),
         layers.Lookup: lookup,
         norms._Normalize: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
+        norms._NormalizeSharded: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
         mlp.Swiglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
+        mlp.Geglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
+        clamped_gate.ClampedGate: lambda out, *, y: stamp(out, tp, kind(y, tp)),
+        expert_bias._AddBiases: lambda out, *, y, biases: stamp(out, tp, met(tp, y, *biases)),
+        sink_attention._Attend: attend,
+        dropout._Dropout: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         rope.Rotate: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         loss.CrossEntropy: cross_entropy,
-        moe.WithLoss: lambda out, *, x, loss: stamp(out, tp, met(tp, x, loss)),
+        routing.WithLoss: lambda out, *, x, loss: stamp(out, tp, met(tp, x, loss)),
+        routing.WithLoads: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         moe.Take: lambda out, *, x: stamp(out, tp, kind(x, tp)),
     }
 
@@ -117,7 +142,8 @@ def hook(forward: Callable[..., Any], rule: Callable[..., None]) -> Callable[...
     keyword = inspect.Parameter.KEYWORD_ONLY
 
     def check(out: Tensor, **given: Any) -> None:
-        spmd.rules.ignore(*(value for value in given.values() if isinstance(value, Tensor)))
+        flat = (one for value in given.values() for one in (value if isinstance(value, tuple) else (value,)))
+        spmd.rules.ignore(*(one for one in flat if isinstance(one, Tensor)))
         rule(out, **{name: given[name] for name in asked})
 
     names = list(inspect.signature(forward).parameters)[1:]
@@ -155,9 +181,14 @@ def small(family: str, tp: int) -> ModelConfig:
     kv_heads = 1 if family in ("mistral", "qwen3") else tp
     sizes = {"layers": 2, "heads": 2 * tp, "kv_heads": kv_heads, "head_dim": 4, "hidden": 16, "ffn": 4 * tp}
     others: dict[str, Any] = {"dropout": 0.1, "vocab": 61, "max_positions": 2 * tp}
+    if family == "deepseek_v3":
+        others["latent"] = {"query_rank": 6, "kv_rank": 5, "rope_dim": 2, "nope_dim": 3, "value_dim": 4}
+        sizes |= {"kv_heads": 2 * tp, "head_dim": 5}
     if family == "gpt_neox":
         others["rotary_fraction"] = 0.5
-    if family != "mixtral":
+    if family == "gpt_oss":
+        others |= {"experts": 4, "experts_per_token": 2}
+    elif family != "mixtral":
         others["bias"] = True
     return ModelConfig(family=family, **sizes, **others)  # type: ignore[arg-type]
 

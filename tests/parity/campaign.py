@@ -12,13 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -142,9 +142,7 @@ def accused(seed: int, folder: Path, together: Together = forked, most: int = 3)
     fits = [one for one in layouts if _fits(config, one)]
     precision = "both" if seed % 4 == 0 else "float64"
     args = argparse.Namespace(layouts=fits[:most], full=False, steps=3, precision=precision, file="drawn")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "run_together", together)
-        made = parity.proven(config, args, folder, lambda text: None)
+    made = parity.proven(config, args, folder, lambda text: None, replace(parity.LOCAL, together=together))
     tried = [one for one in made["layouts"] if one["verdict"] != "not tried"]
     return len(tried), [one for one in tried if one["verdict"] == "wrong"]
 

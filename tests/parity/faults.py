@@ -17,6 +17,7 @@ from megaprec.comm.layout import layout_of
 from megaprec.optim import grad_sync
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.main_grad import begin_accumulation
+from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.partial_grads import sum_partial
 from megaprec.optim.update_tile import Tile
@@ -216,20 +217,20 @@ def unsummed(inner: Any) -> Any:
 
 
 def once_more(inner: Any) -> Any:
-    def finish(self: ParallelAMPOptimizer) -> None:
+    def sum_copies(self: ModelBuffers) -> None:
         inner(self)
-        for buffer, axis in self._tied:
+        for buffer, axis in self.tied:
             axis.sum_(buffer.own(buffer.grads))
 
-    return finish
+    return sum_copies
 
 
 def untied(inner: Any) -> Any:
-    def finish(self: ParallelAMPOptimizer) -> None:
-        self._tied = []
-        inner(self)
+    def prepare(self: ParallelAMPOptimizer, lr: float | None, loss: Tensor | None) -> None:
+        self._memory.tied = []
+        inner(self, lr, loss)
 
-    return finish
+    return prepare
 
 
 def numbers_without(pp_rank: int) -> Make:
@@ -263,7 +264,7 @@ def padding_counts(inner: Any) -> Any:
 def own_tokens(inner: Any) -> Any:
     def begin(self: Passes, share: Any, step: Any, scale: Any) -> Any:
         run = inner(self, share, step, scale)
-        run.num_tokens = share.mask.sum().double()
+        run.num_tokens.copy_(share.mask.sum())
         return run
 
     return begin
@@ -325,8 +326,8 @@ def scaled_input_gradient(factor: float) -> Make:
 
 
 def same_samples(inner: Any) -> Any:
-    return lambda self, samples, position: inner(
-        self, samples, position - self.dp.rank * (self.config.train.global_batch // self.dp.size)
+    return lambda self, samples, first, replica: inner(
+        self, samples, first - replica * (self._batch // self._dp.size), replica
     )
 
 

@@ -7,10 +7,11 @@ import torch
 from megaprec.comm.layout import Layout, layout_of
 from megaprec.optim import grad_sync
 from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
 from megaprec.optim.update_tile import Tile as Run
-from models import moe
+from models import routing
 from models.passes import Passes
 from parallel import collectives, layers, loss, norms
 from parallel.activation_checkpoint import _Call
@@ -51,7 +52,7 @@ from tests.parity.faults import (
     weight_gradients,
     wrong_step_in_recomputation,
 )
-from tools.training.trainer import Trainer
+from tools.training.batches import Batches
 
 FAULTS = {
     # --- backward
@@ -73,7 +74,7 @@ FAULTS = {
         change(
             loss.CrossEntropy,
             "backward",
-            lambda inner: lambda ctx, grad: (inner(ctx, grad)[0] + 1e-3, None, None, None, None),
+            lambda inner: lambda ctx, grad: ((made := inner(ctx, grad))[0] + 1e-3, *made[1:]),
         ),
     ),
     "the head's input gradient is not summed": Fault(
@@ -120,14 +121,16 @@ FAULTS = {
         TP,
         "backward",
         MLP,
-        change(moe.WithLoss, "forward", lambda inner: lambda ctx, x, value, weight: inner(ctx, x, value, weight * 2)),
+        change(
+            routing.WithLoss, "forward", lambda inner: lambda ctx, x, value, weight: inner(ctx, x, value, weight * 2)
+        ),
     ),
     # --- gradients of weights
     "tied gradients are not summed": Fault(
-        "gpt2", PP, "gradients|copies", r"embedding\.weight", change(ParallelAMPOptimizer, "_finish_sums", untied)
+        "gpt2", PP, "gradients|copies", r"embedding\.weight", change(ParallelAMPOptimizer, "_prepare", untied)
     ),
     "tied gradients are summed twice": Fault(
-        "gpt2", PP, "gradients", r"embedding\.weight", change(ParallelAMPOptimizer, "_finish_sums", once_more)
+        "gpt2", PP, "gradients", r"embedding\.weight", change(ModelBuffers, "sum_copies", once_more)
     ),
     "a shared weight's split gradient is added twice": Fault(
         "gpt2", "pp=2,schedule=zb-v", "gradients", r"embedding\.weight", weight_gradients("embedding", doubled)
@@ -242,7 +245,7 @@ FAULTS = {
     "weights are not collected": Fault(
         "llama", DP, "forward", "embedding", change(Buffer, "start_collect", uncollected)
     ),
-    "replicas take the same samples": Fault("llama", DP, "data", ".*", change(Trainer, "share", same_samples)),
+    "replicas take the same samples": Fault("llama", DP, "data", ".*", change(Batches, "_read", same_samples)),
     "initial weights are drawn by the rank": Fault(
         "llama",
         TP,

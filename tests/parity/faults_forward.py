@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from models import blocks, moe, stages
+from models import blocks, moe, routing, stages
 from models.blocks import Attention, DecoderLayer
 from models.passes import Passes
 from models.stages import Stage
@@ -234,8 +234,8 @@ FAULTS = {
         "forward",
         r"layers\.0\.mlp",
         change(
-            moe.MixtureOfExperts,
-            "_route",
+            routing.Router,
+            "forward",
             only(1, "tp", lambda inner, self, x, place: (lambda w, c: (w, (c + 1) % 4))(*inner(self, x, place))),
         ),
     ),
@@ -256,8 +256,8 @@ FAULTS = {
             loss.CrossEntropy,
             "forward",
             lambda inner: (
-                lambda ctx, logits, targets, part, tp, wide: inner(
-                    ctx, logits, targets, replace(part, shape=(part.padded[0] * part.shards, *part.shape[1:])), tp, wide
+                lambda ctx, logits, targets, part, *rest: inner(
+                    ctx, logits, targets, replace(part, shape=(part.padded[0] * part.shards, *part.shape[1:])), *rest
                 )
             ),
         ),

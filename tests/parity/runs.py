@@ -34,6 +34,7 @@ RUNS = {
     "recompute": [*GPT2, *DROPOUT, "parallel.recompute=full"],
     "mixtral": ["model.family=mixtral", "model.layers=4", "model.hidden=32", "model.heads=4", "model.ffn=48",
                 "model.experts=4", "model.router_z_loss=0.1"],
+    "modules": ["model.preset=llama-demo", "model.layers=4", "model.mtp_layers=2"],
     "fp16": ["model.preset=llama-demo", "precision.compute=fp16"],
 }  # fmt: skip
 PLAN = Plan(3, planted=1, into="layers.1.attention.output.weight")

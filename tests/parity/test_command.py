@@ -43,9 +43,10 @@ def own_model(folder: Path, change: tuple[str, str] = ("", "")) -> list[str]:
     return [str(run), f"model.factory={folder}/mine.py:build", f"train.folder={folder}/run"]
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_model_of_ones_own_passes_and_leaves_a_certificate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = own_model(tmp_path)
-    assert command(*arguments, "--precision", "both", "--layouts", "tp=2,pp=2") == 0
+    assert command(*arguments, "optimizer.clip=0.1", "--precision", "both", "--layouts", "tp=2,pp=2") == 0
     said = capfd.readouterr().out
     assert "all 2 comparisons agree with one process" in said
     made = json.loads((tmp_path / "run" / "parity.json").read_text())
@@ -84,6 +85,7 @@ def open_tags(page: str) -> list[str]:
     return reader.open
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_broken_model_of_ones_own_is_found_with_exit_code_1(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +108,7 @@ def test_a_broken_model_of_ones_own_is_found_with_exit_code_1(
     }
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_fault_in_the_forward_pass_is_named_by_module_and_shown_on_the_page(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +129,7 @@ def test_a_fault_in_the_forward_pass_is_named_by_module_and_shown_on_the_page(
 def test_layouts_that_do_not_fit_are_not_tried_and_it_is_said_why() -> None:
     config = load_run(None, ["model.preset=llama-demo", "model.layers=3", *TRAIN, "train.global_batch=16"])
     good, others = fitting(config, every(4), asked=False)
-    assert len(good) == 8
+    assert len(good) == 12
     ((layout, why),) = others
     assert layout.name == "pp=4"
     assert why == "parallel.pipeline 4 is more than model.layers 3: a stage needs a layer"
@@ -206,6 +209,17 @@ def test_made_small_a_model_divides_as_it_did(name: str) -> None:
     assert small.num_parameters < min(4_000_000, model.with_vocab(4096).num_parameters)
     assert bool(small.window) == bool(model.window)
     assert (small.experts > small.experts_per_token) == (model.experts > model.experts_per_token)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_made_small_a_model_has_experts_for_all_ranks_that_they_are_spread_over(groups: int) -> None:
+    router = f'{{score = "softmax", groups = {groups}}}'
+    model = {"preset": "llama-demo", "experts": 24, "experts_per_token": 3, "router": router}
+    config = load_run(None, [*(f"model.{key}={value}" for key, value in model.items()), *TRAIN])
+    wanted = {1: 6, 2: 6, 3: 6, 4: 12, 8: 24}
+    assert {n: shrunk(config, Most(2, 2, 4, expert=n)).model.experts for n in wanted} == wanted
+    own = config.model_copy(update={"parallel": config.parallel.model_copy(update={"expert": 4})})
+    assert shrunk(own, Most(2, 2, 4)).model.experts == 12
 
 
 def test_a_number_is_replaced_by_the_smallest_that_divides_alike() -> None:

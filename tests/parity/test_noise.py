@@ -63,7 +63,7 @@ def test_bounds_of_a_plain_run_are_hardly_wider_than_without_the_measure() -> No
 
 # Rounding moves biases of keys by whole updates (35), small gradients by much (42), and signs of gradients that Adam
 # makes whole updates of, in the run's own precision (76).
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("seed", [35, 42, pytest.param(76, marks=pytest.mark.slow)])
 def test_a_drawn_run_without_a_fault_is_not_accused(seed: int, tmp_path: Path) -> None:
     compared, wrong = accused(seed, tmp_path, most=3 if seed == 76 else 1)

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from models.estimate.gpus import gpu_named
 from tests.commands.test_schedule_command import run_file as run_file
 from tests.runs import train
 from tools.cli import main
+from tools.config import run_file as run_file_module
+from tools.config.native_keys import plan_of
 from tools.config.run_file import load_run
 from tools.planning.device import target_of
 from tools.planning.memory import MemoryModel
@@ -142,6 +145,23 @@ def test_a_part_of_a_long_schedule_stands_for_all_of_it(file: Path, monkeypatch:
         assert part.total == pytest.approx(whole.total, rel=0.01), overrides
 
 
+def test_the_precision_of_a_run_is_worked_out_once_for_all_its_instructions(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    def counted(*tables: Any) -> Any:
+        made.append(tables)
+        return plan_of(*tables)
+
+    monkeypatch.setattr(run_file_module, "plan_of", counted)
+    config = load_run(file, ["parallel.pipeline=4", "precision.compute=bf16", "precision.min_scale=2.0"])
+    assert plan_run(config, MemoryModel("cuda"), ASSUMED).prediction
+    assert config.plan.compute == torch.bfloat16 and len(made) <= 2
+    wide = config.model_copy(update={"precision": load_run(file).precision})
+    assert wide.plan.compute == torch.float32
+
+
 def test_products_alone_take_the_time_of_their_flops(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One rank, nothing recomputed: MFU is the efficiency that was assumed, less the lookup of the embedding."""
     plan = data(capsys, file, "--tflops", 1, "--efficiency", 0.25)
@@ -190,3 +210,32 @@ def test_what_is_wrong_is_told(
 ) -> None:
     text = refused(capsys, file, *options)
     assert problem in text and re.search("Traceback", text) is None
+
+
+def test_a_canonical_run_is_planned_with_the_sums_that_wait_and_is_told_that_its_times_are_those_of_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight micro-batches add up in a tree of three levels, so three more gradients wait; replicas receive one more."""
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.format(folder=tmp_path / "run"))
+    canonical = ['train.numerics="canonical"', "train.canonical_shards=2", "train.threads=1", "train.micro_batch=1"]
+    assert main(["plan", str(file), *canonical, "--gpu", "H100"]) == 0
+    assert 'times are those of train.numerics = "fast"' in " ".join(capsys.readouterr().out.split())
+    for replicas, waiting, arriving in (1, 3, 0), (2, 2, 1):
+        layout = f"parallel.data={replicas}", "train.global_batch=8", "--gpu", "H100"
+        (plain,), (own,) = (data(capsys, file, *run, *layout)["ranks"] for run in (canonical[2:], canonical))
+        assert own["sums"] == pytest.approx(waiting * plain["gradients"], rel=0.02), "norms are there twice"
+        assert own["communication"] == pytest.approx(arriving * plain["gradients"], rel=0.02)
+
+
+def test_in_a_terminal_no_line_of_a_plan_is_longer_than_the_terminal_is_wide(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = [f"parallel.{axis}=2" for axis in ("tensor", "pipeline", "data")]
+    whole = said(capsys, file, *layout, "--gpu", "H100")
+    assert max(map(len, whole.splitlines())) > 80
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    broken = said(capsys, file, *layout, "--gpu", "H100")
+    assert max(map(len, broken.splitlines())) <= 80
+    assert broken.split() == whole.split()

@@ -48,7 +48,7 @@ def test_a_kept_parameter_is_held_and_used_in_fp32() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"norm": 0.5}, "norm 0.5: must be 2, inf"), ({"zero_size": 2}, "cannot be cut into runs of 2")],
+    [({"norm": 0.5}, "norm = 0.5: must be 2, inf"), ({"zero_size": 2}, "cannot be cut into runs of 2")],
 )
 def test_an_optimizer_with_impossible_options_is_refused(options: dict[str, Any], message: str) -> None:
     model = torch.nn.Linear(2, 2)

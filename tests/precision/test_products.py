@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.precision import gemm
 from megaprec.precision.plan import PrecisionPlan, plan
 from megaprec.precision.tf32 import round_tf32
 from models.config import ModelConfig
@@ -141,3 +142,39 @@ def test_a_cut_input_is_gathered_beside_the_input_s_gradient_unless_the_weight_s
     at_once = ["gather begun", "input's gradient made", "gather waited for", "first half done"]
     assert seen == (put_off if split else at_once)
     assert torch.equal(weight.main_grad, torch.full((3, 2), 4.0))  # type: ignore[attr-defined]
+
+
+def test_weight_gradients_are_added_unrounded_where_the_device_has_such_a_product() -> None:
+    """CUDA's kernel is stood in for by one for the CPU that adds in FP64."""
+
+    def kernel(
+        total: Tensor,
+        a: Tensor,
+        b: Tensor,
+        out_dtype: torch.dtype,
+        *,
+        beta: float = 1,
+        alpha: float = 1,
+        out: Tensor,
+    ) -> Tensor:
+        assert total.data_ptr() == out.data_ptr() and out_dtype == out.dtype
+        return out.copy_((total.double() * beta if beta else 0) + alpha * (a.double() @ b.double()))
+
+    a, b = torch.randn(32, 48).bfloat16().t(), torch.randn(32, 16).bfloat16()
+    exact = a.double() @ b.double()
+    with_cpu_kernel = torch.library.Library("aten", "IMPL")
+    with_cpu_kernel.impl("addmm.dtype_out", kernel, "CPU")
+    gemm._has_wide_totals.cache_clear()
+    try:
+        total = torch.full((48, 16), torch.nan)
+        gemm.add_product_(total, a, b, first=True)
+        assert torch.equal(total, exact.float())
+        gemm.add_product_(total, a, b, scale=0.5)
+        torch.testing.assert_close(total.double(), 1.5 * exact, rtol=1e-6, atol=1e-6)
+        assert not gemm.adds_unrounded(total.bfloat16(), a) and not gemm.adds_unrounded(total, a.float())
+    finally:
+        with_cpu_kernel._destroy()
+        gemm._has_wide_totals.cache_clear()
+    rounded = torch.zeros(48, 16)
+    gemm.add_product_(rounded, a, b, first=True)
+    assert not torch.equal(rounded, exact.float()), "nothing is rounded here either"

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from models.estimate.flops import training_flops
 from tests.project.test_readme import ROOT
+from tools.config.run_file import load_run
+from tools.console.units import flops
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 LANGUAGES = {"prose", "", "sh", "console", "text", "toml", "python", "yaml"}
@@ -44,6 +47,30 @@ transformers.MixtralForCausalLM(experts).save_pretrained("mixtral")
 """
 
 
+SHORTER = {
+    "hidden = 128": "hidden = 64",
+    "ffn = 384": "ffn = 96",
+    "vocab_size = 2048": "vocab_size = 512",
+    "seq_length = 128": "seq_length = 32",
+    "global_batch = 16\nmicro_batch = 4": "global_batch = 4\nmicro_batch = 1",
+    "megaprec init my_text\n": "megaprec init my_text\nsed -i -f smaller.sed run.toml\n",
+    "train.steps=80": "train.steps=8",
+    "tools.bench train --warmup 1 --steps 3": "tools.bench train --layers 1 --hidden 64 --warmup 1 --steps 3",
+}
+"""What a page prints, and what is run in its place."""
+SMALLER = (
+    "s/^steps = .*/steps = 6/; s/^eval_every = .*/eval_every = 3/; s/^layers = .*/layers = 1/; s/^ffn = .*/ffn = 96/"
+)
+TEXT = 60_000  # characters that are read where a page reads more
+
+
+def shorter(block: str) -> str:
+    """The commands of a page on less text, with a smaller model and fewer steps."""
+    for printed, run in SHORTER.items():
+        block = block.replace(printed, run)
+    return re.sub(r"(max.chars[ =]+)([\d_]+)", lambda found: f"{found[1]}{min(TEXT, int(found[2]))}", block)
+
+
 def parts(page: Path) -> list[tuple[str, str]]:
     """(language, text) of each block, in order; what stands between blocks has the language "prose"."""
     found, language = [("prose", "")], "prose"
@@ -61,13 +88,9 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """One in which `megaprec` is the code of this checkout, and `python` the one that runs the tests."""
-    (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin" / "megaprec"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megaprec "$@"\n')
-    command.chmod(0o755)
-    path = os.pathsep.join(map(str, (command.parent, Path(sys.executable).parent, os.environ["PATH"])))
+def environment(forks: Path) -> dict[str, str]:
+    """One in which `megaprec` and `python` are forked processes with the code of this checkout."""
+    path = os.pathsep.join(map(str, (forks, Path(sys.executable).parent, os.environ["PATH"])))
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -79,7 +102,7 @@ def run_file(here: Path, environment: Mapping[str, str]) -> None:
 def models(here: Path, environment: Mapping[str, str]) -> None:
     """Two folders from the Hugging Face hub, and a run of ours."""
     run_file(here, environment)
-    for command in ([sys.executable, "-c", PREPARE_MODELS], ["megaprec", "train", "run.toml"]):
+    for command in (["python", "-c", PREPARE_MODELS], ["megaprec", "train", "run.toml"]):
         subprocess.run(command, cwd=here, env=environment, check=True, capture_output=True)
 
 
@@ -102,18 +125,24 @@ def test_every_command_of_a_page_works_in_the_order_given(
     here, shell = tmp_path / "here", shutil.which("bash")
     assert shell
     here.mkdir()
+    (here / "smaller.sed").write_text(SMALLER)
     GIVEN.get(page.name, lambda *_: None)(here, environment)
     for block in blocks(page, "sh"):
         done = subprocess.run(
-            [shell, "-euo", "pipefail", "-c", block.replace("seq_length = 128", "seq_length = 32")],
+            [shell, "-euo", "pipefail", "-c", shorter(block)],
             cwd=here,
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1800,
         )
         assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
         assert done.stdout.strip() or "cat >" in block, f"{block}\nsaid nothing"
+
+
+def test_what_is_run_in_place_of_something_stands_in_its_place_on_a_page() -> None:
+    printed = "".join(text for page in DOCS for text in blocks(page, "sh"))
+    assert not [text for text in SHORTER if text not in printed]
 
 
 @pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md"], ids=lambda page: page.name)
@@ -152,3 +181,27 @@ def test_every_picture_of_the_docs_is_shown_somewhere() -> None:
     shown = "".join(page.read_text() for page in [*DOCS, ROOT / "README.md"])
     pictures = [file.name for file in (ROOT / "docs").iterdir() if file.suffix in (".png", ".svg")]
     assert [name for name in pictures if name not in shown] == []
+
+
+STEP = re.compile(
+    r"step \d+/\d+  loss \S+  lr \S+  grad norm \S+  scale \S+  (?P<tokens>[\d,]+) tokens/s"
+    r"  (?P<flops>[\d.]+ [KMGT]?FLOP)/s(  MFU \S+)?  ETA [\d:]+(  .*)?"
+)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_lines_of_steps_have_the_parts_that_the_program_prints(page: Path) -> None:
+    lines = [line for text in blocks(page, "text") for line in text.splitlines() if re.match(r"step +\d+/\d+ ", line)]
+    assert not [line for line in lines if not STEP.fullmatch(line)]
+
+
+@pytest.mark.parametrize("name", ["tutorial.md", "glossary.md"])
+def test_flops_of_the_tutorials_lines_are_those_of_its_model_at_their_speed(name: str, tmp_path: Path) -> None:
+    (script,) = (text for text in blocks(ROOT / "docs" / "tutorial.md", "sh") if text.startswith("cat > run.toml"))
+    (tmp_path / "run.toml").write_text(script.partition("<<'END'\n")[2].partition("\nEND\n")[0])
+    config = load_run(tmp_path / "run.toml")
+    token = training_flops(config.sized_model, config.train.seq_length) / config.world_size
+    found = [STEP.fullmatch(line) for text in blocks(ROOT / "docs" / name, "text") for line in text.splitlines()]
+    told = [(line["tokens"], line["flops"]) for line in found if line]
+    assert len(told) > 1
+    assert [said for _, said in told] == [flops(float(tokens.replace(",", "")) * token) for tokens, _ in told]

@@ -42,6 +42,8 @@ PRIVATE = {
 }
 """A regular expression of words that are never right -> the usual words."""
 
+LONGEST = 125  # characters of a line of prose
+WIDER = ("code.md", "CHANGELOG.md")  # lists of modules and of changes, one line each
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"])
 
 
@@ -96,6 +98,26 @@ def test_every_docstring_of_a_room_is_a_plain_sentence(room: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_use_the_words_of_the_field(page: Path) -> None:
     assert page_offences(page) == []
+
+
+def long_lines(text: str) -> list[int]:
+    """Return the numbers of the lines of prose that are too long; tables and blocks of code may be wider."""
+    found, code = [], False
+    for number, line in enumerate(text.splitlines(), 1):
+        code ^= line.lstrip().startswith("```")
+        if len(line) > LONGEST and not code and not line.startswith(("|", "    ", "Uses: ")):
+            found.append(number)
+    return found
+
+
+def test_lines_of_prose_fit_a_screen() -> None:
+    pages = [page for page in PAGES if page.name not in WIDER]
+    assert {page.name: found for page in pages if (found := long_lines(page.read_text()))} == {}
+
+
+def test_a_long_line_of_prose_is_found_and_one_of_a_table_is_not() -> None:
+    long = "a word " * 20
+    assert long_lines(f"short\n{long}\n| {long} |\n```sh\n{long}\n```\n{long}") == [2, 7]
 
 
 def test_half_sentences_and_private_words_are_found() -> None:

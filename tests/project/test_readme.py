@@ -102,18 +102,20 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.slow
-def test_every_command_of_the_readme_works_in_the_order_given(tmp_path: Path) -> None:
-    for package in (*PACKAGES, "tests"):
+def test_every_command_of_the_readme_works_in_the_order_given(forks: Path, tmp_path: Path) -> None:
+    for package in ("parallel", "models"):
         shutil.copytree(ROOT / package, tmp_path / "my_text" / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "run.toml").write_text(smaller(blocks("toml")))
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    installed = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     assert len(commands()) >= 8
     for command in commands():
         short = command.replace("train.steps=2000", "train.steps=2")
+        fresh = command.startswith(("megaprec train", "torchrun", "megaprec keys"))  # in interpreters of their own
+        environment["PATH"] = installed if fresh else f"{forks}{os.pathsep}{installed}"
         done = subprocess.run(
-            short, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            short, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1800
         )
         assert done.returncode == 0, f"{short}\n{done.stdout}\n{done.stderr}"
         assert done.stdout.strip(), f"{short} said nothing"

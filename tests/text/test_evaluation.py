@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
-from megaprec.comm.axis import Axis
 from megaprec.data.build import prepare
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
+from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.relay import Relay
 from models.stages import Stage, cuts
 from parallel.context import Context
 from tests import oracle
@@ -26,6 +27,7 @@ from tests.ranks import run_ranks
 from tests.runs import checkpoint, train, write_run
 from tools.cli import main
 from tools.text.evaluation import Score, batches, score
+from tools.text.load import load_model, require_layout
 from tools.text.windows import Document, windows
 
 TEXTS = ["the model learns", "über Öl — 数", "to say what it has seen in this text and 123 other 45 texts", "a"]
@@ -160,27 +162,27 @@ def test_documents_of_all_lengths_in_one_batch_have_the_losses_of_each_alone(cas
             logits = stage(torch.from_numpy(one.tokens)[:, None])[one.first :, 0]
             total += F.cross_entropy(logits, torch.from_numpy(one.targets[one.first :]), reduction="sum").item()
     told = list[int]()
-    together = score(stage, documents, 0, 12, 5, told.append)
+    together = score(Relay.over(None, stage), documents, 0, 12, 5, told.append)
     assert (together.documents, together.tokens, together.size) == (len(lengths), sum(lengths), sum(lengths))
     assert sum(told) == sum(lengths)
     assert together.nats == pytest.approx(total, rel=1e-12)
 
 
-def score_on_rank(mesh: DeviceMesh, documents: list[Document]) -> Score:
-    config = config_of(CASES["llama"])
-    stage = Stage(config, Context(plan("fp64")), cuts(config, 1, POSITIONS)[0])
-    return score(stage, documents, 0, 12, 5, lambda _: None, Axis.world(mesh))
+def score_on_rank(mesh: DeviceMesh, folder: Path, documents: list[Document]) -> Score:
+    model = load_model(folder, Stage, "fp64", mesh=mesh)
+    return score(Relay.over(mesh, model.stage), documents, 0, 12, 5, lambda _: None)
 
 
-@pytest.mark.slow
-def test_ranks_that_share_the_work_have_the_score_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.text.evaluation.LOGITS", 97 * 30)
+def test_a_model_has_one_score_in_every_layout(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.text.evaluation.LOGITS", 330 * 30)
     dice = np.random.default_rng(0)
-    documents = [Document(dice.integers(97, size=length), length) for length in (3, 20, 11, 1, 16, 11, 40)]
-    alone, *both = (one for ranks in (1, 2) for one in run_ranks(score_on_rank, {"dp": ranks}, documents=documents))
-    for one in both:
-        assert (one.documents, one.tokens, one.size) == (alone.documents, alone.tokens, alone.size)
-        assert one.nats == pytest.approx(alone.nats, rel=1e-12)
+    documents = [Document(dice.integers(330, size=length), length) for length in (3, 20, 11, 1, 16, 11, 40)]
+    (alone,) = run_ranks(score_on_rank, {}, folder=trained, documents=documents)
+    assert alone.tokens == 102
+    for layout in ({"pp": 2, "tp": 2}, {"dp": 2}):
+        for one in run_ranks(score_on_rank, layout, folder=trained, documents=documents):
+            assert (one.documents, one.tokens, one.size) == (alone.documents, alone.tokens, alone.size)
+            assert one.nats == pytest.approx(alone.nats, rel=1e-12, abs=0)
 
 
 def test_batches_hold_all_windows_and_no_more_tokens_than_allowed() -> None:
@@ -194,11 +196,36 @@ def test_batches_hold_all_windows_and_no_more_tokens_than_allowed() -> None:
             assert not same or len(lengths) == 1
 
 
+@pytest.mark.slow
+def test_local_ranks_print_what_one_process_prints(
+    trained: Path, texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "hf"
+    assert main(["convert", str(trained), str(folder), "--no-verify"]) == 0
+    for model in (trained, folder):
+        said = []
+        for layout in ((), ("--tensor", "2", "--pipeline", "2")):
+            capfd.readouterr()
+            assert main(["evaluate", str(model), "--data", f"a={texts}", "--compute", "fp64", "--json", *layout]) == 0
+            said.append(json.loads(capfd.readouterr().out))
+        (one,), (other,) = (document.pop("sets") for document in said)
+        assert said[0] == said[1]
+        assert one.pop("name") == other.pop("name") and one.pop("source") == other.pop("source")
+        assert one == pytest.approx(other, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "said"), [(3, 1, "--tensor 3 does not"), (1, 9, "--pipeline 9: the m")])
+def test_a_layout_that_the_model_cannot_have_is_refused_by_the_options(tensor: int, pipeline: int, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        require_layout(config_of(CASES["llama"]), tensor, pipeline)
+
+
 WRONG = {
+    "--pipeline 0": "--pipeline 0: give 1 or more",
     "--window 17": "--window 17: give 1 to 16, the positions of the model (model.max_positions)",
     "--stride 0": "--stride 0: give 1 to 16, the tokens of a window",
     "--window 4 --stride 5": "--stride 5: give 1 to 4, the tokens of a window",
-    "--data nowhere.txt": "nowhere.txt: no such file or folder; ",
+    "--data nowhere.txt": "nowhere.txt: no such file or folder in ",
     "--data a=": "--data a=: there is no path after a=",
     "--data x.bin": 'x.bin: give the common prefix of the .bin and .idx pair, "x"',
     "--max-chars 0": "a limit of 0 characters leaves no text; give at least 1 or no limit",

@@ -8,10 +8,13 @@ import importlib
 import json
 import os
 import signal
+import socket
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -28,6 +31,7 @@ PLACES = {
     "evaluate": ("tools.training.trainer", "Trainer.evaluate"),
     "save": ("tools.training.trainer", "Trainer._save"),
     "sync": ("os", "fsync"),
+    "leave": ("parallel.mesh", "_part"),
 }
 DEATHS = "DEATHS"
 PLANTING = "from tests.training.deaths import plant; plant()\nfrom tools.cli import main"
@@ -37,7 +41,8 @@ PLANTING = "from tests.training.deaths import plant; plant()\nfrom tools.cli imp
 class Death:
     """The death of `rank` at the n-th call of a place since it was started.
 
-    how: a signal, an exception or an exit code. always: at every start. after: number of the death that must have
+    how: a signal, an exception, an exit code, or "slow": after the call the rank is cut off, and ends much
+    later. always: at every start. after: number of the death that must have
     happened before, -1 for none.
     """
 
@@ -82,10 +87,22 @@ def _deadly(function: Callable[..., Any], death: Death, mark: Path) -> Callable[
         calls += 1
         if calls == death.call and (death.always or not mark.exists()):
             mark.touch()
+            if death.how == "slow":
+                function(*arguments, **options)
+                _end_late()
             _die(death.how)
         return function(*arguments, **options)
 
     return called
+
+
+def _end_late() -> NoReturn:
+    """Close this rank's connections to the others, as the end of its process does, and end a minute later."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    time.sleep(60)
+    os._exit(1)
 
 
 def _die(how: str) -> None:

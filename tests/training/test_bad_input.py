@@ -97,9 +97,42 @@ def test_a_wrong_run_file_is_refused_with_all_its_problems(
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.source", '"near"'),
+        ("data.tokenizer", '"near"'),
+        ("data.validation", '[{name = "a", source = "near"}]'),
+        ("data.blend", '[{source = "near", weight = 1}]'),
+        ("train.init_from", '"near"'),
+    ],
+)
+def test_a_path_that_is_not_found_but_lies_beside_the_run_file_is_named(
+    key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, (table, name) = tmp_path, key.split(".")
+    (folder / "conf").mkdir()
+    monkeypatch.chdir(folder)
+    own = [line for line in write_run(folder).read_text().splitlines() if not re.match("source|blend", line)]
+    assert f"[{table}]" in own
+    own.insert(own.index(f"[{table}]") + 1, f"{name} = {value}")
+    (folder / "conf" / "run.toml").write_text("\n".join(own))
+    capfd.readouterr()
+    given = [] if key in ("data.source", "data.blend") else ["data.source=python"]
+    for there in (False, True):
+        if there:
+            (folder / "conf" / "near").touch()
+        assert main(["train", "conf/run.toml", *given]) == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        said = "conf/near is there: a path in a run file is relative to the working directory"
+        assert line.endswith(said if there else "nor is there conf/near, beside the run file"), line
+    assert main(["train", "conf/run.toml", *given, f"{key}={value.replace('near', 'other')}"]) == 2
+    assert "conf" not in capfd.readouterr().err, "what the command line says is meant from the working directory"
+
+
+@pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        (["data.source=nowhere.txt"], [r'data.source = "nowhere.txt": .*no such file or folder; give .*']),
+        (["data.source=nowhere.txt"], [r'data.source = "nowhere.txt": .*no such file or folder in FOLDER; give .*']),
         (["data.source=empty.txt"], [r'data.source = "empty.txt": empty.txt is empty; give a text of some length']),
         (
             ["data.source=short.txt"],
@@ -253,7 +286,7 @@ def test_a_world_of_another_size_is_refused_before_it_is_joined_and_told_once(
 def test_ranks_take_a_cuda_device_each_or_none_does(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[str] = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("tools.commands.train.world", lambda device, minutes: devices.append(device) or 1 / 0)
+    monkeypatch.setattr("tools.commands.train.world", lambda device, *rest, **more: devices.append(device) or 1 / 0)
     for name, value in {"RANK": "0", "MASTER_ADDR": "x", "MASTER_PORT": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     for local, world in ((2, 4), (4, 4)):
@@ -269,7 +302,7 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_traceback() -> None
     os.close(reading)
     command = [sys.executable, "-m", "megaprec", "keys"]
     done = subprocess.run(
-        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, cwd=Path(__file__).parents[2]
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=600, cwd=Path(__file__).parents[2]
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")

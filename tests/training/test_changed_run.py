@@ -56,6 +56,15 @@ def test_every_key_that_is_another_one_is_named_and_those_that_change_numbers_ar
     ]
 
 
+def test_a_resume_with_another_torch_or_processor_is_not_called_bit_for_bit(
+    file: Path, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.training.arithmetic.processor", lambda: "abacus")
+    assert train(file, OWN, f"train.folder={run}") == 0
+    (line,) = (line for line in changed(capsys.readouterr().out) if line.startswith("processor"))
+    assert line.endswith("-> abacus (not bit for bit)")
+
+
 def test_a_run_that_is_the_same_says_nothing_of_it(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +224,17 @@ def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(
     assert train(file, *cosine, *held) == 0
     assert steps(tmp_path.parent / "held")[4]["lr"] == pytest.approx(rates[3], rel=1e-2), "the way out works"
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+
+
+def test_a_warm_up_that_goes_on_as_before_is_no_jump(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cosine = [f"train.folder={tmp_path}", "lr.schedule=cosine", "lr.warmup=2", "train.eval_every=0"]
+    assert train(file, *cosine, "train.steps=2") == 0
+    assert train(file, *cosine, "train.steps=6") == 0
+    rates = [record["lr"] for record in steps(tmp_path)]
+    assert rates[2] == 2 * rates[1], "the warm-up reaches its peak"
+    assert "the learning rate jumps" not in capsys.readouterr().out
 
 
 def test_the_event_of_a_resume_has_the_rates_of_the_records_around_it_and_what_changed(

@@ -39,6 +39,15 @@ def test_keys_that_are_surely_not_meant_are_named(
     assert begins is None or found[0].startswith(begins.format(folder=run_file.parent))
 
 
+@pytest.mark.parametrize(("groups", "taken", "best", "said"), [(1, 1, 1, True), (2, 2, 3, True), (2, 1, 1, False)])
+def test_a_comparison_of_groups_that_are_all_taken_is_named(
+    groups: int, taken: int, best: int, said: bool, run_file: Path, corpus: Corpus
+) -> None:
+    router = f'model.router={{score="softmax", groups={groups}, groups_per_token={taken}, group_best={best}}}'
+    config = load_run(run_file, ["model.experts=4", "model.experts_per_token=2", router])
+    assert [line.startswith("model.router.group_best = ") for line in doubts(config, corpus, 1, "cpu")] == [True] * said
+
+
 def test_more_ranks_than_cores_are_said_of_cpus_only(run_file: Path, corpus: Corpus) -> None:
     config = load_run(run_file)
     (said,) = doubts(config, corpus, 1000, "cpu")

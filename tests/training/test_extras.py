@@ -21,7 +21,7 @@ BLOCKED = (
     "PIL",
 )
 PROGRAM = f"""
-import importlib, json, sys, traceback, warnings
+import importlib, json, os, sys, traceback, warnings
 
 warnings.simplefilter("error")
 
@@ -31,79 +31,104 @@ class Blocker:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Blocker())
-modules, commands = json.loads(sys.argv[1])
+modules, *jobs = json.loads(sys.argv[1])
 for module in modules:
     importlib.import_module(module)
 from tools.cli import main
-for command in commands:
-    print("$", *command, file=sys.stderr, flush=True)
-    print("exit code", main(command), file=sys.stderr, flush=True)
+for folder, commands in jobs:
+    os.chdir(folder)
+    for command in commands:
+        print("$", *command, file=sys.stderr, flush=True)
+        print("exit code", main(command), file=sys.stderr, flush=True)
 """
+Commands = list[list[object]]
+SIZE = ["--vocab-size", 300]
+WORK: Commands = [
+    ["keys"],
+    ["data", "build", "python", "tokens", "--vocab-size", 400, "--max-chars", 40_000],
+    ["data", "inspect", "tokens"],
+    ["data", "verify", "tokens"],
+    ["data", "tokenizer", "python", "my.model", "--vocab-size", 400, "--max-chars", 40_000],
+    ["train", "run.toml"],
+    ["inspect", "run"],
+    ["generate", "run", "--prompt", "def", "--tokens", 3],
+    ["convert", "run", "megatron", "--to", "megatron"],
+    ["diff", "run", "megatron"],
+    ["schedule", "--kind", "1f1b", "--pipeline", 2, "--microbatches", 4, "-o", "x.svg"],
+    ["precision", "show", "run.toml"],
+]
+PICTURE = ["schedule", "--kind", "1f1b", "--pipeline", 2, "--microbatches", 4, "-o", "x.png"]
+NEEDS: list[tuple[list[object], str]] = [
+    (["data", "build", "x.parquet", "out", *SIZE], "x.parquet needs pyarrow: pip install pyarrow"),
+    (["data", "build", "x.jsonl.zst", "out", *SIZE], "needs pyarrow: pip install pyarrow"),
+    (["data", "build", "python", "out", "--tokenizer", "tokenizer.json"], "pip install tokenizers"),
+    (["data", "tokenizer", "python", "my.json", *SIZE], "needs tokenizers: pip install tokenizers"),
+    (["train", "run.toml", 'log.to=["wandb"]'], 'log.to = "wandb" needs wandb: pip install wandb'),
+    (PICTURE, "PNG needs matplotlib: pip install matplotlib, or write .svg"),
+]
 
 
-def run(folder: Path, modules: list[str], commands: list[list[object]]) -> list[tuple[int, str]]:
-    """Exit code and stderr of each command, all in one process in which the packages are not there."""
-    words = json.dumps([modules, [[str(word) for word in command] for command in commands]])
-    path = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, words], cwd=folder, env=path, capture_output=True, text=True, timeout=120
-    )
+def run(modules: list[str], *jobs: tuple[Path, Commands]) -> list[tuple[int, str]]:
+    """Exit code and stderr of each command in its folder, all in one process in which the packages are not there."""
+    given = [[str(folder), [[str(word) for word in command] for command in commands]] for folder, commands in jobs]
+    path = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(jobs[0][0]), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", PROGRAM, json.dumps([modules, *given])]
+    done = subprocess.run(words, cwd=jobs[0][0], env=path, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [part.rpartition("exit code ") for part in done.stderr.split("\n$ ")]
     answers = [(int(code.split()[0]), text) for text, _, code in said if code.strip()]
-    assert len(answers) == len(commands), done.stderr
+    assert len(answers) == sum(len(commands) for _, commands in jobs), done.stderr
     return answers
 
 
-def test_all_modules_and_commands_work_without_the_extras(tmp_path: Path) -> None:
-    modules = [path.removesuffix(".py").replace("/", ".") for path in listed()]
-    own = {"tools.bench.__main__", "tools.convert.core.untrusted"}  # programs
-    (tmp_path / "run.toml").write_text(
+def prepare_work(folder: Path) -> None:
+    (folder / "run.toml").write_text(
         '[model]\npreset = "llama-demo"\nlayers = 1\nhidden = 32\nheads = 2\nffn = 32\n'
         "[data]\nmax_chars = 40000\nvocab_size = 400\n"
         '[train]\nsteps = 2\nglobal_batch = 2\nmicro_batch = 1\nseq_length = 16\nfolder = "run"\n'
     )
-    commands: list[list[object]] = [
-        ["keys"],
-        ["data", "build", "python", "tokens", "--vocab-size", 400, "--max-chars", 40_000],
-        ["data", "inspect", "tokens"],
-        ["data", "verify", "tokens"],
-        ["data", "tokenizer", "python", "my.model", "--vocab-size", 400, "--max-chars", 40_000],
-        ["train", "run.toml"],
-        ["inspect", "run"],
-        ["generate", "run", "--prompt", "def", "--tokens", 3],
-        ["convert", "run", "megatron", "--to", "megatron"],
-        ["diff", "run", "megatron"],
-        ["schedule", "--kind", "1f1b", "--pipeline", 2, "--microbatches", 4, "-o", "x.svg"],
-        ["precision", "show", "run.toml"],
-    ]
-    answers = run(tmp_path, [module for module in modules if module not in own], commands)
-    for command, (code, said) in zip(commands, answers, strict=True):
+
+
+def prepare_needs(folder: Path) -> None:
+    for name in ("x.parquet", "x.jsonl.zst"):
+        (folder / name).write_bytes(b"x")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (folder / "run.toml").write_text(
+        '[model]\npreset = "llama-demo"\n[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n'
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Of what works, and of what needs an extra."""
+    work, needs = (tmp_path_factory.mktemp(name) for name in ("work", "needs"))
+    prepare_work(work)
+    prepare_needs(needs)
+    return work, needs
+
+
+@pytest.fixture(scope="module")
+def answers(folders: tuple[Path, Path]) -> list[tuple[int, str]]:
+    """Exit code and stderr of all commands, after all modules were imported."""
+    modules = [path.removesuffix(".py").replace("/", ".") for path in listed()]
+    own = {"tools.bench.__main__", "tools.convert.core.untrusted"}  # programs
+    work, needs = folders
+    return run([name for name in modules if name not in own], (work, WORK), (needs, [command for command, _ in NEEDS]))
+
+
+@pytest.mark.slow
+def test_all_modules_and_commands_work_without_the_extras(answers: list[tuple[int, str]]) -> None:
+    for command, (code, said) in zip(WORK, answers, strict=False):
         assert code == 0, f"{command}: {said}"
 
 
-def test_what_needs_an_extra_names_it_in_one_line(tmp_path: Path) -> None:
-    for name in ("x.parquet", "x.jsonl.zst"):
-        (tmp_path / name).write_bytes(b"x")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    (tmp_path / "run.toml").write_text(
-        '[model]\npreset = "llama-demo"\n[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n'
-    )
-    size = ["--vocab-size", 300]
-    picture = ["schedule", "--kind", "1f1b", "--pipeline", 2, "--microbatches", 4, "-o", "x.png"]
-    needs: list[tuple[list[object], str]] = [
-        (["data", "build", "x.parquet", "out", *size], "x.parquet needs pyarrow: pip install pyarrow"),
-        (["data", "build", "x.jsonl.zst", "out", *size], "needs pyarrow: pip install pyarrow"),
-        (["data", "build", "python", "out", "--tokenizer", "tokenizer.json"], "pip install tokenizers"),
-        (["data", "tokenizer", "python", "my.json", *size], "needs tokenizers: pip install tokenizers"),
-        (["train", "run.toml", 'log.to=["wandb"]'], 'log.to = "wandb" needs wandb: pip install wandb'),
-        (picture, "PNG needs matplotlib: pip install matplotlib, or write .svg"),
-    ]
-    for (_, line), (code, said) in zip(needs, run(tmp_path, [], [c for c, _ in needs]), strict=True):
+@pytest.mark.slow
+def test_what_needs_an_extra_names_it_in_one_line(answers: list[tuple[int, str]], folders: tuple[Path, Path]) -> None:
+    for (_, line), (code, said) in zip(NEEDS, answers[len(WORK) :], strict=True):
         *_, last = said.strip().splitlines()
         assert code == 2 and last.endswith(line) and "Traceback" not in said, said
-    assert {path.name for path in tmp_path.iterdir()} == {
+    assert {path.name for path in folders[1].iterdir()} == {
         "x.parquet",
         "x.jsonl.zst",
         "tokenizer.json",

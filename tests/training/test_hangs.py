@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
@@ -18,7 +20,9 @@ from tools import cli
 from tools.training.launch import start_ranks
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT, LEAVING = 5.0, 10.0  # parallel.timeout of these runs; seconds after it in which all ranks must be out
+TIMEOUT = 5.0  # parallel.timeout of these runs
+LEAVING = 10.0  # seconds after it in which all ranks must be out, or as many as they took to start, if that is more
+SILENCE = 10.0  # seconds without an answer after which an agent of torchrun leaves, once its ranks have
 SQUARE = ["parallel.tensor=2", "parallel.pipeline=2"]
 STEPS = ["train.steps=100000", "checkpoint.every=4", "train.eval_every=3", "log.every=1000"]
 
@@ -41,8 +45,44 @@ def slowest(folder: Path) -> float:
     return max((json.loads(line)["seconds"] for line in lines), default=0.0)
 
 
-def seconds_since(folder: Path) -> float:
-    return time.time() - float((folder / "planted").read_text())
+class Pauses:
+    """Times at which this whole machine stood still, noticed by a thread; they are no time that a run has taken."""
+
+    def __init__(self) -> None:
+        self.began, self.found, self._over = time.time(), list[tuple[float, float]](), Event()
+        self._thread = Thread(target=self._notice, daemon=True)
+        self._thread.start()
+
+    def _notice(self) -> None:
+        last = time.time()
+        while not self._over.wait(0.1):
+            if (now := time.time()) > last + 1:
+                self.found.append((last, now - last))
+            last = time.time()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def seconds_since(self, moment: float) -> float:
+        return time.time() - moment - sum(seconds for when, seconds in self.found if when + seconds > moment)
+
+    def require_left(self, moment: float, limit: float) -> None:
+        """All ranks, which were all at work at this moment, are out in time; limit: seconds until they leave."""
+        starting = self.seconds_since(self.began) - self.seconds_since(moment)
+        assert self.seconds_since(moment) < limit + max(LEAVING, starting)
+
+
+@pytest.fixture
+def pauses() -> Iterator[Pauses]:
+    made = Pauses()
+    yield made
+    made.stop()
+
+
+def moment_of(folder: Path) -> float:
+    """The time of the planted action."""
+    return float((folder / "planted").read_text())
 
 
 STOPPED = [
@@ -72,23 +112,26 @@ EVERYWHERE = [
 ]
 
 
-def check_hang(run_file: Path, folder: Path, what: tuple[str, int, str, int, str], error: str, code: int) -> None:
+def check_hang(pauses: Pauses, folder: Path, what: tuple[str, int, str, int, str], error: str, code: int) -> None:
     """The last line names the rank and where it is; all ranks were out in time; `diagnose` says it too."""
     action, rank, phase, step, words = what
     limit = LONG if action == "sleep" and (phase != "step" or step == 1) else TIMEOUT + slowest(folder)
-    seconds, last = seconds_since(folder), error.splitlines()[-1]
+    heartbeat = TIMEOUT / 6 if (phase, step) != ("step", step) or step == 1 else 0.0
+    assert (folder / "planted").exists(), error
+    pauses.require_left(moment_of(folder), limit + heartbeat)
+    last = error.splitlines()[-1]
     assert code == 1
     assert re.match(rf"rank {rank} on \S+ \(process \d+\) ", last), error
     assert words in last.partition(";")[0] and (f"step {step}" if step else phase) in last, last
     assert "Traceback" not in error
-    heartbeat = TIMEOUT / 6 if (phase, step) != ("step", step) or step == 1 else 0.0
-    assert seconds < limit + heartbeat + LEAVING
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("what", STOPPED, ids=lambda what: "-".join(map(str, what)))
+@pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_hangs_is_named_and_all_ranks_are_out_in_time(
     what: tuple[str, int, str, int, str],
+    pauses: Pauses,
     run_file: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -96,7 +139,7 @@ def test_a_rank_that_hangs_is_named_and_all_ranks_are_out_in_time(
 ) -> None:
     monkeypatch.chdir(ROOT)
     code = start_ranks(planted(run_file, tmp_path, what, *SQUARE), 4, 1)
-    check_hang(run_file, tmp_path, what, capfd.readouterr().err, code)
+    check_hang(pauses, tmp_path, what, capfd.readouterr().err, code)
     assert cli.main(["diagnose", str(tmp_path / "run")]) == 0
     culprit, *ranks = capfd.readouterr().out.splitlines()
     assert culprit.startswith(f"culprit    rank {what[1]} on ")
@@ -105,8 +148,10 @@ def test_a_rank_that_hangs_is_named_and_all_ranks_are_out_in_time(
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("what", EVERYWHERE, ids=lambda what: "-".join(map(str, what)))
+@pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_hangs_anywhere_is_named(
     what: tuple[str, int, str, int, str],
+    pauses: Pauses,
     run_file: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -114,7 +159,7 @@ def test_a_rank_that_hangs_anywhere_is_named(
 ) -> None:
     monkeypatch.chdir(ROOT)
     code = start_ranks(planted(run_file, tmp_path, what, *SQUARE), 4, 1)
-    check_hang(run_file, tmp_path, what, capfd.readouterr().err, code)
+    check_hang(pauses, tmp_path, what, capfd.readouterr().err, code)
 
 
 def start_on(hosts: Hosts, host: int, command: list[str], folder: Path, port: int) -> subprocess.Popen:
@@ -133,25 +178,28 @@ def start_on(hosts: Hosts, host: int, command: list[str], folder: Path, port: in
         return hosts.start(host, command, environ, output)
 
 
-def until(seconds: float, done: Path, text: str = "") -> None:
+def until(done: Path, text: str = "") -> None:
     """Waits until a file has a text."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 600
     while not (done.is_file() and text in done.read_text()):
         assert time.monotonic() < end, f"{done} has no {text!r}"
         time.sleep(0.1)
 
 
 @pytest.mark.slow
-def test_a_cut_link_ends_both_sides_in_time_and_each_names_both_hosts(run_file: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_python")
+def test_a_cut_link_ends_both_sides_in_time_and_each_names_both_hosts(
+    pauses: Pauses, run_file: Path, tmp_path: Path
+) -> None:
     with two_hosts() as hosts:
         nothing = ("stop", 9, "step", 0, "")
         command = planted(run_file, tmp_path, nothing, "parallel.data=2")
         ranks = [start_on(hosts, host, command, tmp_path, 29571) for host in range(2)]
-        until(120, tmp_path / "run" / "metrics.jsonl", '"step": 10,')
+        until(tmp_path / "run" / "metrics.jsonl", '"step": 10,')
         hosts.cut()
-        cut = time.monotonic()
-        codes = [rank.wait(60) for rank in ranks]
-        assert time.monotonic() - cut < TIMEOUT + slowest(tmp_path) + LEAVING
+        cut = time.time()
+        codes = [rank.wait(600) for rank in ranks]
+        pauses.require_left(cut, TIMEOUT + slowest(tmp_path))
         assert codes == [1, 1]
     for host in range(2):
         last = (tmp_path / f"log{host}").read_text().splitlines()[-1]
@@ -159,30 +207,34 @@ def test_a_cut_link_ends_both_sides_in_time_and_each_names_both_hosts(run_file: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_ranks_say_that_they_wait_for_the_data_and_leave_when_the_host_of_rank_0_is_gone(
-    run_file: Path, tmp_path: Path
+    pauses: Pauses, run_file: Path, tmp_path: Path
 ) -> None:
     with two_hosts() as hosts:
         prepares = ("sleep", 0, "preparation of the data", 0, "")
         command = planted(run_file, tmp_path, prepares, "parallel.data=2")
         ranks = [start_on(hosts, host, command, tmp_path, 29572) for host in range(2)]
-        until(120, tmp_path / "log1", "rank 1 on beta waits for rank 0 on alpha, which prepares the data")
+        until(tmp_path / "log1", "rank 1 on beta waits for rank 0 on alpha, which prepares the data")
         time.sleep(2 * TIMEOUT)
         assert ranks[1].poll() is None  # as long as rank 0 has a heartbeat
         hosts.cut()
-        cut = time.monotonic()
-        assert ranks[1].wait(60) == 1
-        assert time.monotonic() - cut < TIMEOUT * 7 / 6 + LEAVING
-        ranks[0].wait(60)
+        cut = time.time()
+        assert ranks[1].wait(600) == 1
+        pauses.require_left(cut, TIMEOUT * 7 / 6)
+        ranks[0].wait(600)
     last = (tmp_path / "log1").read_text().splitlines()[-1]
     assert "alpha" in last and "beta" in last and "which prepares the data" in last, last
 
 
 def torchrun(hosts: Hosts, host: int, command: list[str], folder: Path, port: int) -> subprocess.Popen:
-    """A torchrun on a host with one rank; both meet at the first host."""
+    """A torchrun on a host with one rank, as the templates start it; both meet at the first host."""
     python, *program = command
+    soon = (
+        f"import sys; from tools.training import torchrun as t; t.SILENCE = {SILENCE}; sys.exit(t.main(sys.argv[1:]))"
+    )
     agent = [
-        *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+        *("-P", "-c", soon, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
         *(f"--rdzv-endpoint={ADDRESSES[0]}:{port}", f"--rdzv-conf=is_host={1 - host}", "--rdzv-id=cut"),
         f"--local-addr={ADDRESSES[host]}",
     ]
@@ -192,38 +244,42 @@ def torchrun(hosts: Hosts, host: int, command: list[str], folder: Path, port: in
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_ranks_on_both_sides_of_a_cut_link_leave_in_time(run_file: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_python")
+def test_under_torchrun_nothing_is_left_in_time_on_both_sides_of_a_cut_link(
+    pauses: Pauses, run_file: Path, tmp_path: Path
+) -> None:
     with two_hosts() as hosts:
         command = planted(run_file, tmp_path, ("stop", 9, "step", 0, ""), "parallel.data=2")
         agents = [torchrun(hosts, host, command, tmp_path, 29573) for host in range(2)]
-        try:
-            until(120, tmp_path / "run" / "metrics.jsonl", '"step": 10,')
-            hosts.cut()
-            for rank in range(2):
-                until(TIMEOUT + slowest(tmp_path) + LEAVING, tmp_path / "run" / "last_end" / f"rank-0000{rank}.json")
-        finally:  # an agent waits for the kernel to give up its connection
-            for agent in agents:
-                agent.kill()
-                agent.wait()
+        until(tmp_path / "run" / "metrics.jsonl", '"step": 10,')
+        hosts.cut()
+        cut = time.time()
+        for rank in range(2):
+            until(tmp_path / "run" / "last_end" / f"rank-0000{rank}.json")
+        pauses.require_left(cut, TIMEOUT + slowest(tmp_path))
+        assert [agent.wait(600) for agent in agents] == [1, 1]
+        pauses.require_left(cut, TIMEOUT + slowest(tmp_path) + LEAVING + SILENCE)
     for host in range(2):
         said = [line for line in (tmp_path / f"log{host}").read_text().splitlines() if "the link" in line]
         assert "alpha" in said[0] and "beta" in said[0] and "Traceback" not in said[0]
+    assert (tmp_path / "log1").read_text().splitlines()[-1].startswith(f"torchrun   beta: {ADDRESSES[0]}:29573, where")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_under_torchrun_the_lowest_rank_that_does_not_hang_tells_which_one_does_once(
-    run_file: Path, tmp_path: Path
+    pauses: Pauses, run_file: Path, tmp_path: Path
 ) -> None:
     python, *program = planted(run_file, tmp_path, ("stop", 0, "step", 3, "update"), "parallel.tensor=2")
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([python, *agent, *program], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python, *agent, *program], env=environ, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1
-    assert seconds_since(tmp_path) < TIMEOUT + slowest(tmp_path) + LEAVING
+    pauses.require_left(moment_of(tmp_path), TIMEOUT + slowest(tmp_path))
     assert len(re.findall(r"^rank 0 on \S+ \(process \d+\) was last seen in step 3, update", done.stderr, re.M)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -237,8 +293,9 @@ def test_under_torchrun_the_lowest_rank_that_does_not_hang_tells_which_one_does_
     ],
     ids=["store's host stops", "fails", "store's host dies", "dies"],
 )
+@pytest.mark.usefixtures("forked_python")
 def test_ranks_without_a_launcher_tell_why_they_leave(
-    what: tuple[str, int, str, int, str], told: str, run_file: Path, tmp_path: Path
+    what: tuple[str, int, str, int, str], told: str, pauses: Pauses, run_file: Path, tmp_path: Path
 ) -> None:
     """As Slurm starts them: what the other rank says last."""
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -247,22 +304,23 @@ def test_ranks_without_a_launcher_tell_why_they_leave(
         environ = {**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
         with (tmp_path / f"log{rank}").open("wb") as output:
             ranks.append(subprocess.Popen(command, env=environ, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT))
-    codes = [rank.wait(120) for rank in ranks]
-    assert seconds_since(tmp_path) < TIMEOUT + slowest(tmp_path) + LEAVING
+    codes = [rank.wait(600) for rank in ranks]
+    pauses.require_left(moment_of(tmp_path), TIMEOUT + slowest(tmp_path))
     other = 1 - what[1]
     lines = (tmp_path / f"log{other}").read_text().splitlines()
     assert codes[other] == 1 and re.match(told, lines[-1]) and "Traceback (most recent call last):" not in lines
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_computes_slowly_is_named_in_the_log_and_in_the_events(
     run_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     keys = ["parallel.data=2", "parallel.timeout=60", "train.steps=150"]
     assert start_ranks(planted(run_file, tmp_path, ("slow", 1, "step", 60, "update"), *keys), 2, 1) == 0
     events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
-    found = next(event for event in events if event["event"] == "straggler")
-    assert (found["rank"], found["slow"]) == (1, True)
+    found = [event for event in events if event["event"] == "straggler" and (event["rank"], event["slow"]) == (1, True)]
+    found = found[-1]  # other work may have made it slow before
     assert 1 < found["since"] <= found["step"] < 150
     assert found["factor"] > 1.5
     assert f"rank 1 on {socket.gethostname()} is slow" in capfd.readouterr().out

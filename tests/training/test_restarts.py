@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ import torch
 
 from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.errors import UserError
+from tests.checkpoint.test_damage import flip
 from tests.other_systems import slow
 from tests.runs import assert_close, checkpoint, steps, tensors, train, train_on, write_run
 from tests.training.deaths import Death, planted
 from tools.config.run_file import RunConfig, load_run
+from tools.journal.journal import rewind
 from tools.journal.records import read_events
+from tools.training import restarts
 from tools.training.launch import RESTARTED, Loss, restarted, start_ranks
 from tools.training.restarts import Restarts, ended_by_choice
 from tools.training.resume import check_resumable
@@ -228,7 +232,7 @@ def test_a_signal_between_two_starts_ends_the_run(tmp_path: Path, capfd: pytest.
 
 
 def test_after_a_signal_from_the_user_a_failure_is_not_restarted(tmp_path: Path) -> None:
-    code = "import os, sys, time, pathlib; pathlib.Path(sys.argv[1], os.environ['RANK']).touch(); time.sleep(60)"
+    code = "import os, sys, time, pathlib; pathlib.Path(sys.argv[1], os.environ['RANK']).touch(); time.sleep(900)"
 
     def tell() -> None:
         while len(list(tmp_path.iterdir())) < 2:
@@ -261,7 +265,7 @@ def die_in(
     return train(run_file, *EVALUATED, f"train.folder={run}", *overrides), run
 
 
-@pytest.mark.cases(1, slow=3)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     ("death", "layout"),
     [
@@ -278,6 +282,7 @@ def die_in(
     ],
     ids=lambda value: f"{value.place}-{value.rank}-{value.how}" if isinstance(value, Death) else None,
 )
+@pytest.mark.usefixtures("forked_python")
 def test_a_run_that_lost_a_rank_ends_as_the_undisturbed_run_bit_for_bit(
     death: Death, layout: dict[str, int], run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +308,7 @@ def whole(run_file: Path) -> Path:
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "RuntimeError", "7"])
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("place", CALLS)
+@pytest.mark.usefixtures("forked_python")
 def test_whoever_dies_wherever_and_however_the_run_ends_as_the_undisturbed_one(
     place: str, rank: int, how: str, run_file: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +320,7 @@ def test_whoever_dies_wherever_and_however_the_run_ends_as_the_undisturbed_one(
     assert event["why"].startswith(f"rank {rank} ")
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize(
     ("death", "code", "said"),
     [
@@ -325,6 +331,7 @@ def test_whoever_dies_wherever_and_however_the_run_ends_as_the_undisturbed_one(
     ],
     ids=["exit-2", "exit-3", "SIGTERM", "crash-loop"],
 )
+@pytest.mark.usefixtures("forked_python")
 def test_a_run_that_should_not_go_on_is_not_restarted(
     death: Death,
     code: int,
@@ -343,6 +350,54 @@ def test_a_run_that_should_not_go_on_is_not_restarted(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
+def test_ranks_that_start_again_from_a_damaged_checkpoint_name_it_and_the_one_before(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def damage_first(folder: Path, step: int, event: dict[str, Any]) -> None:
+        flip(checkpoint(folder, step) / "optimizer-00000.safetensors", -1)
+        rewind(folder, step, event)
+
+    monkeypatch.setattr(restarts, "rewind", damage_first)
+    keys = ["parallel.tensor=2", "checkpoint.background=false"]
+    code, run = die_in([Death(1, "step", 8)], run_file, tmp_path, monkeypatch, *keys)
+    assert code == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert "step_00000006 is damaged: optimizer-00000.safetensors is not what was saved" in last
+    assert last.endswith("move it away to go on from step_00000003")
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
+
+
+@pytest.mark.cases(0, sample=1)
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("UserError", 2, "rank 1 failed with exit code 2: UserError: planted"),
+        ("TrainingDiverged", 3, "rank 1 failed with exit code 3: TrainingDiverged: planted"),
+        ("SIGTERM", 143, "stopped by SIGTERM after step 5, state saved: the same command goes on"),
+    ],
+)
+@pytest.mark.usefixtures("forked_python")
+def test_a_rank_that_ends_on_purpose_is_the_cause_however_long_it_takes_to_leave(
+    how: str,
+    code: int,
+    said: str,
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    deaths = [Death(1, "step", 5, how), Death(1, "leave", 1, "slow")]
+    ended, run = die_in(deaths, run_file, tmp_path, monkeypatch, "parallel.tensor=2")
+    assert (tmp_path / "death1").exists()
+    assert not read_events(run, "restart")
+    assert ended == code
+    ours = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("rank ", "stopped "))]
+    assert ours[-1] == said  # gloo may complain later about the connections that were cut
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_dies_at_the_same_step_again_and_again_ends_the_run_after_all_restarts(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,6 +414,7 @@ def test_a_rank_that_dies_at_the_same_step_again_and_again_ends_the_run_after_al
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_a_run_that_shrank_has_the_losses_of_the_undisturbed_one(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -375,3 +431,52 @@ def test_a_run_that_shrank_has_the_losses_of_the_undisturbed_one(
     whole = train_on(run_file, *EVALUATED, *exact, f"train.folder={tmp_path / 'whole'}", **layout)
     assert_close(steps(run), steps(whole), 1e-9)
     assert [event["ranks"] for event in read_events(run, "restart")] == [4, 2]
+
+
+SPREAD = ["model.family=mixtral", "model.experts=4", "model.router_aux_loss=0.01", *EXACT, "parallel.elastic=true"]
+SPREAD += ["checkpoint.background=false"]  # which step is resumed from does not depend on the load of the machine
+
+
+@pytest.mark.cases(0, slow=1)
+@pytest.mark.parametrize(
+    ("layout", "before", "after"),
+    [
+        (
+            {"data": 2, "context": 2, "expert": 4},
+            "tensor 1 x pipeline 1 x context 2 x data 2 = 4 ranks, experts over 4",
+            "tensor 1 x pipeline 1 x context 2 x data 1 = 2 ranks, experts over 2",
+        ),
+        (
+            {"data": 2, "expert": 2},
+            "tensor 1 x pipeline 1 x data 2 = 2 ranks, experts over 2",
+            "tensor 1 x pipeline 1 x data 1 = 1 rank",
+        ),
+        (
+            {"context": 2},
+            "tensor 1 x pipeline 1 x context 2 x data 1 = 2 ranks",
+            "tensor 1 x pipeline 1 x data 1 = 1 rank",
+        ),
+    ],
+)  # fmt: skip
+def test_a_run_with_experts_and_sequences_over_ranks_goes_on_with_all_ranks_and_with_fewer(
+    layout: dict[str, int],
+    before: str,
+    after: str,
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    ranks = prod(size for axis, size in layout.items() if axis != "expert")
+    last = ranks - 1
+    deaths = [Death(last, "step", 5), Death(last, "step", 4, after=0), Death(last, "boot", 1, always=True, after=1)]
+    asked = [*SPREAD, *(f"parallel.{axis}={size}" for axis, size in layout.items())]
+    code, run = die_in(deaths, run_file, tmp_path, monkeypatch, *asked)
+    out, errors = capfd.readouterr()
+    assert code == 0, errors
+    assert f"{before} -> {after}" in out
+    events = read_events(run, "restart")
+    assert [event["ranks"] for event in events] == [ranks, ranks, ranks // 2]
+    assert [event["step"] for event in events] == [3, 6, 6]
+    whole = train_on(run_file, *EVALUATED, *SPREAD, f"train.folder={tmp_path / 'whole'}")
+    assert_close(steps(run), steps(whole), 1e-9)

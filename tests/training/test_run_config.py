@@ -18,12 +18,13 @@ from megaprec.optim.update_rules import AdamW
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, PrecisionPlan
 from tools.commands.keys import described
+from tools.config.data_settings import Data
 from tools.config.key_suggestions import ELSEWHERE
 from tools.config.layouts import check_world
 from tools.config.native_keys import FP8_KEYS, SCALING, loss_scaling
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision, idle
 from tools.config.run_file import RunConfig, known_keys, load_run
-from tools.config.settings import LR, Data, Log, Optimizer, Parallel, Train
+from tools.config.settings import LR, Log, Optimizer, Parallel, Train
 from tools.console.toml import toml
 
 RUN = """
@@ -161,6 +162,7 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ("precision.compute=fp8", "FP8 products are set by fp8.kind"),
         ("optimizer.betas=0.9", "must be a list in brackets"),
         ("data.held_out=1.0", "must be less than 1"),
+        ("parallel.overlap=on", "must be true or false or 'auto'"),
     ],
 )
 def test_a_value_of_the_wrong_kind_says_what_was_expected(wrong: str, expected: str) -> None:
@@ -231,6 +233,14 @@ def test_a_file_that_cannot_be_read_is_a_users_mistake(tmp_path: Path) -> None:
         assert reason in problem
 
 
+def test_a_folder_in_place_of_a_run_file_is_told_the_way(tmp_path: Path) -> None:
+    assert problems(path=tmp_path) == [
+        f"{tmp_path} is a folder, no run file; `megaprec init {tmp_path}` writes a run file for a folder of text"
+    ]
+    (tmp_path / "run.toml").write_text("")
+    assert problems(path=tmp_path) == [f"{tmp_path} is a folder, no run file; give {tmp_path}/run.toml"]
+
+
 def test_tables_built_in_python_obey_the_same_laws(run_file: Path) -> None:
     config = load_run(run_file)
     train = Train(steps=1, global_batch=3, micro_batch=2, seq_length=64)
@@ -270,10 +280,19 @@ def test_a_table_within_a_table_is_read_saved_and_checked_like_any_key(tmp_path:
         '{kind = "linear", facter = 4.0}': "facter is not a key of this table",
         '{kind = "linaer"}': "kind must be 'none', 'linear', .*did you mean linear",
         '{kind = "linear", factor = "4"}': "factor must be a valid number",
-        "4": 'must be a table, like {kind = "linear"}',
+        "4": 'must be a table, like {kind = "linear", factor = 2.0}',
     }.items():
         with pytest.raises(UserError, match=f"model.rope_scaling = .* \\(command line\\): {problem}"):
             load_run(None, [*MINIMAL, f"model.rope_scaling={value}"])
+    for key, like in {"router": '{score = "sigmoid", ', "latent": "{kv_rank = 512, "}.items():
+        with pytest.raises(UserError, match=f"model.{key} = 4 .*: must be a table, like {like}"):
+            load_run(None, [*MINIMAL, f"model.{key}=4"])
+    with pytest.raises(UserError, match=r"model.router = {scale = 2.0} \(command line\): it lacks score$"):
+        load_run(None, [*MINIMAL, "model.experts=4", "model.router={scale = 2.0}"])
+    with pytest.raises(
+        UserError, match=r"model.router.score .*: model.router is given as a whole, like 'model.router="
+    ):
+        load_run(None, [*MINIMAL, "model.router.score=sigmoid"])
     with pytest.raises(UserError, match=r'rope_scaling.original_max_position_embeddings is missing: kind "yarn"'):
         load_run(None, [*MINIMAL, 'model.rope_scaling={kind = "yarn", factor = 2.0}'])
 
@@ -374,7 +393,7 @@ STATED = [
     (Precision, PrecisionPlan, dict.fromkeys(("on_nonfinite", "masters_in_checkpoint", "tf32", "rounding"))),
     (Optimizer, AdamW, dict.fromkeys(("betas", "eps"))),
     (Optimizer, ParallelAMPOptimizer, dict.fromkeys(("weight_decay", "groups", "clip", "norm", "native"))),
-    (Parallel, ParallelAMPOptimizer, dict.fromkeys(("overlap", "bucket", "zero_size"))),
+    (Parallel, ParallelAMPOptimizer, dict.fromkeys(("bucket", "zero_size"))),
     (Precision, OverflowMonitor, dict.fromkeys(("patience",))),
     (LossScaling, DynamicGradScaler, {"initial": "initial_scale", "minimum": "min_scale", "maximum": "max_scale"}),
     (LossScaling, DynamicGradScaler, dict.fromkeys(("growth_factor", "backoff_factor", "growth_interval"))),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -157,19 +158,26 @@ def test_a_run_whose_last_save_fails_says_where_the_same_command_goes_on(
         assert checkpoints(folder / "checkpoints") == ([checkpoint(folder, newest)] if newest else [])
 
 
-def train_slowly_saving(mesh: DeviceMesh, file: Path, overrides: list[str]) -> list[int]:
-    """The steps before which a save was under way."""
+def train_slowly_saving(mesh: DeviceMesh, file: Path, overrides: list[str], waits: bool) -> list[int]:
+    """The steps before which a save was under way. waits: the first one writes nothing before the next step is."""
+    goes_on, beside = Event(), list[int]()
 
     def slowly(descriptor: int, content: memoryview) -> None:
-        time.sleep(0.01)
+        assert not waits or goes_on.wait(120), "the next step waits for the save"
         write_all(descriptor, content)
 
     shard_file.write_all = slowly
-    beside = list[int]()
+
+    def under_way() -> bool:
+        return any((Path(load_run(file, overrides).train.folder) / "checkpoints").glob(".step_*.partial"))
 
     def act(step: int) -> None:
-        if any((Path(load_run(file, overrides).train.folder) / "checkpoints").glob(".step_*.partial")):
+        end = time.monotonic() + 120
+        while waits and step == 3 and not under_way() and time.monotonic() < end:
+            time.sleep(0.01)  # its thread has yet to begin
+        if under_way():
             beside.append(step)
+            goes_on.set()
 
     assert train_with(mesh, file, overrides, act) == []
     return beside
@@ -184,8 +192,9 @@ def test_steps_beside_a_save_are_the_steps_without_one_bit_for_bit(
     given += ["optimizer.clip=0"]
     for background, name in (("true", "beside"), ("false", "between")):
         into = [f"checkpoint.background={background}", f"train.folder={tmp_path / name}"]
-        beside = run_ranks(train_slowly_saving, {"pp": 2}, file=run_file, overrides=[*given, *into])
-        assert bool(beside[0]) is (background == "true")
+        waits = background == "true"
+        beside = run_ranks(train_slowly_saving, {"pp": 2}, file=run_file, overrides=[*given, *into], waits=waits)
+        assert bool(beside[0]) is waits
     assert steps(tmp_path / "beside") == steps(tmp_path / "between")
     for step in (2, 4, 6):
         same_bits(tmp_path / "beside", tmp_path / "between", step)
@@ -227,6 +236,7 @@ def train_and_lose(
         return train_with(mesh, file, [*options, f"train.folder={folder}", "checkpoint.every=0"], act)
 
 
+@pytest.mark.cases(3, sample=1)
 @pytest.mark.parametrize("lose", [remove, replace, remove_lock, replace_lock])
 @pytest.mark.parametrize("options", [["parallel.tensor=2"], ["parallel.pipeline=2", "optimizer.validation=after"]])
 def test_a_run_whose_folder_is_gone_stops_on_all_ranks_and_saves_nothing(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.atomic import latest
@@ -39,14 +40,18 @@ def without_checks(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def flip_in_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Flips a bit of what a feed-forward returns, in its n-th call in this process."""
+    """Flips a bit of what a feed-forward returns, in its n-th call that computes numbers.
+
+    The line about memory lets a model of no numbers run, unless another test has asked for the same one before.
+    """
 
     def plant(n: int) -> None:
         forward, calls = MLP.forward, iter(range(1, 1_000_000))
 
         def faulty(self: MLP, x: torch.Tensor) -> torch.Tensor:
             made = forward(self, x)
-            return made + (flipped(made, 20) - made.detach()) if next(calls) == n else made
+            hit = not isinstance(made, FakeTensor) and next(calls) == n
+            return made + (flipped(made, 20) - made.detach()) if hit else made
 
         monkeypatch.setattr(MLP, "forward", faulty)
 
@@ -111,6 +116,7 @@ def test_weights_that_differ_are_never_saved_and_three_replicas_name_the_rank(fi
     assert newest.name.endswith("3")
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     ("layout", "keys"),
     [

@@ -1,5 +1,6 @@
 """A run that is told to stop saves its state after the step under way and goes on as if nobody had spoken."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,7 +60,7 @@ def train_until_told(
     return None
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize(
     ("axes", "options", "late"),
     [
@@ -104,12 +106,24 @@ def test_a_run_that_is_told_in_its_last_step_is_finished(run_file: Path, tmp_pat
     assert latest(tmp_path / "checkpoints") == checkpoint(tmp_path, 6)
 
 
+def train_until_told_and_read_note(mesh: DeviceMesh, file: Path, overrides: list[str], note: Path) -> str:
+    """Returns what the rank has noted by the time it leaves the training loop, where it is deaf to signals no more."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(note)
+    train_until_told(mesh, file, overrides, rank=0, step=2, number=signal.SIGINT)
+    return json.loads(note.read_bytes())["message"]["message"]
+
+
+def test_a_rank_has_noted_why_it_stops_before_a_signal_can_end_it_again(run_file: Path, tmp_path: Path) -> None:
+    told = {"overrides": [f"train.folder={tmp_path}"], "note": tmp_path / "error.json"}
+    assert run_ranks(train_until_told_and_read_note, {}, file=run_file, **told) == ["Stopped: stopped by SIGINT"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_the_first_signal_is_told_its_echo_is_not_and_a_later_one_is(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard, times = [], iter((5.0, 5.0 + ECHO / 2, 5.1 + ECHO))
-    monkeypatch.setattr("tools.training.signals.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("tools.training.signals.time", SimpleNamespace(monotonic=lambda: next(times)))
     outside = signal.signal(number, signal.SIG_DFL)  # nohup may have started the tests
     try:
         with listening(lambda n: heard.append(("first", n)), lambda n: heard.append(("again", n))):
@@ -137,7 +151,7 @@ from tools.training.signals import listening
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
 with listening(lambda number: print("told", flush=True)):
     print("listening", flush=True)
-    for _ in range(600):
+    for _ in range(6000):
         time.sleep(0.1)
 """
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -147,7 +161,7 @@ with listening(lambda number: print("told", flush=True)):
         assert process.stdout.readline() == "told\n"
         time.sleep(1.1 * ECHO)
         process.send_signal(signal.SIGHUP)
-        assert process.wait(10) == -signal.SIGHUP
+        assert process.wait(600) == -signal.SIGHUP
 
 
 def test_the_command_exits_with_the_signal(monkeypatch: pytest.MonkeyPatch, run_file: Path) -> None:

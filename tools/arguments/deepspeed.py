@@ -53,6 +53,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.cpu_offload_param": ((False,), "nothing is offloaded here: remove it"),
     "zero_optimization.zero_quantized_weights": ((False,), "weights are not quantized for communication"),
     "zero_optimization.zero_quantized_gradients": ((False,), "gradients are not quantized: precision.reduce"),
+    "zero_optimization.zeropp_loco_param": ((None,), "gradients are not quantized: precision.reduce"),
+    "zero_optimization.zenflow": ((None,), "all gradients of a step are applied in it"),
     "zero_optimization.mics_shard_size": ((-1,), "parallel.zero_size shards the optimizer's state over some replicas"),
     "zero_optimization.zero_hpz_partition_size": ((1,), "weights are not sharded over replicas here"),
     "fp16.auto_cast": ((False,), "the inputs of a model are token ids, which are not cast"),
@@ -64,6 +66,9 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "optimizer.params.nesterov": ((False,), "give optimizer.options = {momentum = ..., nesterov = true}"),
     "optimizer.params.dampening": ((0,), "there is no dampening here"),
     "optimizer.params.max_grad_norm": ((0, 0.0), "gradient_clipping is the key for it"),
+    "scheduler.params.last_batch_iteration": ((-1,), "a schedule begins with the run, or goes on from a checkpoint"),
+    "torch_autocast.enabled": ((False,), "precision.compute is the dtype of products: use fp16 or bf16"),
+    "fp32_allreduce": ((False,), "communication_data_type is the key for it"),
     "gradient_predivide_factor": ((1.0, 1), "gradients are divided once: remove it"),
     "prescale_gradients": ((False,), "gradients are divided once: remove it"),
     "sparse_gradients": ((False,), "the embedding's gradient is dense here"),
@@ -84,16 +89,34 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys that are refused unless they have one of these values, and the way out."""
 
-_MEMORY = "it is of communication and memory: the results are the same without it"
-_LOGGING = "it is of logging: a run writes its own records and pictures to train.folder (docs/runs.md)"
+_ZERO = (
+    "contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "allgather_partitions",
+    "allgather_bucket_size", "load_from_fp32_weights", "elastic_checkpoint", "offload_param", "offload_optimizer",
+    "sub_group_size", "cpu_offload_use_pin_memory", "stage3_prefetch_bucket_size", "prefetch_bucket_size",
+    "stage3_param_persistence_threshold", "param_persistence_threshold", "stage3_model_persistence_threshold",
+    "model_persistence_threshold", "stage3_max_live_parameters", "max_live_parameters", "stage3_max_reuse_distance",
+    "max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save", "stage3_use_all_reduce_for_fetch_params",
+    "use_all_reduce_for_fetch_params", "stage3_module_granularity_threshold", "module_granularity_threshold",
+    "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients", "zero_quantized_nontrainable_weights",
+    "mics_hierarchical_params_gather", "memory_efficient_linear", "pipeline_loading_checkpoint",
+    "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
+)  # fmt: skip
+TABLES = frozenset(key[:end] for key in (*READ, *REFUSED) for end, letter in enumerate(key) if letter == ".")
+"""Keys that hold further keys."""
+
+_MEMORY = "it concerns communication and memory: the results are the same without it"
+_LOGGING = "it concerns logging: a run writes its own records and pictures to train.folder (docs/runs.md)"
 _OFF = "it belongs to a table whose key `enabled` is refused"
 IDLE: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather",
+            *(f"zero_optimization.{key}" for key in _ZERO),
+            "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "disable_allgather",
             "seq_parallel_comm_data_type", "graph_harvesting", "aio", "nebula", "compile", "timers", "comms_config",
             "communication_data_size", "use_data_before_expert_parallelism", "dataloader_drop_last", "data_types",
             "activation_checkpointing", "optimizer.legacy_fusion", "use_node_local_storage", "fp16.enable_overflow",
+            "optimizer.params.fused", "optimizer.params.foreach",
         ),
         _MEMORY,
     ),
@@ -108,7 +131,7 @@ IDLE: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "amp", "progressive_layer_drop", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity",
-            "hybrid_engine",
+            "hybrid_engine", "torch_autocast",
         ),
         _OFF,
     ),

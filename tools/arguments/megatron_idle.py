@@ -17,12 +17,11 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "calculate_per_token_loss",
     ),
     (
-        "there is no expert parallelism here: each replica has all experts, cut by parallel.tensor; the "
-        "results are the same, the memory is not",
-        "expert_model_parallel_size= expert_tensor_parallel_size= moe_extended_tp",
+        "parallel.expert and parallel.expert_tensor cut experts; another cut gives the same results",
+        "moe_extended_tp",
     ),
     (
-        "it is of reinforcement learning, which --perform-rl-step turns on",
+        "it concerns reinforcement learning, which --perform-rl-step turns on",
         "grpo_clamp_eps_lower= grpo_clamp_eps_upper= grpo_entropy_term_weight= grpo_filter_groups_with_same_reward "
         "grpo_group_size= grpo_iterations= grpo_kl_beta= grpo_prompts_per_step= langrl_env_config= "
         "langrl_external_server langrl_inference_server_conversation_template= langrl_inference_server_type= "
@@ -44,7 +43,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "rl_training_cuda_graphs rl_use_sequence_packing rl_verify_model_weights_swap",
     ),
     (
-        "it is of generation, not of training",
+        "it concerns generation, not training",
         "bert_embedder_type= cache_mla_latents decode_only_cuda_graphs disable_chunked_prefill enable_chunked_prefill "
         "flash_decode inference_batch_times_seqlen_threshold= inference_coordinator_port= "
         "inference_cuda_graph_all_prefills inference_cuda_graph_max_tokens= inference_cuda_graph_scope= "
@@ -74,7 +73,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "output_bert_embeddings symmetric_ar_type= use_legacy_static_engine",
     ),
     (
-        "it is of other models: BERT, T5, retrieval or vision",
+        "it concerns other models: BERT, T5, retrieval or vision",
         "bert_load= bert_no_binary_head biencoder_projection_dim= biencoder_shared_query_context_model "
         "block_data_path= classes_fraction= data_per_class_fraction= decoder_seq_length= dino_bottleneck_size= "
         "dino_freeze_last_layer= dino_head_hidden_size= dino_local_crops_number= dino_local_img_size= "
@@ -86,27 +85,24 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "vision_backbone_type= vision_pretraining vision_pretraining_type=",
     ),
     (
-        "it is of kinds of layers that other arguments turn on, which are refused",
+        "it concerns kinds of layers that other arguments turn on, which are refused",
         "disable_dsa_indexer_rotate_activation disable_dsa_indexer_scoring_relu disable_mamba_mem_eff_path "
         "dsa_indexer_head_dim= dsa_indexer_k_norm_epsilon= dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff= "
         "dsa_indexer_n_heads= dsa_indexer_rope_interleaved dsa_indexer_skip_topk_offset= dsa_indexer_topk= "
-        "dsa_indexer_topk_freq= dsa_indexer_use_sparse_loss dsa_kernel_backend= kv_lora_rank= linear_conv_kernel_dim= "
+        "dsa_indexer_topk_freq= dsa_indexer_use_sparse_loss dsa_kernel_backend= linear_conv_kernel_dim= "
         "linear_key_head_dim= linear_num_key_heads= linear_num_value_heads= linear_value_head_dim= mamba_head_dim= "
         "mamba_num_groups= mamba_num_heads= mamba_state_dim= mamba_training_ssm_states_dtype= mla_down_proj_fusion "
-        "mrope_section* mscale= mscale_all_dim= no_dsa_indexer_rotate_activation no_dsa_indexer_scoring_relu "
-        "no_yarn_correction_range_round_to_int q_lora_rank= qk_head_dim= qk_pos_emb_head_dim= "
-        "relative_attention_max_distance= relative_attention_num_buckets= rope_type= rotary_scaling_factor= "
-        "v_head_dim= yarn_beta_fast= yarn_beta_slow= yarn_correction_range_round_to_int "
-        "yarn_original_max_position_embeddings=",
+        "mrope_section* no_dsa_indexer_rotate_activation no_dsa_indexer_scoring_relu "
+        "relative_attention_max_distance= relative_attention_num_buckets=",
     ),
     (
-        "it is of optimizers that --optimizer turns on, which are refused",
+        "it concerns optimizers that --optimizer turns on, which are refused",
         "lion_beta1= lion_beta2= muon_coefficient_type= muon_extra_scale_factor= muon_fp32_matmul_prec= "
         "muon_momentum= muon_nesterov muon_no_split_qkv muon_num_ns_steps= muon_scalar_optimizer= muon_scale_mode= "
         "muon_tp_mode= muon_use_nesterov muon_use_syrk",
     ),
     (
-        "it is of logging: a run writes its own records and pictures to train.folder (docs/runs.md)",
+        "it concerns logging: a run writes its own records and pictures to train.folder (docs/runs.md)",
         "app_tag_run_name= app_tag_run_version= config_logger_dir= disable_log_loss_scale_to_tensorboard "
         "dump_param_to_param_group_map= log_batch_size_to_tensorboard log_device_memory_used log_energy "
         "log_max_attention_logit log_memory_interval= log_memory_to_tensorboard log_num_zeros_in_grad log_params_norm "
@@ -122,13 +118,13 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "wandb_save_dir=",
     ),
     (
-        "it is of profiling: log.timeline records the timeline of a step",
+        "it concerns profiling: log.timeline records the timeline of a step",
         "nvtx_ranges profile profile_ranks* profile_step_end= profile_step_start= pytorch_profiler_collect_callstack "
         "pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes record_shapes run_workload_inspector_server "
         "use_pytorch_profiler",
     ),
     (
-        "it is of restarts, stragglers, hangs and checks, which a run has in its own way (docs/faults.md)",
+        "it concerns restarts, stragglers, hangs and checks, which a run has in its own way (docs/faults.md)",
         "adlr_autoresume adlr_autoresume_interval= calc_ft_timeouts check_for_large_grads check_for_spiky_loss "
         "check_weight_hash_across_dp_replicas_interval= disable_flight_recorder_dump_on_timeout "
         "disable_flight_recorder_extra_dump_on_exec disable_flight_recorder_include_only_active "
@@ -149,7 +145,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "result_rejected_tracker_filename= straggler_ctrlr_port= straggler_minmax_count= test_mode",
     ),
     (
-        "it is of the format and the saving of checkpoints: here they load into any layout (docs/checkpoints.md)",
+        "it concerns the format and the saving of checkpoints: here they load into any layout (docs/checkpoints.md)",
         "async_ckpt_cpu_priority= async_ckpt_io_priority= async_ckpt_use_cpu_shm async_save async_strategy= "
         "auto_detect_ckpt_format ckpt_assume_constant_structure ckpt_convert_format= ckpt_convert_save= "
         "ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state ckpt_format= "
@@ -178,12 +174,12 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "init_model_with_meta_device keep_fp8_transpose_cache keep_fp8_transpose_cache_when_using_custom_fsdp "
         "legacy_tokenizer manual_gc manual_gc_interval= mlp_chunks_for_training= moe_combine_bwd_dtype= "
         "moe_deepep_num_sms= moe_dispatch_fwd_dtype= moe_enable_deepep moe_flex_dispatcher_backend= "
-        "moe_flex_dispatcher_num_sms= moe_grouped_gemm moe_hybridep_num_blocks_permute= "
+        "moe_flex_dispatcher_num_sms= moe_hybridep_num_blocks_permute= "
         "moe_hybridep_num_blocks_unpermute= moe_hybridep_num_sms= moe_hybridep_num_sms_preprocessing= "
         "moe_hybridep_pad_uneven_dispatch_inputs moe_mlp_glu_interleave_size= moe_ncclep_zero_copy "
         "moe_pad_experts_for_cuda_graph_inference moe_paged_stash moe_paged_stash_buffer_size_factor_cpu= "
         "moe_paged_stash_buffer_size_factor_cuda= moe_paged_stash_page_size= moe_permute_fusion "
-        "moe_permute_fusion_into_hybridep moe_router_bias_update_rate= moe_router_dtype= moe_router_fusion "
+        "moe_permute_fusion_into_hybridep moe_router_dtype= moe_router_fusion "
         "moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_shared_expert_glu_interleave_size= "
         "moe_shared_expert_overlap moe_single_grouped_bias moe_single_grouped_weight moe_token_dispatcher_type= "
         "moe_token_drop_policy= moe_upcycling_granularity= moe_use_grouped_tensor moe_use_legacy_grouped_gemm "
@@ -194,8 +190,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "use_grouped_gemm_for_shared_expert use_mcore_models use_transformer_engine_op_fuser",
     ),
     (
-        "it is of communication and memory: the results are the same without it",
-        "DDP_impl= activation_offload_fraction= cp_comm_type* cpu_offloading_retain_pinned_cpu_buffers "
+        "it concerns communication and memory: the results are the same without it",
+        "DDP_impl= activation_offload_fraction= cpu_offloading_retain_pinned_cpu_buffers "
         "data_parallel_sharding_strategy= ddp_average_in_collective ddp_num_buckets= "
         "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation defer_embedding_wgrad_compute "
         "delay_offload_until_cuda_graph delay_param_gather delay_wgrad_compute delta_offload_bytes_across_pp_ranks= "
@@ -225,7 +221,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping wgrad_deferral_limit=",
     ),
     (
-        "it is of reading data: data sets, tokens and padding rows are handled without it (docs/from-megatron.md)",
+        "it concerns reading data: data sets, tokens and padding rows are handled without it (docs/from-megatron.md)",
         "allow_ambiguous_pad_tokens chat_template= data_cache_path= data_impl= dataloader_defer_npy_index_mmap "
         "dataloader_fast_cache_load disable_pad_vocab_size disable_tokenizer_sentencepiece_ignore_extra_whitespaces "
         "eval_global_batch_size= eval_micro_batch_size= full_validation make_vocab_size_divisible_by= "

@@ -11,29 +11,29 @@ from tools.arguments.forms import Shape, shapes
 _GROUPS: tuple[tuple[str, str], ...] = (
     (
         "it makes another model than those of model.family",
-        "activation_func_clamp_value= apply_layernorm_1p apply_residual_connection_post_layernorm "
+        "apply_layernorm_1p apply_residual_connection_post_layernorm "
         "attention_output_gate decoder_num_layers= enable_mhc_connections experimental_attention_variant= "
-        "gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute=2 gdp_num_householder=3 glu_linear_offset=0.0 "
+        "gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute=2 gdp_num_householder=3 "
         "heterogeneous_layers_config_encoded_json= heterogeneous_layers_config_path= hybrid_attention_ratio=0.0 "
         "hybrid_context_parallel hybrid_layer_pattern= hybrid_mlp_ratio=0.0 hybrid_override_pattern= is_hybrid_model "
         "linear_attention_freq= mhc_init_gating_factor=0.01 mhc_num_residual_streams=4 mhc_recompute_layer_num= "
         "mhc_sinkhorn_iterations=20 moe_apply_probs_on_input moe_enable_routing_replay moe_expert_capacity_factor= "
         "moe_expert_rank_capacity_factor= moe_input_jitter_eps= moe_latent_size= moe_pad_expert_input_to_capacity "
-        "moe_router_enable_expert_bias moe_router_force_biased= moe_router_force_load_balancing "
-        "moe_router_group_topk= moe_router_num_groups= moe_router_quantile_balancing_ema=0.0 "
-        "moe_router_topk_scaling_factor= moe_shared_expert_gate moe_shared_expert_intermediate_size= mtp_detach_heads "
-        "mtp_hsm mtp_hybrid_override_pattern= mtp_loss_scaling_factor=0.1 mtp_num_layers= mtp_standalone "
-        "mtp_use_repeated_layer multi_latent_attention mup_attn_scale_power=1.0 mup_base_head_dim= "
+        "moe_router_force_biased= moe_router_force_load_balancing "
+        "moe_router_quantile_balancing_ema=0.0 "
+        "mtp_detach_heads "
+        "mtp_hsm mtp_hybrid_override_pattern= mtp_standalone "
+        "mtp_use_repeated_layer mup_attn_scale_power=1.0 mup_base_head_dim= "
         "mup_base_hidden_size= mup_embedding_mult=1.0 mup_output_mult=1.0 mup_width_mult=1.0 onnx_safe= openai_gelu "
-        "qk_l2_norm quick_geglu retro_add_retriever retro_attention_gate=1 retro_cyclic_train_iters= "
+        "qk_l2_norm retro_add_retriever retro_attention_gate=1 retro_cyclic_train_iters= "
         "retro_encoder_attention_dropout=0.1 retro_encoder_hidden_dropout=0.1 retro_encoder_layers=2 "
         "retro_no_verify_neighbor_count retro_num_neighbors=2 retro_num_retrieved_chunks=2 retro_project_dir= "
-        "softmax_type=vanilla spec* squared_relu use_legacy_models use_mup",
+        "spec* squared_relu use_legacy_models use_mup",
     ),
     (
-        "there is no context parallelism here: parallel.sequence, parallel.recompute and parallel.tensor "
-        "lower the memory of long sequences",
-        "context_parallel_size=1 hierarchical_context_parallel_sizes*",
+        "the ranks of parallel.context are one group here, in which keys and values go round, or are gathered: "
+        "parallel.context_by",
+        "hierarchical_context_parallel_sizes*",
     ),
     (
         "the batch of a run is constant: give --global-batch-size alone, or run in parts that resume with "

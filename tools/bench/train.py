@@ -3,7 +3,7 @@
 The workload, unless told otherwise, is a Llama-style decoder of 34 million parameters: hidden 512, 8 layers, 8 heads,
 feed-forward 1376, vocabulary 8192, untied, sequences of 512; a step is 8 micro-batches of 2 samples over all replicas,
 8192 tokens, AdamW, clipping at 1. Each rank uses one thread. Heads are 64 wide, but there are four at least; a gated
-feed-forward has 8/3 of hidden rounded up to 32s, any other four times hidden.
+feed-forward has 8/3 of hidden rounded up to 32s, any other four times hidden; with --experts each expert is so wide.
 
 What is not asked for here is as in a run file that does not say it, and what does not fit is refused in its words.
 """
@@ -15,23 +15,30 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.observer import StepObserver
+from megaprec.optim.step_report import StepReport
 from megaprec.precision.plan import DTYPES
-from models.engine import Engine, Share
+from models.engine import SUMMING, Engine, Share
 from models.sentinel import Sentinel
 from parallel.activation_checkpoint import MODULES
 from parallel.mesh import make_mesh, world
 from parallel.pipeline.builders import KINDS
+from tools.bench.products import Products
+from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig, load_run
 from tools.console.toml import toml
 from tools.training.allocator import keep_freed_memory
+from tools.training.compiling import leaves_of
 from tools.training.launch import start_ranks
 from tools.training.throughput import Throughput
 
@@ -43,6 +50,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="tokens a second of training steps", description=__doc__)
     add_options(parser)
     parser.add_argument("--profile", action="store_true", help="print rank 0's operators by time, of one step more")
+    parser.add_argument(
+        "--limit", action="store_true", help="time the matrix products of a step alone: no step can be faster"
+    )
     parser.set_defaults(run=main)
 
 
@@ -51,6 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_layout(parser)
     _add_sizes(parser)
     parser.add_argument("--precision", choices=DTYPES, default="bf16", help="(default: bf16)")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="optimizer.name (default: adamw)")
+    parser.add_argument("--native", action="store_true", help="optimizer.native: the update's kernels in C")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="per rank (default: 1)")
     parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps that are not counted (default: 2)")
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="steps that are (default: 6)")
@@ -60,6 +72,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sentinel", action="store_true", help="check every step as train.sentinel = 1 does, to measure what it costs"
     )
+    parser.add_argument("--compile", choices=("off", "leaves"), default="off", help="train.compile (default: off)")
+    parser.add_argument(
+        "--canonical",
+        type=int,
+        default=0,
+        metavar="V",
+        help="sums in one order in every layout, of V pieces (train.canonical_shards); 0, the default: fast sums",
+    )
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +87,11 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor", type=int, default=1, metavar="N")
     parser.add_argument("--pipeline", type=int, default=1, metavar="N")
     parser.add_argument("--data", type=int, default=1, metavar="N")
+    parser.add_argument("--context", type=int, default=1, metavar="N", help="ranks over which sequences are cut")
+    parser.add_argument("--context-by", choices=("ring", "gather"), default="ring", help="(default: ring)")
+    parser.add_argument("--expert", type=int, default=1, metavar="N", help="ranks over which experts are spread")
     parser.add_argument("--sequence", action="store_true", help="sequence parallelism")
+    parser.add_argument("--overlap", action="store_true", help="gradients and weights travel during the passes")
     parser.add_argument("--schedule", choices=KINDS, default="1f1b", help="(default: 1f1b)")
     parser.add_argument(
         "--chunks", type=int, default=0, metavar="N", help="stages on each rank; 0, the default: interleaved and zb-v 2"
@@ -85,6 +109,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=("llama", "gpt2"), default="llama", help="(default: llama)")
+    parser.add_argument("--experts", type=int, default=0, metavar="N", help="of a layer, 2 for each token (default: 0)")
     parser.add_argument("--layers", type=int, default=8, metavar="N", help="(default: 8)")
     parser.add_argument("--hidden", type=int, default=512, metavar="N", help="(default: 512)")
     parser.add_argument("--tokens", type=int, default=512, metavar="N", help="of a sequence (default: 512)")
@@ -102,7 +127,7 @@ def main(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     keep_freed_memory()
     with world():
-        measure(args, config, make_mesh(args.pipeline, args.data, args.tensor))
+        measure(args, config, make_mesh(args.pipeline, args.data, args.tensor, cp=args.context))
     return 0
 
 
@@ -110,7 +135,7 @@ def measure(args: argparse.Namespace, config: RunConfig, mesh: dist.DeviceMesh) 
     """Take the steps; rank 0 prints the record. Collective over the mesh."""
     bench = Bench(config, mesh)
     seconds = [bench.step() for _ in range(args.warmup + args.steps)][args.warmup :]
-    record = {**_settings(args, config), **bench.record(seconds)}
+    record = {**_settings(args, config), **bench.record(seconds), **(bench.limit(seconds) if args.limit else {})}
     if dist.get_rank() == 0:
         print(json.dumps(record), flush=True)
     if args.profile:
@@ -127,25 +152,44 @@ def _keys(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     gated = args.model == "llama"
     sizes = {"layers": args.layers, "hidden": args.hidden, "heads": max(4, args.hidden // 64)}
     sizes |= {"ffn": -(-8 * args.hidden // (3 * 32)) * 32 if gated else 4 * args.hidden, "tied": False}
+    sizes |= {"experts": args.experts} if args.experts else {}
     yield from {"model.family": args.model, "model.vocab": VOCAB}.items()
     yield from ((f"model.{name}", value) for name, value in sizes.items())
-    layout = ("tensor", "pipeline", "data", "sequence", "schedule", "chunks", "recompute")
+    layout = ("tensor", "pipeline", "data", "context", "context_by", "expert", "sequence", "overlap")
+    layout += ("schedule", "chunks", "recompute")
     yield from ((f"parallel.{name}", getattr(args, name)) for name in layout)
     if args.recompute_modules:
         yield "parallel.recompute_modules", args.recompute_modules
     yield "precision.compute", args.precision
+    yield from {"optimizer.name": args.optimizer, "optimizer.native": args.native}.items()
     batch = {"global_batch": args.micro_batch * args.microbatches, "micro_batch": args.micro_batch}
     batch |= {"steps": args.warmup + args.steps, "seq_length": args.tokens, "sentinel": int(args.sentinel)}
+    batch |= {"compile": args.compile}
+    if args.canonical:
+        batch |= {"numerics": "canonical", "canonical_shards": args.canonical, "threads": args.threads}
     yield from ((f"train.{name}", value) for name, value in batch.items())
     yield "log.peak_tflops", args.peak_tflops
 
 
 def _settings(args: argparse.Namespace, config: RunConfig) -> dict[str, Any]:
     """Return the options and the settings that follow from them."""
-    asked = {name: value for name, value in vars(args).items() if name not in ("run", "profile")}
+    asked = {name: value for name, value in vars(args).items() if name not in ("run", "profile", "limit")}
     asked["chunks"] = len(config.schedule.rank_of_stage) // args.pipeline
     asked["recompute_modules"] = [*config.parallel.recompute_modules]
     return asked | {"torch": torch.__version__}
+
+
+class Updates(StepObserver):
+    """Notes the seconds of CPU time of each update on this rank, from the decision of all ranks to the report."""
+
+    def __init__(self) -> None:
+        self.cpu, self._start = list[float](), 0.0
+
+    def decided(self, buffers: Sequence[Buffer], scale: torch.Tensor, found: torch.Tensor) -> None:
+        self._start = time.process_time()
+
+    def outcome(self, report: StepReport) -> None:
+        self.cpu.append(time.process_time() - self._start)
 
 
 @dataclass
@@ -154,6 +198,7 @@ class Bench:
 
     config: RunConfig
     mesh: dist.DeviceMesh
+    updates: Updates = field(default_factory=Updates)
 
     def __post_init__(self) -> None:
         config, train = self.config, self.config.train
@@ -165,7 +210,14 @@ class Bench:
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             sequence=config.parallel.sequence,
+            expert=config.parallel.expert,
+            expert_tensor=config.parallel.expert_tensor,
+            ring=config.parallel.context_by == "ring",
+            canonical_shards=config.canonical_shards,
             recompute=config.recompute,
+            make_optimizer=partial(SUMMING, rule=make_rule(config.optimizer), native=config.optimizer.native),
+            observers=[self.updates],
+            leaves=leaves_of(config, config.model, self.mesh),
         )
         random = torch.Generator().manual_seed(0)
         ids = torch.randint(0, VOCAB, (train.global_batch, train.seq_length + 1), generator=random)
@@ -203,7 +255,23 @@ class Bench:
             "fastest_s": round(min(seconds), 3),
             "slowest_s": round(max(seconds), 3),
             "cpu_s": round(statistics.median(self.cpu[-len(seconds) :]), 3),
+            "update_cpu_s": round(statistics.median(self.updates.cpu[-len(seconds) :]), 4),
             "peak_rss_mb": [round(mb) for mb in self.engine.optimizer.world.sum_(rss).tolist()],
+        }
+
+    def limit(self, seconds: list[float]) -> dict[str, float]:
+        """Return tokens per second of the products of a step alone, on the slowest rank, and the step's share of it."""
+        with Products() as products:
+            self.step()
+        dist.barrier()
+        alone = torch.tensor([products.seconds(), products.seconds(time.process_time)], dtype=torch.float64)
+        slowest, cpu = self.engine.optimizer.world.max_(alone).tolist()
+        return {
+            "products_s": round(slowest, 3),
+            "products_cpu_s": round(cpu, 3),
+            "limit_tokens_per_s": round(self.config.tokens_per_step / slowest, 1),
+            "of_limit": round(slowest / statistics.median(seconds), 3),
+            "of_limit_cpu": round(cpu / statistics.median(self.cpu[-len(seconds) - 1 : -1]), 3),
         }
 
     def profile(self) -> None:

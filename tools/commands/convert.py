@@ -20,7 +20,7 @@ from tools.console.progress_bar import moving
 from tools.convert.core.source import Source
 from tools.convert.core.target import Target, convert
 from tools.convert.formats import TARGETS, open_intact
-from tools.convert.hf.folder import CONFIG, hf_target, read_json
+from tools.convert.hf.folder import CONFIG, hf_target, read_config
 from tools.convert.hf.vocabulary import check_tokenizer
 from tools.convert.hf.write_config import to_hugging_face
 from tools.convert.megatron.write import MegatronLayout, megatron_target
@@ -105,7 +105,7 @@ def write_model(
     for line in _verified(source, to, destination) if verify else ():
         print(line)
     with moving(f"{source.path} to {destination}", 2 * target.size) as report:
-        convert(source, target, destination, report)
+        damage = convert(source, target, destination, report)
     left = [kind for kind in source.kinds if not any(key.startswith(f"{kind}/") for key in target.dtypes)]
     left += target.left_out
     print(
@@ -115,11 +115,13 @@ def write_model(
     )
     for note in source.facts.notes:
         print(f"note: {note}")
+    for line in damage:
+        print(f"warning: {line}")
 
 
 def _verified(source: Source, to: str, destination: Path) -> Iterator[str]:
     if source.kind == "hf":
-        yield check_config(read_json(source.path / CONFIG), f"{source.path / CONFIG}")
+        yield check_config(read_config(source.path), f"{source.path / CONFIG}")
     if to == "hf":
         yield check_config(to_hugging_face(source.model, "float32"), f"{destination / CONFIG}")
 
@@ -127,4 +129,6 @@ def _verified(source: Source, to: str, destination: Path) -> Iterator[str]:
 def _target(source: Source, to: str, dtype: torch.dtype | None, layout: MegatronLayout) -> Target:
     if to == "hf":
         return hf_target(source, dtype)
-    return native_target(source, dtype) if to == "megaprec" else megatron_target(source, dtype, layout)
+    if to == "megaprec":
+        return native_target(source, dtype)
+    return megatron_target(source, dtype, layout)

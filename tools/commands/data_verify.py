@@ -15,7 +15,8 @@ import numpy as np
 
 from megaprec.checkpoint.digests import file_digest
 from megaprec.data.files import beside
-from megaprec.data.indexed import CHUNK, IndexedDataset
+from megaprec.data.index_check import CHUNK
+from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import place_of, read_record, scan_file
 from megaprec.data.text import left_out_words, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
@@ -75,7 +76,7 @@ def _of_text(path: str, text_field: str) -> Iterator[Finding]:
 
 def _of_data_set(prefix: Path, given: Path | None) -> Iterator[Finding]:
     try:
-        dataset = IndexedDataset(prefix)
+        dataset = IndexedDataset(prefix, again=True)
     except UserError as error:
         yield from ((BAD, "index", problem) for problem in error.problems)
         return

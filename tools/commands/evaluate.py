@@ -3,7 +3,8 @@
 MODEL is a run folder, a checkpoint of any layout, a Hugging Face folder, or a folder of any other format that megaprec
 reads. Each document is evaluated alone, as docs/evaluation.md says. The loss is the mean over all tokens of the text,
 in nats; perplexity its exponential; bits per byte the sum in bits over the bytes of the text in UTF-8. It runs on one
-process; ranks that torchrun starts share the work, each with the whole model.
+process, or on local ranks that share the model with --tensor and --pipeline; of ranks that torchrun starts, further
+ones are replicas, which share the texts.
 """
 
 import argparse
@@ -16,21 +17,24 @@ from typing import Any
 import torch.distributed as dist
 from rich import box
 from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.digests import file_digest
 from megaprec.comm.axis import Axis
 from megaprec.data.files import beside
 from megaprec.data.intact import read_record
 from megaprec.errors import UserError
+from models.relay import Relay
 from models.stages import Stage
 from parallel.mesh import make_mesh, world
 from tools.console.progress_bar import scoring
 from tools.console.tables import add_json, put, table_console
-from tools.text.evaluation import ALONE, Score, score
+from tools.text.evaluation import Score, score
 from tools.text.load import Loaded, load_model
 from tools.text.windows import documents
-from tools.training.launch import joined_world
+from tools.training.launch import joined_world, launch_local, note_failure
 
+MOST_LOCAL = 1024
 COMPUTE = ("fp32", "bf16", "fp64")
 
 
@@ -62,30 +66,60 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--max-chars", type=int, metavar="N", help="characters of each text to read (default: all)")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer, if MODEL has none")
+    for axis, what in (("tensor", "share the layers"), ("pipeline", "have the layers one after the other")):
+        parser.add_argument(
+            f"--{axis}", type=int, default=1, metavar="N", help=f"ranks that {what}, for a large model (default: 1)"
+        )
     add_json(parser)
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run `megaprec evaluate`: alone, or as one of the ranks that a launcher has started."""
+    """Run `megaprec evaluate`: alone, on local ranks that it starts, or as one of ranks that are started."""
+    problems = (f"--{axis} {size}: give 1 or more" for axis, size in _layout(args).items() if size < 1)
+    if told := [*problems]:
+        raise UserError(*told)
+    replica = args.tensor * args.pipeline
     if not joined_world():
-        return _evaluate(args, ALONE)
-    with world():
-        return _evaluate(args, Axis.world(make_mesh(dp=dist.get_world_size())))
+        if replica > MOST_LOCAL:
+            raise UserError(f"--tensor {args.tensor} x --pipeline {args.pipeline}: at most {MOST_LOCAL} local ranks")
+        return _evaluate(args, None) if replica == 1 else launch_local(_words(args), replica)
+    with world(failed=note_failure):
+        ranks = dist.get_world_size()
+        if ranks % replica:
+            raise UserError(
+                f"{ranks} ranks joined, but --tensor {args.tensor} x --pipeline {args.pipeline} needs a multiple of "
+                f"{replica}"
+            )
+        return _evaluate(args, make_mesh(args.pipeline, ranks // replica, args.tensor))
 
 
-def _evaluate(args: argparse.Namespace, ranks: Axis) -> int:
-    sets = _sets(args.data)
-    model = load_model(args.model, Stage, args.compute, args.tokenizer)
+def _layout(args: argparse.Namespace) -> dict[str, int]:
+    return {"tensor": args.tensor, "pipeline": args.pipeline}
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """Return the command line of a rank."""
+    named = {**_layout(args), "window": args.window, "stride": args.stride, "compute": args.compute}
+    named |= {"text-field": args.text_field, "max-chars": args.max_chars, "tokenizer": args.tokenizer}
+    options = [f"--{name}={value}" for name, value in named.items() if value is not None]
+    options += [f"--data={one}" for one in args.data] + ["--json"] * args.json
+    return ["evaluate", *options, "--", str(args.model)]
+
+
+def _evaluate(args: argparse.Namespace, mesh: DeviceMesh | None) -> int:
+    sets, first = _sets(args.data), Axis.world(mesh).rank == 0
+    model = load_model(args.model, Stage, args.compute, args.tokenizer, mesh)
+    relay = Relay.over(mesh, model.stage)
     window, stride = _window(args, model.stage.config.max_positions)
     opened = {name: documents(path, model, args.text_field, args.max_chars) for name, path in sets.items()}
     scores = dict[str, Score]()
     for name, texts in opened.items():
-        with scoring(name) if ranks.rank == 0 else nullcontext(_unseen) as report:
-            scores[name] = score(model.stage, texts, model.begin, window, stride, report, ranks)
+        with scoring(name) if first else nullcontext(_unseen) as report:
+            scores[name] = score(relay, texts, model.begin, window, stride, report)
         if not scores[name].tokens:
             raise UserError(f"--data {sets[name]} has no token to predict: give more text")
-    if ranks.rank > 0:
+    if not first:
         return 0
     for note in _notes(model, sets):
         print(f"note: {note}", file=sys.stderr)

@@ -8,7 +8,6 @@ the first module whose output or gradient is not finite. Nothing is written.
 """
 
 import argparse
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -224,10 +223,9 @@ def _all_finite(seen: Replay, event: dict[str, Any]) -> Text:
     if any(o.get("traced") and o["microbatch"] is None for o in offenders):
         lines.append("- in the run, too, no micro-batch did it alone: gradients overflowed when ranks were summed, or")
         lines.append("  it was chance, such as a fault of the hardware;")
-    if math.prod(seen.layout) > 1:
-        names = " x ".join(f"{n} {size}" for n, size in zip(("tensor", "pipeline", "data"), seen.layout, strict=True))
-        lines.append(f"- the run was on {names}, this is one process: sums are rounded in another order, and what")
-        lines.append("  was just too large there may just fit here;")
+    if seen.layout:
+        lines.append(f"- the run was on {seen.layout}, this is one process:")
+        lines.append("  sums are rounded in another order, and what was just too large there may just fit here;")
     lines.append("- it is the sum over micro-batches that overflowed, not one of them;")
     lines.append("- the weights differ: another version of torch, another device, or a run file changed since.")
     if seen.trace.seen:

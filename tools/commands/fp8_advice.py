@@ -58,7 +58,9 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
     )
     parser.add_argument("file", metavar="RUN.toml", type=Path, help="run file")
-    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="table.key=value", help="keys that differ from the file"
+    )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),

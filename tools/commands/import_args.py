@@ -25,6 +25,9 @@ NAME = re.compile(r"\w+|[@*]")
 MOST_RANKS = 2**20
 
 
+DROP = "--drop NAME leaves out an argument that this run can do without"
+
+
 def add_parser(subparsers: Any) -> None:
     """Add `import-args`."""
     parser = subparsers.add_parser(
@@ -34,6 +37,7 @@ def add_parser(subparsers: Any) -> None:
         "overrides",
         metavar="SOURCE",
         nargs="*",
+        default=[],
         help="a command line in quotes, a .sh or .yaml file with Megatron-LM's arguments, DeepSpeed's .json; "
         "keys of the run file as table.key=value; arguments after --",
     )
@@ -69,7 +73,11 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"--ranks {args.ranks}: give a number from 1 to {MOST_RANKS}")
     if args.output is not None and args.output.exists():
         raise UserError(f"{args.output} exists: give another name, or remove it")
-    made = import_run(items, given, assumed, args.ranks, dropped)
+    try:
+        made = import_run(items, given, assumed, args.ranks, dropped)
+    except UserError as error:
+        typed = any(problem.startswith("--") for problem in error.problems)
+        raise UserError(*error.problems, *[DROP] * typed) from None
     for note in made.notes:
         print(f"note: {note}", file=sys.stderr)
     counts = f"{made.read} arguments read, {made.unused} not needed here"
@@ -80,6 +88,15 @@ def main(args: argparse.Namespace) -> int:
         write_whole(args.output, made.text.encode())
         print(f"{counts}; wrote {args.output}")
     return 0
+
+
+def how_to_quote(argument: str) -> str:
+    """Return the line for an argument that is none of this command's options: most likely one of Megatron-LM's."""
+    return (
+        f"{UserError(argument)} is no option of import-args: give a command line in quotes, as in "
+        'megaprec import-args "--num-layers 24 --bf16" -o run.toml, or last, after --, as in '
+        "megaprec import-args -o run.toml -- --num-layers 24 --bf16"
+    )
 
 
 def _parted(words: list[str]) -> tuple[list[str], list[str]]:

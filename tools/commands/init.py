@@ -1,8 +1,8 @@
 """`megaprec init [FOLDER_OF_TEXT] [--preset NAME] [-o run.toml]`: write a run file to start from.
 
-The run trains as it is, in minutes, on one process of a laptop. Its sizes follow from the text: part of it is read, and
-a tokenizer is learned from that, so that vocabulary, sequence length and number of steps are possible. Every key that
-is written has a comment, the first clause of its help.
+The run trains as it is, in minutes, on one process of a laptop. Its sizes follow from the text: a million characters
+from all over it are read, and a tokenizer is learned from those, so that vocabulary, sequence length and number of
+steps are possible. Every key that is written has a comment, the first clause of its help.
 """
 
 import argparse
@@ -24,8 +24,9 @@ from tools.config.key_help import key_tables
 from tools.config.run_file import load_run
 from tools.console.toml import toml
 
-LOOKED_AT = 1_000_000  # characters of the text from which the sizes are estimated
-VOCABULARIES = ((LOOKED_AT, 4096), (100_000, 2048), (0, 1024))  # from so many characters on
+LOOKED_AT = 1_000_000  # characters of a long text from which the sizes are estimated
+FILES = 100  # of a folder with more, those that are looked at
+VOCABULARIES = ((1_000_000, 4096), (100_000, 2048), (0, 1024))  # from so many characters on
 LENGTHS = (256, 128, 64, 32, 16, 8)
 BATCHES = (16, 8, 4, 2)
 PASSES = 3  # over a small text
@@ -39,12 +40,25 @@ HEADER = "# Written by megaprec init. Train with: megaprec train {file}\n# `mega
 
 @dataclass(frozen=True)
 class Found:
-    """The sizes of a text. tokens: estimated unless all of it was looked at. begins: the beginning of a line."""
+    """The sizes of a text. begins: the beginning of a line.
 
-    chars: int
+    looked_at: characters that were read. chars: of the whole text, estimated if that is more; None if packed files or
+        files with fields, whose sizes do not tell, have more. tokens: of these, or of those that were read.
+    """
+
+    looked_at: int
+    chars: int | None
     vocab_size: int
     tokens: int
     begins: str
+
+    def __str__(self) -> str:
+        if self.chars == self.looked_at:
+            return f"{self.chars:,} characters, about {self.tokens:,} tokens"
+        read = f"the sizes follow from {self.looked_at:,} of them, from all over the text"
+        if self.chars is None:
+            return f"more than {self.looked_at:,} characters, more than about {self.tokens:,} tokens; {read}"
+        return f"about {self.chars:,} characters, about {self.tokens:,} tokens; {read}"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -69,9 +83,8 @@ def main(args: argparse.Namespace) -> int:
     with open(args.output, "x", encoding="utf-8") as file:
         file.write(content)
     config = load_run(args.output)
-    size = f"{found.chars:,} characters, about {found.tokens:,} tokens"
     left_out = f"; left out {', '.join(left_out_words(source.left_out))}" if source.left_out else ""
-    print(f"text       {args.source}: {size}{left_out}")
+    print(f"text       {args.source}: {found}{left_out}")
     print(f"model      {config.sized_model.num_parameters:,} parameters, {config.train.steps} steps of ", end="")
     print(f"{config.tokens_per_step:,} tokens")
     print(f"written    {args.output}; next: megaprec train {args.output}")
@@ -80,25 +93,49 @@ def main(args: argparse.Namespace) -> int:
 
 def _look_at(source: Source) -> Found:
     """Return the sizes of a text. Raises UserError if it cannot be read, or is too short to train on."""
-    pieces = [text for _, text in replace(source, max_chars=LOOKED_AT)]
-    chars = sum(map(len, pieces))
+    pieces, whole = _spread(source)
+    read = sum(map(len, pieces))
+    chars = read if whole else _estimated(source, pieces)
     with tempfile.TemporaryDirectory(prefix="megaprec_init_") as folder:
-        model = _learned(pieces, Path(folder) / "tried")
-        tokenizer = load_tokenizer(model)
+        size = next(size for least, size in VOCABULARIES if (chars or read) >= least)
+        tokenizer = load_tokenizer(_learned(pieces, size, Path(folder) / "tried"))
         tokens = sum(len(tokenizer.encode(text)) for text in pieces)
-    whole = max(chars, source.total_chars() or 0) if chars >= LOOKED_AT else chars
     lines = chain.from_iterable(text.splitlines() for text in pieces)
     words = next((line.split() for line in lines if len(line.split()) > 2), [])
-    return Found(whole, tokenizer.vocab_size, round(tokens * whole / chars), " ".join(words[:3]))
+    return Found(read, chars, tokenizer.vocab_size, round(tokens * (chars or read) / max(1, read)), " ".join(words[:3]))
 
 
-def _learned(pieces: list[str], prefix: Path) -> Path:
-    """Return a tokenizer of a size that suits the length of the text, or else of the nearest possible one."""
-    chars = sum(map(len, pieces))
+def _spread(source: Source) -> tuple[list[str], bool]:
+    """Return pieces of a text, about `LOOKED_AT` characters from all over its files, and if they are all of it."""
+    total, files = source.total_chars(), source.files
+    if total is not None and total <= LOOKED_AT:
+        return [text for _, text in source], True
+    looked_at = [files[n * len(files) // FILES] for n in range(FILES)] if len(files) > FILES else files
+    share, whole, pieces = LOOKED_AT // len(looked_at), len(looked_at) == len(files), list[str]()
+    for file in looked_at:
+        read = [text for _, text in replace(source, files=(file,), max_chars=share)]
+        whole &= sum(map(len, read)) < share
+        pieces += read
+    return pieces, whole
+
+
+def _estimated(source: Source, pieces: list[str]) -> int | None:
+    """Return the characters of a text of which `pieces` are a part, or None if the sizes of its files do not tell."""
+    total, read = source.total_chars(), sum(map(len, pieces))
+    size = sum(len(text.encode(errors="surrogatepass")) for text in pieces)
+    return None if total is None else max(read, round(total * read / max(1, size)))
+
+
+def _learned(pieces: list[str], size: int, prefix: Path) -> Path:
+    """Return a tokenizer of `size` pieces, or of the nearest possible size.
+
+    The rest of the text may have more characters than `pieces`: where these need a larger one, it is larger still.
+    """
     try:
-        return train_sentencepiece(pieces, prefix, next(size for least, size in VOCABULARIES if chars >= least))
+        return train_sentencepiece(pieces, prefix, size)
     except ImpossibleVocabulary as problem:
-        return train_sentencepiece(pieces, prefix, problem.nearest)
+        room = problem.nearest // 4 if problem.nearest > size else 0
+        return _learned(pieces, problem.nearest + room, prefix)
 
 
 def _run_file(args: argparse.Namespace, found: Found) -> str:

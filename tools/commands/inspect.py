@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megaprec.checkpoint.digests import raw
 from megaprec.checkpoint.reader import Store
+from models.config import ModelConfig
 from tools.console.progress_bar import moving
 from tools.console.tables import add_json, put, table_console
 from tools.convert.core.source import Source
@@ -96,7 +97,7 @@ def describe(source: Source) -> str:
     lines = [
         f"folder     {source.path}",
         f"format     {FORMATS[source.kind].name}",
-        f"model      {model.family}: {', '.join(f'{key} {getattr(model, key)}' for key in SHOWN)}",
+        f"model      {model.family}: {', '.join(f'{key} {value}' for key, value in told_keys(model).items())}",
     ]
     for kind in source.kinds:
         keys = list(source.keys(kind))
@@ -115,6 +116,18 @@ def describe(source: Source) -> str:
     lines += [f"note       {note}" for note in facts.notes]
     lines.append(f"tokenizer  {', '.join(file.name for file in source.tokenizer) or 'none'}")
     return "\n".join(fill(line, WIDTH, subsequent_indent=" " * 11, **UNBROKEN) for line in lines)
+
+
+def told_keys(model: ModelConfig) -> dict[str, Any]:
+    """Return the keys that are always told, and all others that differ from their defaults."""
+    said, given = model.model_dump(mode="json", exclude_defaults=True), dict(model)
+    others = {
+        key: said.get(key, given[key])
+        for key, field in ModelConfig.model_fields.items()
+        if key not in ("family", *SHOWN)
+        and given[key] != field.get_default(call_default_factory=True, validated_data=given)
+    }
+    return {key: given[key] for key in SHOWN} | others
 
 
 def _checked(store: Store) -> str:

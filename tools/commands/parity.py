@@ -41,7 +41,7 @@ from tools.parity.gather import Record, gather
 from tools.parity.layouts import Layout, asked, every, fitted, largest
 from tools.parity.noise import DRAWS, Noise
 from tools.parity.page import page, show
-from tools.parity.ranks import FLAG, Failure, Run, as_rank, corpus_of, run_alone, run_together, with_vocabulary
+from tools.parity.ranks import FLAG, Failure, Hands, Run, as_rank, corpus_of, run_alone, with_vocabulary
 from tools.parity.record import Plan
 from tools.parity.runs import (
     EPSILON,
@@ -61,6 +61,7 @@ from tools.training.launch import joined_world
 from tools.training.notes import add_strict, tell_notes
 
 RANKS = 4  # ranks of the largest default layout
+LOCAL = Hands()
 
 
 def add_parser(subparsers: Any) -> None:
@@ -70,7 +71,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("file", metavar="RUN.toml", help="run file")
     parser.add_argument(
-        "overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file; before options"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="table.key=value",
+        help="keys that differ from the file; before options",
     )
     parser.add_argument(
         "--layouts", nargs="+", metavar="tp=2,pp=2", default=[],
@@ -145,10 +150,10 @@ class Reference:
     noise: Noise
 
 
-def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any) -> Certificate:
+def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any, hands: Hands = LOCAL) -> Certificate:
     """Run and compare all layouts and return the certificate. folder: an empty one for intermediate files."""
     sayings = asked(args.layouts, config.parallel) or every(RANKS)
-    most = Most(*(largest(sayings, key) for key in ("tensor", "pipeline", "data")))
+    most = Most(*(largest(sayings, key) for key in ("tensor", "pipeline", "data", "context", "expert")))
     ready = made_ready(config, most, args.full, args.steps, folder / "run")
     if not args.full:
         ready = with_random_tokens(ready, args.steps + 1, folder)
@@ -156,34 +161,36 @@ def proven(config: RunConfig, args: argparse.Namespace, folder: Path, tell: Any)
     tell("one process")
     if args.full:
         ready = with_vocabulary(ready, open_corpus(config))
-    probe = run_alone(Run(in_float64(alone(ready)), Plan(1, not args.full), folder / "probe"))
+    probe = hands.alone(Run(in_float64(alone(ready)), Plan(1, not args.full), folder / "probe"))
     if not args.full:
         ready = clipped(ready, probe)
     plan = planned(ready, probe, args.steps, args.full)
     exact = in_float64(ready)
-    truth = run_alone(Run(alone(exact), plan, folder / "truth"))
-    shaken = run_alone(Run(alone(exact), replace(plan, shaken=EPSILON["fp64"]), folder / "shaken"))
+    truth = hands.alone(Run(alone(exact), plan, folder / "truth"))
+    shaken = hands.alone(Run(alone(exact), replace(plan, shaken=EPSILON["fp64"]), folder / "shaken"))
     references = [Reference("float64", exact, plan, truth, Noise(shaken))]
     if args.precision != "float64":
-        own = run_alone(Run(alone(ready), plan, folder / "own"))
-        noise = Noise(None, truth, moved(ready, plan, folder), epsilon(ready), tokens_per_expert(ready), kept(ready))
+        own = hands.alone(Run(alone(ready), plan, folder / "own"))
+        noise = Noise(
+            None, truth, moved(ready, plan, folder, hands), epsilon(ready), tokens_per_expert(ready), kept(ready)
+        )
         references.append(Reference(ready.precision.compute, ready, plan, own, noise))
     if args.precision == "configured":
         del references[0]
     shown = {} if args.full else changes(config, ready)
     made = certificate(args.file, config, alone(ready), _of_interest(shown), plan, truth, shaken)
-    made["layouts"] = list(_carried_out(layouts, references, folder, tell))
+    made["layouts"] = list(_carried_out(layouts, references, folder, tell, hands))
     made["layouts"] += [not_tried(one, r.name, why) for one, why in misfits for r in references]
     verdicts = {one["verdict"] for one in made["layouts"]}
     made["verdict"] = next(verdict for verdict in (WRONG, PROVEN, NOT_TRIED) if verdict in verdicts)
     return made
 
 
-def moved(ready: RunConfig, plan: Plan, folder: Path) -> list[Record]:
+def moved(ready: RunConfig, plan: Plan, folder: Path, hands: Hands) -> list[Record]:
     """Return runs in float64 on one process, from weights moved by rounding of the run's own precision."""
     by = [replace(plan, shaken=epsilon(ready) / 2, draw=draw) for draw in range(1, DRAWS + 1)]
     exact = alone(in_float64(ready))
-    return [run_alone(Run(exact, one, folder / f"moved{one.draw}")) for one in by]
+    return [hands.alone(Run(exact, one, folder / f"moved{one.draw}")) for one in by]
 
 
 def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
@@ -193,6 +200,7 @@ def _of_interest(changed: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, An
         "precision.trace_overflows",
         "log.sample",
         "log.timeline",
+        "log.digests",
         "data.cache",
         "data.held_out",
         "data.validation",
@@ -230,7 +238,7 @@ def problems_of(wrong: dict[str, list[str]]) -> list[str]:
 
 
 def _carried_out(
-    layouts: Sequence[Layout], references: Sequence[Reference], folder: Path, tell: Any
+    layouts: Sequence[Layout], references: Sequence[Reference], folder: Path, tell: Any, hands: Hands
 ) -> Iterator[dict[str, Any]]:
     """Yield the entry of each layout in each precision."""
     for ranks, some in groupby(sorted(layouts, key=lambda layout: layout.ranks), key=lambda layout: layout.ranks):
@@ -240,7 +248,7 @@ def _carried_out(
                 config = reference.config.model_copy(update={"parallel": layout.parallel})
                 runs[n, m] = Run(config, reference.plan, folder / f"ranks{ranks}" / f"{n:03}_{m}")
         tell(f"{len(runs)} runs of {ranks} ranks: {'; '.join(layout.name for layout in together)}")
-        failures = run_together(list(runs.values()), folder / f"ranks{ranks}") if ranks > 1 else _alone(runs)
+        failures = hands.together(list(runs.values()), folder / f"ranks{ranks}") if ranks > 1 else _alone(runs)
         for ((n, m), run), failure in zip(runs.items(), failures, strict=True):
             layout, reference = together[n], references[m]
             if failure is not None:

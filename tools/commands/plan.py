@@ -20,9 +20,11 @@ import torch
 from megaprec.data.files import write_whole
 from megaprec.data.workers import cores
 from megaprec.errors import UserError
+from megaprec.precision.gemm import product
 from models.own_model import require_builtin
 from tools.config.run_file import RunConfig, load_run
 from tools.console.tables import add_json
+from tools.console.wrapped import say
 from tools.planning.device import Target, assumed_devices, target_of
 from tools.planning.memory import MemoryModel
 from tools.planning.report import as_data, head, layout_lines, memory_lines, prediction_lines
@@ -40,7 +42,9 @@ def add_parser(subparsers: Any) -> None:
     """Add `plan` to the commands."""
     parser = subparsers.add_parser("plan", help="predict memory and speed of a run", description=__doc__)
     parser.add_argument("file", metavar="RUN.toml", help="run file")
-    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="table.key=value", help="keys that differ from the file"
+    )
     parser.add_argument("--gpu", default="", metavar="NAME", help="GPU of each rank, such as H100 or A100")
     parser.add_argument("--gpu-memory", default="", metavar="SIZE", help="memory of each GPU, such as 80GB or 79.6GiB")
     parser.add_argument("--ranks", type=int, default=0, metavar="N", help="rank all layouts of N ranks that fit")
@@ -95,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
         lines += ["", "prediction not known: the peak speed of the device is not; --gpu or --tflops says it"]
     if found and assumed:
         lines += ["", *layout_lines(found, args.ranks, target, assumed)]
-    print("\n".join(lines))
+    say("\n".join(lines))
     if args.output:
         print(f"written    {args.output}")
     return 0
@@ -128,6 +132,8 @@ def _notes(config: RunConfig, target: Target) -> Iterator[str]:
         yield (f"model.vocab is left to the tokenizer: planned for data.vocab_size = {config.data.vocab_size:,} tokens")
     if target.device == "cpu":
         yield from assumed_devices(config)
+    if config.canonical_shards:
+        yield 'times are those of train.numerics = "fast"; canonical sums take longer (docs/canonical.md)'
     if config.model.experts:
         yield "experts are taken to get as many tokens each; the router decides, and activations may be larger"
 
@@ -150,10 +156,10 @@ def _measured(config: RunConfig, side: int = 512, seconds: float = 0.2) -> float
     """
     a, threads = torch.ones(side, side, dtype=config.plan.compute), torch.get_num_threads()
     torch.set_num_threads(1)
-    made = a @ a  # the first takes longer
+    product(a, a)  # the first takes longer
     end, fastest = time.perf_counter() + seconds, math.inf
     while (began := time.perf_counter()) < end:
-        torch.mm(a, a, out=made)
+        product(a, a)
         fastest = min(fastest, time.perf_counter() - began)
     torch.set_num_threads(threads)
     return 2 * side**3 / fastest / 1e12 * cores()

@@ -64,7 +64,9 @@ def add_parser(subparsers: Any) -> None:
     show.add_argument("--json", action="store_true", help="print the plan as JSON instead of tables")
     for command in (show, to):
         command.add_argument("file", metavar="FILE", type=Path, help="run file or another system's configuration")
-        command.add_argument("overrides", metavar="table.key=value", nargs="*", help="keys that differ from the file")
+        command.add_argument(
+            "overrides", metavar="table.key=value", nargs="*", default=[], help="keys that differ from the file"
+        )
         command.add_argument(
             "--assume", metavar="EXPRESSION=VALUE", action="append", default=[],
             help="value of an expression that the file leaves open, such as args.bf16=True; may be given several times",

@@ -20,6 +20,7 @@ from megaprec.errors import UserError
 from megaprec.precision.tf32 import tf32
 from models.replay import trace_modules
 from parallel.mesh import make_mesh, world
+from tools.config.layouts import in_words
 from tools.config.run_file import SAVED, RunConfig, load_run
 from tools.config.settings import Parallel
 from tools.training.corpus import open_kept
@@ -32,7 +33,7 @@ class Replay:
     """The result of a replay. start: name of the checkpoint it started from, "" for the initial weights.
 
     trace: of the first micro-batch that was not finite, or of the last if all were finite. samples: its sample ids and
-    texts. layout: of the run itself: tensor, pipeline, data.
+    texts. layout: of the run itself, in words; "" for one process.
     """
 
     step: int
@@ -40,7 +41,7 @@ class Replay:
     microbatch: int
     samples: tuple[tuple[int | str, str], ...]
     trace: Trace
-    layout: tuple[int, int, int]
+    layout: str
 
 
 def replay(folder: Path, event: dict[str, Any]) -> Replay:
@@ -72,8 +73,7 @@ def replay(folder: Path, event: dict[str, Any]) -> Replay:
     batch = corpus.train.batch(first, config.train.micro_batch)
     texts = [corpus.tokenizer.decode(row) if corpus.tokenizer else "" for row in batch.tokens.tolist()]
     samples = tuple(zip(corpus.train.labels(batch.ids), texts, strict=True))
-    p = saved.parallel
-    layout = (p.tensor, p.pipeline, p.data)
+    layout = in_words(saved.parallel).partition(" =")[0] if saved.world_size > 1 else ""
     return Replay(event["step"], "" if start is None else start.name, microbatch, samples, trace, layout)
 
 

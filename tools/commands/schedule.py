@@ -62,7 +62,9 @@ def add_parser(subparsers: Any) -> None:
     """Add `schedule` to the commands."""
     parser = subparsers.add_parser("schedule", help="predict and draw a pipeline schedule", description=__doc__)
     parser.add_argument("file", nargs="?", metavar="RUN.toml", help="run file whose schedule and stages are shown")
-    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="table.key=value", help="keys that differ from the file"
+    )
     parser.add_argument("--kind", choices=KINDS, default="1f1b", help="pipeline schedule (default: 1f1b)")
     parser.add_argument("--pipeline", type=int, default=4, metavar="P", help="number of pipeline ranks (default: 4)")
     parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="number of micro-batches (default: 8)")
@@ -135,7 +137,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _document(case: _Case, predicted: Sequence[Span]) -> dict[str, Any]:
     """Return the report for programs: the step, and each rank. Times are in `unit`, memory in bytes."""
-    waits, holds = idle(predicted), in_flight(case.schedule)
+    waits, holds = idle(predicted), _held(case)
     ranks = [
         {
             "rank": rank,
@@ -218,7 +220,7 @@ def _of_run(config: RunConfig, args: argparse.Namespace) -> _Case:
         _with_transfers(lambda i: costs[i.stage].of(i) / mean, args.transfer),
         Sizes(ranks, made.microbatches, len(costs) // ranks, *totals),
         "mean forwards",
-        _stage_table(made, costs, kept),
+        _stage_table(made, costs, kept, model.mtp_layers),
         ranks_bytes,
         f"{target.name}: {fit(ranks_bytes, target)}" if ranks_bytes else "",
         _measured(made, args.measured, Path(train.folder) / TIMELINE),
@@ -239,14 +241,18 @@ def _measured(made: Schedule, asked_for: Path | None, there: Path | None = None)
     return ()
 
 
-def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept]) -> list[str]:
-    """Return the table of stages: rank, layers, parameters and FLOPs per micro-batch."""
+def _stage_table(made: Schedule, costs: Sequence[StageCost], kept: Sequence[Kept], further: int) -> list[str]:
+    """Return the table of stages: rank, layers, parameters and FLOPs per micro-batch.
+
+    further: number of modules of multi-token prediction, which the last stage has.
+    """
+    modules = f" + {further} mtp" if further else ""
     total = sum(cost.forward for cost in costs)
     rows = [("stage", "rank", "layers", "parameters", "FLOPs", "forward", "input", "weight", "activations")]
     for stage, cost in enumerate(costs):
         layers = cost.cut.layers
         what = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
-        ends = (" + embedding" if cost.cut.first else "") + (" + head" if cost.cut.last else "")
+        ends = (" + embedding" if cost.cut.first else "") + (modules + " + head" if cost.cut.last else "")
         forward, of_input, of_weight = (flops(part) for part in (cost.forward, cost.input, cost.weight))
         share = f"{cost.forward / total:.1%}"
         memory = size(kept[stage].activations) if kept else "not known"
@@ -279,26 +285,28 @@ def _facts(case: _Case, predicted: Sequence[Span]) -> Iterator[str]:
     s, panel = case.sizes, Panel("", predicted, case.sizes.p)
     book = TEXTBOOK.get(case.kind)
     work = sum(span.end - span.start for span in panel.computed) / s.p
-    held = max(in_flight(case.schedule)) / s.v
+    held = max(_held(case))
     said = f" (textbook {book.bubble.value(s):.1%} = {book.bubble.text})" if book else ""
     yield f"bubble  {bubble(predicted):.1%}{said}: the longest time that a rank waits during its work, over that work"
     yield f"step    {panel.length:.4g} {case.unit}, {panel.length / work - 1:.1%} more than the mean work of a rank"
     said = f" (textbook {book.held.value(s):.3g} = {book.held.text})" if book else ""
-    yield (
-        f"memory  {held:.3g}{said}: the largest number of micro-batches whose activations a rank holds, for all "
-        "its stages"
-    )
+    yield f"memory  {held:.3g}{said}: the most micro-batches whose activations a rank holds at once, for all its stages"
     if case.fits:
         yield f"device  {case.fits}"
 
 
+def _held(case: _Case) -> list[float]:
+    """Return the micro-batches whose activations each rank holds at most; those of one of two stages are a half."""
+    return [count / case.sizes.v for count in in_flight(case.schedule)]
+
+
 def _rank_table(case: _Case, predicted: Sequence[Span]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("rank", "stages", "waits", "holds", *(KINDS_OF_BYTES if case.bytes else ()))]
-    waits, holds = idle(predicted), in_flight(case.schedule)
+    waits, holds = idle(predicted), _held(case)
     for rank in range(len(case.schedule.programs)):
         stages = " ".join(str(s) for s, home in enumerate(case.schedule.rank_of_stage) if home == rank)
         sizes = [words for one in case.bytes[rank : rank + 1] for words in _sizes(one)]
-        rows.append((str(rank), stages, f"{waits[rank]:.1%}", str(holds[rank]), *sizes))
+        rows.append((str(rank), stages, f"{waits[rank]:.1%}", f"{holds[rank]:.4g}", *sizes))
     return rows
 
 

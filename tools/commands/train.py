@@ -36,7 +36,7 @@ from tools.convert.hf.write_config import to_hugging_face
 from tools.convert.initial import open_initial
 from tools.convert.probe import check_config, verify_initial
 from tools.convert.train_state import newest
-from tools.journal.records import EVENTS, METRICS
+from tools.journal.records import DIGESTS, EVENTS, METRICS
 from tools.journal.trackers import require_trackers
 from tools.planning.report import one_line
 from tools.plots.run_plots import plot_run
@@ -59,7 +59,15 @@ from tools.training.elastic import (
 from tools.training.end_records import forget_records
 from tools.training.fp8_summary import check_fp8
 from tools.training.hangs import straggler_events, tell_waiting, watching
-from tools.training.launch import has_own_device, joined_world, launch_local, share_of_cores, started_here
+from tools.training.harness import require_harness
+from tools.training.launch import (
+    has_own_device,
+    joined_world,
+    launch_local,
+    note_failure,
+    share_of_cores,
+    started_here,
+)
 from tools.training.machine import check_machine
 from tools.training.notes import add_strict, tell_notes
 from tools.training.restarts import Restarts
@@ -76,7 +84,9 @@ def add_parser(subparsers: Any) -> None:
     """Add `train` to the commands."""
     parser = subparsers.add_parser("train", help="pretrain a model", description=__doc__)
     parser.add_argument("file", metavar="RUN.toml", help="run file (`megaprec keys` lists its keys)")
-    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="keys that differ from the file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="table.key=value", help="keys that differ from the file"
+    )
     parser.add_argument(
         "--export-hf", metavar="DIR", help="after training, export the model to this folder in Hugging Face format"
     )
@@ -134,7 +144,7 @@ def _open_checked(config: RunConfig, allowed: Collection[str]) -> Corpus:
         check_resumable(config, allowed=allowed)
 
     checks = (_device, _check_machine, _check_native, check_fp8, _check_folders, check_sources, resumable)
-    check_all(config, *checks, _check_initial, lambda config: require_trackers(config.log.to))
+    check_all(config, *checks, _check_initial, lambda config: require_trackers(config.log.to), require_harness)
     corpus = open_corpus(config, allowed)
     check_resumable(config, corpus, allowed)
     return corpus
@@ -152,7 +162,7 @@ def _check_folders(config: RunConfig) -> None:
             reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
             raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
     require_room(config.checkpoint_folder)
-    for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS)):
+    for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS, DIGESTS)):
         if os.path.lexists(path) and not path.is_file():
             raise UserError(f"{path} is not a file, but the records of steps are written there: move it away")
     if _lock(config).exists():
@@ -207,11 +217,11 @@ def _run_rank(config: RunConfig, export: Path | None, allowed: Collection[str], 
     parallel = config.parallel
     minutes = longest_wait(parallel.timeout) / 60
     with (
-        world(device, minutes) as store,
+        world(device, minutes, note_failure) as store,
         ExitStack() as held,
-        watching(folder, store, position, parallel.timeout, parallel.tensor * parallel.data) as dog,
+        watching(folder, store, position, parallel.timeout, parallel.tensor * parallel.copies) as dog,
     ):
-        mesh = make_mesh(parallel.pipeline, parallel.data, parallel.tensor, device)
+        mesh = make_mesh(parallel.pipeline, parallel.data, parallel.tensor, device, parallel.context)
         tell_ended(store)
         position.enter(Phase.WAITING if dist.get_rank() else Phase.PREPARATION)
         begin = partial(_begin, config, store, held, allowed, export, verify)

@@ -21,11 +21,15 @@ from megaprec.optim.update_rules import UpdateRule, rule
 from megaprec.precision.patterns import matched, unmatched
 from models.config import ModelConfig
 from parallel.activation_checkpoint import MODULES
+from tools.config.canonical import unequal_settings, unequal_sums, virtual_ranks, virtual_sizes
+from tools.config.cut_sequences import cut_sequences
+from tools.config.data_settings import Data
+from tools.config.expert_ranks import expert_layout, expert_neighbours
 from tools.config.native_keys import loss_scaling, plan_of, recipe_of
-from tools.config.precision_modules import logical_tensors
 from tools.config.precision_settings import FP8, Precision
 from tools.config.schedules import stage_count
-from tools.config.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Train
+from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
+from tools.convert.core.rules import logical_shapes
 
 T = TypeVar("T")
 
@@ -59,7 +63,12 @@ def check_all(what: T, *checks: Callable[[T], object]) -> None:
 
 def make_rule(optimizer: Optimizer) -> UpdateRule:
     """Return the update rule of [optimizer]. Raises UserError."""
-    own = {"betas": optimizer.betas, "eps": optimizer.eps} if optimizer.name.lower() == "adamw" else {}
+    name = optimizer.name.lower()
+    own = {"betas": optimizer.betas, "eps": optimizer.eps} if name in ("adamw", "muon") else {}
+    if name == "muon" and (twice := sorted(own.keys() & optimizer.options.keys())):
+        raise UserError(
+            *(f"optimizer.options {key}: give optimizer.{key} for muon's AdamW, ns_eps for muon" for key in twice)
+        )
     return rule(optimizer.name, own | optimizer.options)
 
 
@@ -89,7 +98,7 @@ def _validation(optimizer: Optimizer, precision: Precision, fp8: FP8) -> Iterato
             yield from conflicts(precision.on_nonfinite, recipe_of(fp8))
 
 
-def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
+def _history(fp8: FP8, parallel: Parallel, model: ModelConfig) -> Iterator[str]:
     """Yield a problem for settings that need the same FP8 scales in all micro-batches of a step."""
     if fp8.kind == "none" or fp8.history == "step":
         return
@@ -97,6 +106,11 @@ def _history(fp8: FP8, parallel: Parallel) -> Iterator[str]:
         yield (
             'fp8.history "te" updates scales before a layer is recomputed: set parallel.recompute = "none" or '
             '"selective", or fp8.history = "step"'
+        )
+    if model.latent and "attention" in parallel.recompute_modules:
+        yield (
+            'fp8.history "te" updates scales before the projections of model.latent are recomputed: leave "attention" '
+            'out of parallel.recompute_modules, or set fp8.history = "step"'
         )
     if fp8.shadow_every:
         yield (
@@ -110,6 +124,14 @@ def _sentinel(train: Train, fp8: FP8) -> Iterator[str]:
         yield (
             f'train.sentinel = {train.sentinel} computes a micro-batch again, which fp8.history "te" gives other '
             'scales: set 0, or fp8.history = "step"'
+        )
+
+
+def _compile(train: Train, model: ModelConfig) -> Iterator[str]:
+    if train.compile != "off" and model.factory:
+        yield (
+            f'train.compile = "{train.compile}" knows the built-in families only, not model.factory "{model.factory}": '
+            "remove one of them"
         )
 
 
@@ -128,18 +150,26 @@ def _patterns(optimizer: Optimizer, precision: Precision, model: ModelConfig, da
     only.
     """
     groups = [group.pattern for group in optimizer.groups]
-    if model.factory or not (groups or precision.keep_fp32):
+    said = optimizer.options.get("by_adamw", []) if optimizer.name.lower() == "muon" else []
+    by_adamw = [pattern for pattern in said if isinstance(pattern, str)] if isinstance(said, list) else []
+    if model.factory or not (groups or precision.keep_fp32 or by_adamw):
         return
-    names = [*logical_tensors(sized(model, data))]
-    for key, patterns in (("optimizer.groups", groups), ("precision.keep_fp32", precision.keep_fp32)):
+    names = [*logical_shapes(sized(model, data))]
+    for key, patterns in (
+        ("optimizer.groups", groups),
+        ("precision.keep_fp32", precision.keep_fp32),
+        ("optimizer.options by_adamw", by_adamw),
+    ):
         yield from unmatched(key, patterns, matched(patterns, names), names)
 
 
 def _zero(parallel: Parallel) -> Iterator[str]:
-    size, data = parallel.zero_size, parallel.data
-    if size and data % size:
-        would = ", ".join(str(n) for n in range(1, data + 1) if data % n == 0)
-        yield f"parallel.zero_size {size} does not divide parallel.data {data}: {would} would"
+    size, copies = parallel.zero_size, parallel.copies
+    if size and copies % size:
+        would = ", ".join(str(n) for n in range(1, copies + 1) if copies % n == 0)
+        among = f"parallel.data {parallel.data}"
+        among += f" x parallel.context {parallel.context} = {copies}" if parallel.context > 1 else ""
+        yield f"parallel.zero_size {size} does not divide {among}: {would} would"
     if size > 1 and not parallel.zero:
         yield f"parallel.zero_size {size} cuts optimizer state, but parallel.zero = false: remove one of them"
 
@@ -159,16 +189,20 @@ def _tensor(model: ModelConfig, parallel: Parallel) -> Iterator[str]:
 
     def fits(tensor: int) -> bool:
         kv = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
-        return model.heads % tensor == 0 and model.ffn % tensor == 0 and kv
+        joined = model.hidden if model.mtp_layers else 0  # features of the projection of a module
+        widths = (*model.ffn_widths.values(), model.heads, joined)
+        return kv and not any(width % tensor for width in widths)
 
     if not fits(parallel.tensor):
-        sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and model.ffn {model.ffn}"
+        widths = " and ".join(f"model.{key} {width}" for key, width in model.ffn_widths.items())
+        sizes = f"model.heads {model.heads}, model.kv_heads {model.kv_heads} and {widths}"
+        sizes += f" and, with model.mtp_layers, model.hidden {model.hidden}" if model.mtp_layers else ""
         would = ", ".join(str(n) for n in range(1, model.heads + 1) if fits(n))
         yield f"parallel.tensor {parallel.tensor} does not divide {sizes} evenly: {would} would"
 
 
 def _sequence(train: Train, parallel: Parallel) -> Iterator[str]:
-    if parallel.sequence and train.seq_length % parallel.tensor:
+    if parallel.sequence and parallel.context == 1 and train.seq_length % parallel.tensor:
         would = nearest_multiples(train.seq_length, parallel.tensor)
         yield (
             f"train.seq_length {train.seq_length} is not a multiple of parallel.tensor {parallel.tensor}, "
@@ -253,7 +287,7 @@ def _blend(data: Data) -> Iterator[str]:
 
 
 def _evaluation(train: Train, data: Data) -> Iterator[str]:
-    if train.eval_every and not data.held_out and not data.validation:
+    if train.eval_every and not data.held_out and not data.validation and not data.lm_eval:
         yield (
             f"train.eval_every {train.eval_every} needs held-out text, but data.held_out is 0: set it to 0.02, for "
             "example, or name sets in data.validation"
@@ -264,6 +298,19 @@ def _evaluation(train: Train, data: Data) -> Iterator[str]:
             yield f'data.validation: the name "{name}" needs 1 to 60 letters, digits, dots, "_" or "-"'
         elif names.count(name) > 1:
             yield f'data.validation: {names.count(name)} sets have the name "{name}": give each its own'
+
+
+def _lm_eval(model: ModelConfig, train: Train, data: Data, fp8: FP8) -> Iterator[str]:
+    if not data.lm_eval:
+        given = [key for key in ("lm_eval_folder", "lm_eval_limit") if getattr(data, key)]
+        yield from (f"data.{key} does nothing without data.lm_eval: name tasks there" for key in given)
+        return
+    if not train.eval_every:
+        yield "data.lm_eval is evaluated every train.eval_every steps, which is 0: give a number of steps"
+    if model.factory:
+        yield "data.lm_eval is for built-in model families, not for model.factory: remove it"
+    if fp8.kind != "none":
+        yield "data.lm_eval evaluates batches of many shapes, which products in FP8 do not allow: remove it"
 
 
 def _sample(model: ModelConfig, log: Log) -> Iterator[str]:
@@ -319,17 +366,20 @@ def nearest_multiples(value: int, unit: int) -> str:
 CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _tensor,
     _sequence,
+    cut_sequences,
     _stages,
     _batch,
     _positions,
     _vocabulary,
     _blend,
     _evaluation,
+    _lm_eval,
     _sample,
     _schedule,
     _plan,
     _shadow,
     _sentinel,
+    _compile,
     _kind_of_scale,
     _scale,
     _rule,
@@ -340,4 +390,10 @@ CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     _validation,
     _history,
     _native,
+    expert_layout,
+    expert_neighbours,
+    virtual_ranks,
+    virtual_sizes,
+    unequal_settings,
+    unequal_sums,
 )

@@ -29,6 +29,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "parallel.tensor": ("tensor_parallel_size", "tensor_parallel_degree", "tp"),
     "parallel.pipeline": ("pipeline_parallel_size", "pipeline_parallel_degree", "pp"),
     "parallel.data": ("data_parallel_size", "data_parallel_degree", "dp"),
+    "parallel.context": ("context_parallel_degree", "cp"),
     "parallel.sequence": ("sequence_parallel_enabled",),
     "parallel.chunks": ("virtual_pipeline_model_parallel_size", "num_model_chunks"),
     "parallel.recompute": ("gradient_checkpointing", "activation_checkpointing"),
@@ -80,6 +81,9 @@ def unknown(given: Mapping[str, Given], known: Collection[str]) -> Iterator[str]
             if table not in reported:
                 yield f"[{table}] ({entry.origin}): no such table{did_you_mean(table, tables, '[{}]')}"
             reported.add(table)
+        elif (whole := key.rpartition(".")[0]) in known:
+            inner = f"{key.rpartition('.')[2]} = {toml(entry.value)}"
+            yield f"{key} ({entry.origin}): {whole} is given as a whole, like '{whole}={{{inner}, ...}}'"
         elif key not in known:
             yield f"{key} = {toml(entry.value)} ({entry.origin}): no such key{_meant(table, name or key, known)}"
 

@@ -1,25 +1,29 @@
 """Other layouts of a run: the [parallel] table for given axes, and the largest layout that fits fewer ranks.
 
 A layout is the run with another [parallel] table. Keys of that table stay as they are if they can; those of `TIED` are
-left out, as few as possible, if the rules of the run file forbid them with the new axes.
+left out, as few as possible, if the rules of the run file forbid them with the new axes. Experts are spread over as
+many of the ranks that the run asks for as the new axes allow.
 
 The largest layout keeps the replica as large as the ranks allow, for a smaller one needs more memory per rank: first
-the given tensor x pipeline, with as many replicas as the ranks and the global batch allow; otherwise the largest
-smaller tensor x pipeline, of those of equal size the one with most tensor-parallel ranks, and again as many replicas.
+the given tensor x pipeline x context, with as many replicas as the ranks and the global batch allow; or the largest
+smaller tensor x pipeline x context, of those of equal size the one with most tensor-parallel ranks, then with the
+longest pipeline, and again as many replicas.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
+from math import prod
 from typing import Any
 
 from megaprec.errors import UserError
 from tools.config.checks import cross_problems
+from tools.config.expert_ranks import nearest
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
 TIED = ("cuts", "schedule_file", "zero_size")  # keys for a certain number of ranks
-AXES = ("tensor", "pipeline", "data")
+AXES = ("tensor", "pipeline", "context", "data")
 ALONE = Parallel()
 
 
@@ -32,7 +36,7 @@ class Fitting:
 
     @property
     def ranks(self) -> int:
-        return self.parallel.tensor * self.parallel.pipeline * self.parallel.data
+        return self.parallel.ranks
 
 
 def problems(config: RunConfig, parallel: Parallel) -> list[str]:
@@ -46,7 +50,8 @@ def fitted(config: RunConfig, said: Mapping[str, Any]) -> Fitting | None:
     None if the run cannot have it.
     """
     own = config.parallel.model_dump()
-    wanted = {**own, **dict.fromkeys(AXES, 1), **said}
+    axes = {**dict.fromkeys(AXES, 1), **said}
+    wanted = {**own, **nearest(config.parallel, axes["tensor"], axes["data"] * axes["context"]), **axes}
     tied = [key for key in TIED if own[key] and key not in said]
     for left_out in (keys for number in range(len(tied) + 1) for keys in combinations(tied, number)):
         parallel = Parallel.model_validate({**wanted, **{key: getattr(ALONE, key) for key in left_out}})
@@ -63,14 +68,15 @@ def largest_fitting(config: RunConfig, ranks: int) -> Fitting | None:
     return next((fitting for fitting in made if fitting), None)
 
 
-def _largest_first(config: RunConfig, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (tensor, pipeline, data) of at most `ranks` ranks whose replicas take whole micro-batches."""
+def _largest_first(config: RunConfig, ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield sizes of AXES with at most `ranks` ranks whose replicas take whole micro-batches."""
     p, micro_batches = config.parallel, config.train.global_batch // config.train.micro_batch
-    replicas = [(t, s) for t in range(1, p.tensor + 1) for s in range(1, p.pipeline + 1) if t * s <= ranks]
-    for tensor, pipeline in sorted(replicas, key=lambda axes: (axes[0] * axes[1], axes[0]), reverse=True):
-        for data in range(ranks // (tensor * pipeline), 0, -1):
+    most = (range(1, size + 1) for size in (p.tensor, p.pipeline, p.context))
+    replicas = [axes for axes in product(*most) if prod(axes) <= ranks]
+    for axes in sorted(replicas, key=lambda axes: (prod(axes), axes), reverse=True):
+        for data in range(ranks // prod(axes), 0, -1):
             if micro_batches % data == 0:
-                yield tensor, pipeline, data
+                yield *axes, data
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
@@ -78,19 +84,32 @@ def check_world(config: RunConfig, world_size: int) -> None:
     if world_size == config.world_size:
         return
     p = config.parallel
-    replica = p.tensor * p.pipeline
+    replica = p.tensor * p.pipeline * p.context
     advice = f"start {config.world_size} ranks"
     if world_size % replica == 0:
         advice += f" or set parallel.data = {world_size // replica}"
-    raise UserError(
-        f"world size {world_size} != parallel.tensor {p.tensor} x parallel.pipeline {p.pipeline} x "
-        f"parallel.data {p.data} = {config.world_size}: {advice}"
-    )
+    raise UserError(f"world size {world_size} != {in_keys(p)} = {config.world_size}: {advice}")
 
 
 def in_words(parallel: Parallel) -> str:
-    """Return the axes in words: tensor 2 x pipeline 1 x data 2 = 4 ranks."""
-    sizes = [getattr(parallel, axis) for axis in AXES]
-    count = sizes[0] * sizes[1] * sizes[2]
-    named = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
-    return f"{named} = {count} rank{'' if count == 1 else 's'}"
+    """Return the axes in words: tensor 2 x pipeline 1 x data 2 = 4 ranks, experts over 2.
+
+    A context of 1 is left out.
+    """
+    count = parallel.ranks
+    named = " x ".join(f"{axis} {size}" for axis, size in _sizes(parallel))
+    experts = f", experts over {parallel.expert}" if parallel.expert > 1 else ""
+    if 0 < parallel.expert_tensor != parallel.tensor:
+        experts = (
+            f"{experts or ', experts'} in {parallel.expert_tensor} slice{'' if parallel.expert_tensor == 1 else 's'}"
+        )
+    return f"{named} = {count} rank{'' if count == 1 else 's'}{experts}"
+
+
+def in_keys(parallel: Parallel) -> str:
+    """Return the axes as keys: parallel.tensor 2 x parallel.pipeline 1 x parallel.data 2."""
+    return " x ".join(f"parallel.{axis} {size}" for axis, size in _sizes(parallel))
+
+
+def _sizes(parallel: Parallel) -> list[tuple[str, int]]:
+    return [(axis, size) for axis in AXES if (size := getattr(parallel, axis)) > 1 or axis != "context"]

@@ -6,14 +6,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
-import torch
-
-from megaprec.comm.layout import layout_of
 from megaprec.fp8.eligibility import asked_for
-from megaprec.precision.plan import PrecisionPlan, dtype_name, plan
+from megaprec.precision.plan import PrecisionPlan, dtype_name
 from models.config import ModelConfig
-from models.stages import Stage, cuts
-from parallel.context import Context
+from tools.convert.core.rules import logical_shapes
 
 ROLES = ("compute", "parameter", "gradient", "reduce", "master", "moment")
 
@@ -30,23 +26,10 @@ class Row:
     bytes: dict[str, int]
 
 
-def logical_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of all tensors of a model, a tied head once. The vocabulary must be known."""
-    one = config.undrawn.model_copy(update={"layers": 1})
-    with torch.device("meta"):
-        stage = Stage(one, Context(plan("fp32")), cuts(one, 1, 1)[0])
-    shapes: dict[str, tuple[int, ...]] = {}
-    parts = [part for parameter in stage.parameters() for part in layout_of(parameter).parts]
-    for part in sorted(parts, key=lambda part: part.name.startswith("head.")):
-        for layer in range(config.layers if part.name.startswith("layers.0.") else 1):
-            shapes[part.name.replace("layers.0.", f"layers.{layer}.", 1)] = part.shape
-    return shapes
-
-
 def rows(plan: PrecisionPlan, config: ModelConfig) -> list[Row]:
     """Yield a row per module, equal ones of all layers together, in the order of the model."""
     tensors = defaultdict[tuple[str, tuple[str, ...]], dict[int, int]](dict)  # (module, dtypes) -> layer -> elements
-    for name, shape in logical_tensors(config).items():
+    for name, shape in logical_shapes(config).items():
         module, layer = _module(name)
         dtypes = tuple(_dtypes(plan, name, layer, config.layers).values())
         counts = tensors[module, dtypes]
@@ -97,7 +80,7 @@ def _dtypes(plan: PrecisionPlan, name: str, layer: int, layers: int) -> dict[str
 def _in_fp8(plan: PrecisionPlan, name: str, layer: int, layers: int) -> bool:
     """Return True if this is the weight of a linear layer whose products are in FP8."""
     assert plan.fp8 is not None
-    linear = name.endswith(".weight") and not any(other in name for other in ("norm", "router"))
+    linear = name.endswith(".weight") and not any(other in name for other in ("norm", "router", "shared_gate"))
     return linear and layer >= 0 and not asked_for(plan.fp8, name, layers) and not plan.fp8.calibrating
 
 

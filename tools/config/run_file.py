@@ -10,6 +10,7 @@ for others, text that TOML cannot read (`parallel.schedule=gpipe`) is taken as a
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,12 +29,16 @@ from models.presets import PRESETS
 from models.stages import cuts
 from parallel.activation_checkpoint import Recompute
 from parallel.pipeline.instructions import Schedule
+from tools.config.canonical import canonical_notes
 from tools.config.checks import cross_problems, lr_schedule, sized
+from tools.config.cut_sequences import context_notes
+from tools.config.data_settings import Data
 from tools.config.key_suggestions import unknown
 from tools.config.native_keys import plan_of, resolve_dialect, take_plan_only, take_renamed, with_origins
 from tools.config.precision_settings import FP8, PLAN_ONLY, Precision
+from tools.config.relative_paths import beside_run_file
 from tools.config.schedules import pipeline_schedule
-from tools.config.settings import LR, Checkpoint, Data, Log, Optimizer, Parallel, Train
+from tools.config.settings import LR, Checkpoint, Log, Optimizer, Parallel, Train
 from tools.config.wrong_values import explained, too_large
 from tools.console.toml import Given, toml
 from tools.convert.initial import initial_model
@@ -41,7 +46,8 @@ from tools.convert.initial import initial_model
 SAVED = "# Written by megaprec: the resolved run. Comments say where a value came from."
 # Keys of [model] that may differ from those of the loaded weights.
 FREE = {"dropout", "dropout_at", "embedding_dropout", "attention_dropout", "init_std", "init", "router_aux_loss"}
-FREE |= {"router_z_loss", "embedding_grad_scale", "head_grad_scale"}
+FREE |= {"router_z_loss", "router_correction_speed", "embedding_grad_scale", "head_grad_scale", "mtp_loss_weight"}
+ZERO_LEAVES = ("vocab", "head_dim", "mtp_layers")  # 0: open, or left aside
 
 
 class RunConfig(BaseModel):
@@ -74,7 +80,7 @@ class RunConfig(BaseModel):
     @property
     def world_size(self) -> int:
         """Ranks that the layout needs."""
-        return self.parallel.tensor * self.parallel.pipeline * self.parallel.data
+        return self.parallel.ranks
 
     @property
     def num_microbatches(self) -> int:
@@ -106,6 +112,11 @@ class RunConfig(BaseModel):
         return Recompute(p.recompute_modules, p.recompute_fraction, p.recompute_layers)
 
     @property
+    def canonical_shards(self) -> int:
+        """The number of virtual tensor-parallel ranks; 0 for fast numerics."""
+        return self.train.canonical_shards if self.train.numerics == "canonical" else 0
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens of one step, over all replicas."""
         return self.train.global_batch * self.train.seq_length
@@ -123,7 +134,7 @@ class RunConfig(BaseModel):
     @property
     def plan(self) -> PrecisionPlan:
         """The precision plan of [precision] and [fp8]; its `origin` names the key that decided each field."""
-        return with_origins(plan_of(self.precision, self.fp8), self._origins)
+        return _plan((self.precision, self.fp8), tuple(self._origins.items()))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -172,6 +183,12 @@ class RunConfig(BaseModel):
         return "\n".join(lines) + "\n"
 
 
+@lru_cache(maxsize=64)
+def _plan(tables: tuple[Precision, FP8], origins: tuple[tuple[str, str], ...]) -> PrecisionPlan:
+    """Return the plan of both tables, which is asked for again with each instruction that is timed."""
+    return with_origins(plan_of(*tables), dict(origins))
+
+
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the run of the TOML file `path`, changed by `overrides`. Raises UserError with all problems."""
     given, problems = given_in(path, overrides)
@@ -191,7 +208,8 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     if problems:
         raise UserError(*problems)
     config = RunConfig.model_validate(tables)
-    config._origins, config._notes = _origins(given), (*renamed, *notes)
+    said = [*canonical_notes(config.train, config.parallel), *context_notes(config.parallel)]
+    config._origins, config._notes = _origins(given), (*renamed, *notes, *said)
     return config
 
 
@@ -270,6 +288,9 @@ def known_keys() -> frozenset[str]:
 
 
 def _from_file(path: Path) -> dict[str, Given]:
+    if path.is_dir():
+        own, text = path / "run.toml", f"`megaprec init {path}` writes a run file for a folder of text"
+        raise UserError(f"{path} is a folder, no run file; {f'give {own}' if own.is_file() else text}")
     try:
         content = parse_toml(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -317,8 +338,9 @@ def _add_preset(given: dict[str, Given]) -> list[str]:
     if chosen is None:
         return []
     if not isinstance(chosen.value, str) or chosen.value not in PRESETS:
-        would = f"{', '.join(PRESETS)}{did_you_mean(str(chosen.value), PRESETS)}"
-        return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset; there are {would}"]
+        close, there = did_you_mean(str(chosen.value), PRESETS), f"there are {', '.join(PRESETS)}"
+        said = f"{close} T{there[1:]}" if close else f"; {there}"
+        return [f"model.preset = {toml(chosen.value)} ({chosen.origin}): no such preset{said}"]
     for name, value in PRESETS[chosen.value].items():
         given.setdefault(f"model.{name}", Given(value, f"preset {chosen.value}"))
     return []
@@ -335,13 +357,14 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
     try:
         said, tokenizer, origin = initial_model(Path(asked.value).expanduser())
     except UserError as error:
-        yield from (f"train.init_from ({asked.origin}): {problem}" for problem in error.problems)
+        hint = beside_run_file(asked.origin, asked.value)
+        yield from (f"train.init_from ({asked.origin}): {problem}{hint}" for problem in error.problems)
         return
     free = FREE | ({"max_positions"} if said.positions == "rope" else set())
     follows = {"embedding_dropout"} if said.embedding_dropout == said.dropout else set[str]()  # follow a given dropout
     for name, value in said.model_dump(exclude=follows).items():
         chosen = given.setdefault(f"model.{name}", Given(value, origin))
-        left_open = name in ("vocab", "head_dim") and chosen.value == 0
+        left_open = name in ZERO_LEAVES and chosen.value == 0
         if not _same(getattr(said, name), chosen.value) and name not in free and not left_open:
             there = f"it is {toml(value)} in {origin}; remove this key or train.init_from"
             yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"
@@ -352,5 +375,6 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
 def _same(said: Any, chosen: Any) -> bool:
     """Return True if the given value equals the folder's; keys that a given table leaves out have their default."""
     if not isinstance(said, BaseModel) or not isinstance(chosen, Mapping):
-        return said == chosen
-    return {**type(said)().model_dump(), **chosen} == said.model_dump()
+        return said == (tuple(chosen) if isinstance(chosen, list) else chosen)
+    usual = {name: field.default for name, field in type(said).model_fields.items() if not field.is_required()}
+    return {**usual, **chosen} == said.model_dump()

@@ -1,4 +1,4 @@
-"""The tables of a run file but [model], [precision] and [fp8]: every key with its type, default, unit and help.
+"""The tables of a run file but [model], [data], [precision] and [fp8]: every key with its type, default, unit and help.
 
 A key stands once; reading, checking, `megaprec keys` and the saved run file all come from these fields. Defaults of
 the optimizer are read from its classes. `[model]` is `models.config.ModelConfig`. Values are read strictly: 8.0 is not
@@ -12,88 +12,11 @@ from pydantic import Field
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.update_rules import AdamW
 from parallel.activation_checkpoint import Module
-from tools.config.table import FilePath, Table, default_of
-
-MOST = 2**31 - 1  # of a size that tensors have
-MOST_RANKS = 2**20
-MOST_STEPS = 2**53  # up to here a float holds every whole number
-
-
-class Blended(Table):
-    """One text or data set of a blend."""
-
-    source: FilePath = Field(min_length=1, description="Text or data set, as in data.source.")
-    weight: float = Field(gt=0, description="Share of the samples, relative to the sum of all weights.")
-
-
-class Validated(Table):
-    """One named set that the run evaluates."""
-
-    name: str = Field(min_length=1, description="Name of the set in the log and in metrics.jsonl, as eval_loss/NAME.")
-    source: FilePath = Field(min_length=1, description="Text or data set, as in data.source.")
-
-
-class Data(Table):
-    """Training data: text or token files, tokenizer, held-out part."""
-
-    source: FilePath = Field(
-        default="python",
-        min_length=1,
-        description='Training data: "python" (the source of Python\'s standard library), a text file, a folder, '
-        "a .jsonl, .json or .parquet file, or the common prefix of a .bin and .idx pair.",
-    )
-    blend: tuple[Blended, ...] = Field(
-        default=(),
-        strict=False,
-        description="Several data sets in place of data.source, each with the weight of its share: "
-        '[{source = "a.jsonl", weight = 0.7}, {source = "b/", weight = 0.3}]; empty: data.source alone.',
-    )
-    text_field: str = Field(
-        default="text",
-        min_length=1,
-        description="Name of the field of a .jsonl line or of an object in a .json list, or the column of a .parquet "
-        "file, that holds the text.",
-    )
-    tokenizer: FilePath = Field(
-        default="",
-        description="Path of a SentencePiece .model or a Hugging Face tokenizer.json; empty: PREFIX.model beside a "
-        ".bin and .idx pair if it exists; for text a tokenizer is trained.",
-    )
-    vocab_size: int = Field(
-        default=4096, gt=0, le=MOST, description="Vocabulary size, in tokens, of the tokenizer that is trained."
-    )
-    max_chars: int = Field(default=0, ge=0, description="Number of characters of the text to use; 0: all of it.")
-    workers: int = Field(default=0, ge=0, description="Number of processes that tokenize text; 0: one per CPU core.")
-    held_out: float = Field(
-        default=0.02, ge=0, lt=1, description="Fraction of the data kept out of training, for evaluation."
-    )
-    validation: tuple[Validated, ...] = Field(
-        default=(),
-        strict=False,
-        description="Further sets to evaluate, each with a loss of its own: "
-        '[{name = "wiki", source = "wiki.txt"}, {name = "code", source = "code/"}]; empty: the held-out part alone.',
-    )
-    shuffle: bool = Field(default=True, description="Shuffle the samples of each epoch; false: samples in file order.")
-    reset_attention_mask: bool = Field(
-        default=False,
-        description="Restrict attention to the token's own document, where several documents share a sample.",
-    )
-    reset_position_ids: bool = Field(
-        default=False, description="Restart position ids at 0 with each document of a sample."
-    )
-    eod_mask_loss: bool = Field(
-        default=False,
-        description="Leave the first token of each document out of the loss: the tokens before it belong to "
-        "another document.",
-    )
-    cache: FilePath = Field(
-        default="",
-        description="Folder for the trained tokenizer and the token files; empty: the folder data in train.folder.",
-    )
+from tools.config.table import MOST, MOST_RANKS, MOST_STEPS, FilePath, Table, default_of
 
 
 class Parallel(Table):
-    """Layout: tensor x pipeline x data ranks, pipeline schedule, activation checkpointing, ZeRO-1."""
+    """Layout: tensor x pipeline x context x data ranks, pipeline schedule, activation checkpointing, ZeRO-1."""
 
     tensor: int = Field(
         default=1, gt=0, le=MOST_RANKS, description="Number of tensor-parallel ranks, which share each layer."
@@ -111,6 +34,32 @@ class Parallel(Table):
         description="Number of data-parallel replicas of the model, each with its own samples. If a run file names "
         "neither this nor parallel.tensor nor parallel.pipeline, it is the number of ranks that torchrun or Slurm "
         "starts.",
+    )
+    context: int = Field(
+        default=1,
+        gt=0,
+        le=MOST_RANKS,
+        description="Number of context-parallel ranks, which share each sequence: each computes its part of the "
+        "tokens.",
+    )
+    context_by: Literal["ring", "gather"] = Field(
+        default="ring",
+        description="Attention of sequences that parallel.context cuts. ring: keys and values go round the ranks; "
+        "gather: each rank gathers those of the whole sequence, for one layer at a time.",
+    )
+    expert: int = Field(
+        default=1,
+        gt=0,
+        le=MOST_RANKS,
+        description="Number of ranks over which the experts of each layer are spread, of the data x tensor ranks of a "
+        "stage; tokens travel to their experts.",
+    )
+    expert_tensor: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_RANKS,
+        description="Number of slices of each expert over tensor-parallel ranks, a divisor of parallel.tensor: with 1 "
+        "experts are whole; 0: parallel.tensor.",
     )
     sequence: bool = Field(
         default=False,
@@ -165,24 +114,26 @@ class Parallel(Table):
     )
     zero: bool = Field(
         default=True,
-        description="ZeRO-1: shard master weights and moments over the replicas; false: each replica holds all.",
+        description="ZeRO-1: shard master weights and moments over the replicas, and over the context-parallel "
+        "ranks of each; false: each holds all.",
     )
-    overlap: bool = Field(
-        default=default_of(ParallelAMPOptimizer, "overlap"),
+    overlap: bool | Literal["auto"] = Field(
+        default="auto",
         description="Overlap gradient reduction with the backward pass and weight gathering with the forward pass; "
-        "meant for GPUs.",
+        "auto: on GPUs, with several replicas.",
     )
     bucket: int = Field(
         default=default_of(ParallelAMPOptimizer, "bucket"),
-        gt=0,
-        description="Bucket size of gradient reduction and weight gathering, in elements.",
+        ge=0,
+        description="Bucket size of gradient reduction and weight gathering, in elements; 0: 40 million, or a million "
+        "for each replica if that is more.",
     )
     zero_size: int = Field(
         default=default_of(ParallelAMPOptimizer, "zero_size"),
         ge=0,
         le=MOST_RANKS,
-        description="Number of neighboring replicas over which ZeRO-1 shards one copy of the optimizer state; "
-        "0: all replicas.",
+        description="Number of neighboring ranks with equal weights (replicas, and the context-parallel ranks of each) "
+        "over which ZeRO-1 shards one copy of the optimizer state; 0: all of them.",
     )
     elastic: bool = Field(
         default=False,
@@ -197,6 +148,23 @@ class Parallel(Table):
         "rank that hangs. Loading, the first step, evaluations and saves may take 10 minutes, or this if it is longer; "
         "a rank without a heartbeat ends them after this.",
     )
+
+    def overlaps(self, device: str) -> bool:
+        """Return True if replicas communicate during the passes. device: type of the ranks' devices.
+
+        On a CPU the ranks compute and communicate on the same cores, so "auto" does not overlap there.
+        """
+        return device == "cuda" and self.copies > 1 if self.overlap == "auto" else self.overlap
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks with equal weights, over which gradients are summed: data x context."""
+        return self.data * self.context
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the layout."""
+        return self.tensor * self.pipeline * self.copies
 
 
 class Group(Table):
@@ -215,17 +183,17 @@ class Optimizer(Table):
     name: str = Field(
         default="adamw",
         min_length=1,
-        description="Update rule: adamw, sgd, or an elementwise optimizer class of torch.optim such as RAdam.",
+        description="Update rule: adamw, sgd, muon, or an elementwise optimizer class of torch.optim such as RAdam.",
     )
     options: dict[str, Any] = Field(
         default={},
-        description="Arguments of the class that optimizer.name names, such as {momentum = 0.9}; adamw has "
-        "optimizer.betas and optimizer.eps instead.",
+        description="Arguments of the rule that optimizer.name names, such as {momentum = 0.9}; adamw, also as a part "
+        "of muon, has optimizer.betas and optimizer.eps instead.",
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=default_of(AdamW, "betas"),
         strict=False,
-        description="Decay rates of AdamW's first and second moment, per step.",
+        description="Decay rates of AdamW's first and second moment, per step; of muon for what AdamW updates.",
     )
     eps: float = Field(
         default=default_of(AdamW, "eps"),
@@ -305,10 +273,23 @@ class Train(Table):
         "weights, [model] and tokenizer; empty: random weights.",
     )
     seed: int = Field(default=1234, ge=0, description="Random seed of weights, dropout and sample order.")
+    numerics: Literal["fast", "canonical"] = Field(
+        default="fast",
+        description="Order of sums. fast: whatever is fastest in the layout; canonical: one order in every layout, so "
+        "that all layouts give the same bits (docs/canonical.md).",
+    )
+    canonical_shards: int = Field(
+        default=2,
+        gt=0,
+        le=1024,
+        description="Number of pieces that every layer is cut into if train.numerics is canonical: a multiple of "
+        "parallel.tensor in all layouts that are to be equal; 1 only serves layouts with parallel.tensor = 1.",
+    )
     eval_every: int = Field(
         default=0,
         ge=0,
-        description="Number of steps between evaluations on the held-out data and data.validation; 0: never.",
+        description="Number of steps between evaluations on the held-out data, data.validation and data.lm_eval; 0: "
+        "never.",
     )
     eval_batches: int = Field(default=4, gt=0, le=MOST, description="Number of global batches per evaluation.")
     sentinel: int = Field(
@@ -316,6 +297,11 @@ class Train(Table):
         ge=0,
         description="Number of steps between checks for hardware that computes wrongly: every such step, replicas "
         "compare their weights and compute one micro-batch of each other again; 0: never.",
+    )
+    compile: Literal["off", "leaves"] = Field(
+        default="off",
+        description="Compilation by torch. leaves: norms, rotary positions, gates, dropout and losses are compiled "
+        "before the first step, which changes their rounding; off: they are computed operator by operator.",
     )
     folder: FilePath = Field(
         default="runs/default", min_length=1, description="Folder of the run: metrics, checkpoints and plots."
@@ -370,6 +356,12 @@ class Log(Table):
         default=0,
         ge=0,
         description="Number of the step whose pipeline timeline is written to timeline.json, for Perfetto; 0: none.",
+    )
+    digests: int = Field(
+        default=0,
+        ge=0,
+        description="Number of steps between digests of weights, moments and loss scaler by logical tensor in "
+        "digests.jsonl, which are the same in every layout; 0: none.",
     )
     progress: bool = Field(default=True, description="Show a progress line if the output is a terminal.")
     peak_tflops: float = Field(

@@ -9,6 +9,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from megaprec.parsing import path_problem
 
+MOST = 2**31 - 1  # of a size that tensors have
+MOST_RANKS = 2**20
+MOST_STEPS = 2**53  # up to here a float holds every whole number
+
 
 def _expanded(path: str) -> str:
     """Return the path with ~ expanded. Raises ValueError if no file can have it."""

@@ -1,7 +1,10 @@
 """Lines about values of a run that are wrong: key, value, origin, and what the value must be."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from itertools import groupby
+from types import UnionType
+from typing import Any, TypeGuard, Union, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -14,7 +17,6 @@ PLAINER = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
     "tuple_type": "must be a list in brackets",
-    "model_type": 'must be a table, like {kind = "linear"}',
     "extra_forbidden": "is not a key of this table",
 }
 
@@ -41,7 +43,7 @@ def explained(
 
     missing_too: report missing keys as well.
     """
-    for found in error.errors(include_url=False):
+    for found in _alternatives_joined(kind, error.errors(include_url=False)):
         cause = found.get("ctx", {}).get("error")
         if isinstance(cause, UserError):
             yield from (f"{table}.{problem}" for problem in cause.problems)
@@ -52,14 +54,34 @@ def explained(
                 yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
         elif found["type"] != "default_factory_not_called":  # it follows from another problem
             key = f"{table}.{found['loc'][0]}"
-            yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {_must(found)}"
+            must = _table_like(kind, found) if found["type"] == "model_type" else _must(found)
+            yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {must}"
+
+
+def _alternatives_joined(kind: type[BaseModel], found: Sequence[ErrorDetails]) -> Iterator[ErrorDetails]:
+    """Yield the findings, those about a value that may have one of several types as one: pydantic has one for each."""
+    for key, of_key in groupby(found, lambda one: one["loc"][:1]):
+        field = kind.model_fields.get(str(key[0])) if key else None
+        if field is None or get_origin(field.annotation) not in (Union, UnionType):
+            yield from of_key
+            continue
+        each = [_must({**one, "loc": key}) for one in of_key]
+        joined = " or ".join([each[0], *(must.removeprefix("must be ") for must in each[1:])])
+        yield {"type": "union", "loc": key, "msg": joined, "input": None}
+
+
+def _table_like(kind: type[BaseModel], found: ErrorDetails) -> str:
+    """Return the form of a key that holds a table, by the example in its description."""
+    described = kind.model_fields[str(found["loc"][0])].description or ""
+    example = re.search(r"such as (\{.*?\})", described)
+    return f"must be a table, like {example[1]}" if example else "must be a table"
 
 
 def _must(found: ErrorDetails) -> str:
     """Return the requirement that a value found wrong by pydantic violates, as "must be ..."."""
     inside = found["loc"][1:]
     if found["type"] == "missing":
-        return f"value {inside[0] + 1} lacks {inside[1]}" if _is_field(inside) else "too few values"
+        return _lacks(inside)
     said = found["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     message = PLAINER.get(found["type"], said)
     place = inside[0] if inside else None
@@ -70,6 +92,13 @@ def _must(found: ErrorDetails) -> str:
         expected = str(found.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
         message += did_you_mean(str(found["input"]), expected)
     return where + message
+
+
+def _lacks(inside: Sequence[int | str]) -> str:
+    """Return the line about a missing value at a place inside a value: a key of a table, or an item of a list."""
+    if _is_field(inside):
+        return f"value {inside[0] + 1} lacks {inside[1]}"
+    return f"it lacks {inside[0]}" if isinstance(inside[0], str) else "too few values"
 
 
 def _is_field(inside: Sequence[int | str]) -> TypeGuard[tuple[int, str]]:

@@ -12,6 +12,7 @@ from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from tools.convert.core.source import Source
+from tools.convert.hf.beside import require_fetched
 from tools.convert.hf.folder import find_hf, has_weights, open_hf
 from tools.convert.megatron.read import find_megatron, open_megatron
 from tools.convert.native import open_native
@@ -75,6 +76,7 @@ def format_of(path: Path) -> tuple[str, Path]:
     """Return the format of a folder and the folder of the checkpoint. Raises UserError for none and for several."""
     if not path.is_dir():
         raise UserError(f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model")
+    require_fetched(path)
     known = {kind: found for kind, one in FORMATS.items() if (found := one.find(path))}
     if "colossalai" in known:
         known.pop("hf", None)  # whose format it is

@@ -4,6 +4,8 @@ Every rank reads what it holds: rows of a tensor that is stored in megaprec's fo
 rearranged or assembled first.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
@@ -13,10 +15,12 @@ from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store
 from megaprec.checkpoint.save_load import load_weights
+from megaprec.comm.everyones import everyones
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from models.config import ModelConfig
+from tools.convert.core.finite import NotFinite, not_finite
 from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_source
 from tools.convert.hf.folder import CONFIG, hf_model, hf_tokenizer
@@ -50,19 +54,37 @@ def open_weights(folder: Path) -> Source:
 def start_from(folder: Path, optimizer: ParallelAMPOptimizer) -> None:
     """Copy the weights of train.init_from into the optimizer and the layers; moments stay zero.
 
-    Collective over the world. Raises UserError, before anything is changed, if a file of the checkpoint is damaged.
+    Rank 0 prints a warning for tensors with numbers that are NaN or infinite. Collective over the world. Raises
+    UserError, before anything is changed, if a file of the checkpoint is damaged.
     """
     if checkpoint := checkpoint_at(folder):
         store = Store(checkpoint)
         require_intact(store, store.files_of("weight"), optimizer.world, optimizer.device)
-    load_weights(Slices(open_initial(folder)), optimizer)
+    slices = Slices(open_initial(folder))
+    load_weights(slices, optimizer)
+    found = everyones(slices.wrong, optimizer.world, optimizer.device)
+    if optimizer.world.rank == 0:
+        print(*(f"warning: {folder}: {line}\n" for line in _told(slices.source, found)), sep="", end="", flush=True)
+
+
+def _told(source: Source, wrong: Mapping[str, int]) -> list[str]:
+    """Return a line for each tensor with such numbers. wrong: their number by slice, as of `Slices.wrong`."""
+    counts = Counter[str]()
+    for slice_of, number in wrong.items():
+        counts[slice_of.partition(" ")[0]] += number
+    seen = NotFinite()
+    seen.counts = {key: (number, prod(source.shapes[key])) for key, number in sorted(counts.items())}
+    return seen.lines(())
 
 
 class Slices:
-    """Reader of parts of a source's logical tensors."""
+    """Reader of parts of a source's logical tensors.
+
+    wrong: by key and place of a slice, how many of its numbers are NaN or infinite, if any are.
+    """
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        self.source, self.wrong = source, dict[str, int]()
 
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
         """Return elements [first, last) of the flattened slice `part`."""
@@ -75,4 +97,7 @@ class Slices:
         rows = self.source.rows(key, above + top, above + bottom)
         if part.dim:
             rows = rows.narrow(part.dim, part.start, part.local[part.dim])
-        return rows.reshape(-1)[first - top * row : last - top * row]
+        read = rows.reshape(-1)[first - top * row : last - top * row]
+        if wrong := not_finite(read):
+            self.wrong[f"{key} {part.dim} {part.start} {first}"] = wrong
+        return read

@@ -17,9 +17,11 @@ from megaprec.checkpoint.ranges import blocks, stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
+from megaprec.optim.update_rules import MUON_MOMENTUM
 from megaprec.precision.plan import LossScaling
 from models.config import ModelConfig
 from models.own_model import require_builtin
+from models.router import is_correction
 from tools.convert.core.rules import Match, logical_shapes
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import Place, Target, Write
@@ -86,10 +88,17 @@ def open_native(path: Path) -> Source:
 
 
 def _check(path: Path, model: ModelConfig, store: Store, logical: Iterable[str]) -> None:
+    by_muon = store.shapes(MUON_MOMENTUM).keys()  # these have no other moment, and what is left has none of Muon
     for kind in dict.fromkeys(key.split("/", 1)[0] for key in logical):
         if shapes := store.shapes(kind):
-            found = [Match(n, (n,), SAME, "whole", s) for n, s in logical_shapes(model).items()]
+            wanted = {n: s for n, s in logical_shapes(model).items() if _has(kind, n, n in by_muon)}
+            found = [Match(n, (n,), SAME, "whole", s) for n, s in wanted.items()]
             check_tensors(path, found, {n: torch.empty(s, device="meta") for n, s in shapes.items()})
+
+
+def _has(kind: str, name: str, by_muon: bool) -> bool:
+    """Return True if a tensor has this moment, or kind is "weight". by_muon: True if Muon updates the tensor."""
+    return kind == "weight" or (not is_correction(name) and (kind == MUON_MOMENTUM) == by_muon)
 
 
 def _assembled(store: Store, key: str, files: dict[str, dict[str, Stored]]) -> list[Tensor]:
@@ -130,9 +139,10 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
     """Return a target with all tensors of `source`: weights in `dtype` or their own dtype, moments unchanged."""
     names = list(logical_shapes(source.model))
     dtypes = {
-        f"{kind}/{name}": (dtype if kind == "weight" else None) or source.dtype(f"{kind}/{name}")
+        f"{kind}/{name}": source.dtype_in(f"{kind}/{name}", dtype if kind == "weight" else None)
         for kind in source.kinds
         for name in names
+        if kind == "weight" or f"{kind}/{name}" in source.shapes  # Muon keeps a moment of matrices, AdamW two of others
     }
     size = sum(prod(source.shapes[key]) * kind.itemsize for key, kind in dtypes.items())
 

@@ -6,9 +6,7 @@ random weights, through a folder that transformers writes, and the same tokens, 
 float64 two models that compute the same differ by rounding alone; the effect of a single misread key is far larger.
 """
 
-import importlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -24,13 +22,15 @@ from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.hf.config import from_hugging_face
-from tools.convert.hf.folder import CONFIG, open_hf, read_json
-from tools.convert.hf.keys import ALIASES
+from tools.convert.hf.defaults import ALIASES, DEFAULTS
+from tools.convert.hf.folder import CONFIG, open_hf, read_config
+from tools.convert.quiet import quiet_transformers
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit
 LAYERS, HEAD, FFN, VOCAB, EXPERTS, LENGTH = 4, 16, 48, 64, 4, 48
 ORIGINAL = "original_max_position_embeddings"
+OF_WEIGHTS = ("quantization_config", "initial_context_length")  # of the published ones, not of the model computed
 Json = Mapping[str, Any]
 
 
@@ -58,14 +58,14 @@ def verify_initial(folder: Path) -> str:
     """
     if checkpoint_at(folder):
         return ""
-    return check_config(read_json(folder / CONFIG), f"train.init_from: {folder / CONFIG}")
+    return check_config(read_config(folder), f"train.init_from: {folder / CONFIG}")
 
 
 def reduced(config: Json) -> dict[str, Any]:
     """Return the config.json of a small model of the same kind, with only sizes changed."""
     model = from_hugging_face(config)
     names = ALIASES["gpt2"] if config["model_type"] == "gpt2" else {}
-    small = {key: value for key, value in config.items() if key not in names}
+    small = {key: value for key, value in config.items() if key not in (*names, *OF_WEIGHTS)}
     for key, value in (_sizes(config, model) | _lengths(config, model)).items():
         small[names.get(key, key)] = value
     return small | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -88,11 +88,42 @@ def _sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
     }
     sizes |= {"num_key_value_heads": kv_heads} if grouped else {}
     sizes |= {"head_dim": head_dim} if config.get("head_dim") is not None else {}
-    if model.experts:
-        key = "num_local_experts" if config.get("num_local_experts") is not None else "num_experts"
-        sizes[key] = min(model.experts, max(EXPERTS, model.experts_per_token + 1))
-        sizes |= {"moe_intermediate_size": FFN} if config["model_type"] == "qwen3_moe" else {}
+    sizes |= _latents(config, model) if model.latent else {}
+    return sizes | (_expert_sizes(config, model) if model.experts else {})
+
+
+def _expert_sizes(config: Json, model: ModelConfig) -> dict[str, Any]:
+    """Return small numbers of experts, in groups of the same number, and layers without experts of each kind."""
+    keys = ("num_local_experts", "n_routed_experts", "num_experts")
+    first_k = "first_k_dense_replace" in DEFAULTS[config["model_type"]]
+    usual = "n_routed_experts" if first_k else "num_experts"
+    key = next((key for key in keys if config.get(key) is not None), usual)
+    least = max(EXPERTS, model.experts_per_token + 1)
+    sizes: dict[str, Any] = {key: min(model.experts, model.router.at_least(least, model.experts_per_token))}
+    if "moe_intermediate_size" in DEFAULTS[config["model_type"]]:
+        sizes["moe_intermediate_size"] = FFN
+    kinds = _spread([n in model.dense_layers for n in range(model.layers)], min(model.layers, LAYERS))
+    dense = [n for n, one in enumerate(kinds) if one]
+    if first_k:
+        sizes["first_k_dense_replace"] = len(dense)
+    elif model.dense_layers:
+        sizes |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     return sizes
+
+
+def _latents(config: Json, model: ModelConfig) -> dict[str, Any]:
+    """Return small latents, and the widths that follow from them where the file states them."""
+    sizes = model.latent
+    turning, still = min(sizes.rope_dim, HEAD // 2), min(sizes.nope_dim, HEAD // 2)
+    follow = {"head_dim": turning, "qk_head_dim": turning + still}
+    return {
+        "q_lora_rank": min(sizes.query_rank, HEAD) or None,
+        "kv_lora_rank": min(sizes.kv_rank, HEAD),
+        "qk_rope_head_dim": turning,
+        "qk_nope_head_dim": still,
+        "v_head_dim": min(sizes.value_dim, HEAD),
+        **{key: value for key, value in follow.items() if config.get(key) is not None},
+    }
 
 
 def turns(model: ModelConfig, head_dim: int) -> bool:
@@ -157,13 +188,7 @@ def difference(config: str) -> float:
 @torch.no_grad()
 def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
     """Return float64 logits [b, s, vocab] of transformers' model with random weights, which it saves in `folder`."""
-    with warnings.catch_warnings(), _float32_is_float64():
-        warnings.simplefilter("ignore")
-        transformers = importlib.import_module("transformers")
-        logging = importlib.import_module("transformers.utils.logging")
-        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    with quiet_transformers() as transformers, _float32_is_float64():
         try:
             model = _made(transformers, config)
             logits = model(ids).logits
@@ -173,15 +198,10 @@ def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
                 f"transformers makes no model of config.json ({type(error).__name__}: {reason}); --no-verify goes on "
                 "all the same"
             ) from error
-        finally:
-            logging.set_verbosity(verbosity)
         try:
             model.save_pretrained(folder)
         except Exception as error:  # the library of safetensors has one of its own for a full disk
             raise UserError(f"a small model cannot be written to {folder} ({error}); --no-verify needs none") from error
-        finally:
-            if bars:
-                logging.enable_progress_bar()
     return logits
 
 
@@ -202,6 +222,9 @@ def _draw(model: Any) -> None:
         noise = torch.randn(parameter.shape, generator=dice, dtype=torch.float64)
         embeds = any(part in name for part in ("embed_in", "embed_tokens", "wte", "wpe"))
         parameter.copy_((0.02 if embeds else 0.25) * noise + float("norm" in name or "ln_" in name))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=dice, dtype=torch.float64))
 
 
 @contextmanager

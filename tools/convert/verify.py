@@ -7,6 +7,7 @@ checkpoint by megaprec's model.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from models.stages import Stage, cuts
 from parallel.context import Context
 from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_intact
+from tools.convert.hf.folder import in_fp8
+from tools.convert.initial import Slices
+from tools.convert.quiet import quiet_transformers
 
 BOUND = 1e-5  # of the largest difference, for logits of size 1; relative to the largest logit where that is more
 TOKENS = 64
@@ -41,9 +45,14 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
         )
     halves = [logits(path, ids, torch.bfloat16, vocab).argmax(-1) for path in (first, second)]
     agree = (halves[0] == halves[1]).double().mean().item()
+    ours = [
+        f"; {path} is in FP8, which transformers rounds otherwise: megaprec ran it"
+        for path in (first, second)
+        if in_fp8(path)
+    ]
     return (
         f"logits of {ids.numel()} tokens: FP32 differ by at most {apart:.3g} (largest {largest:.3g}, bound {BOUND:g}), "
-        f"in bf16 {agree:.1%} of the likeliest tokens agree"
+        f"in bf16 {agree:.1%} of the likeliest tokens agree{''.join(ours)}"
     )
 
 
@@ -51,19 +60,32 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
 def logits(path: Path, ids: Tensor, dtype: torch.dtype, vocab: int | None = None) -> Tensor:
     """Return FP32 logits [b, s, vocab], computed in `dtype`."""
     kind, found = format_of(path)
-    theirs = kind in ("hf", "colossalai")  # one format
+    theirs = kind in ("hf", "colossalai") and not in_fp8(found)  # one format
     forward = _theirs(found, dtype) if theirs else _ours(open_intact(path, vocab), dtype)
     return forward(ids).float()
 
 
 def _theirs(path: Path, dtype: torch.dtype) -> Forward:
     try:
-        import transformers  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingImports]
+        with quiet_transformers() as transformers:
+            return _loaded(transformers, path, dtype)
     except ImportError as problem:
         raise UserError("--verify logits needs the package 'transformers': pip install transformers") from problem
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager", local_files_only=True
-    )
+
+
+def _loaded(transformers: Any, path: Path, dtype: torch.dtype) -> Forward:
+    """Return the model that transformers loads. Raises UserError if it cannot, whatever the reason."""
+    try:
+        settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        settings._experts_implementation = "eager"  # torch's grouped products know only widths of 16 bytes
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, config=settings, dtype=dtype, attn_implementation="eager", local_files_only=True
+        )
+    except ImportError:
+        raise
+    except Exception as error:  # a library that reads the files of others has many kinds
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{path} is not loaded by transformers ({type(error).__name__}: {reason})") from error
     model.eval()
     return lambda ids: model(ids).logits
 
@@ -75,7 +97,7 @@ def _ours(source: Source, dtype: torch.dtype) -> Forward:
 
 def load_stage(source: Source, compute: str = "fp32") -> Stage:
     """Return the whole model on this process, with the weights of `source`."""
-    config = source.model.undrawn
+    config = source.model.alone.undrawn
     stage = Stage(config, Context(plan(compute)), cuts(config, 1, config.max_positions)[0])
     read_weights(stage, source)
     return stage
@@ -83,8 +105,10 @@ def load_stage(source: Source, compute: str = "fp32") -> Stage:
 
 @torch.no_grad()
 def read_weights(stage: Stage, source: Source) -> None:
-    """Copy the weights of `source` into a stage that holds the whole model, in the dtype that its plan has for them."""
+    """Copy the weights of `source` into a stage, in the dtype that its plan has for them. It reads what it holds."""
+    slices = Slices(source)
     for parameter in stage.parameters():
-        parameter.data = parameter.data.to(stage.context.plan.parameters)
+        wide, counts = stage.context.plan.sensitive, layout_of(parameter).balancing is not None
+        parameter.data = parameter.data.to(wide if counts else stage.context.plan.parameters)
         for part, first, last in layout_of(parameter).spans():
-            parameter.view(-1)[first:last] = source.read(f"weight/{part.name}").reshape(-1)
+            parameter.view(-1)[first:last] = slices.read_range("weight", part, 0, last - first)

@@ -1,6 +1,6 @@
 """JSON, TOML and YAML as tables of values, with the line of each key if the format provides it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ class _YamlTables(_Tables):
         if isinstance(value, yaml.MappingNode):
             table = Table(line=line)
             own = [pair for pair in value.value if pair[0].tag != "tag:yaml.org,2002:merge"]
+            self._require_once([key for key, _ in own])
             for key, inner in [*(pair for pair in value.value if pair not in own), *own]:  # explicit keys win
                 table.entries |= self._entries(key, inner)
             return self.made(table)
@@ -92,6 +93,17 @@ class _YamlTables(_Tables):
         if value.tag.startswith("tag:yaml.org,2002:python") or value.tag.startswith("!"):
             return Thing(value.tag, line, "is a tag of YAML, which is not followed")
         return _plain_scalar(self.constructor.construct_object(value), line)
+
+    def _require_once(self, keys: Sequence[Any]) -> None:
+        """Raise UserError if a table has a key twice: programs differ in which of the two they take."""
+        lines: dict[str, int] = {}
+        for key in keys:
+            first = lines.setdefault(str(key.value), key.start_mark.line + 1)
+            if first != key.start_mark.line + 1:
+                raise UserError(
+                    f"{self.path}, line {key.start_mark.line + 1}: {key.value} is given twice, first in line {first}; "
+                    "keep one of them"
+                )
 
     def _merged(self, value: Any) -> Mapping[Any, Entry]:
         """Return the entries of a table, or of several, of which the first wins."""
@@ -105,11 +117,16 @@ class _YamlTables(_Tables):
         return {str(name): Entry(self.of(inner), key.start_mark.line + 1, self.number())}
 
 
-def from_json(text: str) -> Data | None:
-    """Return the object of a JSON text; None if the text is not an object."""
+def from_json(text: str, path: Path | None = None) -> Data | None:
+    """Return the object of a JSON text; None if the text is not an object.
+
+    path: of a file that must be JSON; raises UserError, which says why, if it is not.
+    """
     try:
         content = parse_json(text)
-    except ValueError:
+    except ValueError as error:
+        if path is not None:
+            raise UserError(f"{path}: not a JSON object: {error}") from error
         return None
     return Data(_Tables(), content) if isinstance(content, dict) else None
 

@@ -17,7 +17,7 @@ from tools.foreign.account import Account
 from tools.foreign.data_files import Data, TooLarge, from_json, from_toml, from_yaml, mentions_in_data
 from tools.foreign.expressions import TooMuch
 from tools.foreign.gather import Gatherer, reachable
-from tools.foreign.mentions import mentions_in
+from tools.foreign.mentions import bears_on_precision, mentions_in
 from tools.foreign.nemo_forms import note_overwritten
 from tools.foreign.statements import Statements
 from tools.foreign.systems import NEMO, Spot
@@ -87,7 +87,7 @@ def _data(path: Path, text: str) -> Data | None:
     if kind in (".yaml", ".yml"):
         return _needed(path, from_yaml(path, text), "a YAML mapping")
     if kind == ".json":
-        return _needed(path, from_json(text), "a JSON object")
+        return _needed(path, from_json(text, path), "a JSON object")
     if kind == ".toml":
         return _needed(path, from_toml(text), "TOML")
     return None if kind == ".py" else from_toml(text) or from_json(text)
@@ -118,6 +118,7 @@ def _account_of_data(path: Path, data: Data) -> Account:
 
 def _account_of_python(path: Path, text: str, assumptions: Mapping[str, ast.expr], pick: str) -> Account:
     tree = _parsed(path, text)
+    _require_keys_once(path, tree)
     account = Account(str(path), mentions_in(tree))
     found = Statements(tree, assumptions)
     for name in sorted(set(assumptions) - found.assumed):
@@ -161,6 +162,22 @@ def _parsed(path: Path, text: str) -> ast.Module:
             return ast.parse("\n".join(lines))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise UserError(_why_not_python(path, text, error)) from error
+
+
+def _require_keys_once(path: Path, tree: ast.Module) -> None:
+    """Raise UserError for a call that has an argument twice, which Python refuses too, or a dict a key of precision."""
+    for node in ast.walk(tree):
+        words: list[tuple[object, int]] = []
+        if isinstance(node, ast.Call):
+            words = [(word.arg, word.lineno) for word in node.keywords if word.arg]
+        elif isinstance(node, ast.Dict):
+            keys = [key for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            words = [(key.value, key.lineno) for key in keys if bears_on_precision(str(key.value))]
+        seen = set[object]()
+        for name, line in words:
+            if name in seen:
+                raise UserError(f"{path}, line {line}: {name} is given twice; keep one of them")
+            seen.add(name)
 
 
 def _why_not_python(path: Path, text: str, error: Exception) -> str:

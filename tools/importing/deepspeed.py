@@ -6,10 +6,11 @@ is the micro-batch times the accumulation steps times the replicas, and what is 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from megaprec.errors import did_you_mean
-from tools.arguments.deepspeed import IDLE, READ, REFUSED, idle
+from tools.arguments.deepspeed import IDLE, READ, REFUSED, TABLES, idle
 from tools.importing.draft import ASSUMED, DEEPSPEED, Draft
 
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -76,7 +77,7 @@ def add_deepspeed(content: Mapping[str, Any], place: str, draft: Draft, ranks: i
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not path):
         for key, inner in value.items():
             yield from _leaves(f"{path}.{key}" if path else str(key), inner)
     else:
@@ -91,7 +92,10 @@ def _problem(path: str, value: Any, config: Config, draft: Draft) -> str:
             return "" if settled else f"what it will be is not known: give {READ[path][0]}=... beside the file"
         kind = TYPES.get(path, "number")
         right = value is None or (isinstance(value, KINDS[kind]) and (kind == "bool" or not isinstance(value, bool)))
-        return "" if right else f"must be a {kind}"
+        finite = not isinstance(value, float) or isfinite(value)
+        return "" if right and finite else f"must be a {kind}" if not right else "must be finite"
+    if path in TABLES:
+        return "" if value in (None, {}) else "must be a table of keys in braces"
     parts = path.split(".")
     table = next((name for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in REFUSED), "")
     if table:
@@ -275,7 +279,7 @@ def _add_optimizer(config: Config, draft: Draft) -> None:
             config.origin("optimizer.params.weight_decay"),
         )
     elif draft.needs("optimizer.name"):
-        rules = "adamw, sgd and elementwise ones of torch.optim (optimizer.name)"
+        rules = "adamw, sgd, muon and elementwise ones of torch.optim: give optimizer.name=... beside the file"
         draft.problems.append(f"{config.shown('optimizer.type')}: the update rules here are {rules}")
         return
     if draft.value("optimizer.weight_decay"):
@@ -306,7 +310,9 @@ def _add_schedule(config: Config, draft: Draft) -> None:
     if get(start, 0) not in (0, 0.0, "auto"):
         draft.problems.append(f"{config.shown(f'scheduler.params.{start}')}: warm-up begins at 0 here")
     warmup = get("warmup_num_steps", 1000)
-    if get("warmup_type", "log") == "log" and warmup != 0 and draft.needs("lr.warmup"):
+    if (form := get("warmup_type", "log")) not in ("log", "linear", "auto"):
+        draft.problems.append(f"{config.shown('scheduler.params.warmup_type')}: DeepSpeed's are log and linear")
+    if form == "log" and warmup != 0 and draft.needs("lr.warmup"):
         said = config.origin("scheduler.params.warmup_type")
         draft.problems.append(
             f"scheduler.params.warmup_type ({config.place}): warm-up is linear here, but {said} is log: write linear, "

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from megaprec.parsing import parse_json, read_text
-from tools.config.settings import Data
+from tools.config.data_settings import Data
 from tools.importing.draft import Draft
 from tools.importing.grammar import Arguments
 
@@ -67,7 +67,13 @@ def _weight(text: str) -> float | None:
 def _add_tokenizer(a: Arguments, draft: Draft) -> None:
     """Add the tokenizer, or the size of the vocabulary where Megatron-LM reads it from other files."""
     kind, path = a.get("tokenizer_type"), a.get("tokenizer_model")
-    if not (draft.needs("data.tokenizer") and draft.needs("model.vocab")):
+    if not draft.needs("data.tokenizer"):
+        return
+    if not draft.needs("model.vocab"):
+        if path:
+            draft.notes.append(
+                f"{a.shown['tokenizer_model']}: not read, for model.vocab is given; data.tokenizer reads it"
+            )
         return
     if kind in SENTENCEPIECE and path:
         draft.put("data.tokenizer", path, a.origin("tokenizer_model"))

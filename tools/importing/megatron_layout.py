@@ -2,26 +2,32 @@
 
 from collections.abc import Iterator
 
+from megaprec.comm.experts import misfit
 from tools.importing.draft import NO_RANKS, Draft
 from tools.importing.grammar import Arguments
 
+AXES = {
+    "parallel.tensor": "tensor_model_parallel_size",
+    "parallel.pipeline": "pipeline_model_parallel_size",
+    "parallel.context": "context_parallel_size",
+}
 MODULES = {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"}
 
 
 def add_layout(a: Arguments, draft: Draft, ranks: int | None) -> None:
     """Add the layout. ranks: how many there are; None if that is not said."""
-    tensor, pipeline = (
-        draft.settled[key].value if key in draft.settled else a.get(f"{key.partition('.')[2]}_model_parallel_size")
-        for key in ("parallel.tensor", "parallel.pipeline")
-    )
-    if not isinstance(tensor, int) or not isinstance(pipeline, int):
+    sizes = [draft.settled[key].value if key in draft.settled else a.get(name) for key, name in AXES.items()]
+    if not all(isinstance(size, int) for size in sizes):
         return
-    draft.put("parallel.tensor", tensor, a.origin("tensor_model_parallel_size"))
-    draft.put("parallel.pipeline", pipeline, a.origin("pipeline_model_parallel_size"))
-    if tensor < 1 or pipeline < 1:
-        a.refuse("give numbers from 1 on", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    for (key, name), size in zip(AXES.items(), sizes, strict=True):
+        if key != "parallel.context" or size != 1:
+            draft.put(key, size, a.origin(name))
+    if min(sizes) < 1:
+        a.refuse("give numbers from 1 on", *AXES.values())
         return
-    data = _add_data(a, draft, ranks, tensor * pipeline)
+    tensor, pipeline, context = sizes
+    _add_ways(a, draft, context)
+    data = _add_data(a, draft, ranks, tensor * pipeline * context, context)
     if a.get("sequence_parallel") and tensor > 1:
         draft.put("parallel.sequence", True, a.origin("sequence_parallel"))
     _add_stages(a, draft, pipeline)
@@ -31,15 +37,53 @@ def add_layout(a: Arguments, draft: Draft, ranks: int | None) -> None:
         draft.put("parallel.overlap", True, a.origin("overlap_grad_reduce", "overlap_param_gather"))
     if a.has("ddp_bucket_size"):
         draft.put("parallel.bucket", a.get("ddp_bucket_size"), a.origin("ddp_bucket_size"))
-    if a.idle.get("expert_model_parallel_size", " 1").split()[-1] not in ("1", "=1"):
-        said = a.idle["expert_model_parallel_size"]
-        draft.notes.append(
-            f"{said}: there is no expert parallelism here; each replica has all experts, which takes memory"
+    _add_experts(a, draft, ranks, data * context, tensor)
+    _add_instances(a, draft, data * context)
+
+
+WAYS = {"p2p": "ring", "all_gather": "gather", "allgather": "gather"}
+
+
+def _add_ways(a: Arguments, draft: Draft, context: int) -> None:
+    """Add the way in which the ranks of parallel.context exchange keys and values, the same in all layers."""
+    ways = sorted({*a.get("cp_comm_type")})
+    if context == 1:
+        if a.has("cp_comm_type"):
+            draft.notes.append(f"{a.origin('cp_comm_type')}: no ranks share a sequence, so there is no exchange")
+    elif len(ways) != 1 or ways[0] not in WAYS:
+        a.refuse(
+            "keys and values go round (p2p) or are gathered (all_gather) here, in all layers alike", "cp_comm_type"
         )
-    _add_instances(a, draft, data)
+    else:
+        draft.put("parallel.context_by", WAYS[ways[0]], a.origin("cp_comm_type"))
+
+
+SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+def _add_experts(a: Arguments, draft: Draft, ranks: int | None, data: int, tensor: int) -> None:
+    """Add the ranks of experts, which Megatron-LM numbers in the same way (megatron/core/parallel_state.py)."""
+    expert, in_slices = a.get(SIZES[0]), a.get(SIZES[1])
+    if expert == 1 and in_slices in (None, tensor):
+        return
+    if expert < 1 or (in_slices is not None and in_slices < 1):
+        a.refuse("give numbers from 1 on", *SIZES)
+    elif not draft.value("model.experts"):
+        draft.notes.append(f"{a.origin(*SIZES)}: the model has no experts, so no ranks are for them")
+    elif not ranks and "parallel.data" not in draft.settled and misfit(data, tensor, expert, in_slices or tensor):
+        draft.notes.append(
+            f"{a.origin(*SIZES)}: left out, because the arguments do not say how many ranks there are; --ranks N does"
+        )
+    elif problem := misfit(data, tensor, expert, in_slices or tensor):
+        a.refuse(problem, *(name for name in SIZES if a.has(name)))
+    else:
+        draft.put("parallel.expert", expert, a.origin(SIZES[0]))
+        if in_slices not in (None, tensor):
+            draft.put("parallel.expert_tensor", in_slices, a.origin(SIZES[1]))
 
 
 def _add_instances(a: Arguments, draft: Draft, data: int) -> None:
+    """Add the size of ZeRO-1's groups. data: the ranks with equal weights."""
     instances = a.get("num_distributed_optimizer_instances")
     if instances != 1:
         if instances < 1 or not data or data % instances:
@@ -48,7 +92,7 @@ def _add_instances(a: Arguments, draft: Draft, data: int) -> None:
             draft.put("parallel.zero_size", data // instances, a.origin("num_distributed_optimizer_instances"))
 
 
-def _add_data(a: Arguments, draft: Draft, ranks: int | None, per_replica: int) -> int:
+def _add_data(a: Arguments, draft: Draft, ranks: int | None, per_replica: int, context: int) -> int:
     """Add the number of replicas and the global batch. Returns the first."""
     micro, batch = a.get("micro_batch_size"), a.get("global_batch_size")
     data = draft.value("parallel.data")
@@ -56,7 +100,8 @@ def _add_data(a: Arguments, draft: Draft, ranks: int | None, per_replica: int) -
         data = ranks // per_replica if ranks else 1
         if ranks and ranks % per_replica:
             draft.problems.append(
-                f"{ranks} ranks are no multiple of {per_replica}, those of one replica (tensor x pipeline): "
+                f"{ranks} ranks are no multiple of {per_replica}, those of one replica (tensor x pipeline"
+                f"{' x context' if context > 1 else ''}): "
                 "--ranks gives another number"
             )
             return 0

@@ -22,6 +22,7 @@ OF_MODEL = frozenset(
     name for row in READ.values() if row.keys and row.keys[0].startswith("model.") for name in [row.sets]
 )
 PATTERN, LONGEST = re.compile(r"[\s,\d\[\]()+*]{1,500}"), 10_000
+BALANCED = {"aux_loss": "each micro-batch", "global_aux_loss": "the global batch"}
 NO_NAMES = 10**6  # a vocabulary for `model_of`, where only the tokenizer knows it
 
 
@@ -45,6 +46,15 @@ def add_model(arguments: Arguments, draft: Draft) -> None:
         draft.put(f"model.{key}", value, _origin(key, arguments))
     if (std := arguments.get("embedding_init_method_std")) is not None:
         draft.put("model.init", {"embedding": std}, arguments.origin("embedding_init_method_std"))
+    if not model.mtp_layers and arguments.has("mtp_loss_scaling_factor"):
+        weight = arguments.get("mtp_loss_scaling_factor")
+        draft.put("model.mtp_loss_weight", weight, arguments.origin("mtp_loss_scaling_factor"))
+    kind = args["moe_router_load_balancing_type"]
+    if model.experts and model.router_aux_loss and kind in BALANCED:
+        draft.notes.append(
+            f"--moe-router-load-balancing-type {kind}: model.router_aux_loss balances each sample, as seq_aux_loss "
+            f"does, not {BALANCED[kind]}"
+        )
 
 
 def completed(arguments: Arguments) -> dict[str, Any]:
@@ -144,7 +154,8 @@ def _follows(needed: dict[str, Any], key: str) -> Any:
 def _origin(key: str, arguments: Arguments) -> str:
     names = [row.sets for row in READ.values() if f"model.{key}" in row.keys]
     if key == "family":
-        names = ["num_experts", "position_embedding_type", "use_rotary_position_embeddings"]
+        names = ["num_experts", "multi_latent_attention", "moe_router_score_function", "softmax_type"]
+        names += ["position_embedding_type", "use_rotary_position_embeddings"]
     return arguments.origin(*dict.fromkeys(names))
 
 

@@ -128,9 +128,13 @@ def add_optimizer(a: Arguments, draft: Draft) -> None:
         draft.put("optimizer.name", "sgd", a.origin("optimizer"))
         draft.put("optimizer.options", {"momentum": a.get("sgd_momentum")}, a.origin("sgd_momentum"))
     elif draft.needs("optimizer.name"):
-        a.refuse(
-            "the update rules here are adamw, sgd and elementwise ones of torch.optim (optimizer.name)", "optimizer"
+        muon = (
+            "; Megatron's iterates with other coefficients each time (quintic) and by default on each tensor-parallel "
+            "rank's rows alone (--muon-tp-mode blockwise), muon here with the same ones on whole matrices: "
+            "optimizer.name=muon beside these arguments takes it (docs/optimizer.md)"
         )
+        rules = "the update rules here are adamw, sgd, muon and elementwise ones of torch.optim (optimizer.name)"
+        a.refuse(rules + (muon if "muon" in name else ""), "optimizer")
     draft.put("optimizer.weight_decay", a.get("weight_decay"), a.origin("weight_decay"))
     draft.put("optimizer.clip", a.get("clip_grad"), a.origin("clip_grad"))
 

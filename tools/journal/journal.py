@@ -14,7 +14,18 @@ from megaprec.optim.step_report import to_json
 from tools.console.progress_bar import Steps
 from tools.console.units import flops
 from tools.journal.lines import Lines
-from tools.journal.records import EVENTS, LASTING, METRICS, NAMED, lost_steps, odd_lines, read_lines
+from tools.journal.records import (
+    DIGEST,
+    DIGESTS,
+    EVENTS,
+    LASTING,
+    METRICS,
+    NAMED,
+    TASKS,
+    lost_steps,
+    odd_lines,
+    read_lines,
+)
 from tools.journal.trackers import Feed
 
 PACE = 20  # number of newest steps whose mean time the ETA is estimated from
@@ -31,8 +42,9 @@ class Journal(AbstractContextManager["Journal"]):
         self, folder: Path, start: int, total: int, every: int, progress: bool, trackers: Sequence[Feed] = ()
     ) -> None:
         if start == 0:
-            _put_aside(folder / METRICS, folder / EVENTS)
+            _put_aside(folder / METRICS, folder / EVENTS, folder / DIGESTS)
         self._metrics, self._events = (_reopen(folder / name, start) for name in (METRICS, EVENTS))
+        self._digests = _Later(folder / DIGESTS, start)
         if note := lost_steps(folder / METRICS, start):
             print(f"note       {note}")
         self._trackers, self._newest = trackers, start
@@ -48,6 +60,7 @@ class Journal(AbstractContextManager["Journal"]):
                 closing.callback(self._bar.stop)
             closing.callback(self._metrics.close)
             closing.callback(self._events.close)
+            closing.callback(self._digests.close)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write the record of a step. record: the fields of metrics.jsonl."""
@@ -59,8 +72,8 @@ class Journal(AbstractContextManager["Journal"]):
         self._show(record, (self._total - record["step"]) * sum(self._pace) / len(self._pace))
 
     def write_event(self, event: dict[str, Any]) -> None:
-        """Write an event of the step event["step"] to events.jsonl."""
-        self._events.write(to_json(event))
+        """Write an event of the step event["step"] to events.jsonl, or to digests.jsonl if it is one of the state."""
+        (self._digests if event["event"] == DIGEST else self._events).write(to_json(event))
 
     def _show(self, record: dict[str, Any], eta: float) -> None:
         """Print the lines of the steps that have one; on a terminal above a bar, which shows the newest step."""
@@ -75,12 +88,29 @@ class Journal(AbstractContextManager["Journal"]):
             print(line, flush=True)
 
 
+class _Later:
+    """A file of lines that is created with its first line; one that is there loses the records of later steps."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path, self._start = path, start
+        self._lines = _reopen(path, start) if path.is_file() else None
+
+    def write(self, line: str) -> None:
+        self._lines = self._lines or _reopen(self._path, self._start)
+        self._lines.write(line)
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
 def rewind(folder: Path, step: int, event: dict[str, Any]) -> None:
     """Remove the records of steps after `step`, which are taken again, and add an event.
 
     No other process may write them.
     """
     _reopen(folder / METRICS, step).close()
+    _Later(folder / DIGESTS, step).close()
     events = _reopen(folder / EVENTS, step)
     events.write(to_json(event))
     events.close()
@@ -120,11 +150,16 @@ def _numbers(record: dict[str, Any]) -> list[str]:
     """Return the parts of the log line that every step has."""
     rate, norm = f"lr {record['lr']:.3g}", f"grad norm {record['grad_norm']:.3g}"
     scale = f"scale {_scale(record['loss_scale'])}"
-    return [_loss(record), rate, norm, scale, _speed(record), *_flops(record), *_mfu(record)]
+    return [_loss(record), *_mtp_loss(record), rate, norm, scale, _speed(record), *_flops(record), *_mfu(record)]
 
 
 def _loss(record: dict[str, Any]) -> str:
     return f"loss {record['loss']:.4f}"
+
+
+def _mtp_loss(record: dict[str, Any]) -> list[str]:
+    """Return the loss of the modules of multi-token prediction, if the model has any."""
+    return [f"mtp loss {record['mtp_loss']:.4f}"] if "mtp_loss" in record else []
 
 
 def _speed(record: dict[str, Any]) -> str:
@@ -144,6 +179,8 @@ def _events(record: dict[str, Any]) -> list[str]:
     events = [f"held-out loss {record['eval_loss']:.4f}"] if "eval_loss" in record else []
     named = ((key.removeprefix(NAMED), loss) for key, loss in record.items() if key.startswith(NAMED))
     events += [f"{name} loss {loss:.4f}" for name, loss in named]
+    tasks = ((key.removeprefix(TASKS), value) for key, value in record.items() if key.startswith(TASKS))
+    events += [f"{name.replace('/', ' ')} {value:.4f}" for name, value in tasks]
     if "shadow_loss_gap" in record:
         cosine = f"cosine {record['shadow_cosine']:.3f}"
         events.append(f"FP8 shadow: loss gap {record['shadow_loss_gap']:+.3%}, lowest {cosine}")

@@ -1,4 +1,4 @@
-"""Reading metrics.jsonl and events.jsonl: a JSON record per line.
+"""Reading metrics.jsonl, events.jsonl and digests.jsonl: a JSON record per line.
 
 A killed run can leave a truncated last line: its step is taken again, and the line is dropped. Any other line that is
 not a record comes from a damaged disk or an editor. It stays where it is and is named in a note, and the other lines
@@ -15,8 +15,11 @@ from megaprec.parsing import parse_json
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
-NUMBERS = ("loss", "grad_norm", "loss_scale", "eval_loss")  # fields of a step that may be "inf" or "nan"
+DIGESTS = "digests.jsonl"
+DIGEST = "digest"  # the kind of event that is written to DIGESTS
+NUMBERS = ("loss", "mtp_loss", "grad_norm", "loss_scale", "eval_loss")  # fields of a step that may be "inf" or "nan"
 NAMED = "eval_loss/"  # prefix of fields that may be, too: losses on the sets of data.validation
+TASKS = "lm_eval/"  # prefix of fields that may be, too: results of the tasks of data.lm_eval, TASK/METRIC
 NEEDED = {  # kind of event, "" for the record of a step -> required keys
     "": {"outcome", "loss", "grad_norm", "loss_scale"},
     "overflow": {"loss_scale", "first_sample", "num_samples", "advice", "offenders"},
@@ -25,6 +28,7 @@ NEEDED = {  # kind of event, "" for the record of a step -> required keys
     "straggler": {"rank", "slow", "factor", "said"},
     "resume": {"checkpoint", "changed", "notes", "lr_before", "lr_next"},
     "end": {"complete", "why", "peak_memory"},
+    DIGEST: {"state", "numbers", "progress", "tensors"},
     "silent_fault": {"checked_step", "kind", "what", "ranks", "hosts", "certain"},
 }
 LASTING = ("silent_fault",)  # kinds of events that are kept although their steps are taken again
@@ -62,6 +66,12 @@ def read_events(folder: Path, kind: str = "overflow") -> list[dict[str, Any]]:
     return [record for record in records if record is not None and record.get("event") == kind]
 
 
+def read_digests(folder: Path) -> list[dict[str, Any]]:
+    """Return the digests of a run's state, oldest first; none if it has no digests.jsonl."""
+    records = (line.record for line in read_lines(folder / DIGESTS))
+    return [record for record in records if record is not None and record.get("event") == DIGEST]
+
+
 def odd_lines(path: Path) -> str:
     """Return a note that names the lines that are not records; empty if there are none."""
     odd = [line.number for line in read_lines(path) if line.record is None]
@@ -93,7 +103,9 @@ def _is_record(record: dict[str, Any]) -> bool:
     kind = record.get("event", "")
     if type(record.get("step")) is not int or not isinstance(kind, str):
         return False
-    numbers = all(isinstance(record[key], int | float) for key in record if key in NUMBERS or key.startswith(NAMED))
+    numbers = all(
+        isinstance(record[key], int | float) for key in record if key in NUMBERS or key.startswith((NAMED, TASKS))
+    )
     return numbers and NEEDED.get(kind, set()) <= record.keys()
 
 

@@ -6,10 +6,13 @@ those of another run, but with the result of one process for the gradients of th
 and each element can be compared.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.comm.axis import device_of
 from megaprec.optim.main_grad import cleared
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import PrecisionPlan
@@ -21,13 +24,14 @@ from tools.training.corpus import Corpus
 from tools.training.trainer import Trainer, optimizer_options
 
 
-def updates(config: RunConfig, corpus: Corpus, ours: Record) -> dict[str, Tensors]:
+def updates(config: RunConfig, corpus: Corpus, ours: Record, start: Path | None = None) -> dict[str, Tensors]:
     """Return the state after each step that `ours` has recorded, by kind ("after/STEP/weight").
 
     config: the run on one process. ours: the record of any layout. The gradient of a skipped step is not recorded and
-    is assumed to be infinite. Empty if a gradient lacks a tensor or elements of the model.
+    is assumed to be infinite. start: the checkpoint that they began with. Empty if a gradient lacks a tensor or
+    elements of the model.
     """
-    trainer = _Again(config, corpus, None)
+    trainer = _Again(config, corpus, None, start)
     if not _whole(trainer.engine.optimizer, ours):
         return {}
     made: dict[str, Tensors] = {}
@@ -51,7 +55,7 @@ class _Again(Trainer):
     """Trainer that takes steps with given gradients."""
 
     def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
-        return _Told(parts, plan, mesh, **optimizer_options(self.config))
+        return _Told(parts, plan, mesh, **optimizer_options(self.config, device_of(mesh)))
 
     def apply(self, grads: Tensors | None, norm: float) -> None:
         """Take one step with these gradients by name, of the given `norm`; skip it if there are none."""
@@ -69,13 +73,18 @@ class _Again(Trainer):
 
 def _whole(optimizer: ParallelAMPOptimizer, ours: Record) -> bool:
     """Return True if each gradient and each state has all elements of the model."""
-    shapes = {piece.part.name: piece.part.shape for buffer in optimizer.all_buffers() for piece in buffer.pieces}
-    kinds = [some for kind, some in ours.tensors.items() if kind.startswith(("gradient/", "after/"))]
-    return all(
-        shapes.keys() == some.keys() and all(some[n].shape == shape for n, shape in shapes.items()) for some in kinds
-    )
+    for kind, some in ours.tensors.items():
+        if kind.startswith(("gradient/", "after/")):
+            name = "weight" if kind.startswith("gradient/") else kind.rpartition("/")[2]
+            having = [buffer for buffer in optimizer.all_buffers() if name in buffer.saved_names]
+            shapes = {piece.part.name: piece.part.shape for buffer in having for piece in buffer.pieces}
+            if shapes != {n: tuple(values.shape) for n, values in some.items()}:
+                return False
+    return True
 
 
 def _state(optimizer: ParallelAMPOptimizer, kind: str) -> Tensors:
-    found = fragments(optimizer.all_buffers(), kind, lambda buffer: buffer.saved()[kind.rpartition("/")[2]])
+    name = kind.rpartition("/")[2]
+    having = [buffer for buffer in optimizer.all_buffers() if name in buffer.saved_names]
+    found = fragments(having, kind, lambda buffer: buffer.saved()[name])
     return {fragment.name: values.double().view(fragment.shape) for fragment, values in found}

@@ -4,9 +4,9 @@ The place where two runs begin to differ shows the fault: if the input of a modu
 fault is in the module. Each module with parameters has two borders, "NAME>in" and "NAME>out", named by the common part
 of its parameters' logical names ("layers.3.mlp"), which is the same in every layout and for custom models.
 
-Recorded are tensors shaped like the residual stream, [s, b, hidden] or [s / tp, b, hidden]. Each token is recorded as
-one number: the product of its features with a random vector that all layouts share. Different activations have
-different numbers, and the relative error of many numbers is that of the activations. Of large batches only some
+Recorded are tensors shaped like the residual stream, [s, b, hidden] or a rank's part of the sequence. Each token is
+recorded as one number: the product of its features with a random vector that all layouts share. Different activations
+have different numbers, and the relative error of many numbers is that of the activations. Of large batches only some
 positions are recorded. Recomputed activations are not recorded: they are outside of a stage's forward pass.
 """
 
@@ -22,20 +22,24 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.comm.random import key, normal
+from models.routing import Router
+from parallel.sequence_cut import positions
 
 TOKENS = 4096  # tokens of a step that are recorded at each border, at most
 FORWARD, BACKWARD = "activation", "activation gradient"
+EMBEDDED = "embedding>out"
 TOKENS_IN = "tokens>in"  # the border at which the first stage is given ids [s, b]
 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a run: tokens of a sample, samples of a step, features, steps."""
+    """Sizes of a run: tokens of a sample, samples of a step, features, steps. first: number of the first step."""
 
     length: int
     batch: int
     hidden: int
     steps: int
+    first: int = 0
 
 
 @dataclass
@@ -69,13 +73,13 @@ class Borders:
     passed: borders in the order of their first pass, each with the border where the same tensor was seen before, or "".
     """
 
-    def __init__(self, stages: Sequence[nn.Module], size: Size, tp: Axis, rank: int) -> None:
-        self.size, self.tp, self.rank = size, tp, rank
-        self.direction = normal(key(0, "parity borders"), torch.arange(size.hidden))
+    def __init__(self, stages: Sequence[nn.Module], size: Size, tp: Axis, cp: Axis, rank: int) -> None:
+        self.size, self.tp, self.cp, self.rank = size, tp, cp, rank
+        self.direction = normal(key(0, "parity borders"), torch.arange(size.hidden)).double()
         self.ones = torch.ones(1, dtype=torch.float64)
         self.stride = max(1, size.batch * size.length // TOKENS)
         self.passed: dict[str, str] = {}
-        self._seen: dict[tuple[str, str], tuple[int, Tensor]] = {}  # first position; [steps, batch, positions]
+        self._seen: dict[tuple[str, str], tuple[list[int], Tensor]] = {}  # positions; [steps, batch, positions]
         self._samples: set[int] = set()
         self._call: _Call | None = None
         for stage in stages:
@@ -93,6 +97,8 @@ class Borders:
             if args[0].dtype == torch.int64:
                 self.passed.setdefault(TOKENS_IN, "")
                 self._note((FORWARD, TOKENS_IN), self._call, args[0].unsqueeze(-1), self.ones)
+            else:  # of what calls the embedding several times, the first stage makes the first call
+                self._call.times[EMBEDDED] = 1
 
     def _end(self, stage: nn.Module, args: object, made: object) -> None:
         if self._call is not None:
@@ -121,33 +127,37 @@ class Borders:
 
     def _fits(self, x: Tensor, samples: int) -> bool:
         s, b, hidden = x.shape if x.dim() == 3 else (0, 0, 0)
-        lengths = (self.size.length, self.size.length // self.tp.size)
-        return s in lengths and b == samples and hidden == self.size.hidden and x.is_floating_point()
+        own = self.size.length // self.cp.size
+        return s in (own, own // self.tp.size) and b == samples and hidden == self.size.hidden and x.is_floating_point()
 
     @torch.no_grad()
     def _note(self, where: tuple[str, str], call: _Call, x: Tensor, direction: Tensor) -> None:
-        first = 0 if len(x) == self.size.length else self.tp.rank * len(x)
-        skipped = -first % self.stride
-        some = x.detach()[skipped :: self.stride].double() @ direction.to(x.device)
+        own = self.size.length // self.cp.size
+        places = positions(self.cp, own)
+        places = places if len(x) == own else self.tp.chunk(places)
+        chosen = places % self.stride == 0
+        some = x.detach()[chosen.to(x.device)].double() @ direction.to(x.device)
         if where not in self._seen:
             shape = (self.size.steps, self.size.batch, len(some))
-            self._seen[where] = first + skipped, torch.full(shape, torch.nan, dtype=torch.float64)
-        self._seen[where][1][call.step, call.samples] = some.t().cpu()
+            self._seen[where] = places[chosen].tolist(), torch.full(shape, torch.nan, dtype=torch.float64)
+        self._seen[where][1][call.step - self.size.first, call.samples] = some.t().cpu()
 
     def notes(self) -> Iterator[tuple[tuple[str, str], Notes]]:
         """Return the values of each border that has a tensor of its own."""
         samples = sorted(self._samples)
-        for where, (first, values) in self._seen.items():
-            positions = [first + n * self.stride for n in range(values.shape[2])]
-            yield where, Notes(self.rank, samples, positions, values[:, samples])
+        for where, (places, values) in self._seen.items():
+            yield where, Notes(self.rank, samples, places, values[:, samples])
 
 
 def named(stage: nn.Module) -> Mapping[nn.Module, str]:
-    """Yield the named modules of a stage, by the common part of their parameters' logical names."""
+    """Yield the named modules of a stage, by the common part of their parameters' logical names.
+
+    A router is left out: the gradient of its input is a part of the sum that its layer reduces.
+    """
     names: dict[nn.Module, str] = {}
     for module in stage.modules():
         name = shared_name(module)
-        inner = module is not stage and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        inner = module is not stage and not isinstance(module, (nn.ModuleList, nn.ModuleDict, Router))
         if inner and name and name not in names.values():
             names[module] = name
     return names

@@ -51,7 +51,7 @@ class Case:
 
     def factors(self) -> dict[str, float]:
         p = self.parallel
-        sizes = {"dp": p.data, "tp": p.tensor, "pp": p.pipeline, "micro-batches": self.microbatches}
+        sizes = {"dp": p.data, "cp": p.context, "tp": p.tensor, "pp": p.pipeline, "micro-batches": self.microbatches}
         return {name: float(size) for name, size in sizes.items() if size > 1}
 
 
@@ -145,13 +145,18 @@ def _forward(c: Case) -> str | None:
 
 
 def _tokens(c: Case) -> str | None:
-    """Return a cause if the loss is larger by about the number of replicas."""
-    ratio, dp = c.origin.difference.ratio, c.parallel.data
+    """Return a cause if the loss is larger by about the number of ranks with tokens of their own."""
+    ratio, dp = c.origin.difference.ratio, c.parallel.copies
     if dp > 1 and abs(ratio - dp) < 0.2 * dp:
         return (
-            f"the loss is about dp = {dp} times too large: each replica divides by its own tokens, not by those of all"
+            f"the loss is about {_of_copies(c.parallel)} times too large: each replica divides by its own tokens, not "
+            "by those of all"
         )
     return None
+
+
+def _of_copies(parallel: Parallel) -> str:
+    return f"dp = {parallel.data}" if parallel.context == 1 else f"dp x cp = {parallel.copies}"
 
 
 def _loss(c: Case) -> str | None:
@@ -233,10 +238,11 @@ def _layer(c: Case) -> str | None:
 
 def _unsummed(c: Case) -> str | None:
     """Return a cause if nearly all gradients differ, by different factors, though activations' gradients agree."""
-    if c.parallel.data > 1 and len(c.differing) >= 0.9 * c.gradients > 0:
+    if c.parallel.copies > 1 and len(c.differing) >= 0.9 * c.gradients > 0:
+        over = "dp" if c.parallel.context == 1 else "dp and cp"
         return (
-            "every activation's gradient agrees and nearly no weight's does: the sum of gradients over dp is missing, "
-            "or micro-batches' gradients are lost on the way into it"
+            f"every activation's gradient agrees and nearly no weight's does: the sum of gradients over {over} is "
+            "missing, or micro-batches' gradients are lost on the way into it"
         )
     return None
 

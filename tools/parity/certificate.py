@@ -52,6 +52,8 @@ def entry(c: Compared) -> dict[str, Any]:
     quantities = {quantity: _quantity(c, quantity) for quantity in OF if quantity not in ("copies", "ranks agree")}
     quantities |= {quantity: _quantity(c, quantity) for quantity in dict.fromkeys(d.quantity for d in failed)}
     made = {**_about(c.layout, c.precision), "verdict": _verdict(failed, quantities), "quantities": quantities}
+    if made["verdict"] == PROVEN:
+        made["equal_bits"] = not any(d.error for d in c.found)
     if made["verdict"] == NOT_TRIED:
         made["why"] = "; ".join(f"{q}: {quantities[q]['why']}" for q in NEEDED if quantities[q]["verdict"] == NOT_TRIED)
     if failed:
@@ -178,17 +180,11 @@ def certificate(
     return {
         "format": FORMAT,
         "verdict": "",
-        "versions": {
-            "megaprec": _version("megaprec"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "byteorder": sys.byteorder,
-        },
+        "versions": versions(),
         "configuration": {
             "file": file,
-            "sha256": _digest(config),
-            "sha256_as_compared": _digest(compared),
+            "sha256": run_digest(config),
+            "sha256_as_compared": run_digest(compared),
             "model": f"{config.model.factory or config.model.family}, {config.model.layers} layers",
         },
         "changes": {key: [toml(one), toml(other)] for key, (one, other) in changes.items()},
@@ -222,6 +218,17 @@ def _clipped(config: RunConfig, truth: Record) -> int:
     return sum(0 < config.optimizer.clip < truth.steps[n]["grad_norm"] for n in truth.applied)
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of everything that computes."""
+    return {
+        "megaprec": _version("megaprec"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "byteorder": sys.byteorder,
+    }
+
+
 def _version(name: str) -> str:
     try:
         return version(name)
@@ -229,7 +236,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _digest(config: RunConfig) -> str:
+def run_digest(config: RunConfig) -> str:
     """Return the SHA-256 of every key of the run, except the paths of its files."""
     tables = config.model_dump(mode="json")
     for table, key in (("train", "folder"), ("data", "source"), ("data", "cache")):

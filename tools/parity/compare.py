@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from models.router import is_correction
 from tools.parity.borders import BACKWARD, FORWARD, Notes
 from tools.parity.gather import Record, Tensors
-from tools.parity.noise import FLOAT64, SLACK, Noise, apart, error, scales, zeros
+from tools.parity.noise import Noise, apart, error, scales, zeros
 
-EXACT, COUNTED = 0.0, 1e-4
+EXACT = 0.0
 
 
 @dataclass(frozen=True)
@@ -187,16 +188,20 @@ def _of_step(s: _Step, norm: float) -> Iterator[Difference]:
 
 
 def _updated(ours: Record, again: Mapping[str, Tensors], noise: Noise, step: int) -> Iterator[Difference]:
-    """Compare weights and moments with those that one process computes from the same gradients."""
+    """Compare weights and moments with those that one process computes from the same gradients.
+
+    `_names` reports those that one side lacks.
+    """
     for kind in (k for k in again if k.startswith(f"after/{step}/")):
         what = kind.split("/")[-1]
         quantity = "weights" if what == "weight" else "moments"
-        bound = SLACK * noise.kept[quantity] if noise.truth else FLOAT64
+        bound = noise.of_update(quantity)
         scale = scales(again[kind])
+        mine = ours.tensors.get(kind, {})
         for name, t in again[kind].items():
-            mine = ours.tensors[kind][name]
-            far, ratio = error(mine, t, scale[name]), _ratio(mine, t)
-            yield Difference(quantity, name, step + 1, far, bound, ratio, _where(mine, t))
+            if name in mine and mine[name].shape == t.shape:
+                far, ratio = error(mine[name], t, scale[name]), _ratio(mine[name], t)
+                yield Difference(quantity, name, step + 1, far, bound, ratio, _where(mine[name], t))
 
 
 def _ratio(ours: Tensor, theirs: Tensor) -> float:
@@ -219,12 +224,13 @@ def _counted(s: _Step, norm: float) -> Iterator[Difference]:
     """
     kind, report, step = f"gradient/{s.step}", s.ours.steps[s.step], s.step + 1
     mine, yours = s.ours.tensors[kind], s.theirs.tensors[kind]
+    mine, yours = ({name: t for name, t in some.items() if not is_correction(name)} for some in (mine, yours))
     whole = torch.cat([t.flatten() for t in mine.values()])
     own, size = torch.linalg.vector_norm(whole, norm).item(), report["grad_norm"]
-    bound, ratio = COUNTED if s.noise.truth else FLOAT64, size / own if own else math.nan
-    yield Difference("each element counted once", "norm", step, apart(size, own), bound, ratio)
+    ratio = size / own if own else math.nan
+    yield Difference("each element counted once", "norm", step, apart(size, own), s.noise.of_norm, ratio)
     yield _exact("each element counted once", "zeros", step, report["num_zeros"], int((whole == 0).sum()))
-    if s.noise.truth is None:
+    if s.noise.truth is None and not s.noise.exact:
         shaken = s.noise.shaken.tensors[kind] if s.noise.shaken else None
         yield _exact("zero count", "", step, *(zeros(some, yours, shaken) for some in (mine, yours)))
 

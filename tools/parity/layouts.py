@@ -7,6 +7,7 @@ cannot (a schedule file for another number of ranks, cuts into another number of
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,7 +19,7 @@ from tools.config.layouts import fitted as layout_for
 from tools.config.run_file import RunConfig
 from tools.config.settings import Parallel
 
-SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "etp": "expert_tensor"}
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        p = self.parallel
-        return p.tensor * p.pipeline * p.data
+        return self.parallel.ranks
 
 
 def asked(texts: Sequence[str], own: Parallel) -> list[dict[str, Any]]:
@@ -74,11 +74,15 @@ def _unreadable(text: str, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def every(most: int) -> list[dict[str, Any]]:
-    """Return all layouts of 2, 4, 8, ... ranks up to `most`, the smallest first."""
+    """Return all layouts of 2, 4, 8, ... ranks up to `most`, the smallest first.
+
+    Sequences are cut over two ranks, alone and together with two ranks of each other axis.
+    """
     powers = [1 << n for n in range(most.bit_length())]
-    sizes = [s for s in product(powers, repeat=3) if 1 < s[0] * s[1] * s[2] <= most]
-    sizes.sort(key=lambda s: (s[0] * s[1] * s[2], s))
-    return [{"tensor": tp, "pipeline": pp, "data": dp} for tp, pp, dp in sizes]
+    sizes = [s for s in product(powers, repeat=4) if 1 < prod(s) <= most and (s[3] == 1 or prod(s) <= 4 == s[3] * 2)]
+    sizes.sort(key=lambda s: (prod(s), s[3], s))
+    axes = ("tensor", "pipeline", "data", "context")
+    return [{axis: n for axis, n in zip(axes, s, strict=True) if n > 1 or axis != "context"} for s in sizes]
 
 
 def largest(said: Sequence[Mapping[str, Any]], key: str) -> int:
@@ -99,6 +103,7 @@ def fitted(config: RunConfig, said: Mapping[str, Any]) -> Layout:
 
 
 def _name(said: Mapping[str, Any]) -> str:
-    axes = [f"{short}={said[key]}" for short, key in SHORT.items() if said.get(key, 1) != 1]
+    usual = {key: Parallel.model_fields[key].default for key in SHORT.values()}
+    axes = [f"{short}={said[key]}" for short, key in SHORT.items() if said.get(key, usual[key]) != usual[key]]
     others = [f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in said.items() if k not in SHORT.values()]
     return ",".join([*axes, *others]) or "one process"

@@ -19,13 +19,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tools.parity.gather import Record, Tensors
 
 FLOAT64, SLACK, ROUNDED, TELLS, DRAWS = 1e-12, 4.0, 100.0, 1e-6, 3
+COUNTED = 1e-4  # of a gradient norm in low precision: squares may be summed in FP32
 COARSE = 0.41  # in another precision: a factor of the square root of two would pass
 EXPERTS = ".experts."  # in names of tensors of one expert: rounding decides which tokens it gets
+SMALLEST = 1e-300  # an error that is not zero, although the squares of the differences are
 FLOOR = 1e-3  # fraction of the average norm that a tensor's norm counts as at least
 
 
@@ -37,7 +40,7 @@ class Noise:
     run in float64 on one process. moved: the same runs from weights moved by rounding of that precision. epsilon: of
     the dtype of products. tokens: tokens of an expert in a step, if there are experts: rounding sends a token that is
     undecided between two experts to the other one, and its part of all gradients with it. kept: epsilon of the
-    optimizer's "weights" and "moments".
+    optimizer's "weights" and "moments". exact: True if no bit may differ.
     """
 
     shaken: Record | None = None
@@ -46,6 +49,7 @@ class Noise:
     epsilon: float = 0.0
     tokens: float = math.inf
     kept: Mapping[str, float] = field(default_factory=dict)
+    exact: bool = False
 
     @property
     def of_routing(self) -> float:
@@ -54,6 +58,8 @@ class Noise:
 
     def of_number(self, theirs: float, shaken: float | None, truth: float | None, moved: Sequence[float] = ()) -> float:
         """Return the bound of a number."""
+        if self.exact:
+            return 0.0
         if truth is not None:
             return SLACK * max(self.epsilon, *(apart(other, truth) for other in (theirs, *moved)))
         return max(FLOAT64, ROUNDED * apart(shaken, theirs)) if shaken is not None else FLOAT64
@@ -67,6 +73,8 @@ class Noise:
         moved: Sequence[Tensors] = (),
     ) -> dict[str, float]:
         """Return the bound of each tensor, relative to `scale`."""
+        if self.exact:
+            return dict.fromkeys(theirs, 0.0)
         if truth is None:
             near = shaken or {}
             far = {name: error(near[name], t, scale[name]) for name, t in theirs.items() if name in near}
@@ -80,6 +88,17 @@ class Noise:
         least = max(SLACK * common, self.of_routing)
         return {name: max(least, SLACK * largest.get(_kind(name), 0.0)) for name in theirs}
 
+    @property
+    def of_norm(self) -> float:
+        """Return the bound of a gradient norm against the layout's own gradients."""
+        return COUNTED if self.truth is not None or self.exact else FLOAT64
+
+    def of_update(self, quantity: str) -> float:
+        """Return the bound of "weights" or "moments" against the same update on one process."""
+        if self.exact:
+            return 0.0
+        return SLACK * self.kept[quantity] if self.truth is not None else FLOAT64
+
     def untold(self, bound: float) -> str:
         """Return the reason why a quantity with this bound proves nothing; empty if it does prove something."""
         if bound <= (TELLS if self.truth is None else COARSE):
@@ -88,14 +107,18 @@ class Noise:
 
 
 def apart(one: float, other: float) -> float:
-    """Return the relative error of `one`."""
-    return 0.0 if one == other else abs(one - other) / max(abs(other), 1e-300)
+    """Return the relative error of `one`. NaN equals NaN."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    return abs(one - other) / max(abs(other), 1e-300)
 
 
 def error(ours: Tensor, theirs: Tensor, scale: float) -> float:
-    """Return the norm of the difference over `scale`; infinite if a value is NaN."""
+    """Return the norm of the difference over `scale`: 0 if and only if all bits are equal, infinite if one is NaN."""
+    if torch.equal(ours, theirs):
+        return 0.0
     far = (ours - theirs).norm().item() / scale
-    return math.inf if math.isnan(far) else far
+    return math.inf if math.isnan(far) else max(far, SMALLEST)
 
 
 def scales(tensors: Tensors) -> dict[str, float]:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, Certificate
 
+EQUAL_BITS = "equal bits"
 CLASS = {PROVEN: "proven", WRONG: "wrong", NOT_TRIED: "untried"}
 
 NUMBERS = {
@@ -46,7 +47,7 @@ def show(made: Certificate, console: Console) -> None:
     for one in made["layouts"]:
         color = {PROVEN: "green", WRONG: "red", NOT_TRIED: "yellow"}[one["verdict"]]
         cells = [f"[red]{cell}[/]" if bad else cell for cell, bad in _cells(one)]
-        table.add_row(plain(one["layout"]), one["precision"], *cells, f"[{color}]{one['verdict']}[/]")
+        table.add_row(plain(one["layout"]), one["precision"], *cells, f"[{color}]{verdict(one)}[/]")
     console.print(table)
     for one in made["layouts"]:
         if one["verdict"] != PROVEN:
@@ -56,6 +57,11 @@ def show(made: Certificate, console: Console) -> None:
     for what, why in _aside(made):
         console.print(f"not tried: {plain(what)} ({plain(why)})", highlight=False, soft_wrap=True)
     console.print(conclusion(made), highlight=False, soft_wrap=True)
+
+
+def verdict(one: Mapping[str, Any]) -> str:
+    """Return the verdict on a layout, EQUAL_BITS if it is proven without any tolerance."""
+    return EQUAL_BITS if one.get("equal_bits") else str(one["verdict"])
 
 
 def _aside(made: Certificate) -> Iterator[tuple[str, str]]:
@@ -75,9 +81,11 @@ def conclusion(made: Certificate) -> str:
     count = Counter(one["verdict"] for one in layouts)
     good, tried = count[PROVEN], count[PROVEN] + count[WRONG]
     rest = f"; {count[NOT_TRIED]} not tried" if count[NOT_TRIED] else ""
+    equal = sum(bool(one.get("equal_bits")) for one in layouts)
+    bits = f", {equal} of them in every bit" if equal else ""
     how = f"{made['tensors']} tensors, {made['steps']} steps, of which {made['applied']} applied"
     if good == tried:
-        return f"all {good} comparisons agree with one process: {how} and {made['clipped']} clipped{rest}"
+        return f"all {good} comparisons agree with one process{bits}: {how} and {made['clipped']} clipped{rest}"
     return f"{count[WRONG]} of {tried} comparisons do NOT agree with one process ({how}){rest}"
 
 
@@ -170,7 +178,7 @@ def page(made: Certificate) -> str:
 
 
 def _layouts(layouts: Sequence[Mapping[str, Any]]) -> str:
-    rows = [(one["layout"], one["precision"], *(cell for cell, _ in _cells(one)), one["verdict"]) for one in layouts]
+    rows = [(one["layout"], one["precision"], *(cell for cell, _ in _cells(one)), verdict(one)) for one in layouts]
     return _table(("layout", "precision", *NUMBERS.values(), "exact", "verdict"), rows)
 
 

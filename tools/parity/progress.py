@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,13 +115,13 @@ class Watch:
         return self.folder / f"{rank}.at"
 
     def _watch(self) -> None:
-        since, before, used = time.monotonic(), dict[int, dict[str, Any]](), 0.0
+        seconds, before, used = 0.0, dict[int, dict[str, Any]](), 0.0
         while not self._over.wait(EVERY):
             now = self._said()
-            seconds = time.monotonic() - since
+            seconds += EVERY  # counted in looks: a machine that stood still is no hang
             busy = _processor(now) - used > IDLE * seconds * self.ranks
             if now != before or len(now) < self.ranks or (busy and seconds > 1):
-                since, before, used = time.monotonic(), now, _processor(now)
+                seconds, before, used = 0.0, now, _processor(now)
             elif seconds > self.patience and any(one["waits"] for one in now.values()):
                 self.stuck = now
                 for one in now.values():

@@ -6,7 +6,7 @@ The parent writes a folder for each run, with its run file and its plan; the ran
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tools.parity.gather import Record, gather
 from tools.parity.progress import PATIENCE, Watch, noting, odd, told
 from tools.parity.record import Plan, record
 from tools.training.corpus import Corpus, open_made
-from tools.training.launch import launch_local
+from tools.training.launch import launch_local, note_failure
 
 PENDING = "pending"  # file with the names of the pending runs
 STOPS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # signals that ask a program to end
@@ -90,6 +90,14 @@ def run_together(runs: Sequence[Run], folder: Path, patience: float = PATIENCE) 
     return failures
 
 
+@dataclass(frozen=True)
+class Hands:
+    """The functions that carry out runs: on this process alone, and on several ranks."""
+
+    alone: Callable[[Run], Record] = run_alone
+    together: Callable[[Sequence[Run], Path], list[Failure | None]] = run_together
+
+
 def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
     """Launch the ranks once; return the failure of the first run that did not finish."""
     (folder / PENDING).write_text("\n".join(run.folder.name for run in runs), encoding="utf-8")
@@ -113,7 +121,7 @@ def _launched(runs: Sequence[Run], folder: Path, patience: float) -> Failure:
 def as_rank(folder: Path) -> int:
     """Act as a rank of `run_together`."""
     torch.set_num_threads(1)
-    with noting(folder / f"{os.environ['RANK']}.at"), world():
+    with noting(folder / f"{os.environ['RANK']}.at"), world(failed=note_failure):
         carry_out(folder)
     return 0
 
@@ -124,7 +132,8 @@ def carry_out(folder: Path) -> None:
         run = Run.read(folder / name)
         p = run.config.parallel
         try:
-            record(run.config, corpus_of(run.config), make_mesh(p.pipeline, p.data, p.tensor), run.plan, run.folder)
+            mesh = make_mesh(p.pipeline, p.data, p.tensor, cp=p.context)
+            record(run.config, corpus_of(run.config), mesh, run.plan, run.folder)
         except Exception as error:
             said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".splitlines()[0]
             (run.folder / f"{dist.get_rank()}.failed").write_text(said, encoding="utf-8")

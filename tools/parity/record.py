@@ -41,6 +41,8 @@ class Plan:
     planted: the step (from 0) whose gradient of the tensor `into` gets an infinity; -1 for none.
     shaken: by how much of itself each initial weight is moved, up or down, to see the effect of rounding.
     draw: which of the weights move up, as the seed of a random choice.
+    start: the checkpoint to begin with; "" for initial weights.
+    states: record what the optimizer keeps after each step.
     """
 
     steps: int
@@ -49,6 +51,8 @@ class Plan:
     into: str = ""
     shaken: float = 0.0
     draw: int = 0
+    start: str = ""
+    states: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,8 @@ class Watched(Trainer):
 
     def __init__(self, config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan) -> None:
         self.samples, self.recorder = Listening(corpus.train, what.small), Recorder(what)
-        super().__init__(config, replace(corpus, train=self.samples), mesh, observers=[self.recorder])
+        start = Path(what.start) if what.start else None
+        super().__init__(config, replace(corpus, train=self.samples), mesh, start, observers=[self.recorder])
 
 
 def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, folder: Path) -> None:
@@ -132,19 +137,19 @@ def record(config: RunConfig, corpus: Corpus, mesh: DeviceMesh, what: Plan, fold
     if what.shaken:
         _shake(optimizer, what.shaken, what.draw)
     train, stages = config.train, list(trainer.engine.stages.values())
-    size = Size(train.seq_length, train.global_batch, corpus.model.hidden, what.steps)
-    borders = Borders(stages, size, optimizer.tp, optimizer.world.rank)
+    size = Size(train.seq_length, train.global_batch, corpus.model.hidden, what.steps, trainer.progress.step)
+    borders = Borders(stages, size, optimizer.tp, trainer.engine.cp, optimizer.world.rank)
     steps = []
     for number in range(what.steps):
         ((report, _),) = trainer.step()
         offenders = sorted({o.name for o in report.offenders})
         steps.append({**report_fields(report), "offenders": offenders, "scaler": optimizer.numbers()["scaler"]})
-        if number in (0, what.steps - 1) or (what.small and report.changed):
+        if number in (0, what.steps - 1) or what.states or (what.small and report.changed):
             found += _state(optimizer, number)
     found += trainer.recorder.seen
     notes = list(borders.notes())
     said = {
-        "place": [optimizer.pp.rank, optimizer.dp.rank, optimizer.tp.rank],
+        "place": [optimizer.pp.rank, trainer.dp.rank, optimizer.tp.rank],
         "steps": steps,
         "samples": trainer.samples.asked,
         "names": list(_names(stages)),
@@ -171,7 +176,8 @@ def _state(optimizer: ParallelAMPOptimizer, step: int) -> Iterator[tuple[Fragmen
     """Masters and averages after a step."""
     buffers = optimizer.all_buffers()
     for kind in dict.fromkeys(kind for buffer in buffers for kind in buffer.saved_names):
-        yield from fragments(buffers, f"after/{step}/{kind}", lambda buffer, kind=kind: buffer.saved()[kind])
+        having = [buffer for buffer in buffers if kind in buffer.saved_names]
+        yield from fragments(having, f"after/{step}/{kind}", lambda buffer, kind=kind: buffer.saved()[kind])
 
 
 def _names(stages: Sequence[Stage]) -> Iterator[str]:

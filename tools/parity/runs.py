@@ -7,10 +7,10 @@ import torch
 
 from megaprec.data.indexed import IndexedWriter
 from megaprec.precision.plan import dtype_name
+from tools.config.data_settings import Data
 from tools.config.layouts import ALONE
 from tools.config.precision_settings import FP8, Precision
 from tools.config.run_file import RunConfig
-from tools.config.settings import Data
 from tools.console.toml import toml
 from tools.parity.gather import Record
 from tools.parity.record import Plan
@@ -41,7 +41,7 @@ def made_ready(config: RunConfig, most: Most, full: bool, steps: int, folder: Pa
             "train": ready.train.model_copy(update={**train, "folder": str(folder)}),
             "precision": ready.precision.model_copy(update=precision),
             "optimizer": ready.optimizer.model_copy(update={"validation": "before"}),
-            "log": ready.log.model_copy(update={"sample": "", "timeline": 0}),
+            "log": ready.log.model_copy(update={"sample": "", "timeline": 0, "digests": 0}),
         }
     )
 

@@ -14,21 +14,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.config import ModelConfig
+from models.latent import Latent
 from parallel.pipeline.builders import default_chunks
+from parallel.sequence_cut import unit
 from tools.config.run_file import RunConfig
 from tools.config.table import Table
 
 LENGTH, HEAD_DIM, VOCAB, MICROBATCHES = 16, 8, 61, 4
+EXPERT = 32  # largest width of an expert
 SCALE = 4096.0  # highest initial loss scale: the first of a few steps must not overflow
 
 
 @dataclass(frozen=True)
 class Most:
-    """The largest sizes of the axes among the layouts."""
+    """The largest sizes of the axes among the layouts. expert: the ranks over which experts are spread."""
 
     tensor: int
     pipeline: int
     data: int
+    context: int = 1
+    expert: int = 1
 
 
 def shrunk(config: RunConfig, most: Most) -> RunConfig:
@@ -75,7 +80,9 @@ def _model(config: RunConfig, most: Most) -> ModelConfig:
     kv_heads = like(model.kv_heads, min(2, model.kv_heads), most.tensor)
     while not _alike(model, group * kv_heads, most.tensor):
         kv_heads = like(model.kv_heads, kv_heads + 1, most.tensor)
+    latent = _latent(model.latent)
     head_dim = next((d for d in range(HEAD_DIM, model.head_dim, 2) if _turns(model, d)), model.head_dim)
+    head_dim = latent.head_dim or head_dim
     heads = group * kv_heads
     hidden = max(8, heads * head_dim * model.hidden // (model.heads * model.head_dim))
     length = _length(config, most)
@@ -85,16 +92,41 @@ def _model(config: RunConfig, most: Most) -> ModelConfig:
         "layers": layers,
         "heads": heads,
         "kv_heads": kv_heads,
+        "latent": latent,
         "head_dim": head_dim,
         "hidden": min(hidden, model.hidden),
-        "ffn": like(model.ffn, min(hidden, model.ffn), most.tensor),
         "vocab": vocab,
-        "experts": min(model.experts, max(4, 2 * model.experts_per_token)),
+        **_feed_forwards(model, layers, min(hidden, model.ffn), most.tensor, max(most.expert, config.parallel.expert)),
         "max_positions": min(model.max_positions, 2 * length),
         "window": _window(model.window, config.train.seq_length, length),
         "window_layers": window_layers(model, layers),
     }
     return ModelConfig(**{**model.model_dump(), **sizes})
+
+
+def _latent(sizes: Latent) -> Latent:
+    """Return latents and features of a head that are small, and of widths that differ where they did."""
+    most = {"kv_rank": 12, "query_rank": 14, "rope_dim": 4, "nope_dim": 6, "value_dim": 8}
+    return sizes.model_copy(update={key: min(getattr(sizes, key), size) for key, size in most.items()})
+
+
+def _feed_forwards(model: ModelConfig, layers: int, width: int, tensor: int, expert: int) -> dict[str, Any]:
+    """Return the sizes of feed-forwards and experts, with groups of as many experts as can be chosen from them.
+
+    tensor, expert: the largest number of ranks that feed-forwards are cut over, and that experts are spread over.
+    """
+    width = min(width, EXPERT) if model.experts else width
+    widths = {key: like(size, min(width, size), tensor) for key, size in model.ffn_widths.items()}
+    dense = [n for n in model.dense_layers if n < layers]
+    dense = dense if len(dense) < layers else dense[:-1]
+    enough = model.router.at_least(max(4, 2 * model.experts_per_token), model.experts_per_token)
+    fits = (n for n in range(enough, model.experts, model.router.groups) if like(model.experts, n, expert) == n)
+    return {
+        "dense_ffn": widths["ffn"],
+        **widths,
+        "dense_layers": tuple(dense),
+        "experts": next(fits, model.experts),
+    }
 
 
 def _alike(model: ModelConfig, heads: int, most: int) -> bool:
@@ -125,7 +157,7 @@ def window_layers(model: ModelConfig, layers: int) -> tuple[int, ...]:
 
 
 def _length(config: RunConfig, most: Most) -> int:
-    return like(config.train.seq_length, LENGTH, most.tensor)
+    return like(config.train.seq_length, LENGTH, unit(most.context, most.tensor))
 
 
 def _train(config: RunConfig, most: Most) -> Mapping[str, int]:

@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from models.estimate.flops import training_flops
-from tools.config.layouts import in_words
+from tools.config.expert_ranks import slices
+from tools.config.layouts import AXES, in_words
 from tools.config.run_file import RunConfig
 from tools.console.units import duration, flops, size
 from tools.planning.device import RESERVED, Target, target_of
@@ -18,6 +19,7 @@ STATE = ("weights", "gradients", "masters", "moments", "activations")
 OTHERS = {
     "buffers": "rotary tables and FP8 casts",
     "communication": "gradients that travel",
+    "sums": "sums of micro-batches",
     "optimizer": "the update",
     "save": "the copy of a save",
     "process": "Python and torch",
@@ -28,7 +30,8 @@ def head(config: RunConfig, target: Target) -> Iterator[str]:
     """Yield the lines on the run and its device."""
     model, p, t = config.sized_model, config.parallel, config.train
     modes = [p.schedule_file or p.schedule] if p.pipeline > 1 else []
-    modes += ["sequence parallel"] * p.sequence + ["ZeRO-1"] * (p.zero and p.data > 1)
+    modes += ["sequence parallel"] * p.sequence + ["ZeRO-1"] * (p.zero and p.copies > 1)
+    modes += [f"context by {p.context_by}"] * (p.context > 1)
     modes += [f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []
     yield f"model      {model.family}, {model.num_parameters:,} parameters, {t.seq_length:,} tokens a sequence"
     yield f"layout     {', '.join((in_words(p), *modes))}"
@@ -88,10 +91,12 @@ def prediction_lines(config: RunConfig, predicted: Prediction, assumed: Assumpti
     p, sent = predicted, predicted.traffic
     speed = rates(config, p, assumed)
     hours = config.train.steps * p.seconds / 3600
-    axes = (("tensor", sent.tp), ("pipeline", sent.pp), ("data", sent.dp))
+    within = "tensor and context" if sent.cp else "tensor"
+    axes = (("tensor", sent.tp), ("context", sent.cp), ("pipeline", sent.pp), ("data", sent.dp))
+    axes += (("experts", sent.experts),)
     traffic = ", ".join(f"{size(count)} over {axis}" for axis, count in axes if count) or "nothing"
     yield "prediction, not a measurement"
-    yield (f"step       {duration(p.seconds)}: products {duration(p.compute)}, tensor traffic {duration(p.tp)},")
+    yield (f"step       {duration(p.seconds)}: products {duration(p.compute)}, {within} traffic {duration(p.tp)},")
     yield f"           replicas {duration(p.dp)}; ranks wait {p.idle:.1%} of the passes"
     yield f"sends      a rank, a step: {traffic}"
     each = f"{flops(speed['tflops'] * 1e12)}/s a rank, MFU {speed['mfu']:.1%}"
@@ -113,23 +118,29 @@ def rates(config: RunConfig, predicted: Prediction, assumed: Assumptions) -> dic
 def layout_lines(found: Found, ranks: int, target: Target, assumed: Assumptions) -> Iterator[str]:
     """Yield the table of the layouts that fit."""
     small = f" (the smallest needs {size(found.smallest)})" if found.too_large else ""
-    yield f"layouts of {ranks:,} ranks, tensor x pipeline x data, that fit; fastest first"
+    cut = any(planned.config.parallel.context > 1 for planned in found.layouts)
+    axes = [axis for axis in AXES if cut or axis != "context"]
+    yield f"layouts of {ranks:,} ranks, {' x '.join(axes)}, that fit; fastest first"
     yield f"{found.too_large} others do not fit{small}, {found.slower} are slower"
     if not found.layouts:
         return
-    rows: list[tuple[str, ...]] = [("layout", "recompute", "sequence", "memory", "waits", "sends", "step", "MFU")]
+    spread = ("experts",) if found.layouts[0].config.model.experts else ()
+    if spread:
+        yield "experts: the ranks over which they are spread x the slices of each"
+    rows = [("layout", *spread, "recompute", "sequence", "memory", "waits", "sends", "step", "MFU")]
     for planned in found.layouts:
         predicted, p = planned.prediction, planned.config.parallel
         assert predicted is not None
         sent = predicted.traffic
         rows.append(
             (
-                f"{p.tensor} x {p.pipeline} x {p.data}",
+                " x ".join(str(getattr(p, axis)) for axis in axes),
+                *(f"{p.expert} x {slices(p)}" for _ in spread),
                 p.recompute,
                 "yes" if p.sequence else "no",
                 size(planned.total),
                 f"{predicted.idle:.1%}",
-                size(sent.tp + sent.pp + sent.dp),
+                size(sent.tp + sent.cp + sent.pp + sent.dp + sent.experts),
                 duration(predicted.seconds),
                 f"{rates(planned.config, predicted, assumed)['mfu']:.1%}",
             )

@@ -1,7 +1,8 @@
 """All layouts of a number of ranks that a run can have and that fit its device, fastest first.
 
-Varied are tensor (within a machine), pipeline and data parallelism, sequence parallelism, and what is recomputed; every
-other key of [parallel] stays as it is if it can. Layouts whose state alone does not fit, by the bytes of a parameter,
+Varied are tensor (within a machine), pipeline and data parallelism, context parallelism of long sequences, the ranks
+over which experts are spread and their slices, sequence parallelism, and what is recomputed; every other key of
+[parallel] stays as it is if it can. Layouts whose state alone does not fit, by the bytes of a parameter,
 are not looked at more closely, and neither are those that cannot be faster than the layouts that were found.
 """
 
@@ -10,15 +11,19 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from megaprec.optim.update_rules import least_moments
 from tools.config.checks import make_rule
+from tools.config.expert_ranks import every_cut, sharing, slices
 from tools.config.layouts import fitted
 from tools.config.run_file import RunConfig
+from tools.config.settings import Parallel
 from tools.planning.device import Target
 from tools.planning.memory import MemoryModel, RankBytes
 from tools.planning.speed import Assumptions, Prediction, least_seconds, passes_of, predict
 
 ORIGIN = "megaprec plan"
 MOST = 10  # layouts that are found
+LONG = 8192  # tokens of a sequence that each rank of parallel.context has at least, unless the run has shorter parts
 NONE: dict[str, Any] = {"recompute_modules": (), "recompute_layers": 0, "recompute_fraction": 0.0}
 RECOMPUTE: tuple[dict[str, Any], ...] = (
     {"recompute": "none", **NONE},
@@ -99,29 +104,48 @@ def candidates(config: RunConfig, ranks: int, machine: int) -> Iterator[RunConfi
     """Yield the run in each layout of `ranks` ranks that its rules allow."""
     p = config.parallel
     own = {key: getattr(p, key) for key in RECOMPUTE[0]}
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     seen = set[str]()
-    for tensor, pipeline in product(divisors, divisors):
-        if ranks % (tensor * pipeline) or pipeline > config.model.layers or tensor > max(machine, p.tensor):
+    for axes in _axes(config, ranks, machine):
+        tensor, copies = axes["tensor"], axes["data"] * axes["context"]
+        sequences = (p.sequence, True) if tensor > 1 else (p.sequence,)
+        for experts in every_cut(p, config.model.experts, tensor, copies):
+            for again, sequence in product((own, *RECOMPUTE), sequences):
+                fitting = fitted(config, {**axes, **experts, **again, "sequence": sequence, "schedule_file": ""})
+                if fitting and (said := _said(fitting.parallel)) not in seen:
+                    seen.add(said)
+                    yield config.with_parallel(fitting.parallel, ORIGIN)
+
+
+def _axes(config: RunConfig, ranks: int, machine: int) -> Iterator[dict[str, int]]:
+    """Yield the sizes of tensor, pipeline, context and data that make `ranks` ranks and share the batch evenly."""
+    p, t = config.parallel, config.train
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    contexts = sorted({1, p.context, *(n for n in divisors if t.seq_length // n >= LONG)})
+    for tensor, pipeline, context in product(divisors, divisors, contexts):
+        shared = tensor * pipeline * context
+        if ranks % shared or pipeline > config.model.layers or tensor > max(machine, p.tensor):
             continue
-        axes = {"tensor": tensor, "pipeline": pipeline, "data": ranks // (tensor * pipeline)}
-        if config.train.global_batch % (config.train.micro_batch * axes["data"]):
-            continue
-        for again, sequence in product((own, *RECOMPUTE), (p.sequence, True) if tensor > 1 else (p.sequence,)):
-            fitting = fitted(config, {**axes, **again, "sequence": sequence, "schedule_file": ""})
-            if fitting and (said := fitting.parallel.model_dump_json()) not in seen:
-                seen.add(said)
-                yield config.with_parallel(fitting.parallel, ORIGIN)
+        if t.global_batch % (t.micro_batch * (ranks // shared)) == 0:
+            yield {"tensor": tensor, "pipeline": pipeline, "context": context, "data": ranks // shared}
+
+
+def _said(parallel: Parallel) -> str:
+    """Return a text that is the same for the same layout, however the slices of experts are said."""
+    return parallel.model_copy(update={"expert_tensor": slices(parallel)}).model_dump_json()
 
 
 def least_bytes(config: RunConfig) -> int:
     """Return the bytes of the mean rank's weights, gradients and optimizer state, by the bytes of a parameter."""
-    p, names = config.parallel, make_rule(config.optimizer).names
-    whole, sharded = config.plan.bytes_per_parameter(len(names))
-    in_fp8 = config.plan.bytes_per_parameter(len(names), True) if config.plan.fp8 else (whole, sharded)
-    over = (p.zero_size or p.data) if p.zero else 1
-    each = min(whole, in_fp8[0]) + min(sharded, in_fp8[1]) / over
-    return int(config.sized_model.num_parameters / (p.tensor * p.pipeline) * each)
+    p, moments = config.parallel, least_moments(make_rule(config.optimizer))
+    whole, sharded = config.plan.bytes_per_parameter(moments)
+    in_fp8 = config.plan.bytes_per_parameter(moments, True) if config.plan.fp8 else (whole, sharded)
+    least = min(whole, in_fp8[0]), min(sharded, in_fp8[1])
+    over = (p.zero_size or p.copies) if p.zero else 1
+    experts = config.sized_model.expert_parameters
+    others = config.sized_model.num_parameters - experts
+    parts = ((others, p.tensor, over), (experts, p.expert * slices(p), sharing(p)))
+    held = (count / (cut * p.pipeline) * (least[0] + least[1] / shared) for count, cut, shared in parts)
+    return int(sum(held))
 
 
 def _rank(planned: Planned) -> tuple[float, int]:

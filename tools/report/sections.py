@@ -8,8 +8,10 @@ from typing import Any
 
 from megaprec.errors import UserError
 from parallel.pipeline.simulation import bubble, simulate
+from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
-from tools.parity.page import conclusion
+from tools.console.units import flops
+from tools.parity.page import conclusion, verdict
 from tools.plots.compare_plot import LAST, Curve
 from tools.plots.drawing import to_svg as to_svg_file
 from tools.plots.panels import Over, pictures
@@ -26,6 +28,7 @@ MOST_INSTRUCTIONS = 20_000  # of a schedule that is simulated for the page
 MOST_DRAWN = 2_000  # instructions of a timeline that is drawn
 LARGEST_PICTURE = 1_000_000  # bytes
 NO_CERTIFICATE = "There is no certificate of parity: megaprec parity RUN.toml makes one."
+NO_PROOF = "There is no proof that the run resumes bit for bit: megaprec prove RUN_DIR makes one."
 
 Section = Callable[[Run], Html | None]
 
@@ -46,14 +49,17 @@ def summary(run: Run) -> Html:
         rows.append(("last end", str(ends[-1]["why"])))
     if isinstance(run.config, RunConfig):
         rows += _model_facts(run.config)
-    return Html("".join(html(part) for part in (facts(rows), *(paragraph("Note: ", note) for note in run.notes))))
+    notes = [
+        *run.notes,
+        *(["every step was skipped: nothing was learned"] if curve.skipped == len(run.records) else []),
+    ]
+    return Html("".join(html(part) for part in (facts(rows), *(paragraph("Note: ", note) for note in notes))))
 
 
 def _model_facts(config: RunConfig) -> list[tuple[str, Text]]:
     p, model = config.parallel, config.sized_model
     size = f"{model.family}, {model.num_parameters:,} parameters" if not model.factory else model.factory
-    layout = f"tensor {p.tensor} x pipeline {p.pipeline} x data {p.data}"
-    return [("model", size), ("layout", layout), ("precision", str(config.precision.compute))]
+    return [("model", size), ("layout", in_words(p)), ("precision", str(config.precision.compute))]
 
 
 def curves(run: Run) -> Html:
@@ -126,16 +132,17 @@ def speed(run: Run) -> Html:
         ranked = sorted(seconds)
         rows += [
             ("seconds a step, median", f"{median(seconds):.4g}"),
-            ("slowest of 20", f"{ranked[min(len(ranked) - 1, len(ranked) * 19 // 20)]:.4g} s"),
+            ("19 of 20 steps take at most", f"{ranked[min(len(ranked) - 1, len(ranked) * 19 // 20)]:.4g} s"),
             ("time in steps", _duration(sum(seconds))),
         ]
-    for key, name, form in (
-        ("tokens_per_s", "tokens/s, median", "{:,.0f}"),
-        ("tflops", "model TFLOP/s a rank, median", "{:.4g}"),
-        ("mfu", "model FLOPs utilization, median", "{:.1%}"),
-    ):
+    shown: Sequence[tuple[str, str, Callable[[float], str]]] = (
+        ("tokens_per_s", "tokens/s, median", "{:,.0f}".format),
+        ("tflops", "speed of the model's products, a rank, median", lambda count: f"{flops(count * 1e12)}/s"),
+        ("mfu", "model FLOPs utilization, median", "{:.1%}".format),
+    )
+    for key, name, words in shown:
         if found := _finite(run, key):
-            rows.append((name, form.format(median(found))))
+            rows.append((name, words(median(found))))
     return facts(rows)
 
 
@@ -212,7 +219,7 @@ def fp8(run: Run) -> Html | None:
 
 def evidence(run: Run) -> Html:
     """Return what proves that the run computed what it should: certificates and checks. Later kinds are added here."""
-    parts = [_parity(run)]
+    parts = [_parity(run), _proof(run)]
     checked = [record["sentinel"] for record in run.records if "sentinel" in record]
     if checked:
         clean = sum(word == "clean" for word in checked)
@@ -225,11 +232,27 @@ def _parity(run: Run) -> Html:
     if made is None:
         return paragraph(NO_CERTIFICATE)
     try:
-        rows = [(str(one["layout"]), str(one["precision"]), str(one["verdict"])) for one in made["layouts"]]
+        rows = [(str(one["layout"]), str(one["precision"]), verdict(one)) for one in made["layouts"]]
         said = conclusion(made)
     except (KeyError, TypeError, AttributeError, ValueError):
         return paragraph("parity.json is not a certificate.")
     return Html(paragraph(f"Parity: {said}.").text + table(("layout", "precision", "verdict"), rows).text)
+
+
+def _proof(run: Run) -> Html:
+    made = run.json("prove.json")
+    if made is None:
+        return paragraph(NO_PROOF)
+    try:
+        rows = [
+            (str(row["row"]), f"{row['steps'][0]} to {row['steps'][1]}", str(row["verdict"]), str(row.get("why", "")))
+            for row in made["rows"]
+        ]
+        said = f"steps {made['first_step']} to {made['last_step']}: {made['verdict']}"
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError):
+        return paragraph("prove.json is not a certificate.")
+    head = ("compared with the straight run", "steps", "verdict", "why")
+    return Html(paragraph(f"Repeating and resuming bit for bit, {said}.").text + table(head, rows).text)
 
 
 def faults(run: Run) -> Html | None:

@@ -11,14 +11,13 @@ from itertools import islice
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from megaprec.comm.axis import Axis
-from models.stages import Stage
+from models.relay import Relay
 from tools.text.windows import Document, Window, windows
 
 POOL = 512  # windows that are sorted by length together, so that little is padded
 LOGITS = 1 << 25  # of a batch at most, unless one window has more
-ALONE = Axis("world")
 
 
 @dataclass
@@ -46,21 +45,21 @@ class Score:
 
 @torch.no_grad()
 def score(
-    stage: Stage,
+    model: Relay,
     texts: Iterable[Document],
     begin: int | None,
     length: int,
     stride: int,
     report: Callable[[int], None],
-    ranks: Axis = ALONE,
 ) -> Score:
     """Return the score of a model on documents.
 
     begin: id of the token before a document; None: the first token of each is not predicted, and the bytes of those
     that are are not known. length, stride: of the windows, in tokens, see
-    `tools.text.windows`. report: called with the number of tokens after each batch. ranks: each has the whole model and
-    takes its share of the batches; all return the score of all.
+    `tools.text.windows`. report: called with the number of tokens after each batch. Replicas share the batches. All
+    ranks of the model's layout return the same score.
     """
+    config = model.any.config
     total = Score(size=None if begin is None else 0)
 
     def cut() -> Iterator[Window]:
@@ -69,14 +68,14 @@ def score(
             total.size = None if total.size is None or text.size is None else total.size + text.size
             yield from windows(text.ids, begin, length, stride)
 
-    every = batches(cut(), LOGITS // stage.config.vocab, stage.config.rope_scaling.kind == "dynamic")
+    every = batches(cut(), LOGITS // config.vocab, config.rope_scaling.kind == "dynamic")
     for number, batch in enumerate(every):
         counted = sum(len(window.targets) - window.first for window in batch)
         total.tokens += counted
-        if number % ranks.size == ranks.rank:
-            total.nats += _nats(stage, batch)
+        if number % model.dp.size == model.dp.rank:
+            total.nats += _nats(model, batch)
         report(counted)
-    total.nats = ranks.sum_(torch.tensor(total.nats, dtype=torch.float64)).item()
+    total.nats = model.world.sum_(torch.tensor(total.nats, dtype=torch.float64)).item()
     return total
 
 
@@ -97,15 +96,31 @@ def batches(every: Iterable[Window], tokens: int, same_length: bool) -> Iterator
         yield batch
 
 
-def _nats(stage: Stage, batch: list[Window]) -> float:
-    """Return the sum of the losses of the targets that count. Padding is on the right, so no token attends to it."""
-    longest = max(len(window.tokens) for window in batch)
+def _nats(model: Relay, batch: list[Window]) -> float:
+    """Return the sum of the losses of the targets that count, on the last stage's first tensor rank; 0 on others."""
+    tokens, targets, counts = padded(batch, model)
+    logits = model.logits(tokens)
+    if logits is None or model.last is None:
+        return 0.0
+    losses = model.last.losses(logits, targets)
+    if model.last.context.tp.rank:  # it has the same losses as the first
+        return 0.0
+    return float(losses[counts].double().sum())
+
+
+def padded(batch: list[Window], model: Relay) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, targets and which targets count, [s, b] each, on the model's device.
+
+    Padding is on the right, so no token attends to it. Sequence-parallel ranks have equal parts of s.
+    """
+    context = model.any.context
+    unit = context.tp.size if context.cut_sequence else 1
+    longest = -(-max(len(window.tokens) for window in batch) // unit) * unit
     tokens, targets = np.zeros((2, longest, len(batch)), np.int64)
     counts = np.zeros((longest, len(batch)), bool)
     for column, window in enumerate(batch):
         here = len(window.tokens)
         tokens[:here, column], targets[:here, column] = window.tokens, window.targets
         counts[window.first : here, column] = True
-    logits = stage(torch.from_numpy(tokens))
-    losses = stage.losses(logits, torch.from_numpy(targets))
-    return float(losses[torch.from_numpy(counts)].double().sum())
+    ids, after, counted = (torch.from_numpy(one).to(model.device) for one in (tokens, targets, counts))
+    return ids, after, counted

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
+from megaprec.comm.axis import Axis
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
+from models.config import ModelConfig
 from models.own_model import require_builtin
 from models.stages import Stage, cuts
 from parallel.context import Context
@@ -51,20 +55,41 @@ def find_checkpoint(path: Path) -> Path:
     return found
 
 
-def load_model(path: Path, kind: type[S], compute: str = "fp32", tokenizer: Path | None = None) -> Loaded[S]:
-    """Return the whole model on the CPU, whatever format, layout and precision the folder has.
+def load_model(
+    path: Path, kind: type[S], compute: str = "fp32", tokenizer: Path | None = None, mesh: DeviceMesh | None = None
+) -> Loaded[S]:
+    """Return the model on the CPU, whatever format, layout and precision the folder has.
 
     kind: class of the stage that holds it. compute: precision, as in precision.compute. tokenizer: file to use in place
-    of the folder's own. Raises UserError.
+    of the folder's own. mesh: the layout of the ranks, each of which reads what it holds of the stage of its pipeline
+    rank; None: the whole model is on this process. Raises UserError.
     """
     source = _open(path)
     words = load_tokenizer(tokenizer) if tokenizer else check_tokenizer(source.tokenizer, source.model.vocab)
     if words and words.vocab_size > source.model.vocab:
         raise UserError(f"{words.path} has {words.vocab_size} tokens, but the model knows {source.model.vocab}")
-    config = source.model.undrawn
-    stage = kind(config, Context(plan(compute)), cuts(config, 1, config.max_positions)[0])
+    config, pp, tp = source.model.alone.undrawn, Axis.of(mesh, "pp"), Axis.of(mesh, "tp")
+    require_layout(config, tp.size, pp.size)
+    cut = cuts(config, pp.size, config.max_positions)[pp.rank]
+    tied = (0, pp.size - 1) if config.tied and pp.size > 1 else ()
+    stage = kind(config, Context(plan(compute), tp), cut, tied)
     read_weights(stage, source)
     return Loaded(stage, words, _begin(source, words), _ends(source, words))
+
+
+def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
+    """Raise UserError, with the options of the command, for a layout that the model cannot have."""
+    kv = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+    problems = []
+    widths = model.ffn_widths.values()
+    if model.heads % tensor or any(width % tensor for width in widths) or not kv:
+        features = " and ".join(map(str, widths))
+        sizes = f"{model.heads} heads, {model.kv_heads} kv heads and {features} features of the feed-forward"
+        problems.append(f"--tensor {tensor} does not divide the model's {sizes} evenly: give another number")
+    if pipeline > model.layers:
+        problems.append(f"--pipeline {pipeline}: the model has {model.layers} layers; give at most as many stages")
+    if problems:
+        raise UserError(*problems)
 
 
 def _open(path: Path) -> Source:

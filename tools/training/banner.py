@@ -1,14 +1,18 @@
 """The lines that `megaprec train` prints before the first step and after the last."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 
 from megaprec.data.blend import Blend
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
+from megaprec.optim.update_rules import Muon
+from megaprec.precision.plan import dtype_name
 from models.kv_cache import CachedStage
 from parallel.pipeline.simulation import bubble, simulate
+from tools.config.layouts import in_words
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.text.generation import Generation, harmless
@@ -26,21 +30,23 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
     """Print model, data, layout, batch sizes, precision and stages."""
     p, t, model = config.parallel, config.train, corpus.model
     replicas = _count(p.data, "replica")
+    layout, _, experts = in_words(p).partition(", ")
     tokens, documents = (
         sum(counts) for counts in zip(*((d.num_tokens, d.num_documents) for d in corpus.datasets), strict=True)
     )
     modes = [
         p.schedule_file or p.schedule,
-        *(["sequence parallel"] if p.sequence else []),
+        *(["sequence parallel"] if p.sequence and not config.canonical_shards else []),
+        *([f"canonical in {_count(config.canonical_shards, 'shard')}"] if config.canonical_shards else []),
         *([f"recompute {', '.join(p.recompute_modules) or p.recompute}"] if p.recompute != "none" else []),
-        *(["ZeRO-1"] if p.zero and p.data > 1 else []),
+        *([f"context by {p.context_by}"] if p.context > 1 else []),
+        *(["ZeRO-1"] if p.zero and p.copies > 1 else []),
     ]
     say(
         f"model      {model.family}, {model.num_parameters:,} parameters: {_count(model.layers, 'layer')}, "
         f"hidden {model.hidden}, vocabulary {model.vocab}\n"
         f"data       {tokens:,} tokens in {_count(documents, 'document')}, {_samples(config, corpus)}\n"
-        f"layout     tensor {p.tensor} x pipeline {p.pipeline} x data {p.data} = {_count(config.world_size, 'rank')} "
-        f"on {device}, {', '.join(modes)}\n"
+        f"layout     {layout} on {device}, {experts and f'{experts}, '}{', '.join(modes)}\n"
         f"batch      {t.global_batch} samples = {replicas} x {_count(config.num_microbatches, 'micro-batch', 'es')} x "
         f"{t.micro_batch}, {config.tokens_per_step:,} tokens a step\n"
         f"precision  {config.precision.compute}"
@@ -54,12 +60,16 @@ def print_start(config: RunConfig, corpus: Corpus, device: str, resumed: Path | 
     if config.train.init_from and not resumed:
         say(f"weights    from {config.train.init_from}")
     if resumed:
-        left = (
-            f"steps {done + 1} to {t.steps} are left" if done < t.steps else "no step is left: train.steps is reached"
-        )
-        say(f"resumed    from {resumed}, {left}")
+        say(f"resumed    from {resumed}, {_left(done, t.steps)}")
         for line in resume_lines(config, corpus, resumed):
             say(line)
+
+
+def _left(done: int, steps: int) -> str:
+    """Return the steps that remain of a resumed run, in words."""
+    if done >= steps:
+        return "no step is left: train.steps is reached"
+    return f"steps {done + 1} to {steps} are left" if done + 1 < steps else f"step {steps} is left"
 
 
 def _samples(config: RunConfig, corpus: Corpus) -> str:
@@ -78,12 +88,21 @@ def _samples(config: RunConfig, corpus: Corpus) -> str:
 
 
 def print_memory(optimizer: ParallelAMPOptimizer) -> None:
-    """Print the memory of weights, gradients and optimizer state, by formula and on this rank."""
-    formula = _formula(optimizer, in_fp8=False)
-    if any(buffer.in_codes for buffer in optimizer.all_buffers()):
-        formula = f"{_formula(optimizer, in_fp8=True)} bytes a parameter kept in FP8, {formula}"
-    held = sum(buffer.num_bytes() for buffer in optimizer.all_buffers())
-    say(f"memory     {formula} bytes a parameter for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0")
+    """Print what Muon updates, and the memory of weights, gradients and optimizer state, by formula and on rank 0.
+
+    The formula leaves out routers' corrections, a number for each expert.
+    """
+    buffers = optimizer.all_buffers()
+    trained = (buffer for buffer in buffers if not buffer.balances)
+    kinds = sorted({(b.in_codes, -len(b.state), not b.of_experts, b.shards.size) for b in trained}, reverse=True)
+    formula = ", ".join(
+        _formula(optimizer, in_fp8, -moments, ranks) + ("" if usual else " of experts")
+        for in_fp8, moments, usual, ranks in kinds
+    )
+    held = sum(buffer.num_bytes() for buffer in buffers)
+    for line in _muon(optimizer):
+        say(line)
+    say(f"memory     {formula} for weights, gradients and optimizer; {held / 1e6:,.1f} MB on rank 0")
     if isinstance(optimizer, PostValidationOptimizer):
         say(f"           and {optimizer.num_copied_bytes() / 1e6:,.1f} MB to take a step back")
 
@@ -95,10 +114,26 @@ def print_marked(optimizer: ParallelAMPOptimizer) -> None:
         say(f"marked     {shown}: held and computed in FP32 (set_fp32_attr_to_module)")
 
 
-def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool) -> str:
-    whole, cut = optimizer.plan.bytes_per_parameter(len(optimizer.rule.names), in_fp8)
-    ranks = optimizer.shards.size
-    return f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
+def _formula(optimizer: ParallelAMPOptimizer, in_fp8: bool, moments: int, ranks: int) -> str:
+    """Return the bytes of a parameter whose optimizer state is cut over `ranks`."""
+    whole, cut = optimizer.plan.bytes_per_parameter(moments, in_fp8)
+    said = f"{whole} + {cut}/{ranks} = {whole + cut / ranks:g}" if ranks > 1 else f"{whole} + {cut} = {whole + cut}"
+    by = f" updated by {'Muon' if moments == 1 else 'AdamW'}" if isinstance(optimizer.rule, Muon) else ""
+    return f"{said} bytes a parameter{by}{' kept in FP8' if in_fp8 else ''}"
+
+
+def _muon(optimizer: ParallelAMPOptimizer) -> Iterator[str]:
+    """Yield a line about the tensors of this rank that Muon updates, and those that AdamW updates in its stead."""
+    rule, parts = optimizer.rule, [piece.part for buffer in optimizer.all_buffers() for piece in buffer.pieces]
+    if isinstance(rule, Muon):
+        matrices = [part for part in parts if rule.updates(part)]
+        rest = sorted((part for part in parts if not rule.updates(part)), key=lambda part: -len(part.shape))
+        others = ", ".join(part.name for part in rest[:3]) + (f" and {len(rest) - 3} more" if len(rest) > 3 else "")
+        size = sum(prod(part.shape) for part in matrices)
+        yield (
+            f"muon       matrices with {size:,} parameters on rank 0, {len(matrices)} in number, iterated in "
+            f"{dtype_name(rule.iteration_dtype(optimizer.plan.masters))}; AdamW updates {others or 'nothing'}"
+        )
 
 
 def _stages(config: RunConfig, corpus: Corpus) -> str:

@@ -29,11 +29,13 @@ JUMP = 1.5  # ratio of consecutive learning rates above which a note is printed
 FREELY = (
     "log.*", "checkpoint.*", "train.folder", "train.eval_*", "train.init_from", "train.steps", "train.restarts",
     "data.source", "data.blend", "data.text_field", "data.tokenizer", "data.vocab_size", "data.max_chars",
-    "data.workers", "data.cache", "data.validation", "parallel.zero", "parallel.zero_size", "parallel.recompute*",
-    "parallel.elastic", "parallel.timeout", "train.sentinel",
+    "data.workers", "data.cache", "data.validation", "data.lm_eval*", "parallel.zero", "parallel.zero_size",
+    "parallel.recompute*", "parallel.elastic", "parallel.timeout", "train.sentinel",
     "optimizer.validation", "precision.trace_overflows", "precision.patience", "precision.masters_in_checkpoint",
     "fp8.shadow_*", "lr.*",
 )  # fmt: skip
+
+LAYOUT = ("parallel.*",)  # keys that no number depends on either if sums have one order in every layout
 
 
 def keys_of(config: RunConfig) -> dict[str, str]:
@@ -46,13 +48,14 @@ def keys_of(config: RunConfig) -> dict[str, str]:
 
 def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[str]:
     """Return a line for each key that differs from the checkpoint. Keys that it does not know are omitted."""
-    was, now = _keys(store), _all_keys(config)
+    was, now = saved_keys(store), _all_keys(config)
     before, after = _schedule(was), config.lr_schedule
+    canonical = was.get("train.numerics") == now["train.numerics"] == toml("canonical")
     rates = before is not None and not _same_rates(before, after, _taken(config, progress))
     lines = []
     for key in was.keys() & now.keys():
         if was[key] != now[key]:
-            free = any(fnmatchcase(key, pattern) for pattern in FREELY)
+            free = any(fnmatchcase(key, pattern) for pattern in (*FREELY, *(LAYOUT if canonical else ())))
             rated = key.startswith("lr.") or (key == "train.steps" and config.lr.schedule != "constant")
             lines.append(f"{key}: {was[key]} -> {now[key]}{MARK if not free or (rated and rates) else ''}")
     return sorted(lines)
@@ -60,11 +63,11 @@ def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[
 
 def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[str]:
     """Yield a note if changed keys make the learning rate jump, with the ways out."""
-    was = _keys(store)
+    was = saved_keys(store)
     last, rate = rates_around(store, config, progress)
     if not progress.applied or _schedule(was) in (None, config.lr_schedule):
         return
-    if last is None or max(last, rate) <= JUMP * min(last, rate):
+    if last is None or not _far(last, rate) or _was_to_come(was, config, progress, rate):
         return
     yield (
         f"the learning rate jumps from {last:.3g} in step {progress.step} to {rate:.3g} in step {progress.step + 1}"
@@ -74,12 +77,24 @@ def lr_jump(store: Store, config: RunConfig, progress: TrainState) -> Iterator[s
     )
 
 
+def _far(one: float, other: float) -> bool:
+    return max(one, other) > JUMP * min(one, other)
+
+
+def _was_to_come(was: dict[str, str], config: RunConfig, progress: TrainState, rate: float) -> bool:
+    """Return True if the schedule before the change has about this rate for the next step too, as during warm-up."""
+    before = _schedule(was)
+    if before is None or was.get("lr.unit") != toml(config.lr.unit):
+        return False
+    return not _far(before.at(_taken(config, progress)), rate)
+
+
 def rates_around(store: Store, config: RunConfig, progress: TrainState) -> tuple[float | None, float]:
     """Return the learning rates of the last step before a resume, None if it is not known, and of the next one.
 
     The rate of the last step is the recorded one; without a record that of the last applied step.
     """
-    was, taken = _keys(store), _taken(config, progress)
+    was, taken = saved_keys(store), _taken(config, progress)
     for record in reversed(read_metrics(Path(config.train.folder))):
         if record["step"] == progress.step and isinstance(record.get("lr"), int | float):
             return record["lr"], config.lr_schedule.at(taken)
@@ -102,7 +117,7 @@ def _all_keys(config: RunConfig) -> dict[str, str]:
     return {key: value for key, value in (keys_of(config) | _flat(tables)).items() if key not in PLAN_ONLY}
 
 
-def _keys(store: Store) -> dict[str, str]:
+def saved_keys(store: Store) -> dict[str, str]:
     """Return the keys that the checkpoint stores of its run. Raises UserError if they are damaged."""
     run = store.index.get("run", {})
     tables = {"parallel": store.index.get("layout", {}), "precision": store.index.get("precision", {})}

@@ -28,6 +28,7 @@ from megaprec.data.workers import cores
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.config.checks import check_all
+from tools.config.relative_paths import beside_run_file
 from tools.config.run_file import RunConfig
 from tools.console.progress_bar import building
 from tools.console.toml import toml
@@ -175,7 +176,9 @@ def _about(config: RunConfig, part: _Part | None, *keys: str) -> Iterator[None]:
     except UserError as error:
         said = [f"{part.key} = {toml(part.name)}"] if part else []
         said += [f"{key} = {config.value(key)}" for key in keys]
-        raise UserError(*(f"{', '.join(said)}: {problem}" for problem in error.problems)) from error
+        path = (part.key, part.name) if part else ("data.tokenizer", config.data.tokenizer)
+        hint = beside_run_file(config.origin(path[0].split("[")[0]), path[1])
+        raise UserError(*(f"{', '.join(said)}: {problem}{hint}" for problem in error.problems)) from error
 
 
 def _parts(config: RunConfig) -> list[_Part]:

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megaprec.checkpoint.reader import Store, newer_version
 from megaprec.errors import UserError
-from tools.config.settings import Data, Train
+from tools.config.data_settings import Data
+from tools.config.settings import Train
 from tools.console.toml import toml
 
 ALLOW = ("data", "tokenizer", "seed", "shuffle")  # differences that a resumed run may have only with --allow

@@ -1,7 +1,7 @@
 """Warnings about a run that can be trained but is surely not meant so: one line each, before the first step.
 
 A text that is repeated without end, a warm-up that never ends, more processes than cores, and held-out documents that
-are training documents too, whose loss then says nothing about new text.
+are training documents too, whose loss then says nothing about new text; a key that has no effect beside another one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from megaprec.data.blend import Blend
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples
 from megaprec.data.workers import cores
+from models.router import PLAIN
 from tools.config.run_file import RunConfig
 from tools.training.corpus import Corpus
 
@@ -26,6 +27,7 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     """Yield the warnings. local_ranks: the ranks of this machine. device: cpu or cuda."""
     yield from _repetitions(config, corpus)
     yield from _warmup(config)
+    yield from _groups(config)
     if device == "cpu" and local_ranks > cores():
         share = f"{local_ranks} ranks share {cores()} CPU core{'s' * (cores() > 1)} and wait for each other"
         yield f"{share}: this shows that the layout works, but one process is faster here"
@@ -62,6 +64,15 @@ def _warmup(config: RunConfig) -> Iterator[str]:
         yield (
             f"lr.warmup = {lr.warmup} {lr.unit} is the whole run, so the learning rate never reaches "
             f"lr.peak = {lr.peak:g}: make the warm-up shorter or the run longer"
+        )
+
+
+def _groups(config: RunConfig) -> Iterator[str]:
+    router = config.model.router
+    if not router.limits and router.group_best != PLAIN.group_best:
+        yield (
+            f"model.router.group_best = {router.group_best} has no effect: it compares groups, of which "
+            f"groups_per_token = {router.groups_per_token} takes all"
         )
 
 

@@ -26,7 +26,7 @@ from tools.config.settings import Parallel
 from tools.convert.train_state import newest
 from tools.journal.journal import rewind
 from tools.training.launch import under_torchrun
-from tools.training.restarts import ended_on_purpose, newest_step, restart_event
+from tools.training.restarts import newest_step, reason_to_end, restart_event
 
 OVER = "the run is over"  # key of the store; a number of the spare is added when that spare has seen it
 ENDED = "why the ranks of this host ended"  # key of the store, with the rank
@@ -117,7 +117,7 @@ def release_spares(store: dist.Store, spares: Iterable[int]) -> None:
 def tell_ended(store: dist.Store) -> None:
     """Tell rank 0 why ranks of this host ended on purpose before torchrun restarted them, if they did."""
     if under_torchrun():
-        store.set(f"{ENDED} {dist.get_rank()}", ended_on_purpose())
+        store.set(f"{ENDED} {dist.get_rank()}", reason_to_end())
 
 
 def require_wanted(store: dist.Store) -> None:

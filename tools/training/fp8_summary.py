@@ -20,6 +20,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
+from models.estimate.storage import lone_experts
 from models.stages import Stage, cuts
 from parallel.context import Context
 from tools.config.precision_modules import spans
@@ -103,7 +104,8 @@ def reaches(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> list[El
 def _stage(config: RunConfig, model: ModelConfig, recipe: FP8Recipe) -> Stage:
     """Return the whole model as one tensor-parallel rank of the run holds it, on the meta device."""
     plan, tp = replace(config.plan, fp8=recipe), Axis("tp", 0, config.parallel.tensor)
-    context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp))
+    experts = lone_experts(tp.size, config.parallel.expert, config.parallel.expert_tensor)
+    context = Context(plan, tp, fp8=FP8State(recipe, model.layers, tp), experts=experts)
     with torch.device("meta"):
         return Stage(model.undrawn, context, cuts(model, 1, config.train.seq_length)[0])
 

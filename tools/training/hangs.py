@@ -16,15 +16,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megaprec.diagnose.position import Position
-from megaprec.errors import UserError
 from parallel.hangs.heartbeat import Beat
 from parallel.hangs.verdict import Verdict
 from parallel.hangs.watchdog import Watchdog, kill_silent
 from tools.training.end_records import EndRecord, write_record
+from tools.training.endings import ON_PURPOSE
 from tools.training.launch import RankHangs, lost_connection, note_failure, started_here
-from tools.training.signals import Stopped
-from tools.training.silent_faults import FaultyHardware
-from tools.training.skipped_steps import TrainingDiverged
 
 LEFT = "left, because of that"
 
@@ -47,7 +44,7 @@ def watching(folder: Path, store: dist.Store, position: Position, timeout: float
     dog.start()
     try:
         yield dog
-    except (UserError, Stopped, TrainingDiverged, FaultyHardware):
+    except ON_PURPOSE:
         raise
     except Exception as error:
         if size > 1:

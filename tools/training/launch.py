@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megaprec.errors import UserError
+from tools.training.endings import code_of, ended_on_purpose, reported
 from tools.training.leftovers import own_folder
 from tools.training.signals import SIGNALS, Stopped, listening
 
@@ -71,8 +72,12 @@ def _never(loss: Loss) -> int:
 
 def launch_local(argv: Sequence[str], ranks: int, threads: int = 0, again: Again = _never) -> int:
     """Run `megaprec <argv>` on `ranks` local ranks and return the exit code; see `start_ranks`."""
-    root = str(Path(__file__).resolve().parents[2])
-    return start_ranks([sys.executable, "-P", "-c", PROGRAM, root, *argv], ranks, threads, again)
+    return start_ranks(own_program(argv), ranks, threads, again)
+
+
+def own_program(argv: Sequence[str]) -> list[str]:
+    """Return the command line of a process that runs `megaprec <argv>` and is killed if this process ends."""
+    return [sys.executable, "-P", "-c", PROGRAM, str(Path(__file__).resolve().parents[2]), *argv]
 
 
 def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Again = _never) -> int:
@@ -87,32 +92,34 @@ def start_ranks(command: Sequence[str], ranks: int, threads: int = 0, again: Aga
         try:
             with listening(local.hand_on, local.kill):
                 failures = local.run(ranks)
-                while failures and not local.told and (ranks := again(_loss(failures))):
+                while failures and not local.told and (ranks := again(loss_of(failures))):
                     os.environ[RESTARTED] = "1"
                     failures = local.run(ranks)
         except SignalException as stop:
             return _stopped(stop.sigval)
-        return _exit_code(failures, local.told) if failures else 0
+        return exit_code(failures, local.told) if failures else 0
 
 
-def _loss(failures: Mapping[int, ProcessFailure]) -> Loss:
+def loss_of(failures: Mapping[int, ProcessFailure]) -> Loss:
+    """Return the rank that failed first, with the exit code of its reason."""
     rank, failure = first_failure(failures)
-    return Loss(rank, failure.exitcode, _last_lines(rank, failure))
+    return Loss(rank, _own_code(failure), _last_lines(rank, failure))
 
 
-def _exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | None) -> int:
+def exit_code(failures: Mapping[int, ProcessFailure], told: signal.Signals | None) -> int:
     """Print why the ranks ended, unless they have, and return the exit code. told: the signal that was passed on
     to them.
     """
-    rank, failure = first_failure(failures)
-    if failure.exitcode in (128 + number for number in SIGNALS) and _said(failure).startswith(Stopped.__name__):
-        return failure.exitcode  # the first rank has told that it stopped, and that the state is saved
-    if told and failure.exitcode == 128 + told:
-        return failure.exitcode
-    if told and failure.exitcode in (-told, -signal.SIGTERM, -signal.SIGKILL):
+    rank, failure = first_failure(failures, told)
+    code = _own_code(failure)
+    if code in (128 + number for number in SIGNALS) and _said(failure).startswith(Stopped.__name__):
+        return code  # the first rank has told that it stopped, and that the state is saved
+    if told and code == 128 + told:
+        return code
+    if told and code in (-told, -signal.SIGTERM, -signal.SIGKILL):
         return _stopped(told)
     print(_last_lines(rank, failure), file=sys.stderr, flush=True)
-    return _shell_code(failure.exitcode)
+    return _shell_code(code)
 
 
 def _stopped(number: signal.Signals) -> int:
@@ -191,9 +198,15 @@ def share_of_cores(ranks: int) -> int:
     return max(1, cores // ranks)
 
 
-def note_failure(error: BaseException) -> None:
-    """Store the reason of this rank's failure for the launcher to print; call it while handling `error`."""
-    get_error_handler().record_exception(error)
+def note_failure(error: Exception) -> None:
+    """Store the reason of this rank's failure for the launcher to print; call it while handling `error`.
+
+    The first reason stands, for what follows is a consequence. It is noted before the world is left, which takes long
+    if other ranks wait, and during which the launcher may stop this rank.
+    """
+    note = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not note or not os.path.exists(note):
+        get_error_handler().record_exception(reported(error))
 
 
 def under_torchrun() -> bool:
@@ -273,27 +286,38 @@ def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:
     return "SLURM_GPUS_PER_TASK" in environ or bool(tasks and devices and int(devices) >= int(tasks))
 
 
-def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first: the earliest to store its reason, and not one that the launcher stopped.
+def first_failure(
+    failures: Mapping[int, ProcessFailure], told: signal.Signals | None = None
+) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed first: the earliest to store a reason of its own.
 
     A rank that left because another hangs comes first: its reason names the cause. A lost connection is a consequence,
-    whenever it was noted. torch records the times of failures in whole seconds; a rank that loses its peer fails within
-    milliseconds.
+    whenever it was noted, and so is the end of a rank that the launcher stopped before it had noted a reason. told: the
+    signal that was passed on to the ranks. The end of a rank by it is a consequence too, but may be the cause of lost
+    connections: not all ranks hear it at the same time. torch records the times of failures in whole seconds; a rank
+    that loses its peer fails within milliseconds.
     """
 
-    def order(rank: int) -> tuple[bool, bool, bool, float]:
+    def order(rank: int) -> tuple[bool, int, float]:
         failure = failures[rank]
-        note = Path(failure.error_file)
-        hangs = _said(failure).startswith(RankHangs.__name__)
+        said, note = _said(failure), Path(failure.error_file)
         return (
-            not hangs,
-            failure.exitcode == -signal.SIGTERM,
-            lost_connection(_said(failure)),
+            not said.startswith(RankHangs.__name__),
+            _distance(said, failure.exitcode, told),
             note.stat().st_mtime if note.is_file() else failure.timestamp,
         )
 
     rank = min(failures, key=order)
     return rank, failures[rank]
+
+
+def _distance(said: str, exitcode: int, told: signal.Signals | None) -> int:
+    """Return how far the end of a rank is from the cause of all ends: 0 if it may be the cause."""
+    if not said and told and exitcode in (-told, -signal.SIGTERM):
+        return 1
+    if lost_connection(said) and not ended_on_purpose(said):
+        return 2
+    return 3 if not said and exitcode == -signal.SIGTERM else 0
 
 
 class RankHangs(Exception):
@@ -311,18 +335,23 @@ def _said(failure: ProcessFailure) -> str:
     return note["message"] if isinstance(note, dict) else ""
 
 
+def _own_code(failure: ProcessFailure) -> int:
+    return code_of(_said(failure), failure.exitcode)
+
+
 def _last_lines(rank: int, failure: ProcessFailure) -> str:
     """Return one line for a crash, and all lines for wrong input (exit code 2) and for a run that stopped itself
     (3).
     """
-    if failure.exitcode < 0:
+    code, said = _own_code(failure), _said(failure)
+    if code < 0 and not said:
         return f"rank {rank} was ended by {failure.signal_name()}"
-    said = _said(failure)
     if said.startswith(RankHangs.__name__):
         return said.partition(": ")[2]
     lines = said.splitlines() or ["no reason given"]
-    reason = "\n".join(lines if failure.exitcode in (2, 3) else lines[:1])
-    return f"rank {rank} failed with exit code {failure.exitcode}: {reason}"
+    reason = "\n".join(lines if code in (2, 3) else lines[:1])
+    how = f"was ended by {failure.signal_name()}" if code < 0 else f"failed with exit code {code}"
+    return f"rank {rank} {how}: {reason}"
 
 
 def _shell_code(exitcode: int) -> int:

@@ -11,7 +11,10 @@ import torch
 
 from megaprec.data.workers import cores, most_processes
 from megaprec.errors import UserError
+from megaprec.optim.update_rules import least_moments
 from tools.config.checks import make_rule
+from tools.config.expert_ranks import replicas
+from tools.config.layouts import in_keys
 from tools.config.run_file import RunConfig
 from tools.planning.device import bytes_here
 
@@ -25,10 +28,9 @@ def check_machine(config: RunConfig, ranks: int, device: str) -> None:
 def _processes(config: RunConfig, ranks: int) -> Iterator[str]:
     most = most_processes()
     here = f"this machine has {cores()} cores, and takes {most} at most"
-    p = config.parallel
     if ranks > most:
         yield (
-            f"parallel.tensor {p.tensor} x parallel.pipeline {p.pipeline} x parallel.data {p.data}: {ranks:,} local "
+            f"{in_keys(config.parallel)}: {ranks:,} local "
             f"ranks, but {here}: make the layout smaller, or start the ranks on several machines"
         )
     for key in ("train.threads", "data.workers"):
@@ -41,8 +43,10 @@ def _memory(config: RunConfig, ranks: int, device: str) -> Iterator[str]:
     if config.model.factory:
         return
     model, p = config.sized_model, config.parallel
-    whole, sharded = config.plan.bytes_per_parameter(len(make_rule(config.optimizer).names))
-    state = model.num_parameters * (whole * p.data + sharded * (1 if p.zero else p.data))
+    whole, sharded = config.plan.bytes_per_parameter(least_moments(make_rule(config.optimizer)))
+    experts = model.expert_parameters
+    copies = ((model.num_parameters - experts, p.copies), (experts, replicas(p)))
+    state = sum(count * (whole * n + sharded * (1 if p.zero else n)) for count, n in copies)
     logits = p.data * config.train.micro_batch * config.train.seq_length * model.vocab * 2
     least, there = (state + logits) * ranks // config.world_size, _bytes_there(device, ranks)
     if least > there:

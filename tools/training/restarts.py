@@ -9,7 +9,7 @@ The ranks resume from the newest checkpoint as after a restart by hand. Records 
 that no step is recorded twice, and events.jsonl receives an event "restart".
 
 torchrun restarts ranks after any failure. Ranks that ended on purpose must not train again, so each restarted rank
-looks for the reasons that the ranks of its host noted in the attempt before (`ended_on_purpose`).
+looks for the reasons that the ranks of its host noted in the attempt before (`reason_to_end`).
 """
 
 import json
@@ -27,12 +27,10 @@ from tools.config.layouts import largest_fitting
 from tools.config.run_file import RunConfig
 from tools.journal.journal import rewind
 from tools.journal.records import read_metrics
+from tools.training.endings import CODES, ended_on_purpose
 from tools.training.launch import Loss
-from tools.training.signals import SIGNALS, Stopped
-from tools.training.silent_faults import FaultyHardware
-from tools.training.skipped_steps import TrainingDiverged
+from tools.training.signals import SIGNALS
 
-ON_PURPOSE = (UserError, TrainingDiverged, FaultyHardware, Stopped)
 ASKED = (*SIGNALS, signal.SIGQUIT)  # signals that ask a run to stop
 
 
@@ -100,7 +98,7 @@ class Restarts:
 
 def ended_by_choice(exitcode: int) -> bool:
     """Return True if a rank ended on purpose: wrong input, a run that stopped itself, a signal that asked it to."""
-    return exitcode in (2, 3) or exitcode in {code for number in ASKED for code in (-number, 128 + number)}
+    return exitcode in CODES.values() or exitcode in {code for number in ASKED for code in (-number, 128 + number)}
 
 
 def newest_step(config: RunConfig) -> int:
@@ -119,7 +117,7 @@ def _not_restarted(why: str) -> int:
     return 0
 
 
-def ended_on_purpose(environ: Mapping[str, str] = os.environ) -> str:
+def reason_to_end(environ: Mapping[str, str] = os.environ) -> str:
     """Return the reason why ranks of this host ended on purpose before torchrun restarted them; empty if they crashed.
 
     torchrun gives the attempts of a host folders side by side, and each rank a file for its reason. A new attempt with
@@ -131,8 +129,7 @@ def ended_on_purpose(environ: Mapping[str, str] = os.environ) -> str:
         return ""
     before = own.parent.parent.with_name(f"attempt_{count - 1}")
     reasons = (_reason(note) for note in sorted(before.glob("*/error.json")))
-    kinds = tuple(f"{kind.__name__}: " for kind in ON_PURPOSE)
-    return next((reason for reason in reasons if reason.startswith(kinds)), "")
+    return next(filter(ended_on_purpose, reasons), "")
 
 
 def _reason(note: Path) -> str:

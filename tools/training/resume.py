@@ -12,8 +12,10 @@ from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.config.checks import make_rule
 from tools.config.run_file import FREE, RunConfig
+from tools.console.toml import toml
 from tools.convert.train_state import newest, read_model, read_progress, read_tokenizer, read_watch
-from tools.training.changed_keys import MARK, changed_keys, lr_jump, rates_around
+from tools.training.arithmetic import moved
+from tools.training.changed_keys import MARK, changed_keys, keys_of, lr_jump, rates_around, saved_keys
 from tools.training.corpus import Corpus
 from tools.training.data_identity import ALLOW, Difference, other_sets, other_settings, read_identity
 from tools.training.launch import restarted
@@ -38,6 +40,7 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Co
     read_progress(store)
     read_watch(store)
     problems = [*_other_model(store, corpus.model if corpus else config.model), *_no_state(store, config)]
+    problems += _other_shards(store, config)
     refused = [found for found in differences(store, config, corpus) if found.what not in allowed]
     lines = [*problems, *(found.line for found in refused)]
     if problems:
@@ -100,6 +103,7 @@ def _remarks(config: RunConfig, corpus: Corpus, store: Store) -> Iterator[tuple[
     keys = [line for line in changed_keys(store, config, progress) if not any(same_key(line, other) for other in told)]
     yield from (("changed", f"{line}{MARK}") for line in told)
     yield from (("changed", line) for line in keys)
+    yield from (("changed", f"{line}{MARK}") for line in moved(store))
     yield from (("note", line) for line in lr_jump(store, config, progress))
 
 
@@ -121,6 +125,18 @@ def _other_model(store: Store, model: ModelConfig) -> Iterator[str]:
     for key in asked:
         if key not in free and saved.get(key) != asked[key]:
             yield f"model.{key} = {json.dumps(asked[key])}, but it is {json.dumps(saved.get(key))} in the checkpoint"
+
+
+def _other_shards(store: Store, config: RunConfig) -> Iterator[str]:
+    """Yield a problem if a canonical run would go on in another number of pieces: its bits would be others."""
+    was, now = saved_keys(store), keys_of(config)
+    names = ("train.numerics", "train.canonical_shards")
+    canonical = toml("canonical")
+    if was.get(names[0]) == now[names[0]] == canonical and was.get(names[1]) != now[names[1]]:
+        yield (
+            f"{names[1]} = {now[names[1]]}, but it is {was.get(names[1])} in the checkpoint: sums in another number of "
+            'pieces have other bits; keep it, or set train.numerics = "fast"'
+        )
 
 
 def _no_state(store: Store, config: RunConfig) -> Iterator[str]:

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.saving import Outcome, Saving
 from megaprec.errors import UserError
-from megaprec.fp8.state import FP8State
-from megaprec.optim.optimizer import ParallelAMPOptimizer
+from models.engine import Engine
 from tools.config.run_file import RunConfig
+from tools.training.arithmetic import arithmetic
 from tools.training.changed_keys import keys_of
 from tools.training.corpus import Corpus
 
@@ -25,8 +23,9 @@ from tools.training.corpus import Corpus
 class Saves:
     """The saves of the run of `config`. All methods are collective over the world."""
 
-    def __init__(self, config: RunConfig, optimizer: ParallelAMPOptimizer, fp8: FP8State | None) -> None:
-        self._config, self._optimizer, self._fp8 = config, optimizer, fp8
+    def __init__(self, config: RunConfig, engine: Engine) -> None:
+        self._config, self._optimizer, self._fp8 = config, engine.optimizer, engine.fp8
+        self._leaves = {"compiled": engine.leaves.names} if config.train.compile != "off" else {}
         self._saving: Saving | None = None
         self._problem = ""  # of the newest save, if it failed
         self._told: set[str] = set()  # warnings
@@ -40,7 +39,10 @@ class Saves:
         """Save the state after `step`. Waits for the save before, if that is not finished. extra, files: see `save`."""
         self._wait()
         c = self._config.checkpoint
-        folder, state = self._config.checkpoint_folder, (self._optimizer, extra, c.keep, files, self._fp8)
+        folder, state = (
+            self._config.checkpoint_folder,
+            (self._optimizer, extra | self._leaves, c.keep, files, self._fp8),
+        )
         self._saving = Saving(folder, step, *state, background=c.background)
         if not c.background:
             self._wait()
@@ -90,7 +92,7 @@ def beside_the_state(
         "layout": config.parallel.model_dump(),
         "precision": config.precision.model_dump(),
         "tokenizer": corpus.tokenizer.path.name if corpus.tokenizer else "",
-        "torch": torch.__version__,
+        **arithmetic(),
         "run": keys_of(config),
     }
     return extra | ({"data": corpus.identity.model_dump()} if corpus.identity else {})

@@ -26,6 +26,11 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.code = 128 + number
 
+    @classmethod
+    def named_by(cls, said: str) -> "Stopped":
+        """Return the exception whose text, which ends with the signal's name, a rank has noted."""
+        return cls(signal.Signals[said.rpartition(" ")[2]])
+
 
 def end(number: signal.Signals) -> None:
     """End this process by the signal, with the default handler."""

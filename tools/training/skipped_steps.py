@@ -1,14 +1,13 @@
 """Skipped steps: the event that each writes to events.jsonl, and the exception that ends a diverged run."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from megaprec.data.blend import Blend
+from megaprec.data.samples import Samples
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.optim.step_report import Offender, StepReport
 from tools.convert.train_state import TrainState
-
-Ids = Callable[[int, int], list[int] | list[str]]
 
 
 class TrainingDiverged(Exception):
@@ -25,11 +24,13 @@ def require_applied(progress: TrainState, watch: OverflowMonitor) -> None:
         raise TrainingDiverged(f"the run has ended, state saved, but {steps} skipped and nothing was learned: {advice}")
 
 
-def overflow_event(report: StepReport, step: int, samples: range, watch: OverflowMonitor, ids: Ids) -> dict[str, Any]:
+def overflow_event(
+    report: StepReport, step: int, samples: range, watch: OverflowMonitor, data: Samples | Blend
+) -> dict[str, Any]:
     """Return the record of a skipped step for events.jsonl.
 
-    samples: positions of the global batch in the run's order. ids(position, count): numbers of the samples at these
-    positions in the data set; in a blend with the name of the data set.
+    samples: positions of the global batch in the run's order. data: the samples in that order, which have numbers
+    in their data set; in a blend with the name of the data set.
     """
     return {
         "event": "overflow",
@@ -41,16 +42,16 @@ def overflow_event(report: StepReport, step: int, samples: range, watch: Overflo
         "num_samples": len(samples),
         "skipped_in_a_row": watch.in_a_row,
         "advice": watch.advice(),
-        "offenders": [_fields(offender, samples.start, ids) for offender in report.offenders],
+        "offenders": [_fields(offender, samples.start, data) for offender in report.offenders],
     }
 
 
-def _fields(offender: Offender, start: int, ids: Ids) -> dict[str, Any]:
+def _fields(offender: Offender, start: int, data: Samples | Blend) -> dict[str, Any]:
     """Return the fields of an offender, with its samples as positions in the run's order and as numbers in the
     data set.
     """
     fields = asdict(offender)
     if offender.samples is not None:
         first, end = (start + sample for sample in offender.samples)
-        fields |= {"samples": [first, end], "sample_ids": ids(first, end - first)}
+        fields |= {"samples": [first, end], "sample_ids": data.labels(data.batch(first, end - first).ids)}
     return fields

@@ -1,6 +1,5 @@
 """The training loop: steps, records, evaluations and checkpoints. Every rank runs the same loop."""
 
-import sys
 import time
 import warnings
 from collections import deque
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.save_load import load
+from megaprec.comm.axis import device_of
 from megaprec.data.blend import Blend
 from megaprec.data.intact import describe_bad_id
 from megaprec.data.samples import Samples
@@ -33,7 +33,6 @@ from megaprec.precision.tf32 import tf32
 from models.engine import Engine, OutsideVocabulary, Share
 from models.fp8_shadow import Shadow, run_shadow
 from models.own_model import stage_maker
-from models.packing import Packing
 from models.post_validation import PostValidation
 from models.sentinel import SilentFault
 from models.stages import Stage
@@ -46,18 +45,23 @@ from tools.journal.journal import Journal
 from tools.plots.perfetto import TIMELINE, write_trace
 from tools.plots.shadow_plot import shadow_event, shadow_fields
 from tools.training.banner import print_marked, print_memory, print_start
+from tools.training.batches import Batches
+from tools.training.compiling import leaves_of
 from tools.training.corpus import Corpus
+from tools.training.harness import Harness
 from tools.training.recording import recorded
 from tools.training.run_folder import RunFolder
 from tools.training.saves import Saves, beside_the_state, tokenizer_files
-from tools.training.signals import Stopped, listening
+from tools.training.signals import listening
 from tools.training.silent_faults import Checks
 from tools.training.skipped_steps import TrainingDiverged, overflow_event
+from tools.training.state_digests import Digests
+from tools.training.stopping import stop_together
 from tools.training.throughput import Throughput
 
 
-def optimizer_options(config: RunConfig) -> dict[str, Any]:
-    """Return the run's settings as keyword arguments of ParallelAMPOptimizer. Raises UserError."""
+def optimizer_options(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    """Return the run's settings as keyword arguments of ParallelAMPOptimizer on `device`. Raises UserError."""
     o, parallel = config.optimizer, config.parallel
     return {
         "average": False,  # the engine divides by the tokens of the global batch
@@ -66,7 +70,7 @@ def optimizer_options(config: RunConfig) -> dict[str, Any]:
         "groups": [Group(g.pattern, g.lr, g.weight_decay) for g in o.groups],
         "clip": o.clip,
         "norm": o.norm,
-        "overlap": parallel.overlap,
+        "overlap": parallel.overlaps(device.type),
         "bucket": parallel.bucket,
         "zero_size": parallel.zero_size if parallel.zero else 1,
         "seed": config.train.seed,
@@ -102,43 +106,52 @@ class Trainer:
             micro_batch=train.micro_batch,
             seq_length=train.seq_length,
             sequence=parallel.sequence,
+            expert=parallel.expert,
+            expert_tensor=parallel.expert_tensor,
+            canonical_shards=config.canonical_shards,
             recompute=config.recompute,
             seed=train.seed,
+            blank=bool(checkpoint or train.init_from),
             trace=config.precision.trace_overflows,
             make_optimizer=self._optimizer,
             layers=parallel.cuts,
             make_stage=stage_maker(config.model.factory),
             observers=[StepPosition(self.position), *observers],
             position=self.position,
+            ring=parallel.context_by == "ring",
+            leaves=leaves_of(config, corpus.model, mesh, checkpoint),
         )
-        self._checks = Checks(self.engine, config)
+        self._checks, self._digests = Checks(self.engine, config), Digests(self.engine, config)
+        self._harness = Harness(config, corpus.tokenizer, self.engine, self.position)
         self._throughput = Throughput.of(config, corpus.model, self.engine.device)
         self._validation = PostValidation(self.engine) if config.optimizer.validation == "after" else None
         self.rank, self.dp = self.engine.optimizer.world.rank, self.engine.dp
+        self._batches = Batches(config, corpus.train, self.dp, self.position)
         self.progress = TrainState()  # after the last step whose outcome is known; one more step may have been taken
         self._raised: NonFiniteStep | None = None
-        self._signal = 0  # the signal that asked this rank to stop
-        self._stops = False  # all ranks know that one of them was asked to stop
+        self._signal, self._stops = 0, False  # the signal that asked this rank to stop; True when all ranks know of one
         self.monitor = OverflowMonitor(self.engine.optimizer.plan.scaling, config.precision.patience)
         if checkpoint:
             self._resume(checkpoint)
         elif train.init_from:
             start_from(Path(train.init_from), self.engine.optimizer)
-        self._saves = Saves(config, self.engine.optimizer, self.engine.fp8)
+        self._saves = Saves(config, self.engine)
         self._taken = self._saved = self.progress.step  # _saved: the step of the newest checkpoint
         self._shadows: dict[int, Shadow] = {}  # by step number, of steps whose outcome is not yet known
         self._seconds: deque[float] = deque()  # durations of steps whose outcome is not yet known
 
-    def _optimizer(self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None) -> ParallelAMPOptimizer:
+    def _optimizer(
+        self, parts: list[Stage], plan: PrecisionPlan, mesh: DeviceMesh | None, **more: Any
+    ) -> ParallelAMPOptimizer:
         kind = PostValidationOptimizer if self.config.optimizer.validation == "after" else ParallelAMPOptimizer
-        return kind(parts, plan, mesh, **optimizer_options(self.config))
+        return kind(parts, plan, mesh, **optimizer_options(self.config, device_of(mesh)), **more)
 
     def _resume(self, checkpoint: Path) -> None:
         with warnings.catch_warnings(record=True, action="always") as said:
             load(checkpoint, self.engine.optimizer, self.engine.fp8)
         for warning in said:
             print(f"warning    {warning.message}")
-        store = Store(checkpoint)
+        store = Store(checkpoint, self.engine.optimizer.world)
         self.progress = read_progress(store)
         self.monitor.load_state_dict(read_watch(store))
 
@@ -161,9 +174,13 @@ class Trainer:
                     self._saves.finish()
             self.engine.optimizer.wait()
             if self._stops and self.progress.step < self.config.train.steps:
-                self._leave()
+                optimizer = self.engine.optimizer
+                stop_together(self._signal, optimizer.world, optimizer.device, self.progress.step)
 
     def _take_steps(self, journal: Journal | None, folder: RunFolder) -> None:
+        for event in self._digests.of_loaded(self.progress, self.resumed):
+            if journal is not None:
+                journal.write_event(event)
         while self.progress.step < self.config.train.steps and not self._stops:
             diverged = ""
             self.position.enter(Phase.STEP, self._taken + 1)
@@ -191,16 +208,6 @@ class Trainer:
         """Stop after the next step; its consensus tells all ranks."""
         self._signal = number
         self.engine.optimizer.stop = True
-
-    def _leave(self) -> None:
-        """Raise Stopped. All ranks leave together, for a rank that exits early would abort the others."""
-        world, device = self.engine.optimizer.world, self.engine.device
-        number = int(world.max_(torch.tensor(float(self._signal), device=device)).item())
-        stopped = Stopped(number)
-        if self.rank == 0:
-            print(f"{stopped} after step {self.progress.step}, state saved: the same command goes on", file=sys.stderr)
-        world.barrier()
-        raise stopped
 
     def _end_for(self, found: SilentFault, journal: Journal | None) -> NoReturn:
         """Raise FaultyHardware. The checked step has changed nothing; the state before it is saved if it is sound."""
@@ -238,10 +245,12 @@ class Trainer:
         if self._evaluates_after(progress.step):
             with self.position.during(Phase.EVALUATION):
                 record |= {name: self.evaluate(samples) for name, samples in self.corpus.evaluated.items()}
+                record |= self._harness.results()
         record |= self._checks.fields(progress.step)
         self.position.at(RECORD)
         self.monitor.note(report)
         events = [] if report.outcome == "applied" else [self._overflow_event(report, progress)]
+        events += self._digests.of_step(report, progress)
         if shadow is not None:
             record |= shadow_fields(shadow, self.config.fp8)
             events.append(shadow_event(shadow, progress.step, self.config.fp8))
@@ -272,18 +281,12 @@ class Trainer:
     def _evaluates_after(self, step: int) -> bool:
         return _due(self.config.train.eval_every, step)
 
-    def _shadowed(self, step: int) -> bool:
-        return _due(self.config.fp8.shadow_every, step)
-
     def _saves_after(self, step: int) -> bool:
         return step == self.config.train.steps or _due(self.config.checkpoint.every, step)
 
     def _overflow_event(self, report: StepReport, progress: TrainState) -> dict[str, Any]:
         samples = range(progress.samples - self.config.train.global_batch, progress.samples)
-        return overflow_event(report, progress.step, samples, self.monitor, self._sample_ids)
-
-    def _sample_ids(self, position: int, count: int) -> list[int] | list[str]:
-        return self.corpus.train.labels(self.corpus.train.batch(position, count).ids)
+        return overflow_event(report, progress.step, samples, self.monitor, self.corpus.train)
 
     def step(self) -> list[tuple[StepReport, TrainState]]:
         """Take the next step. Returns the steps whose outcome is now known, each with the progress after it.
@@ -293,8 +296,8 @@ class Trainer:
         """
         position = self.progress.samples + (self._taken - self.progress.step) * self.config.train.global_batch
         recording = Recording.start(self.engine.pp) if self._taken + 1 == self.config.log.timeline else None
-        share = self.share(self.corpus.train, position)
-        if self._shadowed(self._taken + 1):
+        share = self._batches.take(position)
+        if _due(self.config.fp8.shadow_every, self._taken + 1):
             with self.position.during(Phase.COMPARISON):
                 self._shadows[self._taken + 1] = run_shadow(self.engine.passes, share, self._taken)
         others = partial(self.share, self.corpus.train, position)
@@ -334,17 +337,15 @@ class Trainer:
 
     def _needs_outcome(self) -> bool:
         """Return True if the outcome of the step just taken must be known before the next step begins."""
-        step = self._taken
-        repeats = self._shadowed(step + 1) or self._checks.due(step + 1)  # with weights that are final
-        due = self._evaluates_after(step) or self._saves_after(step) or repeats
+        step, shadows = self._taken, self.config.fp8.shadow_every
+        repeats = _due(shadows, step + 1) or self._checks.due(step + 1)  # with weights that are final
+        due = self._evaluates_after(step) or self._saves_after(step) or self._digests.due(step) or repeats
         return self._stops or due or self._saves.under_way
 
     def _lr(self) -> float:
         """Return the learning rate of the next step."""
-        progress = self.progress
-        return self.config.lr_schedule.at(
-            progress.applied_samples if self.config.lr.unit == "samples" else progress.applied
-        )
+        done, unit = self.progress, self.config.lr.unit
+        return self.config.lr_schedule.at(done.applied_samples if unit == "samples" else done.applied)
 
     def _advance(self, report: StepReport) -> None:
         """Add a step whose outcome is known to `progress`; note whether a rank was asked to stop."""
@@ -377,16 +378,8 @@ class Trainer:
         return total / count
 
     def share(self, samples: Samples | Blend, position: int, replica: int | None = None) -> Share:
-        """Return a data-parallel rank's consecutive part of the global batch that begins at `position`.
-
-        replica: the data-parallel rank; None: this one.
-        """
-        self.position.at("reading of samples")
-        own = self.config.train.global_batch // self.dp.size
-        first = own * (self.dp.rank if replica is None else replica)
-        batch = samples.batch(position + first, own)
-        packing = Packing(batch.documents, batch.positions)
-        return Share(batch.tokens, batch.targets, batch.mask, first=first, packing=packing)
+        """Return a data-parallel rank's part of the global batch that begins at `position`, as `Batches.share` does."""
+        return self._batches.share(samples, position, replica)
 
     def _save(self) -> None:
         extra = beside_the_state(self.config, self.corpus, asdict(self.progress), self.monitor.state_dict())

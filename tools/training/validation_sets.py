@@ -21,8 +21,9 @@ from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.data.workers import cores
 from megaprec.errors import UserError
+from tools.config.data_settings import Data
+from tools.config.relative_paths import beside_run_file
 from tools.config.run_file import RunConfig
-from tools.config.settings import Data
 from tools.console.progress_bar import building
 from tools.console.toml import toml
 
@@ -47,7 +48,7 @@ def check_validation(config: RunConfig, cache: Path) -> None:
     cache: folder of the data sets that are built of texts.
     """
     for one in _sets(config.data, cache):
-        with _about(one):
+        with _about(config, one):
             IndexedDataset(one.prefix) if one.ready else _text(config.data, one)
 
 
@@ -60,7 +61,7 @@ def build_validation(config: RunConfig, tokenizer: Tokenizer | None, vocab: int,
         yield "data.validation is not evaluated, because train.eval_every is 0"
         return
     for one in _sets(config.data, cache):
-        with _about(one):
+        with _about(config, one):
             if not one.ready:
                 _build(config.data, one, tokenizer, cache)
             dataset = IndexedDataset(one.prefix)
@@ -72,7 +73,7 @@ def open_validation(config: RunConfig, cache: Path) -> Mapping[str, Samples]:
     data, train, opened = config.data, config.train, dict[str, Samples]()
     resets = Resets(data.reset_attention_mask, data.reset_position_ids, data.eod_mask_loss)
     for one in _sets(data, cache) if train.eval_every else ():
-        with _about(one):
+        with _about(config, one):
             dataset = IndexedDataset(one.prefix)
             opened[one.name] = Samples(dataset, train.seq_length, train.seed, shuffle=False, resets=resets)
     return opened
@@ -115,9 +116,10 @@ def _say_busy(cache: Path) -> None:
 
 
 @contextmanager
-def _about(one: _Named) -> Iterator[None]:
+def _about(config: RunConfig, one: _Named) -> Iterator[None]:
     """Prefix the problems raised inside the context with the key and the source of a set."""
     try:
         yield
     except UserError as error:
-        raise UserError(*(f"{one.key} = {toml(one.source)}: {problem}" for problem in error.problems)) from error
+        hint = beside_run_file(config.origin("data.validation"), one.source)
+        raise UserError(*(f"{one.key} = {toml(one.source)}: {problem}{hint}" for problem in error.problems)) from error

@@ -135,3 +135,28 @@ def test_another_shape_or_dtype_is_refused_before_it_is_sent() -> None:
     for wrong in (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64)):
         with pytest.raises(UserError, match=r"sA0\.0 would send .* exchange \[2, 3\] torch\.float32"):
             links.send(Instruction.parse("sA0.0"), wrong)
+
+
+def bytes_of_shares(mesh: DeviceMesh, match: Match, shape: tuple[int, ...]) -> int:
+    """Bytes that a rank of the first stage sends of a message that both tensor-parallel ranks hold."""
+    pp, tp, size = Axis.of(mesh, "pp"), Axis.of(mesh, "tp"), 0
+    links = P2P.open(pp, (0, 1), shape, torch.float32, CPU, match, shared=tp)
+    message = torch.arange(float(np.prod(shape))).view(shape)
+    (send, receive) = instructions("sA0.0 rA1.0")
+    if pp.rank == 0:
+        links.send(send, message)
+        size = sum(tensor.nbytes for pending in links.pending.values() for _, tensor in pending)
+        links.finish()
+        return size
+    assert torch.equal(links.receive(receive), message)
+    return size
+
+
+@pytest.mark.parametrize(
+    ("match", "shape", "part"), [("order", (3, 2, 4), 0.5), ("order", (3, 5), 1), ("tag", (3, 2, 4), 1)]
+)
+def test_matched_by_order_each_tensor_parallel_rank_sends_its_share(
+    match: Match, shape: tuple[int, ...], part: float
+) -> None:
+    sent = run_ranks(bytes_of_shares, {"pp": 2, "tp": 2}, match=match, shape=shape)
+    assert sent == [part * 4 * np.prod(shape)] * 2 + [0, 0]

@@ -3,10 +3,17 @@
 from collections.abc import Mapping, Sequence
 
 from models.config import ModelConfig
-from tools.convert.core.rules import Cut, Rule
+from tools.convert.core.rules import Cut, Layers, Rule, layers_of_modules
 from tools.convert.core.transforms import (
+    EXPERTS_INTERLEAVED,
+    EXPERTS_TRANSPOSED,
     GROUPED,
     GROUPED_INTERLEAVED,
+    LATENT_DOWN,
+    LATENT_DOWN_HALVES,
+    LATENT_QUERY,
+    LATENT_QUERY_HALVES,
+    LATENT_UP,
     PACKED,
     PACKED_TRANSPOSED,
     SAME,
@@ -17,6 +24,7 @@ from tools.convert.core.transforms import (
 
 QKV = ("query", "key", "value")
 _A, _M = "layers.N.attention", "layers.N.mlp"
+CORRECTION = f"{_M}.router.correction"
 
 
 def _both(foreign: str, logical: str, how: Transform = SAME, bias_how: Transform = SAME) -> list[Rule]:
@@ -65,16 +73,61 @@ def _neox() -> list[Rule]:
     ]
 
 
-def _llama(feed_forward: Sequence[Rule]) -> list[Rule]:
+# Norms of a layer -> ours: before each branch, after it, and both.
+_BEFORE = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+_AFTER = {"post_attention_layernorm": "attention_post_norm", "post_feedforward_layernorm": "mlp_post_norm"}
+_AROUND = {"input_layernorm": "attention_norm", "pre_feedforward_layernorm": "mlp_norm", **_AFTER}
+
+
+def _projections() -> list[Rule]:
+    """Queries, keys and values of the families after Llama."""
+    attention = "model.layers.N.self_attn"
+    return [
+        *(rule for part in QKV for rule in _both(f"{attention}.{part[0]}_proj", f"{_A}.{part}")),
+        Rule(f"{attention}.q_norm.weight", (f"{_A}.query_norm.weight",)),
+        Rule(f"{attention}.k_norm.weight", (f"{_A}.key_norm.weight",)),
+    ]
+
+
+def _latents(interleaved: bool) -> list[Rule]:
+    """Queries, keys and values of DeepSeek. interleaved: rotary partners are neighbours."""
+    attention = "model.layers.N.self_attn"
+    query, down = (LATENT_QUERY, LATENT_DOWN) if interleaved else (LATENT_QUERY_HALVES, LATENT_DOWN_HALVES)
+    parts = ("key_value_down", "key_rope")
+    return [
+        Rule(f"{attention}.q_proj.weight", (f"{_A}.query.weight",), query),
+        *_both(f"{attention}.q_a_proj", f"{_A}.query_down"),
+        Rule(f"{attention}.q_a_layernorm.weight", (f"{_A}.query_down_norm.weight",)),
+        Rule(f"{attention}.q_b_proj.weight", (f"{_A}.query_up.weight",), query),
+        *(
+            Rule(f"{attention}.kv_a_proj_with_mqa.{kind}", tuple(f"{_A}.{part}.{kind}" for part in parts), down)
+            for kind in ("weight", "bias")
+        ),
+        Rule(f"{attention}.kv_a_layernorm.weight", (f"{_A}.key_value_down_norm.weight",)),
+        Rule(f"{attention}.kv_b_proj.weight", (f"{_A}.key_up.weight", f"{_A}.value_up.weight"), LATENT_UP),
+    ]
+
+
+def _llama(
+    feed_forward: Sequence[Rule], norms: Mapping[str, str] = _BEFORE, projections: Sequence[Rule] = ()
+) -> list[Rule]:
     layer = "model.layers.N"
+    of_attention, of_mlp = (
+        [
+            rule
+            for theirs, ours in norms.items()
+            if branch in ours
+            for rule in _both(f"{layer}.{theirs}", f"layers.N.{ours}")
+        ]
+        for branch in ("attention", "mlp")
+    )
     return [
         Rule("model.embed_tokens.weight", ("embedding.weight",)),
-        *_both(f"{layer}.input_layernorm", "layers.N.attention_norm"),
-        *(rule for part in QKV for rule in _both(f"{layer}.self_attn.{part[0]}_proj", f"{_A}.{part}")),
-        Rule(f"{layer}.self_attn.q_norm.weight", (f"{_A}.query_norm.weight",)),
-        Rule(f"{layer}.self_attn.k_norm.weight", (f"{_A}.key_norm.weight",)),
+        *of_attention,
+        *(projections or _projections()),
+        Rule(f"{layer}.self_attn.sinks", (f"{_A}.sinks.weight",)),
         *_both(f"{layer}.self_attn.o_proj", f"{_A}.output"),
-        *_both(f"{layer}.post_attention_layernorm", "layers.N.mlp_norm"),
+        *of_mlp,
         *feed_forward,
         *_both("model.norm", "final_norm"),
         Rule("lm_head.weight", ("head.weight",)),
@@ -97,16 +150,73 @@ def _experts(moe: str, gate: str, up: str, down: str) -> list[Rule]:
     ]
 
 
+def _beside_experts(shared: str) -> list[Rule]:
+    """The correction of the router's choice, shared experts and their gate."""
+    layer = "model.layers.N.mlp"
+    return [
+        Rule(f"{layer}.gate.e_score_correction_bias", (CORRECTION,)),
+        *(Rule(f"{layer}.{shared}.{p}_proj.weight", (f"{_M}.shared.{p}.weight",)) for p in ("gate", "up", "down")),
+        Rule(f"{layer}.{shared}_gate.weight", (f"{_M}.shared_gate.weight",)),
+    ]
+
+
+def _shared_experts(shared: str = "shared_experts") -> list[Rule]:
+    """Experts with shared ones beside them, and feed-forwards of layers without experts."""
+    return [*_gated(), *_experts("mlp", "gate_proj", "up_proj", "down_proj"), *_beside_experts(shared)]
+
+
+def _stacked_experts() -> list[Rule]:
+    """Experts of gpt-oss: all of a layer in one tensor, and gate and up of it row by row in turn."""
+    mlp = "model.layers.N.mlp"
+    gate_up, down = f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj"
+    rules = _both(f"{mlp}.router", f"{_M}.router")
+    for suffix, kind in (("", "weight"), ("_bias", "bias")):
+        both = tuple(f"{_M}.experts.E.{part}.{kind}" for part in ("gate", "up"))
+        rules.append(Rule(gate_up + suffix, both, EXPERTS_INTERLEAVED))
+        rules.append(Rule(down + suffix, (f"{_M}.experts.E.down.{kind}",), EXPERTS_TRANSPOSED))
+    return rules
+
+
+def _with_modules(rules: Sequence[Rule]) -> list[Rule]:
+    """Return the rows with those of modules of multi-token prediction after the layers: what is around each module's
+    layer, which is numbered as one of the model's, and the layer.
+    """
+    layer = "model.layers.N"
+    end = 1 + max(n for n, rule in enumerate(rules) if ".N." in rule.foreign)
+    return [
+        *rules[:end],
+        *_both(f"{layer}.enorm", "mtp.K.embedding_norm"),
+        *_both(f"{layer}.hnorm", "mtp.K.hidden_norm"),
+        Rule(f"{layer}.eh_proj.weight", ("mtp.K.projection.weight",)),
+        *_both(f"{layer}.shared_head.norm", "mtp.K.final_norm"),
+        *layers_of_modules(rules, layer, layer),
+        *rules[end:],
+    ]
+
+
 # By the model_type in config.json.
-HUGGING_FACE = {
+HUGGING_FACE: dict[str, list[Rule]] = {
+    "deepseek_v2": _llama(_shared_experts(), projections=_latents(True)),
+    "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(True))),
     "gpt2": _gpt2(),
     "gpt_neox": _neox(),
     "llama": _llama(_gated()),
     "mistral": _llama(_gated()),
     "qwen2": _llama(_gated()),
+    "qwen2_moe": _llama(_shared_experts("shared_expert")),
     "qwen3": _llama(_gated()),
-    "qwen3_moe": _llama(_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "qwen3_moe": _llama([*_gated(), *_experts("mlp", "gate_proj", "up_proj", "down_proj")]),
+    "glm4_moe": _with_modules(_llama(_shared_experts())),
+    "olmo2": _llama(_gated(), _AFTER),
+    "olmo3": _llama(_gated(), _AFTER),
+    "gemma2": _llama(_gated(), _AROUND),
+    "gemma3_text": _llama(_gated(), _AROUND),
+    "gpt_oss": _llama(_stacked_experts()),
     "mixtral": _llama(_experts("block_sparse_moe", "w1", "w3", "w2")),
+}
+# Of folders whose config.json has rope_interleave = false.
+IN_HALVES: dict[str, list[Rule]] = {
+    "deepseek_v3": _with_modules(_llama(_shared_experts(), projections=_latents(False)))
 }
 # What a folder may leave out before every name: it was saved without the head.
 PREFIXES = {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}
@@ -115,42 +225,95 @@ BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.mas
 
 
 def megatron(
-    fused_norms: bool, interleaved: bool, model: ModelConfig, fused_before_experts: bool = False
+    fused_norms: bool,
+    interleaved: bool,
+    model: ModelConfig,
+    fused_before_experts: bool = False,
+    down: Cut = "whole",
 ) -> list[Rule]:
     """Megatron-core's GPTModel, in the order of its parameters.
 
     fused_norms: norms belong to the linear layer after them, as Transformer Engine has it; else they stand alone, as
     the norm before experts always does but in distributed checkpoints without Transformer Engine, which name it as if
     it came before a feed-forward (fused_before_experts). interleaved: rotary partners are neighbours
-    (args.rotary_interleaved).
+    (args.rotary_interleaved). down: how the projections down to latents are sharded.
     """
-    layer, gated = "decoder.layers.N", model.mlp == "swiglu"
-    qkv, inner = f"{layer}.self_attention.linear_qkv", f"{layer}.mlp.linear_fc1"
-    attention_norm = _norm(f"{qkv}.layer_norm_" if fused_norms else f"{layer}.input_layernorm.", "attention_norm")
-    fused_mlp = fused_norms and (fused_before_experts or not model.experts)
-    mlp_norm = _norm(f"{inner}.layer_norm_" if fused_mlp else f"{layer}.pre_mlp_layernorm.", "mlp_norm")
+    layer, gated = "decoder.layers.N", model.gated
+    attention, inner = f"{layer}.self_attention", f"{layer}.mlp.linear_fc1"
+    fused_attention = fused_norms and not model.latent  # before several layers a norm stands alone
+    attention_norm = _norm(
+        f"{attention}.linear_qkv.layer_norm_" if fused_attention else f"{layer}.input_layernorm.", "attention_norm"
+    )
+    with_mlp: dict[Layers, bool] = {"dense": fused_norms, "experts": fused_norms and fused_before_experts}
+    layers = [
+        *(() if fused_attention else attention_norm),
+        Rule(f"{attention}.core_attention.softmax_offset", (f"{_A}.sinks.weight",), SAME, "rows"),
+        Rule(f"{attention}.linear_proj.weight", (f"{_A}.output.weight",), SAME, "columns"),
+        Rule(f"{attention}.linear_proj.bias", (f"{_A}.output.bias",)),
+        *(attention_norm if fused_attention else ()),
+        *(_megatron_latents(attention, fused_norms, down) if model.latent else _megatron_qkv(attention, interleaved)),
+        *(
+            rule
+            for layers, fused in with_mlp.items()
+            for rule in _norm(f"{inner}.layer_norm_" if fused else f"{layer}.pre_mlp_layernorm.", "mlp_norm", layers)
+        ),
+        *_megatron_mlp(f"{layer}.mlp", _M, gated),
+        *_both(f"{layer}.mlp.router", f"{_M}.router"),
+        Rule(f"{layer}.mlp.router.expert_bias", (CORRECTION,)),
+        *_megatron_mlp(f"{layer}.mlp.experts.local_experts.E", f"{_M}.experts.E", gated),
+        Rule(f"{layer}.mlp.shared_experts.gate_weight", (f"{_M}.shared_gate.weight",)),
+        *_megatron_mlp(f"{layer}.mlp.shared_experts", f"{_M}.shared", gated),
+    ]
+    module = "mtp.layers.K"
     return [
         Rule("embedding.word_embeddings.weight", ("embedding.weight",), SAME, "vocabulary"),
         Rule("embedding.position_embeddings.weight", ("positions.weight",)),
-        *(() if fused_norms else attention_norm),
-        Rule(f"{layer}.self_attention.linear_proj.weight", (f"{_A}.output.weight",), SAME, "columns"),
-        Rule(f"{layer}.self_attention.linear_proj.bias", (f"{_A}.output.bias",)),
-        *(attention_norm if fused_norms else ()),
-        Rule(f"{qkv}.weight", _qkv("weight"), GROUPED_INTERLEAVED if interleaved else GROUPED, "rows"),
-        Rule(f"{qkv}.bias", _qkv("bias"), GROUPED_INTERLEAVED if interleaved else GROUPED, "rows"),
-        Rule(f"{layer}.self_attention.q_layernorm.weight", (f"{_A}.query_norm.weight",)),
-        Rule(f"{layer}.self_attention.k_layernorm.weight", (f"{_A}.key_norm.weight",)),
-        *mlp_norm,
-        *_megatron_mlp(f"{layer}.mlp", _M, gated),
-        Rule(f"{layer}.mlp.router.weight", (f"{_M}.router.weight",)),
-        *_megatron_mlp(f"{layer}.mlp.experts.local_experts.E", f"{_M}.experts.E", gated),
+        *layers,
         *_both("decoder.final_layernorm", "final_norm"),
+        *_both(f"{module}.enorm", "mtp.K.embedding_norm"),
+        *_both(f"{module}.hnorm", "mtp.K.hidden_norm"),
+        Rule(f"{module}.eh_proj.weight", ("mtp.K.projection.weight",), SAME, "rows"),
+        *layers_of_modules(layers, layer, f"{module}.transformer_layer"),
+        *_both(f"{module}.final_layernorm", "mtp.K.final_norm"),
         Rule("output_layer.weight", ("head.weight",), SAME, "vocabulary"),
     ]
 
 
-def _norm(prefix: str, logical: str) -> list[Rule]:
-    return [Rule(prefix + kind, (f"layers.N.{logical}.{kind}",)) for kind in ("weight", "bias")]
+def _megatron_qkv(attention: str, interleaved: bool) -> list[Rule]:
+    how = GROUPED_INTERLEAVED if interleaved else GROUPED
+    return [
+        Rule(f"{attention}.linear_qkv.weight", _qkv("weight"), how, "rows"),
+        Rule(f"{attention}.linear_qkv.bias", _qkv("bias"), how, "rows"),
+        Rule(f"{attention}.q_layernorm.weight", (f"{_A}.query_norm.weight",)),
+        Rule(f"{attention}.k_layernorm.weight", (f"{_A}.key_norm.weight",)),
+    ]
+
+
+def _megatron_latents(attention: str, fused_norms: bool, down: Cut) -> list[Rule]:
+    """Multi-latent attention, whose rotary partners are neighbours (`_apply_rotary_pos_emb_bshd` of rope_utils.py)."""
+    query_up, up = f"{attention}.linear_q_up_proj", f"{attention}.linear_kv_up_proj"
+    query_norm = f"{query_up}.layer_norm_weight" if fused_norms else f"{attention}.q_layernorm.weight"
+    norm = f"{up}.layer_norm_weight" if fused_norms else f"{attention}.kv_layernorm.weight"
+    norms = {
+        "query": Rule(query_norm, (f"{_A}.query_down_norm.weight",)),
+        "key_value": Rule(norm, (f"{_A}.key_value_down_norm.weight",)),
+    }
+    shared = tuple(f"{_A}.{part}.weight" for part in ("key_value_down", "key_rope"))
+    made = tuple(f"{_A}.{part}.weight" for part in ("key_up", "value_up"))
+    return [
+        Rule(f"{attention}.linear_q_proj.weight", (f"{_A}.query.weight",), LATENT_QUERY, "rows"),
+        Rule(f"{attention}.linear_q_down_proj.weight", (f"{_A}.query_down.weight",), SAME, down),
+        *((norms["query"],) if fused_norms else ()),
+        Rule(f"{query_up}.weight", (f"{_A}.query_up.weight",), LATENT_QUERY, "rows"),
+        Rule(f"{attention}.linear_kv_down_proj.weight", shared, LATENT_DOWN, down),
+        *((norms["key_value"],) if fused_norms else ()),
+        Rule(f"{up}.weight", made, LATENT_UP, "rows"),
+        *(() if fused_norms else norms.values()),
+    ]
+
+
+def _norm(prefix: str, logical: str, layers: Layers = "all") -> list[Rule]:
+    return [Rule(prefix + kind, (f"layers.N.{logical}.{kind}",), layers=layers) for kind in ("weight", "bias")]
 
 
 def _megatron_mlp(foreign: str, logical: str, gated: bool) -> list[Rule]:

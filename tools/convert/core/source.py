@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.router import is_correction
 from tools.convert.core.tensors import PIECE
 
 
@@ -70,6 +71,15 @@ class Source:
         self.loads: Counter[str] = Counter()  # how often each foreign tensor was read
         self._held: tuple[str, dict[str, Tensor]] = "", {}
 
+    @property
+    def alone(self) -> "Source":
+        """Return this source without modules of multi-token prediction."""
+        if not self.model.mtp_layers:
+            return self
+        origins = [origin for key, origin in self._origin.items() if not key.partition("/")[2].startswith("mtp.")]
+        kept = tuple(dict.fromkeys(origins))
+        return Source(self.path, self.kind, self.model.alone, kept, self.facts, self.tokenizer)
+
     def keys(self, kind: str) -> Iterator[str]:
         """Return all keys of a kind, in the order of the files' tensors."""
         return (key for key in self.shapes if key.startswith(f"{kind}/"))
@@ -82,6 +92,10 @@ class Source:
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype that a logical tensor is stored in."""
         return self._origin[key].dtype
+
+    def dtype_in(self, key: str, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of a logical tensor in a conversion to `dtype`; None keeps its own, as corrections do."""
+        return self.dtype(key) if dtype is None or is_correction(key) else dtype
 
     def rows(self, key: str, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom) of a logical tensor."""

@@ -28,6 +28,7 @@ from megaprec.checkpoint.digests import raw
 from megaprec.durable import sync
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json
+from tools.convert.core.finite import NotFinite
 from tools.convert.core.source import Source
 from tools.convert.core.tensors import fill
 
@@ -77,8 +78,12 @@ class Target:
     left_out: tuple[str, ...] = ()
 
 
-def convert(source: Source, target: Target, destination: Path, report: Report) -> None:
-    """Write `source` to `destination`, which must not exist, completely or not at all. Raises UserError."""
+def convert(source: Source, target: Target, destination: Path, report: Report) -> list[str]:
+    """Write `source` to `destination`, which must not exist, completely or not at all. Raises UserError.
+
+    Returns a line for each tensor that has numbers that are NaN or infinite.
+    """
+    damage = NotFinite()
     partial = destination.with_name(f".{destination.name}.partial")
     with _disk_told(destination):
         journal = Journal(partial / JOURNAL, _identity(source, target))
@@ -86,9 +91,10 @@ def convert(source: Source, target: Target, destination: Path, report: Report) -
             _make_room(partial, target.size)
         with _nothing_left(partial):
             _fill(source, target, partial, journal, report)
-            _compare(target.reopen(partial), journal.by_key(), report)
+            _compare(target.reopen(partial), journal.by_key(), damage, report)
         journal.path.unlink()
         _publish(partial, destination)
+    return damage.lines((key, source.dtype(key), dtype) for key, dtype in target.dtypes.items())
 
 
 def _fill(source: Source, target: Target, partial: Path, journal: "Journal", report: Report) -> None:
@@ -246,13 +252,13 @@ def _copy(write: Write, source: Source, dtype: torch.dtype, partial: Path) -> st
     return checksum(dtype, source.shapes[key], written())
 
 
-def _compare(written: Source, digests: dict[str, str], report: Report) -> None:
-    """Raise UserError unless the target reads back as it was written."""
+def _compare(written: Source, digests: dict[str, str], damage: NotFinite, report: Report) -> None:
+    """Raise UserError unless the target reads back as it was written. Counts numbers that are not finite."""
     if written.shapes.keys() != digests.keys():
         raise UserError(f"{written.path} has other tensors than were written: {written.shapes.keys() ^ digests.keys()}")
     for key, expected in digests.items():
         shape, dtype = written.shapes[key], written.dtype(key)
-        if checksum(dtype, shape, written.pieces(key)) != expected:
+        if checksum(dtype, shape, damage.seen(key, written.pieces(key))) != expected:
             raise UserError(f"{written.path}: {key} does not read back as it was written; is the disk sound?")
         report(prod(shape) * dtype.itemsize, f"checking {key}")
 

@@ -6,10 +6,13 @@ that have the same shape and are therefore easily confused:
 
     packed    all of query, all of key, all of value                     (GPT-2)
     grouped   for each group its queries, its key head, its value head   (Megatron; GPT-NeoX, where a group is a head)
+
+In latent attention a head of ours has its features with rotary positions first, and the partners of a rotation half of
+them apart. Other systems have them last, and mostly the partners side by side.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,12 +20,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes that a rearrangement needs. rotary: number of features of a head with rotary positions."""
+    """The sizes that a rearrangement needs. rotary: number of features of a head with rotary positions. value: of a
+    head's value in latent attention.
+    """
 
     query: int
     kv: int
     dim: int
     rotary: int
+    value: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,56 @@ def _ungrouped_interleaved(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
     return [_halve(query, heads), _halve(key, heads), value]
 
 
+def _latent_query(interleaved: bool) -> Transform:
+    """Return the transform of the queries of latent attention. interleaved: rotary partners are neighbours there."""
+
+    def join(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+        x = (_interleave(parts[0], heads) if interleaved else parts[0]).unflatten(0, (-1, heads.dim))
+        return torch.cat((x[:, heads.rotary :], x[:, : heads.rotary]), 1).flatten(0, 1)
+
+    def split(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
+        x, still = whole.unflatten(0, (-1, heads.dim)), heads.dim - heads.rotary
+        x = torch.cat((x[:, still:], x[:, :still]), 1).flatten(0, 1)
+        return [_halve(x, heads) if interleaved else x]
+
+    return Transform(join, split)
+
+
+def _latent_down(interleaved: bool) -> Transform:
+    """Return the transform of the latent of keys and values, and of the rotary part of keys after it."""
+
+    def join(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+        latent, turning = parts
+        alone = replace(heads, dim=heads.rotary)
+        return torch.cat((latent, _interleave(turning, alone) if interleaved else turning))
+
+    def split(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
+        latent, turning = whole.split([len(whole) - heads.rotary, heads.rotary])
+        return [latent, _halve(turning, replace(heads, dim=heads.rotary)) if interleaved else turning]
+
+    return Transform(join, split)
+
+
+def _latent_up(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+    return torch.cat([part.unflatten(0, (heads.query, -1)) for part in parts], 1).flatten(0, 1)
+
+
+def _latent_up_split(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
+    parts = whole.unflatten(0, (heads.query, -1)).split([heads.dim - heads.rotary, heads.value], 1)
+    return [part.flatten(0, 1) for part in parts]
+
+
+def _experts_interleaved(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+    """Stack experts' gates and ups [ffn, h], rows of both in turn, as [experts, h, 2 ffn]; biases without h."""
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return torch.stack([torch.stack(pair, 1).flatten(0, 1).t() for pair in pairs])
+
+
+def _experts_halved(whole: Tensor, heads: Heads) -> Sequence[Tensor]:
+    """Invert `_experts_interleaved`."""
+    return [part for expert in whole for part in (expert.t()[::2], expert.t()[1::2])]
+
+
 SAME = Transform(lambda parts, _: parts[0], lambda whole, _: [whole])
 TRANSPOSED = Transform(lambda parts, _: parts[0].t(), lambda whole, _: [whole.t()])
 STACKED = Transform(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))  # two of one size
@@ -84,3 +140,11 @@ PACKED = Transform(_packed, _unpacked)
 PACKED_TRANSPOSED = Transform(lambda p, heads: _packed(p, heads).t(), lambda w, heads: _unpacked(w.t(), heads))
 GROUPED = Transform(_grouped, _ungrouped)
 GROUPED_INTERLEAVED = Transform(_grouped_interleaved, _ungrouped_interleaved)
+LATENT_QUERY, LATENT_QUERY_HALVES = _latent_query(True), _latent_query(False)
+LATENT_DOWN, LATENT_DOWN_HALVES = _latent_down(True), _latent_down(False)
+LATENT_UP = Transform(_latent_up, _latent_up_split)
+# Of all experts of a layer: features in before features out; a bias as it is.
+EXPERTS_TRANSPOSED = Transform(
+    lambda parts, _: torch.stack([part.t() for part in parts]), lambda whole, _: [expert.t() for expert in whole]
+)
+EXPERTS_INTERLEAVED = Transform(_experts_interleaved, _experts_halved)

@@ -17,16 +17,21 @@ from megaprec.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from models.config import ModelConfig
-from tools.convert.core.names import BUFFERS, HUGGING_FACE, PREFIXES
+from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
 from tools.convert.core.rules import Match, heads, matches
+from tools.convert.core.rules import has_modules as has_rows
 from tools.convert.core.source import Facts, Origin, Source
 from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
+from tools.convert.hf.beside import other_weights, require_plain
 from tools.convert.hf.config import from_hugging_face, special_ids
-from tools.convert.hf.keys import notes
+from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
+from tools.convert.hf.notes import notes
+from tools.convert.hf.quantized import quantized_notes, with_quantized
 from tools.convert.hf.vocabulary import main_file, require_writable, write_tokenizer
+from tools.convert.hf.wrapped import text_config, text_tensors, wrapped_notes
 from tools.convert.hf.write_config import ARCHITECTURES, model_type, to_hugging_face, unsaid
 
 CONFIG, GENERATION, TEMPLATE = "config.json", "generation_config.json", "chat_template.jinja"
@@ -36,7 +41,8 @@ WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  #
 )
 NO_FACTS = Facts()
 SHARD_BYTES = 5_000_000_000
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *TOKENIZER_SETTINGS)
 
 
 def find_hf(path: Path) -> Path | None:
@@ -65,16 +71,36 @@ def write_generation(path: Path, said: Mapping[str, Any]) -> None:
     _write_json(path / GENERATION, said)
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a folder's config.json, of a model with other inputs than text that of its text model."""
+    return dict(_named(path, text_config, read_json(path / CONFIG)))
+
+
 def hf_model(path: Path) -> ModelConfig:
-    """Return the model of a folder's config.json."""
+    """Return the model of a folder's config.json, with the modules of multi-token prediction that its files hold."""
+    model = _named(path, from_hugging_face, read_config(path))
+    return model if model.mtp_layers and has_modules(model, _names(path)) else model.alone
+
+
+def _named(path: Path, read: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Any:
+    """Return what is read from a config.json. UserErrors name the folder."""
     try:
-        return from_hugging_face(read_json(path / CONFIG))
+        return read(config)
     except UserError as error:
         raise UserError(*(f"{path}: {problem}" for problem in error.problems)) from error
 
 
+def in_fp8(path: Path) -> bool:
+    """Return True if the config.json of a folder says that its weights are in FP8."""
+    said = read_config(path).get("quantization_config") if find_hf(path) else None
+    return isinstance(said, dict) and said.get("quant_method") == "fp8"
+
+
 def hf_tokenizer(path: Path) -> list[Path]:
-    """Return the tokenizer files of a folder."""
+    """Return the tokenizer files of a folder. Raises UserError for settings that are no JSON objects."""
+    for name in TOKENIZER_SETTINGS:
+        if (path / name).is_file():
+            read_json(path / name)
     return [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
 
 
@@ -83,18 +109,23 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
 
     Raises UserError for missing, surplus and misshapen tensors, damaged files and unknown models.
     """
-    model, config = hf_model(path), read_json(path / CONFIG)
-    kind = config["model_type"]
-    stored = _named_like_the_table(_stored(path), PREFIXES.get(kind, "model."))
-    found = matches(HUGGING_FACE[kind], model)
+    model, config, whole = hf_model(path), read_config(path), read_json(path / CONFIG)
+    kind, files = config["model_type"], _stored(path)
+    as_named = _named_like_the_table(text_tensors(files, whole), PREFIXES.get(kind, "model."))
+    stored = with_quantized(as_named, config, path)
+    halves = config.get("rope_interleave", True) is False
+    found = matches((IN_HALVES if halves else HUGGING_FACE)[kind], model)
     check_tied(path, model, stored, found)
+    take_copies(path, model, stored)
     check_tensors(path, found, stored)
     origins = [
         replace(origin, rows=stored[m.foreign].rows if m.how is SAME else None)
         for m in found
         for origin in (origin_of(m, stored[m.foreign].read, stored[m.foreign].dtype, model),)
     ]
-    said = tuple(f"{path}: {note}" for note in notes(config, ARCHITECTURES[kind]))
+    own_notes = notes(config, ARCHITECTURES[kind], model.mtp_layers > 0)
+    found_notes = *own_notes, *wrapped_notes(files, whole), *quantized_notes(config)
+    said = tuple(f"{path}: {note}" for note in found_notes)
     if (path / TEMPLATE).is_file():
         said += (f"{path / TEMPLATE} is not carried over: copy it where the tokenizer goes",)
     facts = replace(facts, special=special_ids(config), generation=read_generation(path), notes=(*facts.notes, *said))
@@ -117,12 +148,25 @@ def has_weights(path: Path) -> bool:
 
 def _stored(path: Path) -> dict[str, Stored]:
     """Return all tensors of the folder by their names in it."""
+    require_plain(path, {index: single for index, single, _ in WEIGHTS})
     for index, single, reader in WEIGHTS:
         if (path / index).is_file():
             return _sharded(path, index, reader)
         if (path / single).is_file():
             return reader(path / single)
-    raise UserError(f"{path} has no weights: neither model.safetensors nor pytorch_model.bin, nor an index of shards")
+    none = "neither model.safetensors nor pytorch_model.bin, nor an index of shards"
+    raise UserError(f"{path} has no weights: {none}{other_weights(path)}")
+
+
+def _names(path: Path) -> set[str]:
+    """Return the names of all tensors of the folder, of shards by their index; none if it has no weights."""
+    for index, single, reader in WEIGHTS:
+        if (path / index).is_file():
+            where = read_json(path / index).get("weight_map")
+            return set(where) if isinstance(where, dict) else set()
+        if (path / single).is_file():
+            return set(reader(path / single))
+    return set()
 
 
 def _sharded(path: Path, index: str, reader: Any) -> dict[str, Stored]:
@@ -161,7 +205,7 @@ def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Se
 
 
 def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any]) -> None:
-    """Raise UserError unless `stored` are exactly the tensors of `found`, with the same shapes."""
+    """Raise UserError unless `stored` are exactly the tensors of `found`, with the same shapes, of floats."""
     expected = {match.foreign: match.shape for match in found}
     problems = [
         f"{path} lacks the tensor {name} {list(shape)}" for name, shape in expected.items() if name not in stored
@@ -174,6 +218,11 @@ def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any])
         for name, shape in expected.items()
         if name in stored and tuple(stored[name].shape) != shape
     ]
+    problems += [
+        f"{path}: {name} is {str(stored[name].dtype).removeprefix('torch.')}, not floats: such weights are not read"
+        for name in expected
+        if name in stored and not (stored[name].dtype.is_floating_point and stored[name].dtype.itemsize > 1)
+    ]
     if problems:
         raise UserError(*problems[:10], *([f"... and {len(problems) - 10} more"] if len(problems) > 10 else []))
 
@@ -184,20 +233,24 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
     Raises UserError for a tokenizer that the format cannot hold, or whose package is missing.
     """
     require_writable(source.tokenizer)
+    rules = HUGGING_FACE[model_type(source.model)]
+    source, left = (source, ()) if has_rows(rules) else (source.alone, left_modules(source.model))
     model, sizes = source.model, heads(source.model)
-    found = matches(HUGGING_FACE[model_type(model)], model)
-    kept = {match: dtype or source.dtype(f"weight/{match.logical[0]}") for match in found}
+    found, again = matches(rules, model), [*copies(model)]
+    kept = {match: source.dtype_in(f"weight/{match.logical[0]}", dtype) for match in (*found, *again)}
     shards = _shards(kept, shard_bytes)
-    size = sum(prod(match.shape) * kept[match].itemsize for match in found)
+    size = sum(prod(match.shape) * held.itemsize for match, held in kept.items())
 
     def reserve(folder: Path, write: bool) -> list[Write]:
-        writes = []
+        places = dict[Match, Place]()
         for file, inside in shards.items():
             starts = reserve_safetensors(folder / file, {m.foreign: (kept[m], m.shape) for m in inside}, write)
-            for m in inside:
-                keys = tuple(f"weight/{name}" for name in m.logical)
-                place = Place(file, starts[m.foreign], bind(_as, kept[m]))
-                writes.append(Write(m.foreign, keys, bind(_join, m, sizes), (place,), m.how is SAME))
+            places |= {m: Place(file, starts[m.foreign], bind(_as, kept[m])) for m in inside}
+        writes = []
+        for m in found:
+            keys, same = tuple(f"weight/{name}" for name in m.logical), [c for c in again if c.logical == m.logical]
+            own = tuple(places[one] for one in (m, *same))
+            writes.append(Write(m.foreign, keys, bind(_join, m, sizes), own, m.how is SAME and not same))
         return writes
 
     def finish(folder: Path) -> None:
@@ -213,7 +266,7 @@ def hf_target(source: Source, dtype: torch.dtype | None, shard_bytes: int = SHAR
 
     dtypes = {f"weight/{name}": kept[match] for match in found for name in match.logical}
     describe = {"to": "hf", "dtype": str(dtype), "shard": shard_bytes}
-    return Target(describe, size, dtypes, reserve, finish, open_hf, tuple(unsaid(model)))
+    return Target(describe, size, dtypes, reserve, finish, open_hf, (*unsaid(model), *left))
 
 
 def _as(dtype: torch.dtype, values: Tensor) -> Tensor:

@@ -8,19 +8,52 @@ from typing import Any
 
 from megaprec.errors import UserError
 from models.rope import ORIGINAL, PARAMETERS
-from tools.convert.hf.keys import Keys
+from tools.convert.hf.keys import Keys, require
 
 REQUIRED = {"llama3": ("low_freq_factor", "high_freq_factor")}  # besides a factor
+DEFAULT = {"rope_type": "default"}
+LAYER_TYPES = ("full_attention", "sliding_attention")
 KINDS = tuple(kind for kind in PARAMETERS if kind != "none")
 STRETCHED = ("llama3", "yarn")  # kinds by which a top-level original length is read
 
 
 def rope(c: Keys, base: float, fraction: float = 1.0, base_key: str = "rope_theta") -> dict[str, Any]:
     """Our fields. base, fraction: the family's, or what its other keys say; base_key: the name of that key."""
-    given = _given(c)
+    return _fields(_given(c), c, base, fraction, base_key)
+
+
+def rope_by_layer(c: Keys, base: float, window_base: float, windows: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields for families whose layers with the window have rotary positions of their own.
+
+    windows: the window and its layers, as fields. rope_parameters has a table for each type of layer; rope_scaling and
+    rope_theta in older files are those of the layers without the window.
+    """
+    tables = c["rope_parameters"] or {}
+    if not isinstance(tables, Mapping) or set(tables) - set(LAYER_TYPES):
+        raise UserError(f"config.json has rope_parameters = {tables!r}: they must be by {' and '.join(LAYER_TYPES)}")
+    full, windowed = (_normal(tables.get(kind) or {}, f"rope_parameters.{kind}") for kind in LAYER_TYPES)
+    older = _table(c, "rope_scaling")
+    if older and "rope_type" not in c["rope_scaling"]:
+        raise UserError(f"config.json has rope_scaling without rope_type: transformers ignores it in a {c.kind} model")
+    for table in (full, windowed, older):
+        require(table.get("truncate", True), "truncate", (True,))  # transformers does not look for it by layer
+    if full and older and full != older:
+        raise UserError("config.json has rope_scaling and rope_parameters that say different things: leave one out")
+    fields = _fields(full or older or dict(DEFAULT), c, base, 1.0, "rope_theta")
+    beside = _fields(windowed or dict(DEFAULT), c, window_base, 1.0, "rope_local_base_freq")
+    for each in (fields, beside):
+        require(each.pop("rotary_fraction"), "partial_rotary_factor", (1.0,))
+    if not windows["window"] or fields == beside:
+        return fields
+    if beside["rope_scaling"]:
+        raise UserError("config.json scales rotary positions in layers with sliding_attention: only in others can it")
+    return {**fields, "window_rope_base": beside["rope_base"]}
+
+
+def _fields(given: dict[str, Any], c: Keys, base: float, fraction: float, base_key: str) -> dict[str, Any]:
     said = given.pop("rope_theta", None)
     if said is not None and c.has(base_key) and said != base:
-        raise UserError(f"config.json has {base_key} = {base}, but rope_theta = {said} in its rope parameters")
+        raise UserError(f"config.json has {base_key} = {base}, but rope_theta = {said} in its rope_parameters")
     turning = given.pop("partial_rotary_factor", None)
     if turning is not None and c.has("rotary_pct") and turning != fraction:
         raise UserError(f"config.json has rotary_pct = {fraction}, but partial_rotary_factor = {turning}")
@@ -36,13 +69,18 @@ def _given(c: Keys) -> dict[str, Any]:
     filled = [table for key in ("rope_scaling", "rope_parameters") if (table := _table(c, key))]
     if len(filled) == 2 and filled[0] != filled[1]:
         raise UserError("config.json has rope_scaling and rope_parameters that say different things: leave one out")
-    return filled[0] if filled else {"rope_type": "default"}
+    return filled[0] if filled else dict(DEFAULT)
 
 
 def _table(c: Keys, key: str) -> dict[str, Any]:
     table = c[key] or {}
     if not isinstance(table, Mapping):
         raise UserError(f"config.json has {key} = {table!r}: it must be an object")
+    return _normal(table, key)
+
+
+def _normal(table: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the parameters in `table`, their kind as rope_type."""
     if nested := [name for name, value in table.items() if isinstance(value, Mapping)]:
         raise UserError(f"config.json has {key} with parameters for {nested[0]} alone: all layers must turn alike")
     kinds = {str(table[name]) for name in ("rope_type", "type") if table.get(name) is not None}

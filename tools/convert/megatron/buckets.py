@@ -27,9 +27,9 @@ from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors
 from tools.convert.megatron.distributed import Chunked
 from tools.convert.megatron.experts import expert_of
-from tools.convert.megatron.flat import FLAT, SHARED, Bucket, Parameter, buckets_of, buffers_of
-from tools.convert.megatron.layout import part_shape
-from tools.convert.megatron.order import EMBEDDING, HEAD, Registered, parameters_of, sizes_of, stages_of
+from tools.convert.megatron.flat import FLAT, Bucket, Parameter, buckets_of, buffers_of
+from tools.convert.megatron.layout import EMBEDDING, HEAD, part_shape
+from tools.convert.megatron.order import Registered, parameters_of, shared, sizes_of, stages_of
 from tools.convert.megatron.ranks import Held, Whole, wholes_of
 
 _KEY = re.compile(
@@ -159,7 +159,7 @@ def _take(saved: Saved, rank: _Rank, left: dict[Place, list[dict[str, _Flat]]], 
 
 def _laid(saved: Saved, name: str, parameter: Registered) -> Parameter:
     elements = sum(prod(_shape(saved, match)) for match in parameter.of)
-    alone = saved.model.tied and sizes_of(saved.args).pp > 1 and name in SHARED
+    alone = name in shared(saved.model, sizes_of(saved.args).pp)
     return Parameter(name, elements, saved.dtypes[EMBEDDING if name == HEAD else name], alone)
 
 

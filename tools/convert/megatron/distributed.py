@@ -151,10 +151,11 @@ def _place(name: str, held: Mapping[str, Chunked], model: ModelConfig) -> tuple[
 
 def _shown(name: str, model: ModelConfig) -> list[tuple[str, Index]]:
     """Every name that the tensor may have, and where it is in a tensor of that name."""
-    if not (layer := LAYER.match(name)):
-        return [(name, ())]
-    front, n, rest = layer[1], int(layer[2]), layer[3]
-    layers: list[tuple[str, Index]] = [(f"{front}{n}", ()), (front.removesuffix("."), ((n, model.layers),))]
+    layers: list[tuple[str, Index]] = [("", ())]
+    rest = name
+    if layer := LAYER.match(name):
+        front, n, rest = layer[1], int(layer[2]), layer[3]
+        layers = [(f"{front}{n}", ()), (front.removesuffix("."), ((n, model.layers),))]
     experts: list[tuple[str, Index]] = [(rest, ())]
     if expert := _EXPERT.fullmatch(rest):
         e = int(expert[2])

@@ -23,6 +23,11 @@ def is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+def is_trained(name: str) -> bool:
+    """Return False for a router's correction: a buffer of the model, in FP32, of which the optimizer has no state."""
+    return not name.endswith(".router.expert_bias")
+
+
 def one_by_one(held: Mapping[str, Stored], hidden: int, count: int, first: int) -> dict[str, Stored]:
     """A rank's tensors under the names of the first way. count: its experts; first: the number of the first of them."""
     found: dict[str, Stored] = {}

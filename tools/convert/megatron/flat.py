@@ -7,7 +7,7 @@ buffer of their own, so have those of every virtual stage, and so have experts t
 distrib_optim.pt, beside a model-parallel rank's file, a buffer is one tensor; see `megatron_buckets` for the other way.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,13 +16,11 @@ import torch
 
 from megaprec.errors import UserError
 from tools.convert.core.tensors import Stored
-from tools.convert.megatron.experts import is_expert
-from tools.convert.megatron.order import EMBEDDING, HEAD
+from tools.convert.megatron.experts import is_expert, is_trained
 from tools.convert.megatron.ranks import Rank
 
 FLAT = {"master": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 ALIGNED = 64  # elements
-SHARED = (EMBEDDING, HEAD)
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,11 @@ def buckets_of(parameters: Sequence[Parameter], full: Callable[[int, int], bool]
 
 
 def flat_state(
-    rank: Rank, state: Any, args: Mapping[str, Any], stage: int, tied: bool
+    rank: Rank, state: Any, args: Mapping[str, Any], stage: int, shared: Collection[str]
 ) -> list[dict[str, dict[str, Stored]]]:
     """kind -> name -> tensor of each of the rank's chunks. state: what its distrib_optim.pt holds.
 
-    tied: whether the first and the last stage each have a copy of the embedding.
+    shared: names of weights that the first and the last stage each have.
     """
     states = state if isinstance(state, list) else [state]
     named: list[dict[str, dict[str, Stored]]] = [{kind: {} for kind in FLAT} for _ in rank.chunks]
@@ -82,7 +80,7 @@ def flat_state(
         if one is None:
             continue  # another rank has it
         flats = _flats(rank, one)
-        for chunk, parameters in _by_buffer(rank, number if len(states) > 1 else None, tied):
+        for chunk, parameters in _by_buffer(rank, number if len(states) > 1 else None, shared):
             flat = next(flats, None)
             starts, total = _starts(parameters, 0 if chunk else _bucket_size(rank, args, stage))
             if flat is None or flat["numel_unpadded"] != total:
@@ -113,13 +111,13 @@ def _flats(rank: Rank, state: Any) -> Iterator[Mapping[str, Any]]:
             yield flat
 
 
-def _by_buffer(rank: Rank, optimizer: int | None, tied: bool) -> Iterator[tuple[int, list[Parameter]]]:
+def _by_buffer(rank: Rank, optimizer: int | None, shared: Collection[str]) -> Iterator[tuple[int, list[Parameter]]]:
     """(chunk, parameters) of every buffer. optimizer: None for the only one, 1 for the experts', 0 for the other."""
     for number, chunk in enumerate(rank.chunks):
         own = (
-            Parameter(name, prod(stored.shape), stored.dtype, tied and name in SHARED)
+            Parameter(name, prod(stored.shape), stored.dtype, name in shared)
             for name, stored in chunk.items()
-            if optimizer is None or is_expert(name) == bool(optimizer)
+            if is_trained(name) and (optimizer is None or is_expert(name) == bool(optimizer))
         )
         yield from ((number, parameters) for parameters in buffers_of(own))
 

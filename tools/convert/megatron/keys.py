@@ -18,42 +18,46 @@ ALIASES = {
     "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
     "rope_scaling": "use_rope_scaling",
     "max_sequence_length": "max_position_embeddings",
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+    "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
 }
+LISTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")  # a list of one value stands for the value
 OFF = (None, False, 0, 0.0)
+AS_IT_IS = (None, False, 0)  # of arguments that change how the same weights are stored
 # Arguments that make it another model: the values that leave it as it is.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "position_embedding_type": ("learned_absolute", "rope"),
+    "position_embedding_type": ("learned_absolute", "rope", "yarn"),
     "normalization": ("LayerNorm", "RMSNorm"),
-    "softmax_type": ("vanilla", None),
-    "activation_func": ("gelu", "silu", None),
-    "moe_router_score_function": ("softmax", None),
+    "softmax_type": ("vanilla", "learnable", None),
+    "activation_func": ("gelu", "silu", "quick_gelu", None),
+    "moe_router_score_function": ("softmax", "sigmoid", None),
+    "rope_type": ("rope", "yarn", None),
+    "mla_down_proj_fusion": AS_IT_IS,
+    "moe_mlp_glu_interleave_size": AS_IT_IS,
+    "moe_shared_expert_glu_interleave_size": AS_IT_IS,
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none", None),
-    "moe_router_topk_scaling_factor": (1, 1.0, *OFF),
     "add_position_embedding": (True, False, None),
     **dict.fromkeys(
         (
             "squared_relu",
-            "quick_geglu",
             "openai_gelu",
             "onnx_safe",
-            "glu_linear_offset",
-            "activation_func_clamp_value",
-            "multi_latent_attention",
+            "enable_gpt_oss",
             "apply_layernorm_1p",
-            "mtp_num_layers",
+            "mtp_use_repeated_layer",
+            "mtp_hybrid_override_pattern",
+            "mtp_hsm",
+            "mtp_detach_heads",
             "apply_residual_connection_post_layernorm",
             "qk_l2_norm",
             "attention_output_gate",
             "experimental_attention_variant",
             "linear_attention_freq",
-            "moe_shared_expert_intermediate_size",
-            "moe_shared_expert_gate",
             "moe_enable_routing_replay",
             "moe_router_topk_limited_devices",
-            "moe_router_num_groups",
-            "moe_router_group_topk",
-            "moe_router_enable_expert_bias",
             "moe_router_force_load_balancing",
+            "moe_router_force_biased",
             "moe_input_jitter_eps",
             "moe_token_dropping",
             "moe_expert_capacity_factor",
@@ -79,7 +83,15 @@ READ = (
     "gated_linear_unit bias_gelu_fusion bias_activation_fusion use_te_activation_func add_bias_linear add_qkv_bias "
     "qk_layernorm softmax_scale window_size window_attn_skip_freq untie_embeddings_and_output_weights "
     "share_embeddings_and_output_weights num_experts moe_layer_freq moe_router_topk moe_router_pre_softmax "
+    "moe_router_score_function moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk "
+    "moe_router_enable_expert_bias moe_router_bias_update_rate moe_shared_expert_intermediate_size "
+    "moe_shared_expert_gate "
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
+    "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
+    "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int "
+    "softmax_type quick_geglu glu_linear_offset activation_func_clamp_value "
     "moe_aux_loss_coeff moe_z_loss_coeff hidden_dropout attention_dropout init_method_std "
+    "mtp_num_layers mtp_loss_scaling_factor "
     "use_rotary_position_embeddings seq_length consumed_train_samples data_parallel_size iteration"
 )
 _CORE = {
@@ -116,7 +128,7 @@ _CORE = {
     ),
     "of training, not of the model's result": (
         "calculate_per_token_loss grad_scale_func qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit "
-        "moe_router_bias_update_rate moe_per_layer_logging mtp_loss_scaling_factor test_mode config_logger_dir "
+        "moe_per_layer_logging test_mode config_logger_dir "
         "moe_token_drop_policy "
     ),
     "of initial weights": (
@@ -124,11 +136,7 @@ _CORE = {
         "output_layer_init_method embedding_init_method embedding_init_method_std init_method_xavier_uniform "
     ),
     "of generation": ("flash_decode inference_rng_tracker inference_sampling_seed mlp_chunks_for_prefill "),
-    "of multi-latent attention, which is refused": (
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
-        "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim cache_mla_latents "
-        "mla_down_proj_fusion mrope_section mtp_block_spec is_hybrid_mtp "
-    ),
+    "of generation, or of what is refused": "cache_mla_latents mrope_section mtp_block_spec is_hybrid_mtp",
 }
 # What a training program has besides.
 _TRAINING = (
@@ -194,7 +202,7 @@ _PREFIXES = (
     "megatron_fsdp_ memory_ moe_deepep_ moe_hybridep_ moe_routing_trace_ muon_ nccl_ no_load_ no_save_ "
     "non_persistent_ one_logger_ optimizer_ otel_ overlap_ profile_ pytorch_profiler_ recompute_ rerun_ "
     "retriever_ retro_bert_ retro_gpt_ rl_ save_ sgd_ straggler_ tensorboard_ tokenizer_ tp_comm_ vision_ wandb_ "
-    "wsd_ yarn_ "
+    "wsd_ "
 )
 # Arguments that do not change what a model computes, and why.
 FREE: dict[str, str] = {name: why for why, names in _CORE.items() for name in names.split()}
@@ -205,6 +213,9 @@ FREE_PREFIXES = tuple(_PREFIXES.split())
 def named(args: Args) -> dict[str, Any]:
     """Return the arguments by the names of Megatron-LM's args. Raises UserError if two names of one disagree."""
     found = {name: value for name, value in args.items() if name not in ALIASES}
+    for name in LISTS:
+        if isinstance(held := found.get(name), list | tuple) and len(held) == 1:
+            found[name] = held[0]
     for other, name in ALIASES.items():
         value = args.get(other)
         if value is not None and found.get(name) in (None, value):
@@ -212,6 +223,12 @@ def named(args: Args) -> dict[str, Any]:
         elif value is not None and found[name] is not True:  # rope_scaling is a number in some
             raise UserError(f"Megatron's args have {other} = {value!r}, but {name} = {found[name]!r}: one is wrong")
     return found
+
+
+def given(args: Args, key: str, default: Any) -> Any:
+    """Return an argument. The default is Megatron's own; its args say None where nothing was given."""
+    value = args.get(key)
+    return default if value is None else value
 
 
 def refuse_others(args: Args) -> None:
@@ -240,4 +257,6 @@ def _among(value: Any, known: tuple[Any, ...]) -> bool:
 def _would(key: str) -> str:
     """The values that would do."""
     values = [value for value in ONLY[key] if value is not None]
-    return "it must be off" if ONLY[key] == OFF else f"only {', '.join(map(str, dict.fromkeys(values)))} can"
+    return (
+        "it must be off" if ONLY[key] in (OFF, AS_IT_IS) else f"only {', '.join(map(str, dict.fromkeys(values)))} can"
+    )

@@ -14,11 +14,11 @@ from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
 from tools.convert.megatron.experts import expert_of
+from tools.convert.megatron.layout import EMBEDDING, HEAD
 from tools.convert.megatron.ranks import LAYER
 
 # Args that change the order, or what a rank has, in ways that are not known here.
 ODD = ("pipeline_model_parallel_layout", "overlap_param_gather_with_optimizer_step", "fp8_param_gather")
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ def odd(args: Mapping[str, Any]) -> str:
 def stages_of(found: Sequence[Match], args: Mapping[str, Any], model: ModelConfig) -> list[list[Match]]:
     """Return the tensors of each virtual stage, with all experts: the first of all ranks, then the second of all.
 
-    The last stage's copy of a tied embedding is a match of its own, HEAD. Empty if the args describe no such stages.
+    The last stage's copy of a tied embedding is a match of its own, HEAD; one for modules of multi-token prediction is
+    there twice. Empty if the args describe no such stages.
     """
     counts = _layers(args, model.layers)
     if sum(counts) != model.layers or min(counts) < 0:
@@ -66,9 +67,22 @@ def stages_of(found: Sequence[Match], args: Mapping[str, Any], model: ModelConfi
         layer = LAYER.match(match.foreign)
         outside = 0 if match.foreign.startswith("embedding.") else last
         stages[next(n for n, end in enumerate(ends) if int(layer[2]) < end) if layer else outside].append(match)
+    embedding = next(m for m in found if m.foreign == EMBEDDING)
     if model.tied and last:
-        stages[-1].append(replace(next(m for m in found if m.foreign == EMBEDDING), foreign=HEAD))
+        stages[-1].append(replace(embedding, foreign=HEAD))
+    if model.mtp_layers and last:
+        stages[-1].insert(0, embedding)
     return stages
+
+
+def shared(model: ModelConfig, stages: int) -> tuple[str, ...]:
+    """Return the names under which the first and the last of several stages have one weight.
+
+    A tied head beside modules of multi-token prediction is no such weight: Megatron allocates it and computes without.
+    """
+    if stages == 1:
+        return ()
+    return (EMBEDDING,) if model.mtp_layers else (EMBEDDING, HEAD) if model.tied else ()
 
 
 def _layers(args: Mapping[str, Any], layers: int) -> list[int]:

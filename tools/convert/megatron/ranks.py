@@ -6,7 +6,7 @@ other experts: not every pair of a tp and an ep rank has a file.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,9 +20,13 @@ from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
 from tools.convert.megatron.experts import is_expert, one_by_one
-from tools.convert.megatron.layout import FILE, merged, part_shape
+from tools.convert.megatron.keys import ONLY, READ
+from tools.convert.megatron.kinds import require_kinds
+from tools.convert.megatron.layout import EMBEDDING, FILE, merged, part_shape
 
 RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
+CHUNK = re.compile(r"model\d+")
+OF_MODEL = {*ONLY, *READ.split()}
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
 
 
@@ -70,6 +74,8 @@ class Ranks:
 def read_ranks(path: Path) -> Ranks:
     """Contents of the ranks' files. UserError if one is missing."""
     found = [(match, folder / FILE) for folder in sorted(path.iterdir()) if (match := RANK.fullmatch(folder.name))]
+    if odd := [folder for folder in path.glob("mp_rank_*") if folder.is_dir() and not RANK.fullmatch(folder.name)]:
+        raise UserError(f"{odd[0]} is not named as a rank's folder is: move it away if it belongs to no rank")
     if missing := [file for _, file in found if not file.is_file()]:
         raise UserError(f"{missing[0]} is missing")
     held = contents([file for _, file in found])
@@ -78,14 +84,17 @@ def read_ranks(path: Path) -> Ranks:
     args = held[0].get("args")
     if not isinstance(args, dict):
         raise UserError(f"{path}: its files have no args, which say what the model is")
+    require_kinds(args)
     cut_experts = (args.get("expert_model_parallel_size") or 1) > 1
-    places = {
-        _place(match, cut_experts): Rank(file.parent, content, chunks(content))
-        for (match, file), content in zip(found, held, strict=True)
-    }
+    places: dict[tuple[int, int, int], Rank] = {}
+    for (match, file), content in zip(found, held, strict=True):
+        if other := places.get(place := _place(match, cut_experts)):
+            raise UserError(f"{file.parent} and {other.folder} are both of {_rank_in_words(place)}: move one away")
+        places[place] = Rank(file.parent, content, chunks(content))
     tp, pp, ep = (1 + max(place[n] for place in places) for n in range(3))
     ranks = Ranks(path, args, dict(sorted(places.items())), (tp, pp, ep))
     _check_complete(ranks)
+    _check_alike(ranks)
     return ranks
 
 
@@ -101,8 +110,42 @@ def _check_complete(ranks: Ranks) -> None:
     experts = {(t % ranks.expert_tp, p, e) for t, p, e in ranks.files}
     for t, p, e in product(range(tp), range(pp), range(ep)):
         if (t, p) not in there or (t % ranks.expert_tp, p, e) not in experts:
-            said = f"tensor rank {t}, pipeline rank {p}, expert rank {e}"
-            raise UserError(f"{ranks.path} lacks {FILE} of {said}")
+            raise UserError(f"{ranks.path} lacks {FILE} of {_rank_in_words((t, p, e))}")
+
+
+def _check_alike(ranks: Ranks) -> None:
+    """Raise UserError unless all files describe one model, in as many parts."""
+    first = ranks.first
+    for rank in ranks.files.values():
+        said = rank.content.get("args")
+        if not isinstance(said, dict):
+            raise UserError(
+                f"{rank.folder / FILE} has no args, which the file of every rank has: have Megatron-LM save it again"
+            )
+        own: dict[str, Any] = said
+        if differ := sorted(key for key in OF_MODEL & own.keys() if own[key] != ranks.args.get(key)):
+            key = differ[0]
+            raise UserError(
+                f"{rank.folder / FILE} is of another run than {first.folder / FILE}: its args have {key} = "
+                f"{own[key]!r}, and those of the other {ranks.args.get(key)!r}"
+            )
+        if len(rank.chunks) != len(first.chunks):
+            raise UserError(
+                f"{rank.folder / FILE} holds the model in {len(rank.chunks)} virtual stages, and {first.folder / FILE} "
+                f"in {len(first.chunks)}"
+            )
+
+
+def contradicted(ranks: Ranks) -> Iterator[str]:
+    """Yield a note for each axis along which the args say that there are more ranks, or fewer, than have files."""
+    for axis, size in zip(("tensor_model", "pipeline_model", "expert_model"), ranks.sizes, strict=True):
+        said = ranks.args.get(key := f"{axis}_parallel_size")
+        if said not in (None, size):
+            yield f"args say {key} = {said}, but there are files of {size}; the files were read as they are"
+
+
+def _rank_in_words(place: tuple[int, int, int]) -> str:
+    return "tensor rank {}, pipeline rank {}, expert rank {}".format(*place)
 
 
 def _place(match: re.Match[str], cut_experts: bool) -> tuple[int, int, int]:
@@ -115,6 +158,8 @@ def chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
     """The state dicts of a rank: one, or one for each virtual stage. Without extra states."""
     numbered = [content[f"model{v}"] for v in range(len(content)) if f"model{v}" in content]
     found = [content["model"]] if "model" in content else numbered
+    if more := [key for key in content if CHUNK.fullmatch(key)][0 if "model" in content else len(numbered) :]:
+        raise UserError(f"a Megatron file holds {more[-1]} beside what is the whole model already")
     if not found or not all(isinstance(chunk, dict) for chunk in found):
         raise UserError("a Megatron file holds no model of the names that Megatron-core gives")
     return [_parameters_in(chunk) for chunk in found]
@@ -132,7 +177,7 @@ def named_over_all(ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, St
     """
     virtual, pp = len(ranks.first.chunks), ranks.sizes[1]
     stages = [_of_stage(ranks, held, p, v) for v in range(virtual) for p in range(pp)]
-    return numbered_over_stages(ranks.path, stages, LAYER)
+    return numbered_over_stages(ranks.path, stages, LAYER, (EMBEDDING,) if ranks.args.get("mtp_num_layers") else ())
 
 
 def _of_stage(
@@ -163,6 +208,7 @@ def alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
     first, *others = copies
     if not others:
         return first
+    require_one_dtype(path, name, copies)
 
     def read() -> Tensor:
         values = first.read()
@@ -173,18 +219,26 @@ def alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
     return Whole(first.shape, first.dtype, read)
 
 
+def require_one_dtype(path: Path, name: str, parts: Sequence[Held]) -> None:
+    """Raise UserError if ranks hold a tensor in several dtypes: put together, some of it would be rounded."""
+    if len(dtypes := sorted({str(part.dtype).removeprefix("torch.") for part in parts})) > 1:
+        raise UserError(f"{path}: ranks hold {name} in several dtypes, {' and '.join(dtypes)}")
+
+
 def numbered_over_stages(
-    path: Path, stages: Sequence[Mapping[str, list[Held]]], layer: re.Pattern[str]
+    path: Path, stages: Sequence[Mapping[str, list[Held]]], layer: re.Pattern[str], twice: Sequence[str] = ()
 ) -> dict[str, list[Held]]:
     """Name, with layers counted over all stages -> its parts. layer: matches what is before a layer's number, the
-    number and the rest of a name."""
+    number and the rest of a name. twice: names that several stages may have, which must then be alike."""
     by_name: dict[str, list[Held]] = {}
     before = 0
     for stage in stages:
         for name, parts in stage.items():
             match = layer.match(name)
             shown = f"{match[1]}{int(match[2]) + before}{match[3]}" if match else name
-            if shown in by_name:
+            if shown in by_name and shown in twice:
+                parts = [alike(path, name, both) for both in zip(by_name[shown], parts, strict=True)]
+            elif shown in by_name:
                 raise UserError(f"{path}: two pipeline stages have {shown}")
             by_name[shown] = parts
         before += len({match[2] for name in stage if (match := layer.match(name))})
@@ -192,18 +246,28 @@ def numbered_over_stages(
 
 
 def wholes_of(path: Path, found: list[Match], by_name: Mapping[str, list[Held]], vocab: int) -> dict[str, Held]:
-    """The whole tensors. One that fits no match keeps its shape, for `check_tensors` to speak of."""
+    """The whole tensors. One that fits no match keeps its shape, for `check_tensors` to speak of.
+
+    UserError for parts of other shapes than ranks have of it, and for parts in several dtypes.
+    """
     known = {match.foreign: match for match in found}
     wholes: dict[str, Held] = {}
     for name, parts in by_name.items():
+        require_one_dtype(path, name, parts)
         match = known.get(name)
-        fits = match and all(
-            p.shape == part_shape(match.shape, match.cut, len(parts), len(parts) * p.shape[0]) for p in parts
-        )
-        enough = match and (match.cut != "vocabulary" or sum(p.shape[0] for p in parts) >= vocab)
-        shape = match.shape if match and fits and enough else parts[0].shape
-        wholes[name] = _whole_of(path, match, parts) if match and shape == match.shape else parts[0]
+        fits = match is not None and _fits(match, parts, vocab)
+        if match and not fits and any(part.shape != parts[0].shape or part.shape == match.shape for part in parts):
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise UserError(f"{path}: {name} is {shapes} on the tensor-parallel ranks, which do not fit each other")
+        wholes[name] = _whole_of(path, match, parts) if match and fits else parts[0]
     return wholes
+
+
+def _fits(match: Match, parts: Sequence[Held], vocab: int) -> bool:
+    """Return True if the parts are those of a tensor. Each has as many rows of a vocabulary, some of them padding."""
+    rows = sum(parts[0].shape[:1])
+    shape = part_shape(match.shape, match.cut, len(parts), len(parts) * rows)
+    return all(part.shape == shape for part in parts) and (match.cut != "vocabulary" or len(parts) * rows >= vocab)
 
 
 def _whole_of(path: Path, match: Match, parts: list[Held]) -> Held:

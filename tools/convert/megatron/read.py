@@ -4,7 +4,7 @@ Ranks' tensors are put together into whole ones, numbered over all stages; what 
 No pickle is opened in this process (`tools.convert.core.untrusted`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,17 @@ from megaprec.errors import UserError
 from megaprec.parsing import read_regular
 from models.config import ModelConfig
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import Match, matches
+from tools.convert.core.rules import Cut, Match, matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.hf.folder import check_tensors, origin_of, read_generation
 from tools.convert.megatron.buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
 from tools.convert.megatron.distributed import Contents, read_chunked, read_common, whole_tensors
+from tools.convert.megatron.experts import is_trained
 from tools.convert.megatron.keys import unknown
-from tools.convert.megatron.layout import TRACKER, model_of
-from tools.convert.megatron.order import EMBEDDING, HEAD, odd, sizes_of
-from tools.convert.megatron.ranks import RANK, Held, Whole, named_over_all, read_ranks, wholes_of
+from tools.convert.megatron.kinds import require_kinds
+from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, model_of
+from tools.convert.megatron.order import odd, sizes_of
+from tools.convert.megatron.ranks import RANK, Held, Whole, contradicted, named_over_all, read_ranks, wholes_of
 from tools.convert.megatron.state import MOMENTS, optimizer_state, scaler_of, steps_of
 
 BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
@@ -60,11 +62,15 @@ def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
     model = model_of(ranks.args, vocab)
     by_name = named_over_all(ranks, lambda rank: rank.chunks)
     _check_tied(path, model, by_name)
-    found = _found(by_name, ranks.args, model)
+    found = _found(by_name, ranks.args, model, _down(by_name, model))
     weights = wholes_of(path, found, by_name, model.vocab)
     check_tensors(path, found, weights)
     state = {} if weights_only else optimizer_state(ranks, found, model)
     facts = _facts(ranks.first.content, ranks.args, ranks.sizes)
+    rows = sum(part.shape[0] for part in by_name[EMBEDDING])
+    facts = replace(facts, notes=(*facts.notes, *contradicted(ranks), *_other_padding(ranks.args, rows)))
+    if ranks.first.content.get("optimizer") is not None and not state and not weights_only:
+        facts = replace(facts, unread="the optimizer's state, which not all files hold in a form that is known here")
     return _source(path, model, found, {"weight": weights, **state}, facts)
 
 
@@ -75,16 +81,21 @@ def _open_distributed(path: Path, vocab: int | None, weights_only: bool) -> Sour
     held = read_chunked(path)
     if weights_only:
         held = replace(held, by_kind={"weight": held.by_kind["weight"]}, flat={})
-    found = _found(held.by_kind["weight"], args, model)
-    kinds = {kind: whole_tensors(path, found, tensors, model) for kind, tensors in held.by_kind.items()}
+    found = _found(held.by_kind["weight"], args, model, "rows" if args.get("transformer_impl") == "local" else "whole")
+    trained = [m for m in found if is_trained(m.foreign)]
+    kinds = {
+        kind: whole_tensors(path, found if kind == "weight" else trained, tensors, model)
+        for kind, tensors in held.by_kind.items()
+    }
     unread = _unread(common, held)
     if held.flat and not unread:
         dtypes = {name: weight.dtype for name, weight in kinds["weight"].items()}
         padded = held.by_kind["weight"][EMBEDDING].shape[0]
-        kinds |= bucketed_state(Saved(path, args, model, found, dtypes, padded), held.flat)
+        kinds |= bucketed_state(Saved(path, args, model, trained, dtypes, padded), held.flat)
     sizes = sizes_of(args)
     facts = _facts(common | held.said, args, (sizes.tp, sizes.pp, sizes.ep))
-    return _source(path, model, found, kinds, replace(facts, unread=unread))
+    notes = (*facts.notes, *_other_padding(args, held.by_kind["weight"][EMBEDDING].shape[0]))
+    return _source(path, model, found, kinds, replace(facts, unread=unread, notes=notes))
 
 
 def _unread(common: Mapping[str, Any], held: Contents) -> str:
@@ -101,10 +112,14 @@ def _source(
     """kinds: weight and what there is of master, exp_avg and exp_avg_sq; each by the names of `found`."""
     weights, masters = kinds["weight"], kinds.get("master")
     if masters:
-        weights = {name: _master(path, name, masters[name], weights[name]) for name in weights}
+        own = {name: _master(path, name, master, weights[name]) for name, master in masters.items()}
+        weights = {**weights, **own}
     taken = {"weight": weights, **{kind: kinds[kind] for kind in MOMENTS if kind in kinds}}
     origins = [
-        origin_of(m, taken[k][m.foreign].read, taken[k][m.foreign].dtype, model, k) for k in taken for m in found
+        origin_of(m, taken[k][m.foreign].read, taken[k][m.foreign].dtype, model, k)
+        for k in taken
+        for m in found
+        if m.foreign in taken[k]
     ]
     facts = replace(facts, generation=read_generation(path))  # Megatron's own has none; ours has the source's
     return Source(path, "megatron", model, origins, facts, ())
@@ -122,14 +137,31 @@ def _master(path: Path, name: str, master: Held, weight: Held) -> Whole:
     return Whole(master.shape, master.dtype, read)
 
 
-def _found(names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig) -> list[Match]:
-    """The tensors that the model has in Megatron, by the names that these tensors have."""
-    fused, before_mlp = (any(f".{layer}.layer_norm_" in n for n in names) for layer in ("linear_qkv", "mlp.linear_fc1"))
-    return matches(megatron(fused, bool(args.get("rotary_interleaved")), model, before_mlp), model)
+def _found(names: Mapping[str, Any], args: Mapping[str, Any], model: ModelConfig, down: Cut) -> list[Match]:
+    """The tensors that the model has in Megatron, by the names that these tensors have.
+
+    Without Transformer Engine a norm before experts may have the name of one that belongs to a feed-forward, but then
+    all have. down: how projections down to latents are cut.
+    """
+    into = "linear_kv_up_proj" if model.latent else "linear_qkv"
+    fused, before_mlp, alone = (
+        any(f".{part}" in name for name in names)
+        for part in (f"{into}.layer_norm_", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+    )
+    rules = megatron(fused, bool(args.get("rotary_interleaved")), model, before_mlp and not alone, down)
+    return matches(rules, model)
+
+
+def _down(by_name: Mapping[str, list[Held]], model: ModelConfig) -> Cut:
+    """Return how ranks cut projections down to latents: not those of Transformer Engine, others by rows."""
+    held = [parts for name, parts in by_name.items() if name.endswith(".linear_kv_down_proj.weight")]
+    whole = model.latent.kv_rank + model.latent.rope_dim
+    return "rows" if any(part.shape[0] != whole for parts in held for part in parts) else "whole"
 
 
 def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, int, int]) -> Facts:
     """first: a rank's file, or what all ranks have in common. sizes: ranks along tp, pp and ep."""
+    require_kinds({key: first[key] for key in ("iteration",) if key in first})
     steps, scaler = steps_of(first), scaler_of(first)
     iteration = first.get("iteration") or 0
     samples = args.get("consumed_train_samples") or 0
@@ -137,6 +169,7 @@ def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, 
     progress = {"step": iteration, "applied": steps or iteration, "tokens": tokens}
     schedule = first.get("opt_param_scheduler")
     applied = schedule.get("num_steps") if isinstance(schedule, dict) else None
+    require_kinds({"num_steps": applied})
     progress |= {"samples": samples, "applied_samples": samples if applied is None else applied}
     tp, pp, ep = sizes
     layout = {"tensor": tp, "pipeline": pp, "data": args.get("data_parallel_size") or 1}
@@ -150,10 +183,19 @@ def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, 
     return Facts(steps, scaler, progress=progress, precision=precision, layout=layout, special=special, notes=notes)
 
 
+def _other_padding(args: Mapping[str, Any], rows: int) -> Iterator[str]:
+    """Yield a note if the args say another number of rows of the padded vocabulary than there are."""
+    if (said := args.get("padded_vocab_size")) not in (None, rows):
+        yield f"args say padded_vocab_size = {said}, but {EMBEDDING} has {rows} rows; the files were read as they are"
+
+
 def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Held]]) -> None:
-    """The last stage's copy of a tied embedding must be one; it is then left aside."""
+    """The last stage's copy of a tied embedding must be one; it is then left aside.
+
+    Beside modules of multi-token prediction it is none: that stage has the embedding too, and computes with it.
+    """
     if not model.tied or HEAD not in by_name:
         return
     for head, embedding in zip(by_name.pop(HEAD), by_name.get(EMBEDDING, ()), strict=True):
-        if not torch.equal(head.read(), embedding.read()):
+        if not model.mtp_layers and not torch.equal(head.read(), embedding.read()):
             raise UserError(f"{path}: {HEAD} of the last stage differs from {EMBEDDING}, though they are tied")

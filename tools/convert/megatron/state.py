@@ -15,8 +15,9 @@ from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
 from tools.convert.hf.folder import check_tensors
-from tools.convert.megatron.experts import is_expert
+from tools.convert.megatron.experts import is_expert, is_trained
 from tools.convert.megatron.flat import flat_state
+from tools.convert.megatron.order import shared
 from tools.convert.megatron.ranks import Held, Rank, Ranks, named_over_all, wholes_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -34,11 +35,11 @@ def optimizer_state(ranks: Ranks, found: list[Match], model: ModelConfig) -> dic
 
     Kinds are exp_avg, exp_avg_sq, and master where the weights are half.
     """
-    named = _distributed(ranks, model) or _numbered(ranks)
+    named, found = _distributed(ranks, model) or _numbered(ranks), [m for m in found if is_trained(m.foreign)]
     tensors = {}
     for kind in sorted(kind for kind in next(iter(named.values()))[0]) if named else ():
         by_name = named_over_all(ranks, _pick(named, kind))
-        tied = by_name.keys() - {m.foreign for m in found}  # the last stage's copy of the embedding
+        tied = by_name.keys() - {m.foreign for m in found}  # the last stage's copy of the embedding, as a head
         kept = {n: parts for n, parts in by_name.items() if n not in tied}
         wholes = wholes_of(ranks.path, found, kept, model.vocab)
         check_tensors(ranks.path, found, wholes)
@@ -75,8 +76,8 @@ def _distributed(ranks: Ranks, model: ModelConfig) -> dict[Any, Named]:
     if not _optimizers(ranks.first.content):
         raise UserError(f"{ranks.first.folder} has {DISTRIBUTED} but no optimizer in its other file")
     held = dict(zip(files, contents(list(files.values())), strict=True))
-    tied = model.tied and ranks.sizes[1] > 1
-    return {rank.folder: flat_state(rank, held[rank.folder], ranks.args, stage, tied) for stage, rank in _all(ranks)}
+    twice = shared(model, ranks.sizes[1])
+    return {rank.folder: flat_state(rank, held[rank.folder], ranks.args, stage, twice) for stage, rank in _all(ranks)}
 
 
 def _numbered(ranks: Ranks) -> dict[Any, Named]:
@@ -101,7 +102,8 @@ def _named(rank: Rank, optimizers: Sequence[Mapping[str, Any]]) -> Named:
                     named[chunk][kind][name] = inner["state"][index][kind]
             for (chunk, name), master in zip(names, masters[number] if masters else (), strict=bool(masters)):
                 named[chunk].setdefault("master", {})[name] = master
-    if any(len(chunk[kind]) != len(own) for chunk, own in zip(named, rank.chunks, strict=True) for kind in chunk):
+    counts = [sum(map(is_trained, own)) for own in rank.chunks]
+    if any(len(chunk[kind]) != count for chunk, count in zip(named, counts, strict=True) for kind in chunk):
         raise UserError(f"{rank.folder}: its optimizer has not the parameters of the model, or some of them twice")
     return named
 
@@ -113,7 +115,8 @@ def _of_group(rank: Rank, group: Mapping[str, Any]) -> Iterator[tuple[int, str]]
     apart = len(_optimizers(rank.content)) > 1  # experts have an optimizer of their own
     for number, chunk in enumerate(rank.chunks):
         for name, stored in chunk.items():
-            if decayed(name, stored.shape) == decays and (is_expert(name) and apart) == own_experts:
+            of_group = decayed(name, stored.shape) == decays and (is_expert(name) and apart) == own_experts
+            if of_group and is_trained(name):
                 yield number, name
 
 

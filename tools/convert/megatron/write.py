@@ -20,14 +20,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megaprec.errors import UserError
+from models.router import is_correction
 from tools.convert.core.names import megatron
-from tools.convert.core.rules import Match, heads, matches
+from tools.convert.core.rules import Cut, Match, heads, matches
 from tools.convert.core.source import Source
 from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import fill
 from tools.convert.hf.folder import write_generation
-from tools.convert.megatron.experts import expert_of, local_name
-from tools.convert.megatron.layout import FILE, TRACKER, args_of, part, part_shape, rank_folder, unsaid
+from tools.convert.megatron.experts import expert_of, is_trained, local_name
+from tools.convert.megatron.layout import EMBEDDING, FILE, HEAD, TRACKER, args_of, part, part_shape, rank_folder, unsaid
 from tools.convert.megatron.order import as_registered
 from tools.convert.megatron.read import find_megatron, open_megatron
 from tools.convert.megatron.state import MOMENTS, decayed
@@ -51,6 +52,11 @@ class MegatronLayout:
     ep: int = 1
     fused_norms: bool = True
     grouped: bool = False
+
+    @property
+    def down(self) -> Cut:
+        """Return how projections down to latents are cut: not at all where Transformer Engine computes them."""
+        return "whole" if self.fused_norms else "rows"
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronL
     writer = _Writer(source, layout, weights)
     describe = {"to": "megatron", "dtype": str(dtype), "layout": astuple(layout)}
     size = sum(prod(source.shapes[key]) * kept.itemsize for key, kept in writer.dtypes.items())
-    left_out = tuple(unsaid(model, writer.args)) + (("the tokenizer",) if source.tokenizer else ())
+    left_out = tuple(writer.left_out) + (("the tokenizer",) if source.tokenizer else ())
     return Target(describe, size, writer.dtypes, writer.reserve, writer.finish, _reopen, left_out)
 
 
@@ -113,36 +119,55 @@ class _Writer:
         unit = DIVISIBLE * layout.tp
         self.padded = -(-model.vocab // unit) * unit
         self.args = args_of(model, self.padded, layout.tp, layout.pp, layout.fused_norms, weights)
+        self.left_out = unsaid(model, self.args)
         self.args |= source.facts.special
+        # Megatron has biases of experts only where these are not cut; others are cut as all else is.
+        self.expert_tp = 1 if model.expert_bias else layout.tp
         self.args |= {"expert_model_parallel_size": layout.ep, "moe_grouped_gemm": layout.grouped}
-        self.matches = matches(megatron(layout.fused_norms, False, model), model)
-        self.has_state = set(MOMENTS) <= set(source.kinds)
+        self.args |= {"expert_tensor_parallel_size": self.expert_tp} if model.expert_bias else {}
+        self.matches = matches(megatron(layout.fused_norms, False, model, down=layout.down), model)
+        trained = [key.removeprefix("weight/") for key in source.keys("weight") if not is_correction(key)]
+        moments = [f"{kind}/{name}" for name in trained for kind in MOMENTS]
+        self.has_state = source.shapes.keys() >= {*moments}  # not of other rules, nor of Muon, which mixes two
         self.masters = self.has_state and weights in HALF
         self.folder = f"iter_{source.facts.progress.get('step', source.facts.steps):07d}"
         kept = {"weight": torch.float32 if self.masters else weights, **dict.fromkeys(MOMENTS, torch.float32)}
-        names = [name for match in self.matches for name in match.logical]
         self.stages = [list(self._stage(stage)) for stage in range(layout.pp)]
         self.dtypes = {
-            f"{kind}/{n}": d for kind, d in kept.items() if kind == "weight" or self.has_state for n in names
+            f"{kind}/{name}": self._dtype(match, dtype)
+            for kind, dtype in kept.items()
+            for match in self.matches
+            for name in match.logical
+            if kind == "weight" or (self.has_state and is_trained(match.foreign))
         }
 
     def _stage(self, stage: int) -> Iterator[_Local]:
         """The tensors of a pipeline stage, in the order of its parameters."""
         pp, layers = self.layout.pp, self.source.model.layers // self.layout.pp
+        copied, embedding = pp > 1 and stage == pp - 1, next(m for m in self.matches if m.foreign == EMBEDDING)
+        if self.source.model.mtp_layers and copied:
+            yield self._local(EMBEDDING, embedding)
         for match in as_registered(self.matches, self.layout.grouped):
             if name := _local_name(match.foreign, stage, layers, pp):
                 yield self._local(name, match)
-        if self.source.model.tied and pp > 1 and stage == pp - 1:
-            embedding = next(m for m in self.matches if m.foreign.startswith("embedding.word"))
-            yield self._local("output_layer.weight", embedding)
+        if self.source.model.tied and copied:
+            yield self._local(HEAD, embedding)
 
     def _local(self, name: str, match: Match) -> _Local:
         try:
-            shape = part_shape(match.shape, match.cut, self.layout.tp, self.padded)
+            shape = part_shape(match.shape, match.cut, self._ranks(match), self.padded)
         except UserError as error:
             raise UserError(f"--tp {self.layout.tp}: {name} of {error}; give a number that divides it") from error
         own = self.source.model.experts // self.layout.ep
         return _Local(local_name(name, own, self.layout.grouped), match, shape, expert_of(match.foreign))
+
+    def _dtype(self, match: Match, weights: torch.dtype) -> torch.dtype:
+        """Return the dtype of a tensor among weights; a router's correction keeps its own."""
+        return weights if is_trained(match.foreign) else self.source.dtype(f"weight/{match.logical[0]}")
+
+    def _ranks(self, match: Match) -> int:
+        """Return over how many ranks a tensor is cut."""
+        return self.layout.tp if expert_of(match.foreign) is None else self.expert_tp
 
     def _files(self) -> Iterator[tuple[int, str, list[_Local]]]:
         """(tp rank, file, what is in it) of every rank."""
@@ -158,7 +183,8 @@ class _Writer:
         places: dict[tuple[str, Match], list[Place]] = {}
         for rank, file, held in self._files():
             for (kind, tensor, dtype), start in self._make(folder / file, held, rank, write):
-                take = bind(_part, tensor.match, rank, self.layout.tp, self.padded, dtype)
+                ranks = self._ranks(tensor.match)
+                take = bind(_part, tensor.match, rank % ranks, ranks, self.padded, dtype)
                 places.setdefault((kind, tensor.match), []).append(Place(file, start, take))
         sizes = heads(self.source.model)
         return [
@@ -197,10 +223,12 @@ class _Writer:
             "args": argparse.Namespace(**args),
             "checkpoint_version": 3.0,
             "iteration": progress.get("step", self.source.facts.steps),
-            "model": {tensor.name: rooms.take("weight", tensor, self.weights) for tensor in local},
+            "model": {
+                tensor.name: rooms.take("weight", tensor, self._dtype(tensor.match, self.weights)) for tensor in local
+            },
         }
         if self.has_state:
-            content["optimizer"] = self._optimizers(local, rooms)
+            content["optimizer"] = self._optimizers([t for t in local if is_trained(t.name)], rooms)
             content["opt_param_scheduler"] = {
                 **dict.fromkeys(RATES + DECAYS),
                 "num_steps": progress.get("applied_samples", 0),

@@ -94,8 +94,10 @@ def _described(path: Path) -> tuple[ModelConfig, str]:
             "config.json there that the model was made of"
         )
     config = {key: value for key, value in read_json(file).items() if key not in OWN_KEYS}
+    if config.get("quantization_config") is not None:
+        raise UserError(f"{file} has quantization_config, which NxD's checkpoints do not go by: take it out")
     try:
-        return from_hugging_face(config), config["model_type"]
+        return from_hugging_face(config).alone, config["model_type"]
     except UserError as error:
         raise UserError(*(f"{file}: {problem}" for problem in error.problems)) from error
 

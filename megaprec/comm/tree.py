@@ -1,0 +1,43 @@
+"""Sums by a fixed binary tree: adjacent pairs, level by level, whatever the number of ranks.
+
+The sum over ranks is the upper part of the tree over all terms, if each rank has added its own terms by the lower part
+and their number is a power of two. So the bits of the sum do not depend on the number of ranks.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+
+
+def add_by_tree(terms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the terms by the tree; an odd last term goes up a level unchanged."""
+    level = list(terms)
+    while len(level) > 1:
+        pairs = [left + right for left, right in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]
+
+
+def start_tree_scatter_sum_(axis: Axis, flat: Tensor) -> Callable[[], None]:
+    """Start a reduce-scatter by the tree, in place: `Axis.start_scatter_sum_` in a fixed order of additions."""
+    if axis.group is None:
+        return lambda: None
+    arriving = axis.start_exchange(flat)
+
+    def finish() -> None:
+        axis.chunk(flat).copy_(add_by_tree(arriving().chunk(axis.size)))
+
+    return finish
+
+
+def start_tree_sum_(axis: Axis, flat: Tensor) -> Callable[[], None]:
+    """Start an all-reduce by the tree, in place: each rank adds its chunk, and the chunks are then all-gathered."""
+    finish = start_tree_scatter_sum_(axis, flat)
+
+    def finish_and_gather() -> None:
+        finish()
+        axis.start_gather_(flat)()
+
+    return finish_and_gather

@@ -1,0 +1,91 @@
+"""Virtual ranks: a tensor-parallel axis of fixed size, whatever the number of processes that share it.
+
+The sums of a model that is cut over the tensor axis depend on the cut. Under canonical numerics the model is therefore
+always cut into the same number of virtual ranks, and each process holds `size / processes` neighbouring ones. Every
+product has the same shapes on every number of processes, and every sum over the virtual ranks is one binary tree:
+
+    adjacent pairs are added, level by level, and an odd last one goes up unchanged: ((0 + 1) + (2 + 3)) + 4
+    nodes are FP32, or float64 for float64 leaves, and the root is rounded to the dtype of the leaves once
+
+A process that holds a power of two of the leaves holds a whole subtree: it adds its own leaves first and exchanges one
+node. Any other process exchanges leaves. Maxima are exact in any order, and a concatenation adds nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.tree import add_by_tree
+from megaprec.errors import UserError
+
+
+@dataclass(frozen=True)
+class VirtualAxis:
+    """An axis of `size` virtual ranks over the processes of the axis `real`. Raises UserError unless they divide it.
+
+    Each method takes one tensor of each virtual rank of this process, in their order, and is collective over `real`.
+    """
+
+    real: Axis
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.size % self.real.size:
+            raise UserError(
+                f"{self.size} virtual ranks cannot be shared out evenly among {self.real.size} processes of "
+                f"{self.real.name}: their number must be a multiple of the processes"
+            )
+
+    @property
+    def held(self) -> int:
+        """Return the number of virtual ranks of this process."""
+        return self.size // self.real.size
+
+    @property
+    def ranks(self) -> range:
+        """Return the virtual ranks of this process."""
+        return range(self.held * self.real.rank, self.held * (self.real.rank + 1))
+
+    def sum(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the sum over all virtual ranks, rounded once to the dtype of the leaves."""
+        nodes = self._nodes(leaves)
+        if self.real.size > 1:
+            nodes = list(self.real.gather(torch.stack(nodes)).unbind())
+        return tree_sum(nodes).to(leaves[0].dtype)
+
+    def scatter_sum(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Return each virtual rank's chunk of the sum: [size * n, ...] becomes [n, ...] for each."""
+        if leaves[0].shape[0] % self.size:
+            raise ValueError(f"{leaves[0].shape[0]} elements of dim 0 do not divide by the {self.size} virtual ranks")
+        if self.real.size == 1:
+            chunks = zip(*(leaf.chunk(self.size) for leaf in leaves), strict=True)
+            return [tree_sum(some).to(leaves[0].dtype) for some in chunks]
+        received = [self.real.exchange(node).chunk(self.real.size) for node in self._nodes(leaves)]
+        nodes = [node for of_process in zip(*received, strict=True) for node in of_process]
+        chunks = zip(*(node.chunk(self.held) for node in nodes), strict=True)
+        return [tree_sum(some).to(leaves[0].dtype) for some in chunks]
+
+    def max(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the elementwise maximum over all virtual ranks; a NaN on any of them gives NaN."""
+        return self.real.max_(torch.stack([*leaves]).amax(0))
+
+    def gather(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the concatenation over all virtual ranks along dim 0, in their order."""
+        return self.real.gather(torch.cat([*leaves]) if len(leaves) > 1 else leaves[0])
+
+    def _nodes(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Return the nodes that this process contributes to a sum: its subtree's root, or its leaves."""
+        if len(leaves) != self.held:
+            raise ValueError(f"{len(leaves)} tensors were given for the {self.held} virtual ranks of this process")
+        if self.held == 1 or self.held & (self.held - 1):
+            return [leaf.contiguous() for leaf in leaves]
+        return [tree_sum(leaves)]
+
+
+def tree_sum(leaves: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the leaves by the binary tree of adjacent pairs, in FP32, or in float64 for float64 leaves."""
+    wide = torch.promote_types(leaves[0].dtype, torch.float32)
+    return add_by_tree([leaf.to(wide) for leaf in leaves])

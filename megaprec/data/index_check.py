@@ -1,0 +1,151 @@
+"""The check that an index describes its tokens, made once for all ranks and starts.
+
+A large index takes minutes to check from end to end: 20 bytes a sequence, at ten billion sequences 200 GB. The check is
+therefore recorded beside the index, in PREFIX.checked, with the sizes and the time of change of what was checked, and
+the digest of the index. As long as these fit, opening the data set reads a few places only: both ends, and some random
+places between. If anything differs, the whole index is checked again.
+"""
+
+import hashlib
+import json
+import random
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megaprec.data.files import beside, write_whole
+from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_regular
+
+CHUNK = 1 << 20  # elements read at a time when a whole file is checked
+LARGE = 1 << 20  # sequences: smaller indexes are checked at every opening, which takes milliseconds
+PLACES, PLACE = 16, 1 << 10  # random places that are read of an index that has been checked, and sequences of each
+SETTLED = 1_000_000_000  # nanoseconds: a file that changed more recently may change again without new times
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index, memory-mapped: lengths i32 [S], pointers i64 [S] and document indices i64 [D].
+
+    path: of the index. itemsize: bytes of an id. stored: bytes of the file of ids.
+    """
+
+    path: Path
+    lengths: np.ndarray
+    pointers: np.ndarray
+    documents: np.ndarray
+    itemsize: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The record of a check. size, changed: size and time of change (ns) of the index. stored: bytes of the ids."""
+
+    size: int
+    changed: int
+    stored: int
+    sha256: str
+
+
+def require_sound(index: Index, again: bool = False) -> None:
+    """Raise UserError unless the index describes exactly the ids that are stored.
+
+    again: check all of a large index even if a record says that it was checked.
+    """
+    _check_ends(index)
+    if len(index.lengths) < LARGE:
+        _check_all(index)
+    elif again or known_check(index.path, index.stored) is None:
+        _check_and_record(index)
+    else:
+        _check_places(index)
+
+
+def known_check(path: Path, stored: int) -> Checked | None:
+    """Return the record of a check of the index at `path` as it now is; None if there is none."""
+    try:
+        known = Checked(**parse_json(read_regular(_record(path))))
+    except (OSError, ValueError, TypeError):
+        return None
+    now = path.stat()
+    return known if (known.size, known.changed, known.stored) == (now.st_size, now.st_mtime_ns, stored) else None
+
+
+def corrupt(path: Path, why: str) -> UserError:
+    """Return the error of a damaged index."""
+    return UserError(f"{path}: corrupt index: {why}; build the data set again or copy both files again")
+
+
+def _record(path: Path) -> Path:
+    return beside(path.with_name(path.name.removesuffix(".idx")), ".checked")
+
+
+def _check_and_record(index: Index) -> None:
+    began, before = time.time_ns(), index.path.stat()
+    _check_all(index)
+    with index.path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    after = index.path.stat()
+    same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+    if same and began - after.st_mtime_ns > SETTLED:
+        checked = Checked(after.st_size, after.st_mtime_ns, index.stored, digest)
+        with suppress(OSError):  # a folder that may not be written to: the next opening checks again
+            write_whole(_record(index.path), f"{json.dumps(asdict(checked))}\n".encode())
+
+
+def _check_ends(index: Index) -> None:
+    documents, sequences = index.documents, len(index.lengths)
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != sequences:
+        ends = f"run from {documents[0]} to {documents[-1]}" if len(documents) else "are empty"
+        raise corrupt(index.path, f"document indices {ends} where they should run from 0 to {sequences}")
+
+
+def _check_all(index: Index) -> None:
+    falls = np.flatnonzero(index.documents[1:] < index.documents[:-1])
+    if len(falls):
+        raise corrupt(index.path, f"document {falls[0]} ends before it begins")
+    end = 0
+    for start in range(0, len(index.lengths), CHUNK):
+        end = _check_sequences(index, start, CHUNK, end)
+    _require_stored(index, end)
+
+
+def _check_places(index: Index) -> None:
+    """Check some random places of an index, and that its last sequence ends where the ids do."""
+    draw, sequences = random.SystemRandom(), len(index.lengths)
+    last = sequences - PLACE
+    for start in (draw.randrange(last) for _ in range(PLACES)):
+        _check_sequences(index, start, PLACE + 1, int(index.pointers[start]))
+    _require_stored(index, _check_sequences(index, last, PLACE, int(index.pointers[last])))
+    for start in (draw.randrange(len(index.documents)) for _ in range(PLACES)):
+        falls = np.flatnonzero(np.diff(index.documents[start : start + PLACE]) < 0)
+        if len(falls):
+            raise corrupt(index.path, f"document {start + falls[0]} ends before it begins")
+
+
+def _check_sequences(index: Index, start: int, count: int, begin: int) -> int:
+    """Check that up to `count` sequences from `start` on follow each other from byte `begin`; return their end."""
+    sizes = index.lengths[start : start + count].astype(np.int64) * index.itemsize
+    negative = np.flatnonzero(sizes < 0)
+    if len(negative):
+        raise corrupt(index.path, f"sequence {start + negative[0]} has a negative length")
+    begins = begin + np.cumsum(sizes) - sizes
+    wrong = np.flatnonzero(index.pointers[start : start + count] != begins)
+    if len(wrong):
+        at = start + int(wrong[0])
+        raise corrupt(
+            index.path,
+            f"sequence {at} begins at byte {index.pointers[at]} where the lengths before it "
+            f"end at byte {begins[wrong[0]]} (only back-to-back sequences are read)",
+        )
+    return int(begins[-1] + sizes[-1])
+
+
+def _require_stored(index: Index, end: int) -> None:
+    if end != index.stored:
+        name = f"{index.path.name.removesuffix('.idx')}.bin"
+        raise corrupt(index.path, f"it describes {end} bytes of tokens where {name} has {index.stored}")

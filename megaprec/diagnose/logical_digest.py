@@ -1,0 +1,92 @@
+"""Digests of logical tensors that do not depend on the layout: each rank digests its slices, and the sum is the digest.
+
+The bits of an element are an integer x, spread over 64 bits if it has as many. The digest is two sums of x times a
+constant, modulo 2^64. The constant is the product of one odd pseudo-random number for each coordinate of the element in
+its logical tensor, so a slice along any dim, and any run of a slice, has terms of its own. Integer sums have no
+rounding and no order: added over the ranks that hold them, the terms of all elements give the same 128 bits in every
+layout.
+
+One changed bit always changes both sums. Any other change, such as two elements or rows that are swapped, stays unseen
+with a probability of about 2^-64. Negative zero counts as zero: a sum in another order may have either.
+"""
+
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.layout import Part
+from megaprec.comm.random import bits, key
+
+BLOCK = 1 << 15  # elements processed at once on a CPU: the temporaries then stay in a core's cache
+_ELSEWHERE = 1 << 22
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_terms(values: Tensor, part: Part, first: int) -> Tensor:
+    """Return the sums over elements [first, first + len(values)) of the flattened slice `part`: int64 [2].
+
+    values: [n], of any floating-point dtype.
+    """
+    total = torch.zeros(2, dtype=torch.int64, device=values.device)
+    if not len(values):
+        return total
+    rows, columns = _constants(_offset(part), part.local or (1,), values.device)
+    width, last = columns.shape[1], first + len(values)
+    begin, end = min(last, -(-first // width) * width), last // width * width
+    for start, stop in ((first, begin), (begin, end), (max(begin, end), last)):
+        if start < stop:
+            row, column = divmod(start, width)
+            count = min(width, stop - start)
+            table = values[start - first : stop - first].view(-1, count)
+            total += _of_table(table, rows[:, row : row + len(table)], columns[:, column : column + count])
+    return total
+
+
+def combined(made: Tensor) -> str:
+    """Return a digest, int64 [2], as 32 hexadecimal digits."""
+    return "".join(f"{number % 2**64:016x}" for number in made.tolist())
+
+
+def _of_table(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the sums over a table [r, c] with the constants of its rows, int64 [2, r], and columns, int64 [2, c]."""
+    step = max(1, (BLOCK if table.device.type == "cpu" else _ELSEWHERE) // table.shape[1])
+    total = torch.zeros(2, dtype=torch.int64, device=table.device)
+    for first in range(0, len(table), step):
+        lanes = _lanes(table[first : first + step])
+        own = rows[:, first : first + step]
+        total += torch.stack([((lanes * columns[n]).sum(1) * own[n]).sum() for n in range(2)])
+    return total
+
+
+def _lanes(values: Tensor) -> Tensor:
+    """Return the bits of each element as int64, spread over 64 bits; negative zero as zero."""
+    wide = values if values.itemsize > 1 else values.float()  # torch adds no numbers of eight bits
+    lanes = (wide + 0.0).view(_INTEGERS[wide.itemsize]).long()
+    return lanes + (lanes >> 32) if wide.itemsize == 8 else lanes
+
+
+def _offset(part: Part) -> tuple[int, ...]:
+    return tuple(part.start if d == part.dim else 0 for d in range(len(part.shape))) or (0,)
+
+
+@lru_cache(1024)
+def _constants(start: tuple[int, ...], size: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the constants of the rows and columns of a slice, for both sums: odd int64 [2, rows], [2, columns].
+
+    start, size: of the slice along each dim. A row is one index of all dims but the last.
+    """
+    dims = range(-len(size), 0)
+    of_dims = [_of_dim(dim, first, count) for dim, first, count in zip(dims, start, size, strict=True)]
+    rows = torch.ones(2, 1, dtype=torch.int64)
+    for one in of_dims[:-1]:
+        rows = (rows[:, :, None] * one[:, None, :]).reshape(2, -1)
+    assert rows.shape[1] == prod(size[:-1])
+    return rows.to(device), of_dims[-1].to(device)
+
+
+def _of_dim(dim: int, first: int, count: int) -> Tensor:
+    """Return the constants of `count` coordinates of a dim, for both sums: odd int64 [2, count]."""
+    index = torch.arange(first, first + count)
+    return torch.stack([bits(key(0, "coordinate", dim, n), index) | 1 for n in range(2)])

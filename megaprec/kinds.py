@@ -1,0 +1,67 @@
+"""Values of the kinds that the annotations of a frozen value name: no text "false" for False, no text for a dtype.
+
+Python does not look at annotations, so that a text would count as true, and a mistyped word as the other choice.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def wrong_kinds(value: Any) -> list[str]:
+    """Return a line for each field of a dataclass whose value is not of the annotated kind: name, value, kind.
+
+    Floats must be finite. Whole numbers are floats too; True and False are no numbers.
+    """
+    hints = _hints(type(value))
+    given = {field.name: getattr(value, field.name) for field in fields(value)}
+    return [
+        f"{name} = {one!r}: must be {_described(hints[name])}"
+        for name, one in given.items()
+        if not _is_of(one, hints[name])
+    ]
+
+
+def is_number(value: object, whole: bool = False) -> bool:
+    """Return True for a finite float or an int, and never for True and False. whole: an int alone will do."""
+    kinds = int if whole else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    origin = get_origin(hint) or hint
+    if origin in (Union, UnionType):
+        return any(_is_of(value, one) for one in get_args(hint))
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if origin in (int, float):
+        return is_number(value, whole=origin is int)
+    if origin is tuple:
+        return isinstance(value, tuple | list) and all(_is_of(one, get_args(hint)[0]) for one in value)
+    return value in NUMBERS if origin is torch.dtype else isinstance(value, origin)
+
+
+def _described(hint: Any) -> str:
+    origin = get_origin(hint) or hint
+    if origin in (Union, UnionType):
+        return " or ".join(map(_described, get_args(hint)))
+    if origin is Literal:
+        return ", ".join(map(repr, get_args(hint)))
+    if origin is tuple:
+        return f"a tuple or a list, each element {_described(get_args(hint)[0])}"
+    words = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", NoneType: "None"}
+    words |= {torch.dtype: f"one of {', '.join(map(str, NUMBERS))}", Mapping: "a mapping"}
+    words[Callable] = "a function"  # type: ignore[index]
+    return words.get(origin) or f"a {origin.__name__}"

@@ -1,0 +1,123 @@
+"""Exact sums: the same bits for every order of the numbers and every division among ranks.
+
+A sum in floating point depends on the order of its terms, because each addition is rounded. Here nothing is rounded
+before the end. Each number is cut into digits in the base 2^37, at fixed places over the whole range of float64: the
+nearest multiple of the digit's unit is taken away from the number, and the rest goes on to the next lower digit, until
+nothing is left. A digit is an integer of at most 2^37 units, so float64 adds up to 2^15 of them without rounding. The
+sum of each such block is added to one long integer, whose limbs are exchanged between ranks by an all-reduce, which is
+exact in any order. `total` rounds once.
+
+The idea of pre-rounding is that of Demmel and Nguyen (Fast Reproducible Floating-Point Summation, 2013); their sums
+keep a few digits below the largest number, these keep all of them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+
+BLOCK = 1 << 15  # numbers whose digits are added in float64 without rounding; they stay in a core's cache
+_WIDTH, _LOWEST = 37, -1074  # bits of a digit; exponent of the lowest unit, the smallest number of float64
+_LIMIT = 2.0**998  # the end of the highest digit; numbers from here on count as infinite
+_LIMB, _LIMBS = 32, 68  # bits and number of the limbs that are exchanged: sums over 2^20 ranks are exact in float64
+LENGTH = _LIMBS + 1  # numbers in the exchanged form of a sum
+_ROWS = 256  # blocks that a GPU processes together, because each launch has a cost
+
+
+class ExactSum:
+    """A sum of float64 numbers on `device`, to which any number of tensors are added. The host waits for the device.
+
+    length: the most numbers that are processed together; 0: a length that suits the device.
+    """
+
+    def __init__(self, device: torch.device, length: int = 0) -> None:
+        self.device, self.length = device, length or (BLOCK if device.type == "cpu" else _ROWS * BLOCK)
+        self._units = 0  # of 2^_LOWEST
+        self._infinite = 0.0  # the sum of the numbers that are not finite
+        self._taken = torch.empty(self.length, dtype=torch.float64, device=device)
+
+    def add(self, values: Tensor) -> None:
+        """Add all numbers of a tensor of any floating dtype."""
+        for run in values.detach().reshape(-1).split(self.length):
+            self.add_(run.to(torch.float64, copy=True))
+
+    def add_(self, values: Tensor) -> None:
+        """Add at most `length` numbers of a flat float64 tensor, which is overwritten."""
+        if not len(values):
+            return
+        largest = max(float(values.amax()), -float(values.amin()))
+        if not largest < _LIMIT:  # also for NaN
+            largest = self._set_aside(values)
+        if largest > 0:
+            self._cut(values, _digit_of(largest))
+
+    def _set_aside(self, values: Tensor) -> float:
+        """Add the numbers that are not finite, put zeros in their places and return the largest that is left."""
+        finite = values.abs() < _LIMIT
+        self._infinite += float(values[~finite].mul(math.inf).sum())
+        values.masked_fill_(~finite, 0.0)
+        return float(values.abs().amax())
+
+    def _cut(self, rest: Tensor, digit: int) -> None:
+        """Take digits away from `rest`, from this one downwards, until nothing is left."""
+        taken = self._taken[: len(rest)]
+        while True:
+            place = _WIDTH * digit
+            middle = math.ldexp(1.5, place + _LOWEST + 52)  # numbers of this size are multiples of the digit's unit
+            torch.add(rest, middle, out=taken).sub_(middle)
+            rest.sub_(taken)
+            self._units += sum(_units(block, place) for block in _blocks(taken)) << place
+            if digit == 0 or not int(rest.count_nonzero()):
+                return
+            digit -= 1
+
+    def numbers(self) -> Tensor:
+        """Return the sum as float64 [LENGTH], to be summed over ranks in any order."""
+        limbs, left = [], self._units
+        for _ in range(_LIMBS - 1):
+            limbs.append(float(left & ((1 << _LIMB) - 1)))
+            left >>= _LIMB
+        return torch.tensor([*limbs, float(left), self._infinite], dtype=torch.float64).to(self.device)
+
+
+def total(numbers: Tensor) -> float:
+    """Return the sum from its `numbers`, added over all ranks: the exact sum, rounded once. The host waits for it.
+
+    It is inf or NaN if a number is, or if it is too large for float64.
+    """
+    *limbs, infinite = numbers.tolist()
+    if infinite:
+        return infinite
+    units = sum(int(limb) << (_LIMB * n) for n, limb in enumerate(limbs) if limb)
+    try:
+        return units / (1 << -_LOWEST)  # a quotient of integers is rounded once
+    except OverflowError:
+        return math.copysign(math.inf, units)
+
+
+def exact_total(values: Tensor, axis: Axis) -> Tensor:
+    """Return the exact sum of the numbers of each rank, rounded once: float64 []. Collective over `axis`."""
+    own = ExactSum(values.device)
+    own.add(values)
+    return torch.full((), total(axis.sum_(own.numbers())), dtype=torch.float64, device=values.device)
+
+
+def _digit_of(largest: float) -> int:
+    """Return the lowest digit that can hold numbers of this size."""
+    return max(0, -(-(math.frexp(largest)[1] - _WIDTH - _LOWEST) // _WIDTH))
+
+
+def _blocks(taken: Tensor) -> list[float]:
+    """Return the sums of the blocks of a flat tensor."""
+    if len(taken) <= BLOCK:
+        return [float(taken.sum())]
+    whole = len(taken) // BLOCK * BLOCK
+    return [*taken[:whole].view(-1, BLOCK).sum(1).tolist(), float(taken[whole:].sum())]
+
+
+def _units(sum_of_block: float, place: int) -> int:
+    """Return a sum of multiples of a digit's unit as an integer. One factor for both steps could overflow."""
+    exponent = -(place + _LOWEST)
+    return int(math.ldexp(math.ldexp(sum_of_block, exponent // 2), exponent - exponent // 2))

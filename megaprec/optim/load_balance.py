@@ -1,0 +1,56 @@
+"""The update of parameters that balance loads, such as the bias by which a router's choice of experts is corrected.
+
+Such a parameter has no loss. The sum of its "gradients" over micro-batches and dp are the counts of a step: how many
+tokens each expert was given. The update moves every element by one speed, up if its count is below the mean of its
+layer, down if above, and not at all if equal:
+
+    new = old + speed * sign(mean of the counts - count)
+
+Counts are whole numbers, which FP32 sums exactly up to 2^24 of one expert in one step, and they are compared with their
+mean exactly. So the result has the same bits in every layout. A skipped step leaves the parameter as it was. (DeepSeek-
+V3, arXiv 2412.19437, section 2.1.2; Megatron-core updates the bias in a skipped step too: `finalize_model_grads.py`.)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.layout import layout_of
+from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.update_tile import Tile
+
+
+class LoadBalance:
+    """The updates of all buffers, among those of a rank, whose gradients are counts."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.buffers = [buffer for buffer in buffers if buffer.balances]
+        self._tiles = [list(_tiles(buffer)) for buffer in self.buffers]
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yield everything that an update changes."""
+        return (tile for tiles in self._tiles for tile, _ in tiles)
+
+    def apply(self, found: Tensor, steps: Tensor, done: Callable[[Buffer], None]) -> None:
+        """Update all parameters, or change nothing if `found` is 1. done: called with each updated buffer."""
+        for buffer, tiles in zip(self.buffers, self._tiles, strict=True):
+            for tile, speed in tiles:
+                old = tile.wide_weights()
+                new = old + corrections(tile.grads).to(old.dtype) * speed
+                old.copy_(torch.where(found == 0, new, old))
+                tile.keep_masters(old, steps)
+            done(buffer)
+
+
+def _tiles(buffer: Buffer) -> Iterator[tuple[Tile, float]]:
+    """Yield a tile for each parameter of a buffer, with its speed."""
+    for parameter, start in zip(buffer.parameters, buffer.starts, strict=True):
+        (tile,) = buffer.blocks(start, start + parameter.numel(), parameter.numel())
+        yield tile, layout_of(parameter).balancing or 0.0
+
+
+def corrections(counts: Tensor) -> Tensor:
+    """Return 1 where a count is below the mean, -1 where above, 0 where equal. counts: whole numbers, [n]."""
+    wide = counts.double()
+    return (wide.sum() - wide * len(wide)).sign()

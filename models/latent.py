@@ -1,0 +1,66 @@
+"""The sizes of multi-head latent attention (DeepSeek-V2, 2024): keys and values are made from a short vector per token.
+
+A token's hidden features are projected down to a latent of `kv_rank` features, from which all heads' keys and values
+are made, and, if `query_rank` is above 0, to another one for all heads' queries. Rotary positions would spoil latents,
+so a head has `rope_dim` features of its own for them: its query has them besides `nope_dim` features without positions,
+and its key takes them from one vector that all heads share. A head's value has `value_dim` features.
+"""
+
+from collections.abc import Iterator
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from megaprec.errors import UserError
+
+MOST = 2**31 - 1  # of any size: torch and other formats have 32-bit sizes in places
+
+
+class Latent(BaseModel):
+    """The sizes of multi-head latent attention; none if `kv_rank` is 0.
+
+    Raises pydantic's ValidationError (a ValueError) that lists every problem with the fields.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    kv_rank: int = Field(default=0, ge=0, le=MOST, description="width of the latent of keys and values; 0: none")
+    query_rank: int = Field(default=0, ge=0, le=MOST, description="width of the latent of queries; 0: without one")
+    rope_dim: int = Field(default=0, ge=0, le=MOST, description="features of a head with rotary positions")
+    nope_dim: int = Field(default=0, ge=0, le=MOST, description="features of a head's query and key without positions")
+    value_dim: int = Field(default=0, ge=0, le=MOST, description="features of a head's value")
+    norm_eps: float = Field(default=1e-6, gt=0, description="epsilon of the norms of the latents")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if problems := list(self._problems()):
+            raise UserError(*(f"latent.{problem}" for problem in problems))
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        if not self.kv_rank:
+            for name, value in self.model_dump(exclude_defaults=True).items():
+                yield f"{name} {value} has no effect without latent.kv_rank"
+            return
+        for name in ("rope_dim", "nope_dim", "value_dim"):
+            if not getattr(self, name):
+                yield f"{name} is missing: multi-head latent attention needs it"
+        if self.rope_dim % 2:
+            yield f"rope_dim {self.rope_dim} must be even: rotary positions rotate pairs of features"
+
+    def __bool__(self) -> bool:
+        return self.kv_rank > 0
+
+    @property
+    def head_dim(self) -> int:
+        """Return the number of features of a head's query and key."""
+        return self.rope_dim + self.nope_dim
+
+    @property
+    def width(self) -> int:
+        """Return the number of features of a token that all heads share: both latents and the key's rotary part."""
+        return self.query_rank + self.kv_rank + self.rope_dim
+
+    def up_weights(self, heads: int) -> int:
+        """Return the number of elements of the matrices from the latents to `heads` heads."""
+        return heads * (self.query_rank * self.head_dim + self.kv_rank * (self.nope_dim + self.value_dim))

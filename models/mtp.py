@@ -1,0 +1,154 @@
+"""Multi-token prediction (MTP): modules that predict tokens further ahead, to train the layers below them better.
+
+Module k = 1, 2, ... D stands after the model's last layer. It joins what is known of token i, the hidden state h of
+module k - 1 (of the final norm, if k is 1), with the embedding of token i + k, and predicts token i + k + 1:
+
+    h'  =  projection [embedding_norm(embedding(token i + k)), hidden_norm(h)]
+    h   =  final_norm(layer(h')), from which the model's own head makes the logits
+
+`layer` is a transformer layer such as the model's last one. Embedding and head are the model's own, so the modules
+train them too. The loss of module k is the mean cross entropy over the tokens that it counts; the training loss gets
+`mtp_loss_weight` times the mean of the D losses. A position counts in module k if the model's own loss counts the
+position k tokens later, within the sample and, if attention is restricted to documents, within the document: module k
+predicts nothing that the model itself would not predict. Where there is no token k later, token 0 stands in its place.
+
+Only training has these losses: an evaluation and the generation of text leave the modules aside. The definition is that
+of DeepSeek-V3 (arXiv 2412.19437, section 2.2) in the order of operations of Megatron-core
+(`multi_token_prediction.py`), which applies the model's final norm before the first module.
+
+Logical names, N = k - 1: mtp.N.embedding_norm|hidden_norm|final_norm.weight, mtp.N.projection.weight [hidden, 2 *
+hidden], and mtp.N.attention and so on as those of layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.axis import Axis
+from models.blocks import Attention, DecoderLayer, make_norm
+from models.config import ModelConfig
+from models.flash_windows import Documents
+from models.routing import WithLoss
+from models.token_count import TokenCount, count_tokens
+from parallel import collectives
+from parallel.activation_checkpoint import recomputed
+from parallel.context import Context
+from parallel.dropout import MicrobatchInfo
+from parallel.layers import ColumnParallelLinear
+from parallel.sequence_cut import take
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The tokens that the modules of a step read and predict, and their losses. D: the number of modules.
+
+    tokens, targets: int64 [D, rows, s] of a share, or [D, s, b] of a micro-batch.
+    weights: of the targets in the losses, float64 of the same shape; 0 where there is no target.
+    counted: the sum of the weights of each module over the global batch.
+    scale: factor of the mean of the losses for the backward pass, [].
+    losses: float64 [D]; each micro-batch adds its part of the mean losses, without the factor.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    weights: Tensor
+    counted: Sequence[TokenCount]
+    scale: Tensor
+    losses: Tensor
+
+    def of(self, rows: slice) -> "Ahead":
+        """Return the part of a micro-batch, as [D, s, b]."""
+        tokens, targets, weights = (
+            x[:, rows].transpose(1, 2).contiguous() for x in (self.tokens, self.targets, self.weights)
+        )
+        return replace(self, tokens=tokens, targets=targets, weights=weights)
+
+    def share(self, module: int, losses: Tensor) -> Tensor:
+        """Return this micro-batch's part of the mean loss of a module. losses: of each token, [s, b]."""
+        summed = (losses * self.weights[module].to(losses.dtype)).sum()
+        return summed / self.counted[module].total.to(losses.dtype)
+
+    def attach(self, hidden: Tensor, shares: Sequence[Tensor], note: bool) -> Tensor:
+        """Return `hidden`, whose backward pass also starts those of the losses. note: add them to `losses`."""
+        together = torch.stack(list(shares))
+        if note:
+            self.losses.add_(together.detach())
+        return WithLoss.apply(hidden, together.mean(), self.scale)
+
+
+def look_ahead(
+    tokens: Tensor,
+    targets: Tensor,
+    mask: Tensor | None,
+    documents: Tensor | None,
+    modules: int,
+    scale: Tensor,
+    cp: Axis,
+    dp: Axis,
+    divides: bool,
+) -> Ahead:
+    """Return what the modules of a share read and predict. Collective over dp, of ranks that have the last stage.
+
+    tokens, targets: int64 [rows, s] of whole samples, ids inside the vocabulary. mask: weights of the targets; None:
+        all count. documents: the number of each token's document, if attention is restricted to documents.
+    scale: on the device that computes. cp: the ranks that share the samples; the result is this rank's part.
+    divides: True on ranks that have the model's last stage.
+    """
+    device = scale.device
+    kept = torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device) if mask is None else mask.double()
+    made = [[_later(x, k, documents) for x in (tokens, targets, kept)] for k in range(1, modules + 1)]
+    read, predicted, weights = (take(torch.stack(some), cp, 2).to(device) for some in zip(*made, strict=True))
+    counted = [count_tokens(0, own, dp, divides, device) for own in weights]
+    return Ahead(read, predicted, weights, counted, scale, torch.zeros(modules, dtype=torch.float64, device=device))
+
+
+def _later(x: Tensor, by: int, documents: Tensor | None) -> Tensor:
+    """Return x [rows, s] of the position `by` tokens later; 0 where the sample, or the document, has ended before."""
+    later, length = torch.zeros_like(x), max(0, x.shape[1] - by)
+    later[:, :length] = x[:, by:]
+    if documents is not None:
+        later[:, :length].masked_fill_(documents[:, by:] != documents[:, :length], 0)
+    return later
+
+
+class PredictionModule(nn.Module):
+    """Module number `number` (from 0), without embedding and head.
+
+    again: its layer is recomputed as a whole in the backward pass.
+    """
+
+    def __init__(
+        self, config: ModelConfig, context: Context, number: int, attention: type[Attention], again: bool
+    ) -> None:
+        super().__init__()
+        self.context, self.again = context, again
+        name, last = f"mtp.{number}", config.layers - 1
+        self.embedding_norm = make_norm(config, context, f"{name}.embedding_norm")
+        self.hidden_norm = make_norm(config, context, f"{name}.hidden_norm")
+        self.projection = ColumnParallelLinear(
+            context, 2 * config.hidden, config.hidden, name=f"{name}.projection", bias=False, std=config.init_std
+        )
+        within = replace(context, recompute=context.recompute.within(whole=again))
+        self.layer = DecoderLayer(config.of_layer(last), within, name, last + 1 + number, attention)
+        self.final_norm = make_norm(config, context, f"{name}.final_norm")
+
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        place: MicrobatchInfo | None,
+        attn_mask: Tensor | Documents | None,
+    ) -> Tensor:
+        """Map embeddings and hidden states, [s, b, hidden] or [s / tp, b, hidden], to the next hidden states."""
+        context, tp = self.context, self.context.tp
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
+        x = collectives.join(self.projection(both)[0], tp, 2)
+        x = (collectives.split(x, tp, 0) if context.cut_sequence else x).to(context.plan.residual)
+
+        def run(x: Tensor) -> Tensor:
+            return self.layer(x, rotary=rotary, place=place, attn_mask=attn_mask)
+
+        return self.final_norm(recomputed(run, x) if self.again else run(x))

@@ -1,0 +1,124 @@
+"""The router of a layer with experts: which experts each token goes to, the router's losses, and the balance of loads.
+
+Two losses keep a router healthy. Both are means over the positions of one sample, then over the samples of the global
+batch, and they are summed over the layers:
+
+    balance   experts * sum over experts of (fraction of the sample's choices) * (mean probability); 1 if balanced
+    z         square of the log of the sum of the exponentials of the logits
+
+Probabilities are the scores, divided by their sum. The means are over whole samples, whatever ranks share them, so
+these losses are the same in every layout and for every micro-batch size. (The loss of Hugging Face's Mixtral multiplies
+means over whole micro-batches and all layers, so it depends on the micro-batch size; for one sample and one layer it is
+`experts_per_token` times this one. A balance over the global batch would need the loads of all micro-batches before the
+first backward pass.) Tokens that the loss mask excludes count, because they are routed too. Only the gradient of these
+losses is computed: it enters at the router, on any pipeline stage, multiplied by the same loss scale as every other
+gradient.
+
+A correction of the choice (`router.correction`) has no loss. Its "gradient" is the number of tokens that each expert
+was given; it is summed over micro-batches and ranks like any other, and the optimizer moves the correction by a fixed
+speed against the loads of the global batch (`megaprec.optim.load_balance`).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Layout, Part, attach
+from models.config import ModelConfig
+from models.router import chosen_of, scored, weighted
+from parallel.context import Context
+from parallel.dropout import MicrobatchInfo
+from parallel.layers import parameter
+from parallel.linear import Widen
+from parallel.sequence_cut import mean_of_sequence
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token, in the sensitive dtype.
+
+    x: [s, b, hidden], replicated on every tp rank. The gradient of x and of the weight is this rank's partial sum.
+    """
+
+    def __init__(self, config: ModelConfig, context: Context, name: str) -> None:
+        super().__init__()
+        self.config, self.context = config, context
+        whole = Part.cut(f"{name}.weight", (config.experts, config.hidden), None, context.tp)
+        self.weight = parameter(context, [whole], config.init_std, partial=True)
+        bias = Part.cut(f"{name}.bias", (config.experts,), None, context.tp)
+        self.bias = parameter(context, [bias], config.init_std, partial=True) if config.router_bias else None
+        self.correction = _correction(config, context, f"{name}.correction") if config.router.correction else None
+
+    def forward(self, x: Tensor, place: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
+        """Return the weights (sensitive dtype) and numbers of each token's experts, both [s, b, experts_per_token]."""
+        config, wide = self.config, self.context.plan.sensitive
+        bias = None if self.bias is None else Widen.apply(self.bias, wide)
+        logits = F.linear(x.to(wide), Widen.apply(self.weight, wide), bias)
+        scores = scored(config.router, logits)
+        correction = None if self.correction is None else self.correction.to(wide)
+        chosen = chosen_of(config.router, scores, correction, config.experts_per_token)
+        weights = weighted(config.router, scores, chosen, config.norm_topk)
+        if place is not None and (config.router_aux_loss or config.router_z_loss):
+            if place.weight is None:
+                raise ValueError("a router's losses need place.weight: the loss scale over the samples of a batch")
+            sums = 1.0 if config.router.score == "softmax" else scores.sum(-1, keepdim=True)
+            loss = router_losses(config, logits, scores / sums, chosen, self.context.cp).sum()
+            weights = WithLoss.apply(weights, loss, place.weight / self.context.tp.size)
+        if place is not None and self.correction is not None:
+            weights = WithLoads.apply(weights, self.correction, chosen)
+        return weights, chosen
+
+
+def _correction(config: ModelConfig, context: Context, name: str) -> nn.Parameter:
+    values = torch.zeros(config.experts, dtype=context.plan.sensitive)
+    if context.blank:
+        values.fill_(torch.nan)
+    whole = Part.cut(name, (config.experts,), None, context.tp)
+    return attach(nn.Parameter(values), Layout((whole,), balancing=config.router_correction_speed))
+
+
+def router_losses(config: ModelConfig, logits: Tensor, probabilities: Tensor, chosen: Tensor, cp: Axis) -> Tensor:
+    """Return the weighted losses of each sample, [b]. logits, probabilities: [s, b, experts]; chosen: [s, b, k].
+
+    cp: the ranks that share each sample. All of them return the same.
+    """
+    hits = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
+    shares = mean_of_sequence(hits, cp) / config.experts_per_token
+    balance = config.experts * (shares * mean_of_sequence(probabilities, cp)).sum(-1)
+    z = mean_of_sequence(logits.logsumexp(-1).square(), cp)
+    return config.router_aux_loss * balance + config.router_z_loss * z
+
+
+class WithLoss(torch.autograd.Function):
+    """The identity on x, whose backward pass also gives `loss` the gradient `weight`. loss, weight: scalars."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight.to(loss.dtype))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grad, weight, None
+
+
+class WithLoads(torch.autograd.Function):
+    """The identity on x, whose backward pass gives `correction` [experts] the number of times each expert is chosen.
+
+    chosen: int64, of any shape. The counts do not depend on the gradient of x or the loss scale.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, correction: Tensor, chosen: Tensor) -> Tensor:
+        ctx.save_for_backward(chosen)
+        ctx.like = correction
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (chosen,) = ctx.saved_tensors
+        ones = torch.ones(chosen.numel(), dtype=ctx.like.dtype, device=chosen.device)
+        return grad, torch.zeros_like(ctx.like).index_add_(0, chosen.flatten(), ones), None

@@ -1,0 +1,53 @@
+"""The number of tokens in the loss of a global batch, by which every micro-batch's loss is divided.
+
+Without a mask it is known: all replicas have equal shares. With a mask it is a sum over dp. That sum is started before
+the passes and awaited where the first loss is divided. NCCL runs the operations of one communicator in order, and the
+all-gathers of weights that the step before has started are in the same one: if the host or the first layer waited for
+the sum at once, it would wait for all of them, and they would overlap with nothing.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.optim.exact_sum import exact_total
+
+
+class TokenCount:
+    """A count that is known, or one whose sum is under way. wait: returns it; called once."""
+
+    def __init__(self, wait: Callable[[], Tensor]) -> None:
+        self._wait = wait
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Return the number of tokens, at least 1: float64 []. The first call waits for the sum, if there is one."""
+        return self._wait().clamp(min=1)
+
+    def end(self) -> None:
+        """Wait for the sum, if there is one, of passes that will not divide by it."""
+        assert self.total is not None
+
+
+def count_tokens(
+    tokens: int, mask: Tensor | None, dp: Axis, divides: bool, device: torch.device, exact: bool = False
+) -> TokenCount:
+    """Return the count over the replicas. Collective over dp if there is a mask.
+
+    tokens: the number of tokens of a share. mask: the weights of their targets on `device`; None on every replica: all
+        count. divides: True on ranks that have the model's last stage; the others divide nothing and get NaN.
+    exact: weights need not be integers, but their sum must have the same bits for every number of replicas.
+    """
+    if not divides:
+        return TokenCount(lambda: torch.full((), math.nan, dtype=torch.float64, device=device))
+    if mask is None:
+        return TokenCount(lambda: torch.full((), float(tokens * dp.size), dtype=torch.float64, device=device))
+    if exact:
+        return TokenCount(lambda: exact_total(mask, dp))
+    count = mask.sum().double()
+    wait = dp.start_sum_(count)
+    return TokenCount(lambda: (wait(), count)[1])

@@ -1,0 +1,134 @@
+"""`megaprec bisect`: what the records of two runs say, and what the steps taken again say."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import train, write_run
+from tools import cli
+from tools.bisect.sides import Side, must_be_equal, other_keys
+from tools.config.run_file import load_run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of three steps, its records and checkpoints."""
+    folder = tmp_path_factory.mktemp("bisect")
+    file = write_run(folder)
+    assert train(file, "train.steps=3", "log.digests=1", "checkpoint.every=1", "checkpoint.keep=9") == 0
+    return folder
+
+
+@pytest.fixture
+def room(made: Path, tmp_path: Path) -> Path:
+    """Two copies of the run, a and b."""
+    for name in ("a", "b"):
+        shutil.copytree(made / "run", tmp_path / name)
+    return tmp_path
+
+
+def bisected(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    code = cli.main(["bisect", *map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def edit(path: Path, step: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the record of a step."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        if record["step"] == step:
+            change(record)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def one_digest(record: dict[str, Any]) -> None:
+    record["state"] = record["tensors"]["exp_avg"]["layers.1.mlp.down.weight"] = "0" * 32
+
+
+def test_runs_that_are_the_same_agree(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = bisected(capsys, room / "a", room / "b")
+    assert (code, said["verdict"], said["records"]) == (0, "they agree", {"by": "digests", "steps": 3})
+
+
+def test_a_record_that_does_not_come_back_is_told_with_its_step_and_tensor(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(room / "b" / "digests.jsonl", 2, one_digest)
+    code, said = bisected(capsys, room / "a", room / "b")
+    first = said["records"]["first"]
+    assert (code, first["step"], first["what"]) == (1, 2, "exp_avg layers.1.mlp.down.weight")
+    assert said["replay"]["verdict"] == "proven" and said["replay"]["from_step"] == 1, "from the checkpoint before"
+    assert "does not come back" in said["why"]
+
+
+def test_without_digests_the_metrics_tell_the_step(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (room / "a" / "digests.jsonl").unlink()
+    edit(room / "b" / "metrics.jsonl", 3, lambda record: record.update(loss=record["loss"] * (1 + 2.0**-50)))
+    code, said = bisected(capsys, room / "a", room / "b")
+    first = said["records"]["first"]
+    assert (code, said["records"]["by"], first["step"], first["what"]) == (1, "metrics", 3, "loss")
+
+
+def test_damaged_digests_are_named_and_metrics_do_not_stand_for_every_bit(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (room / "b" / "digests.jsonl").write_text('{"step": 1, "event": "other"}\nnot json\n', encoding="utf-8")
+    assert cli.main(["bisect", str(room / "a"), str(room / "b")]) == 0
+    said = capsys.readouterr()
+    assert "digests.jsonl: line 2 is no record" in said.err and "1 of 2 lines are no digests" in said.err
+    assert "every bit is equal" not in said.out and "log.digests or --replay" in said.out
+
+
+def test_runs_of_other_keys_part_where_the_key_acts(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (room / "b" / "run.toml").read_text()
+    (room / "b.toml").write_text(text.replace("peak = 0.01", "peak = 0.02"))
+    code, said = bisected(capsys, room / "a" / "run.toml", room / "b.toml")
+    assert (code, said["keys"]) == (1, ["lr.peak: 0.01 | 0.02"])
+    first = said["replay"]["first"]
+    assert (first["phase"], first["step"]) == ("update", 1)
+    assert said["replay"]["likely_cause"].startswith("the run files differ in lr.peak")
+
+
+def test_steps_too_far_from_a_checkpoint_are_not_taken_again(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(room / "b" / "digests.jsonl", 3, one_digest)
+    for name in ("a", "b"):
+        shutil.rmtree(room / name / "checkpoints")
+    code, said = bisected(capsys, room / "a", room / "b", "--steps", "2")
+    assert (code, said["replay"]) == (1, None) and "give --steps 3 or more" in said["why"]
+
+
+def test_in_one_layout_bits_must_be_equal_and_in_two_they_need_not(made: Path) -> None:
+    def run(*overrides: str) -> Any:
+        return load_run(made / "my.toml", overrides)
+
+    assert must_be_equal(run(), run("parallel.recompute=full", "checkpoint.every=1"))
+    assert not must_be_equal(run(), run("parallel.tensor=2"))
+    assert not must_be_equal(run(), run("precision.compute=bf16"))
+    assert other_keys(run(), run("parallel.tensor=2", "log.every=3", "checkpoint.keep=1")) == []
+    assert other_keys(run(), run("train.seed=5")) == ["train.seed: 1234 | 5"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: (folder / "b" / "run.toml").unlink(), "b has no run.toml: give the folder of a run"),
+        (lambda folder: shutil.rmtree(folder / "b"), "run file"),
+    ],
+)
+def test_bad_input_is_a_line(
+    change: Callable[[Path], object], said: str, room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(room)
+    assert cli.main(["bisect", str(room / "a"), str(room / "b")]) == 2
+    assert said in capsys.readouterr().err
+    assert cli.main(["bisect", str(room / "a"), str(room / "a"), "--steps", "0"]) == 2
+
+
+def test_a_side_without_records_has_none(made: Path) -> None:
+    side = Side.opened(str(made / "my.toml"))
+    assert (side.digests, side.metrics, side.checkpoint_steps()) == ({}, {}, {})

@@ -1,0 +1,79 @@
+"""Files beside weights that other programs would go by are refused or named, never passed over in silence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megaprec.errors import UserError
+from tests.other_systems import CONFIGS, write_folder
+from tools.cli import main
+from tools.convert.formats import open_source
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+)
+INDEX = "model.safetensors.index.json"
+
+
+def shards_beside(path: Path) -> None:
+    """Other weights, under the names that an upload of an older version has left."""
+    tensors = load_file(path / "model.safetensors")
+    save_file({name: t + 1 for name, t in tensors.items()}, path / "a.safetensors", metadata={"format": "pt"})
+    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors")}))
+
+
+def gguf(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "model.gguf")
+
+
+def write(name: str, content: str) -> Callable[[Path], Any]:
+    return lambda path: (path / name).write_text(content)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "weights twice": (shards_beside, f"has both model.safetensors and {INDEX}, which names other files"),
+    "an adapter": (write("adapter_config.json", "{}"), "has an adapter, which is not read: merge it"),
+    "weights not fetched": (write("model.safetensors", POINTER), "is a pointer of Git LFS, .*: run git lfs pull"),
+    "a config not fetched": (write("config.json", POINTER), "is a pointer of Git LFS, .*: run git lfs pull"),
+    "a tokenizer not fetched": (write("tokenizer.json", POINTER), "is a pointer of Git LFS, .*: run git lfs pull"),
+    "another format": (gguf, "model.gguf has the format of llama.cpp, which is not read"),
+    "a key twice": (write("config.json", '{"model_type": "llama", "model_type": "llama"}'), "key 'model_type' twice"),
+    "damaged settings": (write("tokenizer_config.json", "{"), "tokenizer_config.json cannot be read"),
+    "a list of settings": (write("special_tokens_map.json", "[]"), "special_tokens_map.json does not hold a JSON obj"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_folder_that_is_ambiguous_or_not_whole_is_one_line(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, message = REFUSED[case]
+    path = write_folder(tmp_path / "hf", "llama", torch.bfloat16)
+    change(path)
+    with pytest.raises(UserError, match=message):
+        open_source(path)
+    assert main(["inspect", str(path)]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_an_index_of_one_file_beside_that_file_is_read(tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "hf", "llama", torch.bfloat16)
+    names = load_file(path / "model.safetensors")
+    (path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert len(open_source(path).shapes) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("ids", "noted"),
+    [({"eos_token_id": 131}, True), ({"eos_token_id": [1, 400]}, True), ({"pad_token_id": -1}, False), ({}, False)],
+)
+def test_ids_that_the_vocabulary_does_not_have_are_named(ids: dict[str, Any], noted: bool, tmp_path: Path) -> None:
+    path = write_folder(tmp_path / "hf", "llama", torch.bfloat16)
+    (path / "config.json").write_text(json.dumps(CONFIGS["llama"] | ids))
+    found = [note for note in open_source(path).facts.notes if "which no token of vocab_size has" in note]
+    assert bool(found) == noted and all(key in found[0] for key in ids if noted)

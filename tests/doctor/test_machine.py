@@ -1,0 +1,81 @@
+"""Versions, devices, threads and kernels: hosts that differ from the others are named."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.doctor.places import HOSTS, place
+from tools.doctor import kernels, machine
+from tools.doctor.finding import NOT_TRIED, OK, WRONG, Finding
+
+
+def answers(**differs: Any) -> list[dict[str, Any]]:
+    """What three hosts answer, of which the last differs in these."""
+    usual = {"megaprec": "1", "torch": "2.13", "python": "3.11", "system": "Linux", "byteorder": "little", "cores": 8}
+    usual |= {
+        "threads": 4,
+        "local_ranks": 1,
+        "load": 0.5,
+        "cuda": "13.0",
+        "gpu_tool": "/bin/nvidia-smi",
+    }
+    usual |= {"device": "cuda", "gpu": "H200", "memory": 2**37, "used_by_others": 0, "nccl": "2.28"}
+    made = [{**usual, "rank": n, "host": HOSTS[n], "uuid": str(n)} for n in range(3)]
+    made[2] |= differs
+    return made
+
+
+def problems(**differs: Any) -> list[Finding]:
+    return [one for one in machine.judge(answers(**differs)) if one.verdict != OK]
+
+
+def test_alike_hosts_have_no_problems() -> None:
+    assert problems() == []
+    assert [one.check for one in machine.judge(answers())] == ["versions", "devices", "threads"]
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({"torch": "2.12"}, "torch 2.12 on rank 2 on gamma, 2.13 on the others"),
+        ({"nccl": "2.27"}, "nccl 2.27 on rank 2 on gamma, 2.28 on the others"),
+        ({"cuda": ""}, "cuda is not there on rank 2 on gamma, 13.0 on the others"),
+        ({"uuid": "0"}, "ranks 0 and 2 on alpha and gamma share GPU 0"),
+        ({"used_by_others": 2**35}, "other processes use 32.0 GiB of the GPU of rank 2 on gamma"),
+        ({"gpu": "H100"}, "rank 2 on gamma has H100, the others H200"),
+        ({"threads": 8, "local_ranks": 4}, "4 ranks x 8 threads on the 8 cores of gamma"),
+        ({"device": "cpu"}, "nvidia-smi is there, but torch sees no GPU, or fewer than ranks: rank 2 on gamma"),
+    ],
+)
+def test_a_host_that_differs_is_named_with_a_remedy(differs: dict[str, Any], said: str) -> None:
+    (finding,) = problems(**differs)
+    assert (finding.verdict, finding.said) == (WRONG, said) and finding.remedy
+
+
+def test_the_facts_of_this_machine_are_judged_well(tmp_path: Any) -> None:
+    found = machine.facts(place(tmp_path))
+    assert found["torch"] == torch.__version__ and found["cores"] >= 1
+    assert [one.verdict for one in machine.judge([{**found, "gpu_tool": ""}])] == [OK, OK, OK]
+
+
+def test_each_kernel_is_here_and_right_or_absent_with_the_reason(tmp_path: Any) -> None:
+    found = kernels.probe(place(tmp_path))
+    for name, (state, why) in found["tried"].items():
+        assert state in (kernels.HERE, kernels.ABSENT) and bool(why) == (state == kernels.ABSENT), name
+    verdicts = {one.verdict for one in kernels.judge([found])}
+    assert verdicts <= {OK, NOT_TRIED}
+
+
+def test_a_kernel_that_computes_wrongly_is_named(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_grouped_mm", lambda a, b, offs: (a @ b[0]) * 1.1)
+    (one,) = [f for f in kernels.judge([kernels.probe(place(tmp_path))]) if f.verdict == WRONG]
+    assert one.said.startswith("grouped products on alpha: wrong by ")
+
+
+def test_a_kernel_that_some_hosts_lack_is_named() -> None:
+    tried = {name: [kernels.HERE, ""] for name in kernels.KERNELS}
+    hosts = [{"host": host, "device": "cuda", "tried": tried} for host in HOSTS[:2]]
+    hosts[1] = {**hosts[1], "tried": {**tried, "FP8 products": [kernels.ABSENT, "no kernel image"]}}
+    (one,) = [f for f in kernels.judge(hosts) if f.verdict == WRONG]
+    assert one.said.startswith("FP8 products are not on beta, but on the others")

@@ -1,0 +1,206 @@
+"""The way of tokens to experts on other ranks: every row arrives, is computed once, and its gradient comes back.
+
+Ranks are threads of this process here, which meet where ranks would exchange messages.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Barrier, Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.experts import ExpertAxes, misfit
+from megaprec.comm.layout import layout_of
+from megaprec.precision.plan import plan
+from models import dispatch
+from models.config import ModelConfig
+from models.dispatch import own_rows, regrouped
+from models.moe import MixtureOfExperts
+from parallel.context import Context
+
+RANKS, EXPERTS = 2, 4
+CONFIG = ModelConfig(family="mixtral", layers=1, hidden=4, heads=2, ffn=6, experts=EXPERTS, init_std=0.5)
+
+
+@dataclass(frozen=True)
+class Meeting(Axis):
+    """An axis whose ranks are threads. board: what each rank sends."""
+
+    board: list[Any] = field(default_factory=list, compare=False)
+    barrier: Barrier = field(default_factory=lambda: Barrier(1), compare=False)
+
+    def exchange(self, tensor: Tensor) -> Tensor:
+        return torch.cat([some.chunk(self.size)[self.rank] for some in self._met(tensor)])
+
+    def start_uneven_exchange(self, outgoing: Any, sizes: Any) -> Callable[[], list[Tensor]]:
+        found = [some[self.rank] for some in self._met(outgoing)]
+        assert [len(some) for some in found] == list(sizes), "a rank expects other sizes than it is sent"
+        return lambda: found
+
+    def _met(self, mine: Any) -> list[Any]:
+        self.board[self.rank] = mine
+        self.barrier.wait(600)
+        found = [*self.board]
+        self.barrier.wait(600)
+        return found
+
+
+@dataclass
+class Routing:
+    """What the routers of all ranks decide: tokens, weights and choices of each rank."""
+
+    tokens: list[Tensor]
+    weights: list[Tensor]
+    chosen: list[Tensor]
+
+
+def routing(number: int) -> Routing:
+    """A random one: few tokens or many, none on a rank, some experts only, one expert only."""
+    draw = torch.Generator().manual_seed(number)
+
+    def below(most: int) -> int:
+        return int(torch.randint(most, (), generator=draw))
+
+    wanted = 1 + below(EXPERTS)  # experts that are chosen at all
+    k, allowed = 1 + below(wanted), torch.randperm(EXPERTS, generator=draw)[:wanted]
+    counts = [below((1, 4, 9)[below(3)]) for _ in range(RANKS)]
+    tokens = [torch.randn(n, 1, 4, dtype=torch.float64, generator=draw).requires_grad_() for n in counts]
+    weights = [torch.rand(n, 1, k, dtype=torch.float64, generator=draw).requires_grad_() for n in counts]
+    ranked = [torch.rand(n, 1, wanted, generator=draw).argsort(-1)[..., :k] for n in counts]
+    return Routing(tokens, weights, [allowed[one] for one in ranked])
+
+
+def layer(axes: ExpertAxes | None) -> MixtureOfExperts:
+    return MixtureOfExperts(CONFIG, Context(plan("fp64"), experts=axes, seed=5), "mlp").to(torch.float64)
+
+
+def through(experts: MixtureOfExperts, given: Routing, rank: int) -> Tensor:
+    experts.router.forward = lambda x, place: (given.weights[rank], given.chosen[rank])  # type: ignore[method-assign]
+    return experts(given.tokens[rank], None)
+
+
+def gradients(experts: MixtureOfExperts) -> dict[str, Tensor]:
+    named = ((layout_of(p).parts[0].name, p.grad) for p in experts.experts.parameters())
+    return {name: grad for name, grad in named if grad is not None}
+
+
+def on_threads(work: Callable[[int, Axis], None]) -> None:
+    """Calls work(rank, axis) on a thread for each rank; raises what one of them raised."""
+    board, barrier, errors = [None] * RANKS, Barrier(RANKS), list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            work(rank, Meeting("expert", rank, RANKS, board=board, barrier=barrier))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def require_same_as_alone(numbers: range) -> None:
+    """Results and the gradients of tokens, weights and experts are those of one rank that holds all experts."""
+    found: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in range(RANKS)}
+
+    def work(rank: int, axis: Axis) -> None:
+        experts = layer(ExpertAxes(axis, Axis("tp"), Axis("replicas")))
+        for number in numbers:
+            given = routing(number)
+            experts.zero_grad()
+            y = through(experts, given, rank)
+            y.backward(torch.ones_like(y))
+            found[rank].append((y.detach(), given.tokens[rank].grad, given.weights[rank].grad, gradients(experts)))
+
+    on_threads(work)
+    alone = layer(None)
+    for at, number in enumerate(numbers):
+        given = routing(number)
+        alone.zero_grad()
+        results = [through(alone, given, rank) for rank in range(RANKS)]
+        torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+        expected = gradients(alone)
+        ours: dict[str, Tensor] = {}
+        for rank, y in enumerate(results):
+            own, of_tokens, of_weights, of_experts = found[rank][at]
+            close(own, y.detach())
+            close(of_tokens, given.tokens[rank].grad)
+            close(of_weights, given.weights[rank].grad)
+            assert not ours.keys() & of_experts.keys(), "two ranks hold one expert"
+            ours |= of_experts
+        assert ours.keys() == expected.keys()
+        for name, grad in expected.items():
+            close(ours[name], grad)
+
+
+def close(a: Tensor | None, b: Tensor | None) -> None:
+    assert a is not None and b is not None
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_random_routings_are_computed_as_on_one_rank() -> None:
+    require_same_as_alone(range(20))
+
+
+@pytest.mark.slow
+def test_a_thousand_random_routings_are_computed_as_on_one_rank() -> None:
+    require_same_as_alone(range(1000))
+
+
+def test_the_routings_of_this_law_have_every_extreme() -> None:
+    drawn = [routing(number) for number in range(20)]
+    counts = [[len(tokens) for tokens in one.tokens] for one in drawn]
+    assert any(0 in some and any(some) for some in counts), "a rank without tokens beside others with some"
+    assert any(0 < sum(some) < EXPERTS for some in counts), "fewer tokens than experts"
+    used = [len(torch.cat([one.flatten() for one in each.chosen]).unique()) for each in drawn]
+    assert {1, EXPERTS} <= set(used), "all tokens to one expert; all experts in use"
+
+
+def test_a_wrong_order_of_rows_breaks_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "regrouped", lambda rows, counts: rows)
+    with pytest.raises(AssertionError):
+        require_same_as_alone(range(5))
+
+
+def test_rows_are_regrouped_and_back() -> None:
+    counts = [[2, 0, 1], [0, 3, 1]]
+    names = [(i, j, n) for i, some in enumerate(counts) for j, count in enumerate(some) for n in range(count)]
+    rows = torch.tensor(names)
+    turned = regrouped(rows, counts)
+    assert [tuple(row) for row in turned.tolist()] == sorted(names, key=lambda name: (name[1], name[0], name[2]))
+    assert torch.equal(regrouped(turned, [*zip(*counts, strict=True)]), rows)
+
+
+@pytest.mark.parametrize(("tp", "slices"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 10])
+def test_tensor_parallel_ranks_send_each_row_once_for_each_slice(tp: int, slices: int, count: int) -> None:
+    sent = []
+    for rank in range(tp):
+        axes = ExpertAxes(Axis("expert"), Axis("tp", rank % slices, slices), Axis("replicas"))
+        sent += range(count)[own_rows(count, Axis("tp", rank, tp), axes)]
+    assert sorted(sent) == sorted([*range(count)] * slices)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((2, 2, 2, 2), ""),
+        ((2, 2, 4, 1), ""),
+        ((1, 4, 2, 2), ""),
+        ((2, 2, 4, 2), "4 ranks x 2 slices = 8 do not divide the data 2 x tensor 2 = 4 ranks"),
+        ((4, 2, 3, 2), "3 ranks x 2 slices = 6 do not divide the data 4 x tensor 2 = 8 ranks"),
+        ((4, 2, 1, 4), "4 slices of an expert do not divide 2 tensor-parallel ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(sizes: tuple[int, int, int, int], said: str) -> None:
+    found = misfit(*sizes)
+    assert said in found and bool(found) == bool(said)

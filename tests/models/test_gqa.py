@@ -1,0 +1,66 @@
+"""Key/value heads that serve several query heads: right whether they are repeated or not."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as fused
+
+from models import bf16_attention
+from models.blocks import takes_groups
+
+S, D, HEADS, KV = 128, 16, 8, 2
+
+
+def heads(dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, n, S, D) for n in (HEADS, KV, KV, HEADS))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def gradients(attend: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    query, key, value, wanted = heads(torch.bfloat16)
+    leaves = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+    y = attend(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, wanted.to(dtype))
+
+
+def repeated(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    key, value = (x.repeat_interleave(HEADS // KV, 1) for x in (key, value))
+    return fused(query, key, value, is_causal=True)
+
+
+def products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return bf16_attention.attend(query, key, value, rows=48)
+
+
+def products_repeated(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return products(query, *(x.repeat_interleave(HEADS // KV, 1) for x in (key, value)))
+
+
+def errors(attend: Callable[..., Tensor]) -> list[float]:
+    exact, ours = gradients(repeated, torch.float64), gradients(attend, torch.bfloat16)
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(ours, exact, strict=True)]
+
+
+def test_products_read_a_shared_head_without_a_copy_and_sum_its_gradients_in_fp32() -> None:
+    ours, copied = gradients(products, torch.bfloat16), gradients(products_repeated, torch.bfloat16)
+    assert torch.equal(ours[0], copied[0]) and torch.equal(ours[1], copied[1])
+    pairs = list(zip(errors(products), errors(products_repeated), strict=True))
+    assert all(one <= 1.02 * other for one, other in pairs), pairs
+
+
+def test_what_is_kept_of_a_shared_head_is_one_head() -> None:
+    query, key, value, _ = (x.requires_grad_() for x in heads(torch.bfloat16))
+    kept = products(query, key, value).grad_fn.saved_tensors  # type: ignore[union-attr]
+    assert sum(x.nbytes for x in kept) == query.nbytes + key.nbytes + value.nbytes
+
+
+def test_torchs_kernel_for_cpus_sums_a_shared_head_less_exactly_so_heads_are_repeated_there() -> None:
+    def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return fused(query, key, value, is_causal=True, enable_gqa=True)
+
+    _, _, *ours = errors(shared)
+    _, _, *copied = errors(repeated)
+    assert min(ours) > 1.1 * max(copied), "this torch sums them as exactly: `takes_groups` may say so"
+    assert not takes_groups(heads(torch.bfloat16)[0], masked=False)

@@ -1,0 +1,86 @@
+"""Grouped products of experts: the numbers of a loop over experts, from counts that never leave the device."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megaprec.precision.plan import plan
+from models.config import ModelConfig
+from models.grouped_products import GroupedLinear, together
+from models.moe import Expert, MixtureOfExperts, counted
+from parallel.activation_checkpoint import Module, Recompute
+from parallel.context import Context
+from parallel.dropout import MicrobatchInfo
+from parallel.weight_grad_queue import WeightGradQueue
+
+ENDS = (3, 3, 10, 12)  # the second expert has no rows
+
+
+def weights_in_one_memory(experts: int, n: int, k: int, gap: int) -> list[nn.Parameter]:
+    flat = torch.randn(experts * (n * k + gap), dtype=torch.float32)
+    return [nn.Parameter(flat[e * (n * k + gap) :][: n * k].view(n, k)) for e in range(experts)]
+
+
+@pytest.mark.parametrize("gap", [0, 64])
+def test_weights_at_equal_distances_are_one_tensor_without_a_copy(gap: int) -> None:
+    weights = weights_in_one_memory(4, 8, 16, gap)
+    whole = together(weights)
+    assert whole.untyped_storage().data_ptr() == weights[0].untyped_storage().data_ptr()
+    assert all(torch.equal(a, b) for a, b in zip(whole, weights, strict=True))
+
+
+def test_weights_elsewhere_are_copied_together() -> None:
+    weights = weights_in_one_memory(4, 8, 16, 64)
+    for some in (weights[::-1], [weights[0], weights[1], weights[3]], [nn.Parameter(w.clone()) for w in weights]):
+        assert all(torch.equal(a, b) for a, b in zip(together(some), some, strict=True))
+        assert together(some).untyped_storage().data_ptr() != some[0].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("main", [False, True], ids=["autograd", "main gradients"])
+def test_grouped_products_are_those_of_a_loop(main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device leaves in memory for an expert without rows is planted, and not taken for a gradient."""
+    torch.manual_seed(0)
+    weights = weights_in_one_memory(4, 8, 16, 64)
+    x, ends = torch.randn(12, 16, requires_grad=True), torch.tensor(ENDS, dtype=torch.int32)
+    grad, firsts = torch.randn(12, 8), (0, *ENDS[:-1])
+    if main:
+        for weight in weights:
+            weight.main_grad = torch.full(weight.shape, float("nan"))  # type: ignore[attr-defined]
+    inner = torch._grouped_mm
+
+    def dirty(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        made = inner(a, b, offs=offs)
+        if b.dim() == 2:
+            made[1] = float("nan")
+        return made
+
+    monkeypatch.setattr(torch, "_grouped_mm", dirty)
+    y = GroupedLinear.apply(x, ends, WeightGradQueue(), *weights)
+    y.backward(grad)
+    for weight, first, last in zip(weights, firsts, ENDS, strict=True):
+        torch.testing.assert_close(y[first:last], x[first:last] @ weight.t())
+        given = weight.main_grad if main else weight.grad  # type: ignore[attr-defined]
+        torch.testing.assert_close(given, grad[first:last].t() @ x[first:last])
+        torch.testing.assert_close(x.grad[first:last], grad[first:last] @ weight)  # type: ignore[index]
+    assert not main or all(weight.grad is None for weight in weights)
+
+
+@pytest.mark.parametrize("recompute", [(), ("activation",)])
+def test_experts_compute_the_same_grouped(recompute: tuple[Module, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(family="mixtral", layers=1, hidden=16, heads=2, ffn=32, experts=4, init_std=0.5)
+    place = MicrobatchInfo(0, torch.arange(3), torch.ones(()))
+    results = []
+    for grouped in (False, True):
+        monkeypatch.setattr(Expert, "groups", lambda self, x, grouped=grouped: grouped)
+        layer = MixtureOfExperts(config, Context(plan("fp32"), recompute=Recompute(recompute)), "mlp")
+        x = torch.randn(9, 3, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = layer(x, place)
+        y.square().sum().backward()
+        results.append((y, x.grad, *(p.grad for p in layer.parameters())))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_counts_are_those_of_bincount() -> None:
+    chosen = torch.randint(0, 5, (7, 2))
+    assert torch.equal(counted(chosen, 8), chosen.flatten().bincount(minlength=8))

@@ -1,0 +1,416 @@
+"""Loops that would train another model than they say: each is refused in one line, before anything has changed."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm.layout import attach_whole
+from megaprec.errors import UserError
+from megaprec.optim.group_factors import Group
+from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.update_rules import SGD, AdamW, Torch
+from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
+from tests.ranks import run_ranks
+
+Model = nn.Sequential
+
+
+def make_model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def made(compute: str | PrecisionPlan = "fp32", model: nn.Module | None = None, **options: Any) -> Any:
+    model = model or make_model()
+    attach_whole(model)
+    numbers = plan(compute) if isinstance(compute, str) else compute
+    options = {"lr": 0.1} | options
+    return model, ParallelAMPOptimizer([model], numbers, **options)
+
+
+def backward(model: nn.Module, optimizer: ParallelAMPOptimizer | None = None) -> None:
+    x = torch.randn(4, 5, dtype=next(model.parameters()).dtype)
+    loss = model(x).float().square().mean()
+    (loss * optimizer.scale if optimizer else loss).backward()
+
+
+def held(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+# The model changes after the optimizer was built over it.
+
+
+def freeze(model: Model) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def add(model: Model) -> None:
+    model.append(nn.Linear(3, 3))
+
+
+def replace(model: Model) -> None:
+    model[2] = nn.Linear(7, 3)
+
+
+CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
+    "frozen": (freeze, r"^0\.weight is frozen"),
+    "added": (add, r"^3\.weight \(and 1 other\) is trained, but"),
+    "replaced": (replace, r"^2\.weight \(and 1 other\) is trained, but"),
+    "removed": (lambda model: model.pop(2), r"^2\.weight \(and 1 other\) is no longer in the model"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_were_frozen_or_added_or_removed_since_are_named_at_the_next_step(change: str) -> None:
+    model, optimizer = made()
+    backward(model)
+    assert optimizer.step().outcome == "applied"
+    CHANGES[change][0](model)
+    if change != "removed":
+        backward(model)
+    before = held(model)
+    with pytest.raises(UserError, match=CHANGES[change][1] + ".*build .*ParallelAMPOptimizer"):
+        optimizer.step()
+    assert all(map(torch.equal, held(model), before))
+
+
+def test_a_parameter_that_was_frozen_at_first_and_no_longer_is_is_named() -> None:
+    model = make_model()
+    freeze(model)
+    _, optimizer = made(model=model)
+    backward(model)
+    optimizer.step()
+    model[0].weight.requires_grad_(True)
+    backward(model)
+    with pytest.raises(UserError, match=r"^0\.weight is trained, but"):
+        optimizer.step()
+
+
+def load_others(model: nn.Module) -> None:
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+
+
+def initialise(model: nn.Module) -> None:
+    for p in model.parameters():
+        nn.init.constant_(p, 0.5)
+
+
+def initialise_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.fill_(0.5)
+
+
+@pytest.mark.parametrize("write", [load_others, initialise, initialise_data])
+@pytest.mark.parametrize("mode", ["fp32", "split", "bf16", "stochastic"])
+def test_weights_that_were_written_to_are_trained_on_or_named_but_never_put_back_in_silence(
+    mode: str, write: Callable[[nn.Module], None]
+) -> None:
+    """FP32 masters of 16-bit weights know nothing of it, and the next step would round them over what was written."""
+    options: dict[str, Any] = {"split": {"masters": "split"}, "stochastic": {"rounding": "stochastic"}}.get(mode, {})
+    model, optimizer = made(plan("fp32" if mode == "fp32" else "bf16", **options), rule=SGD(0.0), clip=0.0)
+    write(model)
+    written = held(model)
+    backward(model)
+    if mode in ("fp32", "split"):
+        grads = [p.main_grad.float().clone() for p in model.parameters()]
+        optimizer.step()
+        for p, was, grad in zip(model.parameters(), written, grads, strict=True):
+            decay = 1 - 0.1 * 0.1 * (p.dim() > 1)
+            torch.testing.assert_close(p.float(), was.float() * decay - 0.1 * grad, rtol=2e-2, atol=2e-3)
+        return
+    with pytest.raises(UserError, match=r"^0\.weight \(and 3 others\) was written to after .*load_state_dict"):
+        optimizer.step()
+    assert all(map(torch.equal, held(model), written))
+
+
+def test_weights_may_be_written_to_later_only_if_they_are_the_masters() -> None:
+    for mode in ("fp32", "bf16"):
+        model, optimizer = made(mode)
+        backward(model)
+        optimizer.step()
+        state = optimizer.state_dict()
+        with torch.no_grad():
+            model[2].bias.mul_(2.0)
+        backward(model)
+        if mode == "fp32":
+            assert optimizer.step().outcome == "applied"
+            continue
+        with pytest.raises(UserError, match=r"^2\.bias was written to"):
+            optimizer.step()
+        optimizer.load_state_dict(state)
+        assert optimizer.step().outcome == "applied", "a loaded state is where training goes on"
+
+
+# A step of nothing.
+
+
+def test_a_step_for_which_no_parameter_has_a_gradient_is_refused_and_changes_nothing() -> None:
+    """Moments and weight decay would move the weights."""
+    model, optimizer = made()
+    backward(model)
+    optimizer.step()
+    before = held(model), optimizer.steps.item()
+    with pytest.raises(RuntimeError, match=r"^no parameter of the model has a gradient.*nothing was changed"):
+        optimizer.step()
+    assert (all(map(torch.equal, held(model), before[0])), optimizer.steps.item()) == (True, before[1])
+    backward(model)
+    assert optimizer.step().outcome == "applied"
+
+
+def test_a_loss_that_cannot_have_been_scaled_is_refused_at_the_first_step() -> None:
+    model, optimizer = made("fp16")
+    backward(model)
+    with pytest.raises(UserError, match=r"optimizer\.scale was never read.*\(loss \* optimizer\.scale\)\.backward"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    for constant in (LossScaling("constant", 8.0), LossScaling("none")):  # which a loop may know
+        model, optimizer = made(plan("fp16", constant))
+        backward(model)
+        assert optimizer.step().outcome == "applied"
+
+
+@pytest.mark.parametrize("loss", [torch.ones(3), 1.0, "1", torch.ones((), dtype=torch.complex64), torch.ones(0)])
+def test_a_loss_that_is_no_real_scalar_is_refused(loss: Any) -> None:
+    model, optimizer = made()
+    backward(model)
+    with pytest.raises(UserError, match=r"^loss .*: step takes a real tensor of one element"):
+        optimizer.step(loss=loss)
+    assert optimizer.step(loss=torch.ones(1)).loss == 1.0
+
+
+# Numbers.
+
+WRONG: dict[str, list[Any]] = {
+    "lr": [math.nan, math.inf, -0.1, "0.1", True],
+    "weight_decay": [math.nan, math.inf, -0.1, "0.1", True],
+    "clip": [math.nan, -1.0, "1", True],
+    "norm": [math.nan, 0.5, "2", True],
+    "bucket": [math.nan, -1, 1.5, "1", True],
+    "zero_size": [math.nan, -1, 0.5, "1", True],
+    "seed": [math.nan, 0.5, "1", True],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_number_of_another_kind_or_range_is_refused_by_name(name: str) -> None:
+    for value in WRONG[name]:
+        with pytest.raises(UserError, match=f"^{name} = {value!r}: must be "):
+            made(**{name: value})
+
+
+@pytest.mark.parametrize("value", WRONG["lr"])
+def test_a_rate_of_a_step_is_refused_before_anything_changes(value: Any) -> None:
+    """Given to the step, or put where torch's schedulers put it."""
+    model, optimizer = made(lr=None)
+    backward(model)
+    before = held(model)
+    with pytest.raises(UserError, match=f"^lr = {value!r}: must be "):
+        optimizer.step(lr=value)
+    model, optimizer = made()
+    backward(model)
+    for key in ("lr", "weight_decay"):
+        optimizer.param_groups[0][key] = value
+        with pytest.raises(UserError, match=f"^{key} = {value!r}: must be "):
+            optimizer.step()
+        optimizer.param_groups[0][key] = 0.1
+    assert all(map(torch.equal, held(model), before))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "1e-8", True])
+def test_a_number_of_a_rule_is_refused_by_name(value: Any) -> None:
+    for rule in (lambda: AdamW(eps=value), lambda: SGD(value), lambda: AdamW((value, 0.9)), lambda: Group("*", value)):
+        with pytest.raises(UserError):
+            rule()
+
+
+PLANS: list[tuple[str, Any]] = [
+    ("residual", "fp32"),
+    ("keep_fp32", "0.weight"),
+    ("cast_inputs", "rot"),
+    ("on_nonfinite", "skp"),
+    ("rounding", "nearset"),
+    ("tf32", "false"),
+    ("masters_in_checkpoint", "false"),
+    ("remainders", 0),
+    ("fp8", True),
+    ("output", torch.int8),
+    ("buffers", torch.float8_e4m3fn),
+    ("pipeline", torch.int32),
+    ("scaling", "dynamic"),
+    ("keep_fp23", ("0.weight",)),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), PLANS, ids=lambda x: str(x))
+def test_a_field_of_a_plan_of_another_kind_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"\b{field}\b"):
+        plan("bf16", **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", "dynmic"),
+        ("initial", "1024"),
+        ("hysteresis", True),
+        ("hysteresis", 1.5),
+        ("maximum", "max"),
+        ("growth_interval", 0.5),
+        ("growth_factor", math.inf),
+        ("hysteresis_refill", "never"),
+    ],
+)
+def test_a_field_of_a_loss_scale_of_another_kind_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=field):
+        LossScaling(**{"kind": "dynamic", field: value})
+
+
+# Parameters that no step can train.
+
+
+def overlapping() -> nn.Module:
+    model, memory = nn.Module(), torch.randn(8)
+    model.a, model.b = nn.Parameter(memory[:6]), nn.Parameter(memory[2:])
+    return model
+
+
+def same_names() -> nn.Module:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    attach_whole(first)
+    attach_whole(second)
+    return nn.ModuleList([first, second])
+
+
+def inferred() -> nn.Module:
+    with torch.inference_mode():
+        return make_model()
+
+
+def with_parameter(values: Tensor) -> nn.Module:
+    model = nn.Module()
+    model.w = nn.Parameter(values)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "complex": (lambda: with_parameter(torch.randn(3, dtype=torch.cfloat)), r"^w is complex64"),
+    "inference": (inferred, r"^0\.weight was made in inference mode"),
+    "views": (overlapping, r"^b shares memory with a"),
+    "names": (same_names, r"^weight .*two parameters.*attach_whole\(.*prefix"),
+    "none": (nn.ReLU, r"^the model has no parameter"),
+}
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_a_model_that_no_step_can_train_is_refused_when_the_optimizer_is_built(which: str) -> None:
+    make, says = MODELS[which]
+    with pytest.raises(UserError, match=says):
+        made(model=make())
+
+
+# States.
+
+
+def state_with(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    _, optimizer = made("fp16")
+    state = optimizer.state_dict()
+    change(state)
+    return state
+
+
+STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "negative steps": (lambda s: s.update(steps=-5), "steps = -5"),
+    "text for steps": (lambda s: s.update(steps="5"), "steps = '5'"),
+    "no scale": (lambda s: s["scaler"].pop("scale"), "scale"),
+    "scale of NaN": (lambda s: s["scaler"].update(scale=math.nan), "scale = nan"),
+    "a tracker of text": (lambda s: s["scaler"].update(growth_tracker="7"), "growth_tracker = '7'"),
+    "a rate of text": (lambda s: s["param_groups"][0].update(lr="x"), "lr = 'x'"),
+    "integers": (lambda s: s["tensors"].update({"weight/2.bias": torch.ones(3, dtype=torch.int64)}), "weight/2.bias"),
+}
+
+
+@pytest.mark.parametrize("which", STATES)
+def test_a_state_with_a_wrong_number_is_refused_by_name_before_anything_is_loaded(which: str) -> None:
+    change, says = STATES[which]
+    model, optimizer = made("fp16", model=make_model(seed=1))
+    before = held(model), optimizer.numbers()
+    with pytest.raises(UserError, match=says):
+        optimizer.load_state_dict(state_with(change))
+    assert (all(map(torch.equal, held(model), before[0])), optimizer.numbers()) == (True, before[1])
+
+
+# Ranks that are not alike.
+
+
+def said_of(build: Callable[[], object]) -> str:
+    try:
+        build()
+    except (UserError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def unlike(mesh: DeviceMesh) -> dict[str, str]:
+    rank = dist.get_rank()
+
+    def build(model: nn.Module, compute: str = "fp32", **options: Any) -> ParallelAMPOptimizer:
+        attach_whole(model)
+        return ParallelAMPOptimizer([model], plan(compute), mesh, **{"average": True, "lr": 0.1} | options)
+
+    def step(rate: float) -> None:
+        model = make_model()
+        optimizer = build(model, lr=None)
+        backward(model)
+        optimizer.step(lr=rate)
+
+    def no_batch() -> None:
+        model = make_model()
+        optimizer = build(model)
+        if rank:
+            backward(model)
+        optimizer.step()
+
+    turned = ["0", "1"][:: 1 if rank else -1]
+    return {
+        "weights": said_of(lambda: build(make_model(seed=rank))),
+        "weights without ZeRO": said_of(lambda: build(make_model(seed=rank), zero_size=1)),
+        "shapes": said_of(lambda: build(nn.Linear(5, 7 + rank))),
+        "order": said_of(lambda: build(nn.ModuleDict({name: nn.Linear(4, 4) for name in turned}))),
+        "clip": said_of(lambda: build(make_model(), clip=float(rank))),
+        "rule": said_of(lambda: build(make_model(), rule=AdamW((0.9, 0.9 + rank / 100)))),
+        "plan": said_of(lambda: build(make_model(), "bf16" if rank else "fp32")),
+        "rate": said_of(lambda: step(0.1 * (rank + 1))),
+        "no batch": said_of(no_batch),
+        "alike": said_of(lambda: build(make_model(), groups=[Group("0.*", 2.0)])),
+        "a rule of torch": said_of(lambda: build(make_model(), rule=Torch(torch.optim.RAdam, {"eps": 1e-6}))),
+    }
+
+
+def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> None:
+    first, second = run_ranks(unlike, {"dp": 2})
+    must_say = {
+        "weights": "the ranks of axis dp begin with different weights",
+        "weights without ZeRO": "the ranks of axis dp begin with different weights",
+        "shapes": "weight [7, 5] on some, weight [8, 5] on others",
+        "order": "on some, ",
+        "clip": "clip = 0.0 on some ranks and 1.0 on others",
+        "rule": "rule = AdamW(betas=(0.9, 0.9), eps=1e-08) on some ranks and AdamW(betas=(0.9, 0.91), eps=1e-08)",
+        "plan": "plan.compute = ",
+        "rate": "learning rate",
+        "no batch": "gradients are missing on some ranks",
+    }
+    for name, words in must_say.items():
+        assert words in first[name], name
+        assert words in second[name], name
+    for name in ("alike", "a rule of torch"):
+        assert (first[name], second[name]) == ("", "")
+    assert first.keys() == {*must_say, "alike", "a rule of torch"}

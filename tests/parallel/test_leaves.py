@@ -1,0 +1,70 @@
+"""Leaves: a compiled form serves exactly the call that it was made for, and computes what its leaf computes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel import leaves
+from parallel.leaves import PLAIN, Call, Leaves, call_of, hindrance
+
+X = torch.arange(12.0).view(3, 4)
+
+
+def double(x: Tensor, by: int = 2) -> Tensor:
+    return x * by
+
+
+def add_(x: Tensor, y: Tensor) -> Tensor:
+    return x.add_(y)
+
+
+def form_of(call: Call) -> Leaves:
+    """Leaves in which this call alone has a compiled form, whose results are all -1."""
+    return Leaves({call: lambda *tensors: torch.full_like(tensors[0], -1)})
+
+
+def test_a_compiled_form_serves_no_other_shape_stride_dtype_value_or_device() -> None:
+    made = form_of(call_of(double, (X, 2)))
+    assert made(double, X, 2).eq(-1).all()
+    assert made(double, X.clone().requires_grad_(), 2).eq(-1).all(), "whether autograd looks on is no difference"
+    for x, by in ((X[:2], 2), (X.t().contiguous().t(), 2), (X.double(), 2), (X, 3)):
+        assert torch.equal(made(double, x, by), x * by)
+    assert made(double, X.to("meta"), 2).is_meta
+    assert torch.equal(made(add_, X.clone(), X), 2 * X), "nor another leaf"
+
+
+def test_a_call_is_noted_and_runs_as_it_is() -> None:
+    noted: dict[Call, None] = {}
+    assert torch.equal(Leaves(noted=noted)(double, X), 2 * X)
+    assert [*noted] == [call_of(double, (X,))]
+    assert torch.equal(Leaves(noted=noted)(double, X, otherwise=lambda x: x + 1), X + 1)
+    assert torch.equal(PLAIN(double, X, otherwise=lambda x: x + 1), X + 1)
+    assert len(noted) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, y: x.add_(y).mul_(1 + 1e-3),
+        lambda x, y: x.add_(y).nan_to_num_() * float("nan"),
+        lambda x, y: (x + y).t().contiguous().t(),
+        lambda x, y: (x + y).double(),
+        lambda x, y: (x + y)[:2],
+    ],
+)
+def test_a_form_that_computes_something_else_is_found_on_trial(wrong: Any) -> None:
+    call = call_of(add_, (X, X))
+    assert hindrance(call, lambda x, y: x.add_(y)) == ""
+    assert hindrance(call, wrong)
+
+
+def test_arguments_of_a_trial_have_the_strides_of_the_call() -> None:
+    x = torch.zeros(4, 2, 12)[..., 4:8].unflatten(-1, (2, 2))
+    call = call_of(double, (x, torch.tensor([True]), torch.tensor([3])))
+    first, second, third = call.made()
+    assert (first.shape, first.stride()) == (x.shape, x.stride())
+    assert second.all() and not third.any()
+    assert leaves._copy(first).stride() == x.stride()
+    assert call.on("meta").arguments[0].device == "meta"

@@ -1,0 +1,93 @@
+"""The loss in blocks of tokens: the numbers of all tokens at once, in a small part of the memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Part
+from models.estimate.storage import Alive, Alone
+from parallel import loss
+from parallel.loss import cross_entropy
+from tests.ranks import run_ranks
+
+TOKENS, VOCAB = 8192, 128256  # a micro-batch of Llama-3 8B
+WHOLE = (4 + 4 + 2) * TOKENS * VOCAB  # bytes of FP32 logits in both passes and of a gradient beside the bf16 logits
+
+
+@contextmanager
+def blocks_of(elements: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "_BLOCK", elements)
+        yield
+
+
+def both(elements: int, tp: Axis, dtype: torch.dtype, consume: bool) -> tuple[Tensor, Tensor]:
+    """Losses of 7 tokens and the gradient of their logits, computed `elements` logits at a time."""
+    part = Part.cut("head.weight", (12, 4), 0, tp)
+    generator = torch.Generator().manual_seed(tp.rank)
+    leaf = torch.randn(7, part.local[0], generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.tensor([0, 11, 5, 6, 3, 8, 2])
+    with blocks_of(elements):
+        losses = cross_entropy(leaf * 1, targets, part, tp, torch.promote_types(dtype, torch.float32), consume)
+        (losses * torch.arange(1.0, 8, dtype=losses.dtype)).sum().backward()
+    assert leaf.grad is not None
+    return losses.detach(), leaf.grad
+
+
+def in_blocks(mesh: DeviceMesh) -> None:
+    tp = Axis.of(mesh, "tp")
+    for dtype in (torch.float64, torch.bfloat16):
+        losses, grad = both(1 << 20, tp, dtype, consume=False)
+        for elements in (1, 24, 1 << 20):
+            for consume in (False, True):
+                again, grad_again = both(elements, tp, dtype, consume)
+                assert torch.equal(losses, again) and torch.equal(grad, grad_again)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_blocks_of_tokens_have_the_bits_of_all_tokens_at_once(tp: int) -> None:
+    run_ranks(in_blocks, {"tp": tp})
+
+
+class Head(torch.autograd.Function):
+    """Logits in memory of their own, whose gradient is not used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_loss_on_a_gpu_takes_less_than_a_tenth_of_logits_in_fp32(tp: int) -> None:
+    """Bytes beside the logits in bf16, of an 8B model: on meta tensors, in the blocks of a GPU."""
+    axis = Alone("tp", 0, tp)
+    part = Part.cut("head.weight", (VOCAB, 4), 0, axis)
+    with torch.device("meta"), Alive() as alive:
+        logits = torch.zeros(TOKENS, part.local[0], dtype=torch.bfloat16).requires_grad_()
+        made = Head.apply(logits)
+        before = alive.begin()
+        losses = cross_entropy(made, torch.zeros(TOKENS, dtype=torch.int64), part, axis, consume=True)
+        del made
+        forward, kept = alive.most - before, alive.begin()
+        losses.sum().backward()
+        backward = alive.most - kept
+    assert forward + backward < 0.1 * WHOLE / tp, (forward, backward)
+
+
+def test_logits_that_are_consumed_are_not_used_twice_in_silence() -> None:
+    logits = torch.randn(3, 4, requires_grad=True)
+    part = Part.cut("head.weight", (4, 4), 0, Axis("tp"))
+    bounded = logits.tanh()  # torch keeps its result for its own backward pass
+    losses = cross_entropy(bounded, torch.zeros(3, dtype=torch.int64), part, Axis("tp"), consume=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()

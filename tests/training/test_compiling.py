@@ -1,0 +1,188 @@
+"""`train.compile`: every leaf of a training step is known before it, all ranks compile the same ones, and a run with
+compiled leaves trains what one without does."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.errors import UserError
+from models.engine import Engine, Share
+from models.packing import Packing
+from parallel.leaves import PLAIN, Call, Leaves
+from tests.optim.test_native import needs_compiler
+from tests.ranks import run_ranks
+from tests.runs import steps, train, write_run
+from tools.config.run_file import RunConfig, load_run
+from tools.training import compiling
+from tools.training.compiling import calls_of, leaves_of, tried
+
+SMALL = ["model.vocab=61", "model.layers=3", "model.hidden=16", "model.heads=2", "model.ffn=32"]
+SMALL += ["train.steps=1", "train.global_batch=4", "train.micro_batch=2", "train.seq_length=8", "data.vocab_size=61"]
+RUNS = {
+    "llama": ["model.kv_heads=1", "model.dropout=0.1"],
+    "bf16 with FP32 masters": ["precision.compute=bf16", "model.tied=true"],
+    "gpt2": ["model.family=gpt2", "model.dropout=0.1"],
+    "gemma3": ["model.family=gemma3", "model.window=4"],
+    "experts": ["model.experts=2", "model.experts_per_token=1"],
+    "recomputed": ["parallel.recompute=full", "precision.compute=bf16"],
+    "documents": ["data.reset_position_ids=true"],
+}
+FAST = ("llama", "documents")
+
+
+def loaded(*overrides: str) -> RunConfig:
+    return load_run(None, [*SMALL, *overrides])
+
+
+def noted_in_a_step(config: RunConfig) -> set[Call]:
+    """The calls of leaves in a real training step."""
+    noted: dict[Call, None] = {}
+    train = config.train
+    engine = Engine(
+        config.model,
+        config.plan,
+        None,
+        config.schedule,
+        micro_batch=train.micro_batch,
+        seq_length=train.seq_length,
+        recompute=config.recompute,
+        leaves=Leaves(noted=noted),
+    )
+    ids = torch.randint(61, (train.global_batch, train.seq_length + 1), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(train.seq_length).expand(train.global_batch, -1)
+    packing = Packing(positions=positions if config.data.reset_position_ids else None)
+    engine.step(Share(ids[:, :-1], ids[:, 1:], packing=packing), 1e-3, 0)
+    return set(noted)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
+def test_the_calls_of_a_step_are_known_before_it_and_do_not_grow_with_its_layers(name: str) -> None:
+    config = loaded(*RUNS[name])
+    calls = calls_of(config, config.model, None, torch.device("cpu"))
+    seen = noted_in_a_step(config)
+    if name == "experts":  # each expert gets as many tokens as the router sends it
+        seen = {call for call in seen if "glu" not in call.name}
+    assert seen and seen <= set(calls)
+    deeper = loaded(*RUNS[name], "model.layers=6")
+    assert len(calls_of(deeper, deeper.model, None, torch.device("cpu"))) <= len(calls) + 2
+
+
+def tried_with(broken: str) -> Callable[..., Any]:
+    """`tried`, where all leaves "compile" but the broken one."""
+
+    def form(call: Call) -> Any:
+        if call.name == broken:
+            raise RuntimeError("C++ compile error\n\nOutput:\nx.cpp:3:1: error: no such thing\n^ here")
+        return lambda *tensors: call.bound(tensors)
+
+    compiling.compiled = form
+    return tried
+
+
+def names_on_rank(mesh: DeviceMesh, broken_on: int) -> tuple[str, set[str]]:
+    compiling.tried = tried_with("rotary" if mesh.get_rank() == broken_on else "")
+    config = loaded("train.compile=leaves", "parallel.data=2")
+    leaves = leaves_of(config, config.model, mesh)
+    return leaves.names, {call.name for call in leaves.compiled}
+
+
+@pytest.mark.slow
+def test_a_leaf_that_one_rank_cannot_compile_is_compiled_on_none() -> None:
+    for broken_on in (0, 1, 2):
+        one, other = run_ranks(names_on_rank, {"dp": 2}, broken_on=broken_on)
+        assert one == other
+        assert ("rotary" in one[1]) == (broken_on == 2)
+        assert {"norm", "norm gradients", "swiglu", "loss sums"} <= one[1]
+
+
+def test_the_lines_name_what_is_compiled_and_why_others_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiling, "compiled", compiling.compiled)
+    config = loaded("train.compile=leaves")
+    assert leaves_of(loaded(), config.model, None) is PLAIN and not capsys.readouterr().out
+    tried_with("rotary")
+    leaves = leaves_of(config, config.model, None)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "compiling  8 forms of leaves: some seconds each at first, less in later runs"
+    assert lines[0].startswith("compiled   loss gradient, loss sums, norm, norm gradients, swiglu, swiglu gradient: ")
+    reason = "RuntimeError: x.cpp:3:1: error: no such thing"
+    assert lines[1:] == [f"note       not compiled on any rank: rotary; the reason on rank 0: {reason}"]
+    assert leaves.names == "loss gradient, loss sums, norm, norm gradients, swiglu, swiglu gradient"
+
+
+def test_a_machine_without_a_compiler_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(call: Call) -> Any:
+        raise RuntimeError("No working C++ compiler found in gcc, g++")
+
+    monkeypatch.setattr(compiling, "compiled", missing)
+    config = loaded("train.compile=leaves")
+    assert not leaves_of(config, config.model, None).compiled
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.endswith("; the reason on rank 0: RuntimeError: No working C++ compiler found in gcc, g++")
+
+
+def test_a_form_that_computes_other_numbers_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = loaded()
+    calls = calls_of(config, config.model, None, torch.device("cpu"))
+    monkeypatch.setattr(compiling, "compiled", lambda call: lambda *tensors: tensors[0] + 1)
+    _, failed = tried(calls)
+    assert set(failed) == {call.name for call in calls}
+    assert "its compiled form computes other numbers" in failed.values()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["train.numerics=canonical", "train.threads=1"], "canonical"),
+        (["model.factory=mine.py:build"], "model.factory"),
+        (["train.compile=block"], "train.compile"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_name(overrides: list[str], key: str) -> None:
+    with pytest.raises(UserError, match=r"train\.compile") as refused:
+        loaded("train.compile=leaves", *overrides)
+    assert key in str(refused.value)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_run_with_compiled_leaves_trains_the_same_in_float64_and_says_what_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, exact, records = write_run(tmp_path), ["precision.compute=fp64", "train.steps=3"], {}
+    for how in ("off", "leaves"):
+        folder = f"train.folder={tmp_path / how}"
+        assert train(file, *exact, folder, f"train.compile={how}") == 0
+        assert "not compiled" not in capsys.readouterr().out
+        records[how] = steps(tmp_path / how)
+    for key in ("loss", "grad_norm"):
+        values = [[step[key] for step in records[how]] for how in ("off", "leaves")]
+        torch.testing.assert_close(*values, rtol=1e-11, atol=0)
+    again = [*exact, f"train.folder={tmp_path / 'leaves'}"]
+    assert train(file, *again, "train.steps=4") == 0
+    assert 'train.compile: "leaves" -> "off" (not bit for bit)' in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_compiled_leaves_is_not_called_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "compiled", compiling.compiled)
+    file, leaves = write_run(tmp_path), "train.compile=leaves"
+    tried_with("")
+    assert train(file, leaves, "train.steps=1") == 0
+    tried_with("rotary")
+    capsys.readouterr()
+    assert train(file, leaves, "train.steps=2") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "compiled leaves:" in line)
+    assert line.startswith("changed    compiled leaves: dropout, dropout gradient, loss gradient, loss sums, norm,")
+    assert line.endswith("(not bit for bit)")

@@ -1,0 +1,203 @@
+"""All that needs a GPU: the tests marked `gpu`, and training steps beside other systems; both go to docs/gpu.md.
+
+The stack is that of `python -m tools.bench fp8`: layers of Llama 3 8B, fewer of them. Systems are measured
+one after the other, twice, each alone on the device, and medians are compared. Without a GPU one line says so, the exit
+code is 2, and nothing is written. `--device cpu` tries the program itself, with small sizes; its page says so.
+"""
+
+import argparse
+import gc
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from megaprec.errors import UserError
+from megaprec.precision.plan import plan
+from models.config import ModelConfig
+from models.engine import Engine, Share
+from models.estimate.gpus import gpu_named
+from parallel.mesh import make_mesh, world
+from parallel.pipeline.builders import schedule
+from tools.bench.gpu_page import page
+from tools.bench.gpu_peers import LR, PEERS, Absent, Step, Work
+from tools.commands.fp8_timing import synchronize
+
+OURS = "megaprec"
+PASSES, WARMUP = 2, 2
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `gpu` to the measurements."""
+    parser = subparsers.add_parser("gpu", help="tests and benchmarks that need a GPU", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program")
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="page to write (default: docs/gpu.md)")
+    parser.add_argument("--systems", nargs="+", choices=(OURS, *PEERS), default=[OURS, *PEERS], metavar="NAME")
+    parser.add_argument("--no-tests", action="store_true", help="measure only")
+    for name, default, what in SIZES:
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    parser.set_defaults(run=main)
+
+
+SIZES = (
+    ("layers", 8, "layers"),
+    ("hidden", 4096, "width"),
+    ("vocab", 8192, "vocabulary"),
+    ("tokens", 4096, "of a sequence"),
+    ("micro-batch", 2, "sequences"),
+    ("microbatches", 2, "of a step"),
+    ("rounds", 7, "timed steps"),
+)
+
+
+@dataclass
+class Record:
+    """The result of the program. rows: numbers by system, or why it was not measured; tests: outcomes by name."""
+
+    machine: dict[str, str]
+    work: Work
+    rows: dict[str, dict[str, float] | str] = field(default_factory=dict)
+    tests: dict[str, str] = field(default_factory=dict)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `python -m tools.bench gpu`. Exit code 1: a test has failed, or megaprec was not measured."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("no GPU here: torch sees no CUDA device, so nothing was run, and docs/gpu.md is as it was")
+    record = Record(machine(args.device), work_of(args))
+    if not args.no_tests:
+        record.tests = outcomes()
+    with world(args.device):
+        record.rows = measured(record.work, args.systems, args.rounds)
+    args.page.write_text(page(record.machine, record.work, record.rows, record.tests), encoding="utf-8")
+    print(f"written    {args.page}")
+    failed = [name for name, outcome in record.tests.items() if outcome.startswith("failed")]
+    print(*(f"failed     {name}" for name in failed), sep="\n", end="\n" if failed else "")
+    return int(bool(failed) or isinstance(record.rows.get(OURS), str))
+
+
+def machine(device: str) -> dict[str, str]:
+    """Return what a reader must know of the machine and the software."""
+    found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "torch": torch.__version__, "commit": _commit()}
+    if device == "cpu":
+        return {"device": "no GPU: the CPU, to try the program", **found}
+    count = torch.cuda.device_count()
+    return {"device": f"{count} x {torch.cuda.get_device_name()}", "CUDA": str(torch.version.cuda), **found}
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=PAGE.parent, capture_output=True, text=True)
+    return done.stdout.strip() or "not known"
+
+
+def work_of(args: argparse.Namespace) -> Work:
+    """Return the work of a step."""
+    heads = max(4, args.hidden // 128)
+    ffn = args.hidden * 7 // 2
+    sizes = (args.layers, args.hidden, heads, max(2, heads // 4), ffn, args.vocab, args.tokens)
+    return Work(*sizes, args.micro_batch, args.microbatches, args.device)
+
+
+def outcomes() -> dict[str, str]:
+    """Run the tests with the marker `gpu`; return the outcome of each: passed, failed: why, or skipped: why."""
+    report = PAGE.parent.parent / ".pytest_cache" / "gpu.xml"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={report}"]
+    subprocess.run(command, cwd=PAGE.parent.parent, check=False)
+    if not report.is_file():
+        raise UserError(f"the tests left no report: {' '.join(command[1:])} says why")
+    return read_outcomes(report.read_text(encoding="utf-8"))
+
+
+def read_outcomes(xml: str) -> dict[str, str]:
+    """Return the outcome of each test of pytest's report."""
+    found = {}
+    for case in ElementTree.fromstring(xml).iter("testcase"):
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        worse = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        if worse is None:
+            found[name] = "passed"
+        else:
+            kind = "skipped" if worse.tag == "skipped" else "failed"
+            found[name] = f"{kind}: {worse.get('message', '').splitlines()[0] if worse.get('message') else ''}"
+    return found
+
+
+def model_of(work: Work) -> ModelConfig:
+    """Return the model as megaprec has it."""
+    return ModelConfig(
+        family="llama", layers=work.layers, hidden=work.hidden, heads=work.heads, kv_heads=work.kv_heads,
+        ffn=work.ffn, vocab=work.vocab, tied=False,
+    )  # fmt: skip
+
+
+def megaprec(work: Work) -> Step:
+    """Return the step of megaprec on one rank."""
+    engine = Engine(
+        model_of(work), plan("bf16"), make_mesh(device=work.device), schedule("1f1b", 1, work.microbatches),
+        micro_batch=work.micro_batch, seq_length=work.tokens,
+    )  # fmt: skip
+    parts = work.batches()
+    share = Share(torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts]))
+    numbers = iter(range(10**9))
+    return lambda: engine.step(share, LR, next(numbers))
+
+
+def measured(work: Work, systems: list[str], rounds: int) -> dict[str, dict[str, float] | str]:
+    """Return tokens a second, memory and MFU of each system, or why it was not measured. Passes alternate."""
+    ways: dict[str, Callable[[Work], Step]] = {OURS: megaprec, **PEERS}
+    seconds, gib, refused = dict[str, list[float]](), dict[str, float](), dict[str, str]()
+    for _ in range(PASSES):
+        for name in systems:
+            if name in refused:
+                continue
+            try:
+                times, gib[name] = timed(ways[name], work, rounds)
+                seconds[name] = [*seconds.get(name, []), *times]
+            except Exception as error:  # a system that cannot do the work here is a row that says why
+                kind = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
+                refused[name] = f"{kind}{error}".splitlines()[0]
+    rows: dict[str, dict[str, float] | str] = dict(refused)
+    for name in systems:
+        if name not in refused:
+            rows[name] = {**speeds(work, statistics.median(seconds[name])), "gib": gib[name]}
+    return {name: rows[name] for name in systems}
+
+
+def timed(way: Callable[[Work], Step], work: Work, rounds: int) -> tuple[list[float], float]:
+    """Build a system, take WARMUP steps, and return the seconds of `rounds` more and the peak of its memory in GiB."""
+    gc.collect()
+    if work.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    step = way(work)
+    for _ in range(WARMUP):
+        step()
+    times = [_seconds(step, work.device) for _ in range(rounds)]
+    return times, torch.cuda.max_memory_allocated() / 2**30 if work.device == "cuda" else 0.0
+
+
+def _seconds(step: Step, device: str) -> float:
+    synchronize(torch.device(device))
+    start = time.perf_counter()
+    step()
+    synchronize(torch.device(device))
+    return time.perf_counter() - start
+
+
+def speeds(work: Work, seconds: float) -> dict[str, float]:
+    """Return tokens and TFLOP a second of a step, and MFU if the GPU's peak is known."""
+    config = model_of(work)
+    rate = work.micro_batch * work.microbatches * work.tokens / seconds
+    flops = rate * 3 * config.flops_per_token(work.tokens)
+    made = {"tokens_per_s": rate, "step_s": seconds, "tflops": flops / 1e12}
+    gpu = gpu_named(torch.cuda.get_device_name()) if work.device == "cuda" else None
+    return made | ({"mfu": flops / 1e12 / gpu.tflops(plan("bf16"))} if gpu else {})

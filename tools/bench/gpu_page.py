@@ -1,0 +1,93 @@
+"""The page docs/gpu.md: what was seen on a GPU, or that nothing was."""
+
+from collections.abc import Iterator, Mapping
+
+from tools.bench.gpu_peers import Work
+
+HEAD = """# On a GPU
+
+`make gpu` runs all that needs a GPU, and writes this page: the tests with the marker `gpu`, and training steps beside
+plain torch and, where they are installed, Megatron-core and Transformer Engine. Whoever has a GPU runs this command;
+without one it says so in a line, and the page stays as it is.
+
+```console
+make gpu
+python -m tools.bench gpu --no-tests --layers 4     # the table alone, of a smaller stack
+```
+"""
+NOTHING = """
+## What has been seen
+
+**Nothing on this page has been run on a GPU.** There was none. The table and the results of the tests are written
+here by the first `make gpu`.
+
+| what | state |
+|---|---|
+| laws of `tests/gpu` on a CPU | run by `make test`, as every test |
+| the same laws on a GPU | collected and skipped by name: never run |
+| steps of megaprec and of plain torch | tried on a CPU with small sizes: no speed is known |
+| steps of Megatron-core and of Transformer Engine | written from their interfaces, never run |
+| NCCL between several GPUs | never run |
+"""
+TAIL = """
+## What the tests hold
+
+Each law is a test for both devices. On the CPU it compares the run with itself through the same code.
+
+| law | file |
+|---|---|
+| every family trains in float64 as on a CPU, to nine digits | `tests/gpu/test_training.py` |
+| fp32, bf16, fp16, split masters and FP8 train as on a CPU as far as their digits go | `tests/gpu/test_training.py` |
+| an overflow is skipped, and its tensor is named as on a CPU | `tests/gpu/test_training.py` |
+| a checkpoint of a GPU goes on on a CPU, and the other way round; a text is made of it | `tests/gpu/test_training.py` |
+| attention within windows and documents, which has no mask there, is that of the mask | `tests/gpu/test_windows.py` |
+| kernels are right, and there from the generation on that has them | `tests/gpu/test_kernels.py` |
+| every kind of FP8 is computed by a kernel, or emulated for a reason that is said | `tests/gpu/test_kernels.py` |
+| two GPUs train over NCCL in float64 what one process trains; their links are in order | `tests/gpu/test_several.py` |
+"""
+
+
+def page(
+    machine: Mapping[str, str] | None = None,
+    work: Work | None = None,
+    rows: Mapping[str, Mapping[str, float] | str] | None = None,
+    tests: Mapping[str, str] | None = None,
+) -> str:
+    """Return the page. machine: None if nothing was run."""
+    if machine is None or work is None:
+        return HEAD + NOTHING + TAIL
+    seen = ["", "## What has been seen", "", ", ".join(f"{name} {value}" for name, value in machine.items()) + "."]
+    return "\n".join([HEAD.rstrip(), *seen, *_table(work, rows or {}), *_tests(tests or {})]) + "\n" + TAIL
+
+
+def _table(work: Work, rows: Mapping[str, Mapping[str, float] | str]) -> Iterator[str]:
+    yield ""
+    yield (
+        f"Training steps in bf16 with FP32 masters: {work.layers} layers of hidden {work.hidden}, {work.heads} heads, "
+        f"{work.kv_heads} key and value heads, feed-forward {work.ffn}, vocabulary {work.vocab}; {work.microbatches} "
+        f"micro-batches of {work.micro_batch} x {work.tokens} tokens. MFU counts attention as if it were not causal."
+    )
+    yield from ("", "| | tokens/s | step | TFLOP/s | MFU | memory |", "|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        if isinstance(row, str):
+            yield f"| {name} | not measured: {row} | | | | |"
+            continue
+        mfu = f"{row['mfu']:.1%}" if "mfu" in row else "not known"
+        memory = f"{row['gib']:.1f} GiB" if row.get("gib") else "not known"
+        yield (
+            f"| {name} | {row['tokens_per_s']:,.0f} | {row['step_s'] * 1e3:.1f} ms | {row['tflops']:.1f} | {mfu} "
+            f"| {memory} |"
+        )
+
+
+def _tests(tests: Mapping[str, str]) -> Iterator[str]:
+    if not tests:
+        yield from ("", "The tests were not run (`--no-tests`).")
+        return
+    count = {
+        kind: sum(outcome.startswith(kind) for outcome in tests.values()) for kind in ("passed", "failed", "skipped")
+    }
+    yield from ("", f"Tests: {', '.join(f'{number} {kind}' for kind, number in count.items())}.", "")
+    for name, outcome in tests.items():
+        if outcome != "passed":
+            yield f"- `{name}` {outcome}"

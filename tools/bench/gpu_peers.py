@@ -1,0 +1,240 @@
+"""Other systems that train the stack of `python -m tools.bench gpu`, as functions that take one step.
+
+All do the same work: a Llama-style decoder in bf16 with FP32 masters, AdamW, clipping at 1, causal attention, the same
+micro-batches. Megatron-core and Transformer Engine are measured where they are installed; what is missing is said.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LR = 1e-4
+BASE = 10000.0  # of the rotary frequencies
+
+
+class Absent(Exception):
+    """A system that cannot be measured here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a step. heads are 128 wide unless hidden is small; tokens: of a sequence."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    tokens: int
+    micro_batch: int
+    microbatches: int
+    device: str
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """Return (tokens, targets) of each micro-batch, int64 [micro_batch, tokens], on the device."""
+        rows = self.micro_batch * self.microbatches
+        ids = torch.randint(0, self.vocab, (rows, self.tokens + 1), generator=torch.Generator().manual_seed(0))
+        return [(part[:, :-1], part[:, 1:]) for part in ids.to(self.device).split(self.micro_batch)]
+
+
+Step = Callable[[], object]
+
+
+class MasterAdamW:
+    """AdamW on FP32 copies of bf16 parameters, with clipping at 1: torch's own, fused."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.masters = [p.detach().float() for p in self.parameters]
+        self.rule = torch.optim.AdamW(self.masters, lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def step(self) -> None:
+        """Update the parameters from their gradients, which are dropped."""
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.rule.step()
+        with torch.no_grad():
+            torch._foreach_copy_([*self.parameters], self.masters)
+
+
+class Layer(nn.Module):
+    """A Llama-style layer of plain torch modules."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work, self.head_dim = work, work.hidden // work.heads
+        self.sizes = [n * self.head_dim for n in (work.heads, work.kv_heads, work.kv_heads)]
+        self.norm1, self.norm2 = nn.RMSNorm(work.hidden, eps=1e-5), nn.RMSNorm(work.hidden, eps=1e-5)
+        self.qkv = nn.Linear(work.hidden, sum(self.sizes), bias=False)
+        self.out = nn.Linear(self.sizes[0], work.hidden, bias=False)
+        self.gate_up = nn.Linear(work.hidden, 2 * work.ffn, bias=False)
+        self.down = nn.Linear(work.ffn, work.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the activations [b, s, hidden] after the layer."""
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, -1, self.head_dim) for t in self.qkv(self.norm1(x)).split(self.sizes, -1))
+        q, k = (rotated(t, cos, sin).transpose(1, 2) for t in (q, k))
+        made = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        x = x + self.out(made.transpose(1, 2).reshape(b, s, -1))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, norm and head. layers: any modules that take (x, cos, sin)."""
+
+    def __init__(self, work: Work, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(work.vocab, work.hidden)
+        self.layers = nn.ModuleList(layers)
+        self.norm, self.head = nn.RMSNorm(work.hidden, eps=1e-5), nn.Linear(work.hidden, work.vocab, bias=False)
+        dim = work.hidden // work.heads
+        angles = torch.outer(torch.arange(work.tokens), BASE ** -(torch.arange(0, dim, 2) / dim))
+        self.cos, self.sin = (nn.Buffer(part, persistent=False) for part in (angles.cos(), angles.sin()))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss of a micro-batch."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x [b, s, heads, head_dim] with rotary positions: both halves of a head are the two coordinates."""
+    one, other = x.chunk(2, -1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
+
+
+def _stepping(model: nn.Module, work: Work, loss: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    optimizer, batches = MasterAdamW(list(model.parameters())), work.batches()
+
+    def step() -> Tensor:
+        total = torch.zeros((), device=work.device)
+        for tokens, targets in batches:
+            part = loss(tokens, targets) / len(batches)
+            part.backward()
+            total += part.detach()
+        optimizer.step()
+        return total
+
+    return step
+
+
+def torch_native(work: Work) -> Step:
+    """Return the step of plain torch modules."""
+    model = Decoder(work, [Layer(work) for _ in range(work.layers)]).to(work.device, torch.bfloat16)
+    return _stepping(model, work, model)
+
+
+def torch_compiled(work: Work) -> Step:
+    """Return the step of plain torch modules, compiled as a whole."""
+    model = Decoder(work, [Layer(work) for _ in range(work.layers)]).to(work.device, torch.bfloat16)
+    return _stepping(model, work, torch.compile(model))
+
+
+def transformer_engine(work: Work) -> Step:
+    """Return the step of Transformer Engine's layers. Raises Absent."""
+    te = _module("transformer_engine.pytorch")
+    layers = [_EngineLayer(te, work) for _ in range(work.layers)]
+    model = Decoder(work, layers).to(work.device, torch.bfloat16)
+    return _stepping(model, work, model)
+
+
+class _EngineLayer(nn.Module):
+    def __init__(self, te: Any, work: Work) -> None:
+        super().__init__()
+        self.layer = te.TransformerLayer(
+            work.hidden, work.ffn, work.heads, num_gqa_groups=work.kv_heads, layernorm_epsilon=1e-5,
+            hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal", normalization="RMSNorm",
+            activation="swiglu", bias=False, attn_input_format="bshd", fuse_qkv_params=True,
+            params_dtype=torch.bfloat16,
+        )  # fmt: skip
+        frequencies = te.attention.RotaryPositionEmbedding(work.hidden // work.heads)(work.tokens)
+        self.positions = nn.Buffer(frequencies, persistent=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.layer(x, rotary_pos_emb=self.positions.float())
+
+
+def megatron_core(work: Work) -> Step:
+    """Return the step of Megatron-core's GPTModel with its own optimizer, on one rank. Raises Absent."""
+    state, gpt = _module("megatron.core.parallel_state"), _module("megatron.core.models.gpt")
+    distributed, optim = _module("megatron.core.distributed"), _module("megatron.core.optimizer")
+    if not state.model_parallel_is_initialized():
+        state.initialize_model_parallel()
+        _module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(0)
+    config = _megatron_config(work)
+    model = gpt.GPTModel(
+        config, _megatron_layer(), vocab_size=work.vocab, max_sequence_length=work.tokens,
+        share_embeddings_and_output_weights=False, position_embedding_type="rope",
+    ).to(work.device, torch.bfloat16)  # fmt: skip
+    reduced = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = distributed.DistributedDataParallel(config, reduced, model)
+    settings = optim.OptimizerConfig(optimizer="adam", lr=LR, weight_decay=0.1, clip_grad=1.0, bf16=True)
+    return _megatron_step(work, model, optim.get_megatron_optimizer(settings, [model]))
+
+
+def _megatron_config(work: Work) -> Any:
+    return _module("megatron.core.transformer.transformer_config").TransformerConfig(
+        num_layers=work.layers, hidden_size=work.hidden, num_attention_heads=work.heads,
+        num_query_groups=work.kv_heads, ffn_hidden_size=work.ffn, hidden_dropout=0.0, attention_dropout=0.0,
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+        params_dtype=torch.bfloat16, bf16=True, layernorm_epsilon=1e-5, gradient_accumulation_fusion=False,
+    )  # fmt: skip
+
+
+def _megatron_layer() -> Any:
+    """Return the layer of Transformer Engine where it is installed, otherwise Megatron-core's own."""
+    specs = _module("megatron.core.models.gpt.gpt_layer_specs")
+    try:
+        _module("transformer_engine.pytorch")
+    except Absent:
+        return specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+    return specs.get_gpt_layer_with_transformer_engine_spec()
+
+
+def _megatron_step(work: Work, model: Any, optimizer: Any) -> Step:
+    batches, positions = work.batches(), torch.arange(work.tokens, device=work.device)[None]
+    mask = torch.ones(1, 1, work.tokens, work.tokens, dtype=torch.bool, device=work.device).triu(1)
+
+    def step() -> Tensor:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        total = torch.zeros((), device=work.device)
+        for tokens, targets in batches:
+            loss = model(tokens, positions.expand_as(tokens), mask, labels=targets).float().mean() / len(batches)
+            loss.backward()
+            total += loss.detach()
+        model.finish_grad_sync()
+        optimizer.step()
+        return total
+
+    return step
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Absent(f"{name.split('.')[0]} is not installed ({error})") from error
+
+
+PEERS: dict[str, Callable[[Work], Step]] = {
+    "torch": torch_native,
+    "torch, compiled": torch_compiled,
+    "Megatron-core": megatron_core,
+    "Transformer Engine": transformer_engine,
+}

@@ -1,0 +1,163 @@
+"""Measurements of the start of a rank among very many, and of their messages, in worlds and data that are not there.
+
+    groups     process groups of a mesh in torch's fake world: calls, CPU seconds
+    messages   texts of all ranks, exchanged in memory: seconds of CPU, and bytes that travel
+    weights    initial weights: nanoseconds of one thread per number
+    data       a data set of holes with the record of its check: seconds and memory to open it and read a batch
+
+Each line is one measurement. Seconds are of this process' CPU, so they hold on a busy machine too.
+"""
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.everyones import everyones
+from megaprec.comm.groups import split
+from megaprec.comm.layout import Part
+from megaprec.comm.random import normal_part
+from megaprec.data.files import beside
+from megaprec.data.index_check import Checked
+from megaprec.data.indexed import HEADER, LONGEST_SEQUENCE, MAGIC, IndexedDataset
+from megaprec.data.samples import Samples
+from parallel.mesh import make_mesh
+from parallel.pipeline.builders import schedule
+from parallel.pipeline.p2p import CPU, P2P
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `scale` to the measurements."""
+    parser = subparsers.add_parser("scale", help="start and messages of very many ranks", description=__doc__)
+    parser.add_argument("--pipeline", type=int, default=8)
+    parser.add_argument("--data", type=int, default=256)
+    parser.add_argument("--tensor", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=10**13, help="tokens of the data set")
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `python -m tools.bench scale`."""
+    for record in _records(args):
+        print(json.dumps(record), flush=True)
+    return 0
+
+
+def _records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    ranks = args.pipeline * args.data * args.tensor
+    yield {"what": "groups", "ranks": ranks, **_timed(lambda: _make_groups(args.pipeline, args.data, args.tensor))}
+    for different in (1, args.pipeline, ranks):
+        yield {"what": "messages", "ranks": ranks, "different": different, **_exchange(ranks, different)}
+    shape = (4096, 4096)
+    torch.set_num_threads(1)
+    drawn = _timed(lambda: {"numbers": normal_part(Part("w", shape), 0, 0.02, torch.bfloat16).numel()})
+    yield {"what": "weights", **drawn, "ns": drawn["cpu_s"] / drawn["numbers"] * 1e9}
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = sparse_set(Path(folder), args.tokens, args.tokens // 1000)
+        yield {"what": "data", "tokens": args.tokens, **_timed(lambda: _open(prefix))}
+
+
+def _timed(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    start = time.process_time()
+    made = job()
+    return {**made, "cpu_s": time.process_time() - start}
+
+
+def _make_groups(pp: int, dp: int, tp: int) -> dict[str, Any]:
+    """Make all groups that a rank of a run may need, in a world of which only this rank is there."""
+    dist.init_process_group("fake", rank=0, world_size=pp * dp * tp)
+    try:
+        mesh = make_mesh(pp, dp, tp)
+        Axis.stage(mesh, own=True)
+        Axis.of(mesh, "dp").in_runs(max(1, dp // 2), "zero")
+        pipelines = Axis.of(mesh, "pp")
+        if pipelines.runs is not None and pp > 1:
+            split(pipelines.runs[:, [0, pp - 1]])  # a tied head
+        chunks = schedule("interleaved" if pp > 1 else "1f1b", pp, 2 * pp, 2 if pp > 1 else 0)
+        P2P.open(pipelines, chunks.rank_of_stage, (1,), torch.float32, CPU, "order")
+        return {"calls": len(dist.distributed_c10d._world.pg_names) - 1}
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Memory(Axis):
+    """Rank 0 of a world whose other ranks say what is given; counts the bytes of every collective."""
+
+    announced: Tensor = field(default_factory=lambda: torch.zeros(0))
+    texts: bytes = b""
+    moved: list[int] = field(default_factory=list)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        if not len(self.announced):  # of the first call, which asks how a text is announced
+            object.__setattr__(self, "announced", tensor)
+        self.moved.append(self.announced.nbytes)
+        return self.announced
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        start = sum(self.moved[1:])
+        self.moved.append(tensor.nbytes)
+        return tensor.copy_(torch.frombuffer(bytearray(self.texts[start : start + len(tensor)]), dtype=torch.uint8))
+
+
+def _announced(value: dict[str, Any]) -> Tensor:
+    alone = _Memory("world", 0, 1, texts=json.dumps(value).encode())
+    everyones(value, alone, CPU)
+    return alone.announced
+
+
+def _exchange(ranks: int, different: int) -> dict[str, Any]:
+    """Exchange a text of every rank, of which `different` are not equal to another."""
+    values = [{f"layers.{n}.weight": [0.125, 2.0, 3.0]} for n in range(different)]
+    heads = [_announced(value) for value in values]
+    announced = torch.cat([heads[rank * different // ranks] for rank in range(ranks)])
+    texts = b"".join(json.dumps(value).encode() for value in values)
+    world = _Memory("world", 0, ranks, announced=announced, texts=texts)
+    made = _timed(lambda: {"entries": len(everyones(values[0], world, CPU))})
+    return {**made, "bytes": sum(world.moved)}
+
+
+def _open(prefix: Path) -> dict[str, Any]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    dataset = IndexedDataset(prefix)
+    Samples(dataset, 4096, 0, True).batch(0, 8)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return {"documents": dataset.num_documents, "mb": grown * 1024 / 1e6}
+
+
+def sparse_set(folder: Path, tokens: int, documents: int) -> Path:
+    """Write a set of one byte a token that is all holes, but for the index of its last sequences, and the record of
+    its check. Return its prefix.
+
+    The sequences before the last ones are empty, and so are all documents but the last.
+    """
+    prefix, lengths_at = folder / "sparse", HEADER.size
+    lengths = np.diff(np.append(np.arange(0, tokens, LONGEST_SEQUENCE), tokens))
+    pointers_at = lengths_at + 4 * documents
+    with beside(prefix, ".bin").open("wb") as file:
+        file.truncate(tokens)
+    with beside(prefix, ".idx").open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 1, documents, documents + 1))
+        for at, values in (
+            (pointers_at - 4 * len(lengths), lengths.astype("<i4")),
+            (pointers_at + 8 * (documents - len(lengths)), (np.cumsum(lengths) - lengths).astype("<i8")),
+            (pointers_at + 16 * documents, np.array([documents], "<i8")),
+        ):
+            file.seek(at)
+            file.write(values.tobytes())
+    idx = os.stat(beside(prefix, ".idx"))
+    checked = Checked(idx.st_size, idx.st_mtime_ns, tokens, "0" * 64)
+    beside(prefix, ".checked").write_text(json.dumps(asdict(checked)))
+    return prefix

@@ -1,0 +1,157 @@
+"""`megaprec prove RUN_DIR | RUN.toml`: check that the run repeats and resumes bit for bit.
+
+The run takes some steps straight, then in a new process some of them again, then it resumes from the checkpoint of that
+process; digests of its whole state are compared after each step. The checkpoint is also loaded in another layout. As a
+control one sign in a copy of the checkpoint is turned: the difference must be seen. A run directory begins with its
+newest checkpoint. The certificate is written to train.folder. Exit code 0: proven; 1: a bit differs, or the control was
+not seen; 2: it could not be tried, or wrong input.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from megaprec.checkpoint.atomic import latest
+from megaprec.errors import UserError
+from megaprec.optim.step_report import to_json
+from tools.config.layouts import problems
+from tools.config.run_file import RunConfig, load_run
+from tools.console.tables import add_json, put, table_console
+from tools.console.wrapped import say
+from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
+from tools.parity.layouts import Layout, asked, fitted
+from tools.prove.proof import STRAIGHT, Row, Span, is_canonical, other_layout, overall, proof
+from tools.prove.runs import Failure, Room
+from tools.training.launch import joined_world
+from tools.training.notes import add_strict, tell_notes
+
+FORMAT = "megaprec prove 1"
+FILE = "prove.json"  # in train.folder
+CODES = {PROVEN: 0, WRONG: 1, NOT_TRIED: 2}
+COLORS = {PROVEN: "green", WRONG: "red", NOT_TRIED: "yellow"}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `prove` to the commands."""
+    parser = subparsers.add_parser(
+        "prove", help="prove that a run repeats and resumes bit for bit", description=__doc__
+    )
+    parser.add_argument("run_", metavar="RUN", help="run directory or run file")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="table.key=value",
+        help="keys that differ from the file; before options",
+    )
+    parser.add_argument("--steps", type=int, default=4, metavar="K", help="number of steps (default: 4)")
+    parser.add_argument(
+        "--layout", default="", metavar="tp=2,pp=2", help="the other layout; default: a small one that fits"
+    )
+    add_json(parser)
+    add_strict(parser)
+    parser.set_defaults(run=main)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run `megaprec prove`."""
+    if joined_world():
+        raise UserError("megaprec prove starts its own ranks: run it without torchrun or Slurm's srun")
+    if args.steps < 2:
+        raise UserError(f"--steps {args.steps}: give at least 2, one before the stop and one after it")
+    config, start = opened(args.run_, args.overrides)
+    tell_notes(config.notes, args.strict)
+    layout = _layout(config, args.layout)
+    with tempfile.TemporaryDirectory(prefix="megaprec_prove_") as folder:
+        made = certificate(args, config, Room(config, Path(folder), start), layout)
+    (left,) = write(Path(config.train.folder), {FILE: to_json(made) + "\n"})
+    put(args, lambda: made, lambda: show(made))
+    if not args.json:
+        print(f"written    {left}")
+    return CODES[made["verdict"]]
+
+
+def opened(path: str, overrides: list[str]) -> tuple[RunConfig, Path | None]:
+    """Return the run of a run file or a run directory, and the newest checkpoint of a run directory, if there is one.
+
+    Raises UserError if there is none.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return load_run(path, overrides), None
+    for name in ("run.toml", "run.resolved.toml"):
+        if (folder / name).is_file():
+            config = load_run(folder / name, overrides)
+            return config, latest(folder / "checkpoints")
+    raise UserError(f"{path} has no run.toml: give the folder of a run, or a run file")
+
+
+def _layout(config: RunConfig, text: str) -> Layout | None:
+    """Return the layout that was asked for, or a small one that fits. Raises UserError if the former does not fit."""
+    if not text:
+        return other_layout(config)
+    (said,) = asked([text], config.parallel)
+    made = fitted(config, said)
+    if wrong := problems(config, made.parallel):
+        raise UserError(*(f"--layout {text}: {problem}" for problem in wrong))
+    return made
+
+
+def certificate(args: argparse.Namespace, config: RunConfig, room: Room, layout: Layout | None) -> dict[str, Any]:
+    """Run the proof and return its certificate."""
+    span = Span.of(room.step, args.steps)
+    try:
+        rows = list(proof(room, span, layout))
+    except Failure as failure:
+        rows: list[Row] = [
+            {"row": STRAIGHT, "steps": [span.first + 1, span.last], "verdict": NOT_TRIED, "why": str(failure)}
+        ]
+    return {
+        "format": FORMAT,
+        "verdict": overall(rows),
+        "versions": versions() | {"cpu": torch.backends.cpu.get_cpu_capability()},
+        "configuration": {"file": args.run_, "sha256": run_digest(config), "ranks": config.world_size},
+        "numerics": "canonical" if is_canonical(config) else "fast",
+        "first_step": span.first + 1,
+        "stopped_after": span.stop,
+        "last_step": span.last,
+        "rows": rows,
+    }
+
+
+def show(made: dict[str, Any]) -> None:
+    """Print the rows as a table, then the reasons and the conclusion."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("compared with the straight run", "steps", "verdict"):
+        table.add_column(column)
+    for row in made["rows"]:
+        first, last = row["steps"]
+        color = COLORS[row["verdict"]]
+        where = f", {row['layout']}" if "layout" in row else ""
+        table.add_row(
+            f"{row['row']}{where}",
+            f"{first} to {last}" if first < last else str(first),
+            f"[{color}]{row['verdict']}[/]",
+        )
+    table_console().print(table)
+    for row in made["rows"]:
+        if "why" in row:
+            say(f"{row['row']}: {row['why']}")
+        if "damaged" in row and row["verdict"] == PROVEN:
+            say(f"{row['row']}: the sign that was turned in {row['damaged']} was seen {len(row['seen'])} times")
+    say(conclusion(made))
+
+
+def conclusion(made: dict[str, Any]) -> str:
+    """Return the result in a sentence."""
+    steps = f"steps {made['first_step']} to {made['last_step']}, stopped after {made['stopped_after']}"
+    if made["verdict"] == PROVEN:
+        return f"proven: this run repeats and resumes bit for bit ({steps})"
+    if made["verdict"] == WRONG:
+        return f"NOT proven: a bit differs, or the control was not seen ({steps})"
+    return f"not tried: see above ({steps})"

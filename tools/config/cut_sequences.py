@@ -1,0 +1,37 @@
+"""Settings of a run file under which sequences cannot be cut over ranks (`parallel.context`).
+
+The rules about the model and its precision are those of the engine (`models.context_limits`).
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from megaprec.errors import UserError
+from models.config import ModelConfig
+from models.context_limits import context_problems
+from tools.config.data_settings import Data
+from tools.config.native_keys import plan_of
+from tools.config.precision_settings import FP8, Precision
+from tools.config.settings import Parallel, Train
+
+
+def cut_sequences(
+    model: ModelConfig, train: Train, parallel: Parallel, precision: Precision, fp8: FP8, data: Data
+) -> Iterator[str]:
+    """Yield a problem for each setting under which a sequence cannot be cut over parallel.context ranks."""
+    if parallel.context == 1:
+        return
+    here, cut = f"parallel.context = {parallel.context}", parallel.tensor if parallel.sequence else 1
+    with suppress(UserError):  # another rule reports a plan that cannot be
+        plan, canonical = plan_of(precision, fp8), train.numerics == "canonical"
+        yield from context_problems(model, plan, parallel.context, train.seq_length, cut, canonical)
+    if train.sentinel:
+        yield f"{here} and train.sentinel = {train.sentinel}: the sentinel does not know cut sequences; set 0"
+    if data.lm_eval:
+        yield f"{here} and data.lm_eval: tasks have texts of any length; evaluate exported checkpoints instead"
+
+
+def context_notes(parallel: Parallel) -> Iterator[str]:
+    """Yield a note if a key about cut sequences has no effect."""
+    if parallel.context == 1 and parallel.context_by != "ring":
+        yield f'parallel.context_by = "{parallel.context_by}" has no effect with parallel.context = 1'

@@ -1,0 +1,29 @@
+"""A path in a run file is relative to the working directory. Many expect it to be relative to the run file, so the
+error that a file is not found says if it lies there.
+"""
+
+from pathlib import Path
+
+from megaprec.data.files import beside
+
+FROM_FILE = "file "  # begins the origin of a value of a run file
+STANDARD_LIBRARY = "python"  # a text that is no file
+
+
+def beside_run_file(origin: str, name: str) -> str:
+    """Return what to add to the error that `name` is not found: whether it lies beside the run file that names it.
+
+    origin: of the value `name`, as in `RunConfig.origin`. Empty if it is found, and if no other place was meant: the
+    run file is in the working directory, or the path is absolute or from the command line.
+    """
+    folder = Path(origin.removeprefix(FROM_FILE)).parent
+    from_elsewhere = origin.startswith(FROM_FILE) and folder.resolve() != Path.cwd()
+    if not from_elsewhere or name == STANDARD_LIBRARY or Path(name).expanduser().is_absolute() or _is_there(Path(name)):
+        return ""
+    if _is_there(folder / name):
+        return f"; {folder / name} is there: a path in a run file is relative to the working directory"
+    return f"; nor is there {folder / name}, beside the run file"
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or beside(path, ".idx").is_file()

@@ -1,0 +1,38 @@
+"""Files beside the weights of a Hugging Face folder that make it another model, or none."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megaprec.errors import UserError
+
+POINTER = b"version https://git-lfs.github.com/spec/"
+ADAPTER = "adapter_config.json"
+_OTHERS = {".gguf": "llama.cpp", ".onnx": "ONNX", ".h5": "TensorFlow", ".msgpack": "Flax", ".pth": "its publisher"}
+
+
+def require_fetched(path: Path) -> None:
+    """Raise UserError for a folder with a file that Git LFS has not fetched, of any format."""
+    for file in sorted(path.iterdir()):
+        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(POINTER):
+            raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
+
+
+def require_plain(path: Path, indices: Mapping[str, str]) -> None:
+    """Raise UserError for a folder with an adapter, or with weights in one file and in shards.
+
+    indices: name of an index -> name of the file that holds everything.
+    """
+    if (path / ADAPTER).is_file():
+        raise UserError(
+            f"{path / ADAPTER} says that the folder has an adapter, which is not read: merge it into the weights "
+            "(merge_and_unload of peft), or take its files out"
+        )
+    for index, single in indices.items():
+        if (path / index).is_file() and (path / single).is_file() and single not in (path / index).read_text():
+            raise UserError(f"{path} has both {single} and {index}, which names other files: take one of them out")
+
+
+def other_weights(path: Path) -> str:
+    """Return what to say of weights in formats that are not read; "" if there are none."""
+    found = [file for file in sorted(path.iterdir()) if file.suffix in _OTHERS]
+    return f"; {found[0].name} has the format of {_OTHERS[found[0].suffix]}, which is not read" if found else ""

@@ -1,0 +1,159 @@
+"""FP8 weights with one scale for each block, as DeepSeek-V3 and Qwen3 publish them.
+
+The files hold, in place of a matrix NAME [features out, features in] and blocks of 128 x 128,
+
+    NAME              float8_e4m3fn [features out, features in]
+    NAME_scale_inv    FP32 [features out / 128, features in / 128], rounded up: the last block of a row or column may be
+                      smaller
+
+Each number is multiplied in FP32 by the scale of its block, which is thus the inverse of the one it was quantized with,
+and rounded to bf16. So do README_WEIGHTS.md and inference/kernel.py (`weight_dequant`) of DeepSeek-V3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaprec.errors import UserError
+from tools.convert.core.tensors import Stored
+from tools.convert.hf.kinds import short
+
+FP8, SCALES = torch.float8_e4m3fn, "_scale_inv"
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
+BLOCK = [128, 128]  # of a quantization_config that does not say
+ROWS = 512  # that are dequantized at a time
+# Values of quantization_config that are understood; None: any list of names.
+_KNOWN: dict[str, tuple[Any, ...] | None] = {
+    "quant_method": ("fp8",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "activation_scheme": ("dynamic",),
+    "scale_fmt": ("float", "ue8m0", None),  # how scales were rounded; they have the dtype that the files say
+    "expert_dtype": ("fp8", None),
+    "dequantize": (True, False, None),
+    "modules_to_convert": (None, []),
+    "modules_to_not_convert": None,
+    "ignored_layers": None,
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix that is stored in FP8 with a scale for each block. Read as bf16 [features out, features in]."""
+
+    name: str
+    codes: Stored
+    scales: Stored
+    block: tuple[int, int]
+
+    dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the matrix."""
+        return self.codes.shape
+
+    def read(self) -> Tensor:
+        """Return the matrix. Raises UserError for a scale or a number that is not finite."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for top in range(0, len(whole), ROWS):
+            bottom = min(top + ROWS, len(whole))
+            whole[top:bottom] = self.rows(top, bottom)
+        return whole
+
+    def rows(self, top: int, bottom: int) -> Tensor:
+        """Return rows [top, bottom) of the matrix."""
+        height, width = self.block
+        first = top // height
+        scales = self.scales.rows(first, -(-bottom // height)).float()
+        if not (scales.isfinite() & (scales > 0)).all():
+            raise UserError(f"{self.scales.file}: {self.name}{SCALES} has a scale that is not a number above 0")
+        of_rows = scales.repeat_interleave(height, 0)[top - first * height : bottom - first * height]
+        values = self.codes.rows(top, bottom).float()
+        values *= of_rows.repeat_interleave(width, 1)[:, : values.shape[1]]
+        if not (rounded := values.to(self.dtype)).isfinite().all():
+            raise UserError(f"{self.codes.file}: {self.name} has numbers that are NaN or beyond what bf16 holds")
+        return rounded
+
+
+def require_known_blocks(said: Mapping[str, Any]) -> None:
+    """Raise UserError unless a quantization_config of quant_method fp8 says blocks, and nothing that is not known."""
+    block = said.get("weight_block_size", BLOCK)
+    if block is None:
+        raise UserError(
+            "config.json has quantization_config with weight_block_size = null, one scale for a whole matrix: only "
+            "FP8 weights in blocks are read; convert the folder that they were made from"
+        )
+    if not _is_size(block):
+        raise UserError(
+            f"config.json has quantization_config with weight_block_size = {short(block)}: give two numbers above 0"
+        )
+    for key, value in said.items():
+        known = _KNOWN.get(key, ()) if key != "weight_block_size" else (block,)
+        if known is None and (value is None or _is_names(value)):
+            continue
+        if known is None or value not in known:
+            raise UserError(f"config.json has quantization_config with {key} = {short(value)}, which is not known")
+
+
+def with_blocks(stored: Mapping[str, Stored], said: Mapping[str, Any] | None, path: object) -> dict[str, Any]:
+    """Return the tensors of a folder, with each FP8 matrix and its scales as one tensor.
+
+    said: its quantization_config. Raises UserError if that does not say what is stored, for a matrix without scales,
+    scales without a matrix, and scales of another shape.
+    """
+    narrow = [name for name, one in stored.items() if one.dtype == FP8]
+    scales = [name for name in stored if name.endswith(SCALES)]
+    if said is None and narrow:
+        raise UserError(f"{path} stores {narrow[0]} in FP8, but config.json has no quantization_config that says so")
+    if said is not None and not narrow:
+        raise UserError(
+            f"{path} stores no FP8 weights, but config.json has quantization_config with quant_method = 'fp8': take "
+            "the key out if they were dequantized"
+        )
+    if said is None:
+        return dict(stored)
+    if lost := [name for name in scales if name.removesuffix(SCALES) not in narrow]:
+        raise UserError(f"{path} has {lost[0]}, but {lost[0].removesuffix(SCALES)} is not stored in FP8")
+    if kept := [name for name in narrow if _is_kept(name, said)]:
+        raise UserError(f"{path} stores {kept[0]} in FP8, but quantization_config says that it is not converted")
+    height, width = said.get("weight_block_size", BLOCK)
+    whole = {name: _matrix(name, stored, (height, width), path) for name in narrow}
+    return {name: whole.get(name, one) for name, one in stored.items() if name not in scales}
+
+
+def _matrix(name: str, stored: Mapping[str, Stored], block: tuple[int, int], path: object) -> Blocks:
+    codes, scales = stored[name], stored.get(name + SCALES)
+    if scales is None:
+        raise UserError(f"{path} has {name} in FP8, but lacks {name}{SCALES}")
+    expected = tuple(-(-size // length) for size, length in zip(codes.shape, block, strict=False))
+    if len(codes.shape) != 2 or scales.shape != expected:
+        turned = ": they are transposed" if scales.shape == expected[::-1] else ""
+        raise UserError(
+            f"{path}: {name} is {list(codes.shape)} in blocks of {block[0]} x {block[1]}, so {name}{SCALES} must be "
+            f"{list(expected)}, but is {list(scales.shape)}{turned}"
+        )
+    if scales.dtype not in SCALE_DTYPES:
+        raise UserError(f"{path}: {name}{SCALES} is {str(scales.dtype).removeprefix('torch.')}, which is not known")
+    return Blocks(name, codes, scales, block)
+
+
+def _is_size(block: Any) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _is_kept(name: str, said: Mapping[str, Any]) -> bool:
+    """Return True if a module of `modules_to_not_convert` has the tensor: by its name, its beginning or its end."""
+    module = name.removesuffix(".weight")
+    patterns = [*(said.get("modules_to_not_convert") or ()), *(said.get("ignored_layers") or ())]
+    return any(
+        fnmatchcase(module, one) or fnmatchcase(module, f"{one}.*") or fnmatchcase(module, f"*.{one}")
+        for one in patterns
+    )

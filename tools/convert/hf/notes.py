@@ -1,0 +1,44 @@
+"""Notes on what a config.json says and this project does otherwise, or not at all."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tools.convert.hf.defaults import DEFAULTS
+from tools.convert.hf.keys import Keys
+from tools.convert.hf.kinds import IDS
+
+Json = Mapping[str, Any]
+
+
+def notes(config: Json, architecture: str, read: bool) -> list[str]:
+    """Return notes on settings of a config.json that are ignored though users may expect otherwise.
+
+    read: the files hold the layers for multi-token prediction that it names.
+    """
+    said = config.get("architectures")
+    family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel").lower()
+    others = [name for name in said if not str(name).lower().startswith(family)] if isinstance(said, list) else []
+    found = [f"architectures = {others}: it is read as {architecture}, as model_type says"] if others else []
+    if config.get("auto_map"):
+        found.append(f"auto_map: code of the folder's own is not run; it is read as {architecture}")
+    found += [f"{key} = {config[key]}, which no token of vocab_size has: it is kept" for key in _strange(config)]
+    if (extra := further_layers(config)) and read:
+        found.append(
+            f"{extra} layers for multi-token prediction: they are read as model.mtp_layers, which only training uses"
+        )
+    elif extra:
+        found.append(f"{extra} layers for multi-token prediction, of which the files hold no tensor: there are none")
+    return [f"config.json has {note}" for note in found]
+
+
+def _strange(config: Json) -> list[str]:
+    """Return the keys of special tokens with ids that the vocabulary does not have. -1 stands for none."""
+    size = Keys(config, config["model_type"])["vocab_size"]
+    said = {key: config[key] if isinstance(config[key], list) else [config[key]] for key in IDS if key in config}
+    return [key for key, ids in said.items() if any(one is not None and one >= size for one in ids)]
+
+
+def further_layers(config: Json) -> int:
+    """Return the number of layers after the model's own, for multi-token prediction. They may be in its files."""
+    keys = Keys(config, config["model_type"])
+    return int(keys["num_mtp_layers"] or 0) if "num_mtp_layers" in DEFAULTS[keys.kind] else 0

@@ -1,0 +1,62 @@
+"""Parts of a config.json that we write: keys that belong together and that several families have."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from models.config import ModelConfig
+
+
+def qwen_experts(m: ModelConfig) -> dict[str, Any]:
+    """Return the keys of Qwen's experts, and of the layers without them."""
+    return {
+        "num_experts": m.experts,
+        "norm_topk_prob": m.norm_topk,
+        "moe_intermediate_size": m.ffn,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(m.dense_layers),
+        "intermediate_size": m.dense_ffn,
+    }
+
+
+def softcaps(m: ModelConfig) -> dict[str, Any]:
+    """Return the keys of soft caps; null is none."""
+    return {
+        "attn_logit_softcapping": m.attention_softcap or None,
+        "final_logit_softcapping": m.final_softcap or None,
+    }
+
+
+def layer_types(m: ModelConfig, always: bool = False) -> dict[str, list[str]]:
+    """Return layer_types for a model in which only some layers have the window. always: for any model."""
+    if not (m.window_layers or always):
+        return {}
+    windowed = [m.of_layer(n).window > 0 for n in range(m.layers)]
+    return {"layer_types": ["sliding_attention" if one else "full_attention" for one in windowed]}
+
+
+def would_do(model: ModelConfig, keys: Sequence[str], says: Callable[[ModelConfig], bool]) -> list[str]:
+    """Return, for each key whose change alone makes a model that a family says, its value and one that would do."""
+    found = []
+    for key in keys:
+        value, others = getattr(model, key), [_usual(model, key)]
+        if key == "shared_experts" and model.ffn:
+            others.append(model.ffn * max(1, round(model.shared_experts / model.ffn)))
+        if isinstance(value, bool):
+            others.append(not value)
+        fit = [one for one in others if one != value and says(model.model_copy(update={key: one}))]
+        found += [f"{key} = {value}: {one} would do" for one in fit[:1]]
+    return found
+
+
+def unlike_its_family(model: ModelConfig, keys: Sequence[str]) -> list[str]:
+    """Return the keys with values that the family of a model does not have by itself."""
+    return [f"{key} = {getattr(model, key)}" for key in keys if getattr(model, key) != _usual(model, key)]
+
+
+def _usual(model: ModelConfig, key: str) -> Any:
+    """Return the value that a key has if it is not given."""
+    given = {name: value for name, value in model.model_dump().items() if name in model.model_fields_set - {key}}
+    try:
+        return getattr(ModelConfig.model_validate(given), key)
+    except ValueError:  # what is given fits this value alone
+        return getattr(model, key)

@@ -1,0 +1,25 @@
+"""The package transformers at work without its own warnings and progress bars: a line of ours says what came of it."""
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[Any]:
+    """Give the package, which is silent within the context. Raises ImportError without it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = importlib.import_module("transformers")
+        logging = importlib.import_module("transformers.utils.logging")
+        verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity(logging.CRITICAL)
+        logging.disable_progress_bar()
+        try:
+            yield transformers
+        finally:
+            logging.set_verbosity(verbosity)
+            if bars:
+                logging.enable_progress_bar()

@@ -1,0 +1,184 @@
+"""The rows of a proof: what is run, what is compared with the straight run, and the verdict of each.
+
+A row is proven if all bits are equal, wrong if one is not, or not tried for a stated reason. The last row is the
+control: a resume that was damaged on purpose. If its difference is not seen, the other rows prove nothing.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tools.config.layouts import problems
+from tools.config.run_file import RunConfig
+from tools.config.settings import Parallel
+from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG
+from tools.parity.layouts import Layout, every, fitted
+from tools.prove.damage import turn_one_sign
+from tools.prove.parting import Parting, by_step, first_parting
+from tools.prove.runs import Failure, Room
+
+STRAIGHT, AGAIN, RESUMED, CONTROL = "straight", "again", "resumed", "broken resume"
+LOADED, OTHER_LAYOUT = "loaded elsewhere", "other layout"
+NEEDED = (AGAIN, RESUMED, CONTROL)  # rows without which a run is not proven
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The steps of a proof: (first, last], with a stop after `stop`."""
+
+    first: int
+    stop: int
+    last: int
+
+    @staticmethod
+    def of(first: int, steps: int) -> "Span":
+        return Span(first, first + steps // 2, first + steps)
+
+    @property
+    def before(self) -> range:
+        return range(self.first + 1, self.stop + 1)
+
+    @property
+    def after(self) -> range:
+        return range(self.stop + 1, self.last + 1)
+
+
+def is_canonical(config: RunConfig) -> bool:
+    """Return True if the run has the same bits in every layout."""
+    return getattr(config.train, "numerics", "fast") == "canonical"
+
+
+def other_layout(config: RunConfig) -> Layout | None:
+    """Return a small layout other than the run's own that it can have, None if there is none."""
+    sayings = [*reversed(every(2)), {}]
+    found = (fitted(config, said) for said in (sayings if config.world_size == 1 else sayings[::-1]))
+    return next((one for one in found if one.parallel != config.parallel and _fits(config, one)), None)
+
+
+def _fits(config: RunConfig, layout: Layout) -> bool:
+    return not problems(config, layout.parallel)
+
+
+def proof(room: Room, span: Span, layout: Layout | None) -> Iterator[Row]:
+    """Run everything and yield the rows. layout: another one, None if none fits.
+
+    Raises Failure if the straight run fails.
+    """
+    room.begin(STRAIGHT)
+    room.take(STRAIGHT, span.last)
+    yield _tried(AGAIN, span.before, lambda: _again(room, span))
+    if room.digests(AGAIN):
+        room.copy(AGAIN, RESUMED)
+        yield _tried(RESUMED, span.after, lambda: _resumed(room, span, RESUMED))
+        yield _tried(LOADED, range(span.stop, span.stop + 1), lambda: _loaded(room, span, layout), layout)
+        yield _tried(OTHER_LAYOUT, range(span.first + 1, span.last + 1), lambda: _moved(room, span, layout), layout)
+        yield _tried(CONTROL, range(span.stop, span.stop + 2), lambda: _control(room, span))
+
+
+def overall(rows: list[Row]) -> str:
+    """Return the verdict on the whole run."""
+    verdicts = {row["row"]: row["verdict"] for row in rows}
+    if WRONG in verdicts.values():
+        return WRONG
+    return PROVEN if all(verdicts.get(name) == PROVEN for name in NEEDED) else NOT_TRIED
+
+
+def _tried(name: str, steps: range, run: Callable[[], Row], layout: Layout | None = None) -> Row:
+    """Return a row with its name and steps; a run that failed is one that was not tried."""
+    head: Row = {"row": name, "steps": [steps.start, steps.stop - 1]}
+    if layout is not None:
+        head["layout"] = layout.name
+    try:
+        return head | run()
+    except Failure as failure:
+        return head | _untried(str(failure))
+
+
+def _untried(why: str) -> Row:
+    return {"verdict": NOT_TRIED, "why": why}
+
+
+def _verdict(parting: Parting | None) -> Row:
+    if parting is None:
+        return {"verdict": PROVEN}
+    return {"verdict": WRONG, "why": parting.said(), "first": parting.fields()}
+
+
+def _again(room: Room, span: Span) -> Row:
+    room.begin(AGAIN)
+    room.take(AGAIN, span.stop)
+    return _compared(room, AGAIN, span.before)
+
+
+def _resumed(room: Room, span: Span, name: str, parallel: Parallel | None = None) -> Row:
+    """Resume a copy of the stopped run and compare the loaded state, then each step."""
+    if not _applied(room, span.before) or not _applied(room, span.after):
+        return _untried("no step was applied before the stop, or none after it: take more --steps, or lower the scale")
+    room.take(name, span.last, parallel)
+    found = _compare_loaded(room, name, span.stop)
+    return found if found["verdict"] != PROVEN else _compared(room, name, span.after)
+
+
+def _loaded(room: Room, span: Span, layout: Layout | None) -> Row:
+    """Load the checkpoint of the stop in another layout and compare the state; no step is taken."""
+    config = room.config
+    if layout is None:
+        return _untried("no other layout of up to 2 ranks fits this run: name one by --layout")
+    if config.fp8.kind == "delayed" and not config.fp8.reduce_amax:
+        return _untried("fp8.reduce_amax = false: each replica has scales of its own")
+    room.copy(AGAIN, LOADED)
+    room.take(LOADED, span.stop, layout.parallel)
+    return _compare_loaded(room, LOADED, span.stop)
+
+
+def _moved(room: Room, span: Span, layout: Layout | None) -> Row:
+    """Train straight in another layout, and resume in it, if the numerics are canonical."""
+    if not is_canonical(room.config):
+        return _untried(
+            'train.numerics = "fast": another layout adds in another order, so its last bits differ; '
+            "megaprec parity compares layouts with bounds"
+        )
+    if layout is None:
+        return _untried("no other layout of up to 2 ranks fits this run: name one by --layout")
+    room.begin(OTHER_LAYOUT)
+    room.take(OTHER_LAYOUT, span.last, layout.parallel)
+    found = _compared(room, OTHER_LAYOUT, (*span.before, *span.after))
+    if found["verdict"] != PROVEN:
+        return found
+    room.copy(AGAIN, f"{RESUMED} in {layout.name}")
+    return _resumed(room, span, f"{RESUMED} in {layout.name}", layout.parallel)
+
+
+def _control(room: Room, span: Span) -> Row:
+    """Damage a copy of the checkpoint and resume from it: the difference must be seen when loaded and a step later."""
+    if not _applied(room, span.before) or not _applied(room, range(span.stop + 1, span.stop + 2)):
+        return _untried("the step after the stop, or all steps before it, were not applied: take other --steps")
+    damaged = turn_one_sign(room.copy(AGAIN, CONTROL))
+    room.take(CONTROL, span.stop + 1)
+    loaded, later = _compare_loaded(room, CONTROL, span.stop), _compared(room, CONTROL, (span.stop + 1,))
+    seen = [row["why"] for row in (loaded, later) if row["verdict"] == WRONG]
+    if len(seen) < 2:
+        why = f"one sign of {damaged} was turned in the checkpoint, and {len(seen)} of 2 comparisons saw it"
+        return {"verdict": WRONG, "why": f"{why}: this proof is worth nothing", "damaged": damaged, "seen": seen}
+    return {"verdict": PROVEN, "damaged": damaged, "seen": seen}
+
+
+def _compared(room: Room, name: str, steps: Collection[int]) -> Row:
+    """Compare the states after these steps with those of the straight run."""
+    ours, theirs = (by_step(room.digests(run)) for run in (name, STRAIGHT))
+    if missing := [step for step in steps if step not in ours or step not in theirs]:
+        return _untried(f"there is no digest of step {missing[0]}: the run ended before it")
+    return _verdict(first_parting({step: ours[step] for step in steps}, theirs))
+
+
+def _compare_loaded(room: Room, name: str, stop: int) -> Row:
+    """Compare the state that a run has loaded with that of the straight run after step `stop`."""
+    ours, theirs = by_step(room.digests(name), loaded=True), by_step(room.digests(STRAIGHT))
+    if stop not in ours or stop not in theirs:
+        return _untried(f"there is no digest of the state loaded after step {stop}")
+    return _verdict(first_parting({stop: ours[stop]}, theirs, state_only=True))
+
+
+def _applied(room: Room, steps: range) -> bool:
+    return bool(set(steps) & set(room.applied(STRAIGHT)))

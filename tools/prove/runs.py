@@ -1,0 +1,120 @@
+"""The runs of a proof: `megaprec train` in processes of their own, each in a folder of a temporary one.
+
+Steps, numbers, data and precision are the user's. Left out is what changes no number: evaluations, trackers, plots, the
+sample text. The learning rate is that of the whole run, although few of its steps are taken.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaprec.checkpoint.atomic import checkpoint_path, latest
+from megaprec.checkpoint.reader import Store
+from tools.config.run_file import SAVED, RunConfig
+from tools.config.settings import Parallel
+from tools.convert.train_state import read_progress
+from tools.journal.records import read_digests, read_metrics
+from tools.training.corpus import cache_of
+from tools.training.launch import own_program
+
+HELD_BACK = 3  # exit code of a run that stopped itself, or of whose steps none was applied: its records are complete
+
+
+class Failure(Exception):
+    """A run that did not finish; the text is its exit code and last line."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The place of a proof. config: the user's run. folder: an empty one. start: checkpoint that all runs begin with.
+
+    step: of that checkpoint, 0 without one.
+    """
+
+    config: RunConfig
+    folder: Path
+    start: Path | None = None
+
+    @property
+    def step(self) -> int:
+        return read_progress(Store(self.start)).step if self.start else 0
+
+    def begin(self, name: str) -> None:
+        """Make the folder of a run, with the checkpoint that it starts from."""
+        target = self.folder / name
+        (target / "checkpoints").mkdir(parents=True)
+        if self.start:
+            step = read_progress(Store(self.start)).step
+            shutil.copytree(self.start, checkpoint_path(target / "checkpoints", step), copy_function=_link)
+
+    def copy(self, name: str, to: str) -> Path:
+        """Copy a run that has ended, without sharing files; return its newest checkpoint."""
+        shutil.copytree(self.folder / name, self.folder / to)
+        newest = latest(self.folder / to / "checkpoints")
+        assert newest is not None
+        return newest
+
+    def take(self, name: str, last: int, parallel: Parallel | None = None) -> None:
+        """Train the run `name` up to step `last`, from where it is. Raises Failure.
+
+        parallel: another layout.
+        """
+        config = _ready(self.config, self.folder / name, self.folder / "data", last, parallel)
+        file = self.folder / f"{name}.toml"
+        file.write_text(config.as_toml(SAVED), encoding="utf-8")
+        _tell(f"{name}: to step {last}, {_ranks(config.world_size)}")
+        began = time.monotonic()
+        with (self.folder / f"{name}.log").open("ab") as log:
+            code = subprocess.run(own_program(["train", str(file)]), stdout=log, stderr=log, check=False).returncode
+        if code not in (0, HELD_BACK):
+            raise Failure(f"{name}: exit code {code}: {_last_line(self.folder / f'{name}.log')}")
+        _tell(f"{name}: {time.monotonic() - began:.0f} s")
+
+    def digests(self, name: str) -> list[dict[str, Any]]:
+        """Return the digests that a run has written."""
+        return read_digests(self.folder / name)
+
+    def applied(self, name: str) -> list[int]:
+        """Return the steps of a run that changed its weights."""
+        return [r["step"] for r in read_metrics(self.folder / name) if r["outcome"] != "skipped_overflow"]
+
+
+def _ready(config: RunConfig, folder: Path, data: Path, last: int, parallel: Parallel | None) -> RunConfig:
+    """Return the user's run up to step `last`, in another folder. data: folder of data sets that are built for it."""
+    own, lr, length = cache_of(config), config.lr, config.lr_schedule.total
+    cache = own if own.is_dir() else data
+    tables: dict[str, Any] = {
+        "train": config.train.model_copy(update={"steps": last, "folder": str(folder), "eval_every": 0, "restarts": 0}),
+        "checkpoint": config.checkpoint.model_copy(update={"every": 0, "keep": 1, "resume": True}),
+        "log": type(config.log)(digests=1, plot=False, progress=False, peak_tflops=config.log.peak_tflops),
+        "lr": lr.model_copy(update={"length": length}),
+        "data": config.data.model_copy(update={"cache": str(cache.absolute()), "validation": ()}),
+        "parallel": (parallel or config.parallel).model_copy(update={"elastic": False}),
+    }
+    return config.model_copy(update=tables)
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file of a checkpoint, which no run changes, or copy it if the folders are on different filesystems."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"
+
+
+def _tell(text: str) -> None:
+    print(f"prove      {text}", file=sys.stderr, flush=True)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"

@@ -1,0 +1,125 @@
+"""The compiled leaves of a run (`train.compile`), decided by all ranks together before the first step.
+
+Each rank runs its stages on tensors without storage, which shows every call of a leaf in a training step. It compiles
+these calls, tries each and compares it with its leaf. Compiled leaves round differently, and tensor ranks compute the
+same norms of the same numbers, so a leaf that one rank cannot compile is compiled on none. torch keeps compiled code
+between runs, in the folder that TORCHINDUCTOR_CACHE_DIR names.
+"""
+
+import importlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec.checkpoint.reader import Store
+from megaprec.comm.axis import Axis, device_of
+from megaprec.comm.everyones import everyones
+from models.config import ModelConfig
+from models.estimate.memory import StageMemory
+from models.stages import cuts
+from parallel.leaves import PLAIN, Call, Leaves, compiled, hindrance
+from tools.config.run_file import RunConfig
+from tools.console.wrapped import say
+from tools.training.changed_keys import MARK
+
+LONGEST = 160  # characters of a compiler's error
+
+
+def leaves_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, resumed: Path | None = None) -> Leaves:
+    """Return the form of the leaves by `train.compile`, the same on every rank. Collective; rank 0 says what it is.
+
+    model: with the size of its vocabulary. resumed: the checkpoint from which the run resumes.
+    """
+    if config.train.compile == "off":
+        return PLAIN
+    world, device, start = Axis.world(mesh), device_of(mesh), time.perf_counter()
+    calls = calls_of(config, model, mesh, device)
+    if world.rank == 0:
+        say(f"compiling  {len(calls)} forms of leaves: some seconds each at first, less in later runs")
+    made, failed = tried(calls)
+    every = everyones(dict.fromkeys((call.name for call in made), ""), world, device)
+    failures = everyones({name: f"rank {world.rank}: {why}" for name, why in failed.items()}, world, device)
+    names = ", ".join(sorted({*every} - {*failures}))
+    if world.rank == 0:
+        seconds = time.perf_counter() - start
+        for line in (*_outcome(names, failures, seconds), *_changed(names, resumed)):
+            say(line)
+    return Leaves({call: form for call, form in made.items() if call.name not in failures}, names)
+
+
+def _outcome(names: str, failures: Mapping[str, str], seconds: float) -> Iterator[str]:
+    """Yield a line for the compiled leaves, and one for each reason why others are not."""
+    if names:
+        yield f"compiled   {names}: {seconds:.0f} s; torch keeps the code in {_folder()}"
+    for why in dict.fromkeys(failures.values()):
+        affected = ", ".join(sorted(name for name, reason in failures.items() if reason == why))
+        yield f"note       not compiled on any rank: {affected}; the reason on {why}"
+
+
+def _changed(names: str, resumed: Path | None) -> Iterator[str]:
+    """Yield a line if the checkpoint's run had other compiled leaves although `train.compile` was the same."""
+    was = Store(resumed).index.get("compiled", names) if resumed else names
+    if was != names:
+        yield f"changed    compiled leaves: {was or 'none'} -> {names or 'none'}{MARK}"
+
+
+def calls_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, device: torch.device) -> list[Call]:
+    """Return the calls of leaves in a training step of this rank."""
+    train, parallel, schedule = config.train, config.parallel, config.schedule
+    noted = dict[Call, None]()
+    memory = StageMemory(
+        model,
+        config.plan,
+        train.seq_length,
+        train.micro_batch,
+        parallel.tensor,
+        parallel.sequence,
+        config.recompute,
+        "cuda" if device.type == "cuda" else "cpu",
+        halves=False,
+        packed=config.data.reset_position_ids,
+        leaves=Leaves(noted=noted),
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        cp=parallel.context,
+        ring=parallel.context_by == "ring",
+    )
+    places = schedule.rank_of_stage
+    for cut in cuts(model, len(places), train.seq_length, parallel.cuts, places, config.recompute):
+        if places[cut.stage] == Axis.of(mesh, "pp").rank:
+            memory.kept(cut)
+    return list(dict.fromkeys(call.on(device.type) for call in noted))
+
+
+def tried(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[str, str]]:
+    """Compile and try each call; return the compiled forms, and why leaves cannot be compiled, by name."""
+    made, failed = dict[Call, Callable[..., Any]](), dict[str, str]()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        for call in calls:
+            try:
+                made[call] = compiled(call)
+                why = hindrance(call, made[call])
+            except Exception as error:  # whatever a compiler that is missing or broken raises
+                why = _said(error)
+            if why:
+                failed.setdefault(call.name, why)
+    return made, failed
+
+
+def _said(error: Exception) -> str:
+    """Return a compiler's error in one line: the first that tells of an error."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [""]
+    telling = next((line for line in lines if "error:" in line.lower()), lines[0])
+    return f"{type(error).__name__}: {telling}"[:LONGEST]
+
+
+def _folder() -> str:
+    """Return the folder in which torch keeps compiled code."""
+    runtime: Any = importlib.import_module("torch._inductor.runtime.cache_dir_utils")
+    return str(runtime.cache_dir())

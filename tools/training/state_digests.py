@@ -1,0 +1,45 @@
+"""digests.jsonl: in every `log.digests`-th step, digests of the state by logical tensor, the same in every layout.
+
+A line is written after the step, and once after a resume for the state that was loaded. Two runs that ought to be the
+same have the same lines; the first that differs names the step and the tensors.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from megaprec.diagnose.state_digest import StateDigest, folded
+from megaprec.optim.step_report import StepReport
+from models.engine import Engine
+from tools.config.run_file import RunConfig
+from tools.convert.train_state import TrainState
+from tools.journal.records import DIGEST
+
+OF_STEP = ("outcome", "loss", "grad_norm", "loss_scale")
+
+
+class Digests:
+    """The digests of a run. Without log.digests none are computed. Methods that return events are collective."""
+
+    def __init__(self, engine: Engine, config: RunConfig) -> None:
+        self._every, self._optimizer = config.log.digests, engine.optimizer
+        self._state = StateDigest(engine.optimizer, engine.fp8)
+
+    def due(self, step: int) -> bool:
+        """Return True if the state after step `step`, counted from 1, is digested."""
+        return bool(self._every) and step % self._every == 0
+
+    def of_step(self, report: StepReport, progress: TrainState) -> list[dict[str, Any]]:
+        """Return the event of a step that was taken: one if it is due, else none."""
+        if not self.due(progress.step):
+            return []
+        return [self._event(progress, {name: getattr(report, name) for name in OF_STEP})]
+
+    def of_loaded(self, progress: TrainState, resumed: object) -> list[dict[str, Any]]:
+        """Return the event of a state that was loaded, if there is one. resumed: the checkpoint, or None."""
+        return [self._event(progress, {"loaded": str(resumed)})] if self._every and resumed else []
+
+    def _event(self, progress: TrainState, said: dict[str, Any]) -> dict[str, Any]:
+        found, numbers, place = self._state.make(), self._optimizer.numbers(), asdict(progress)
+        whole = folded(found, numbers, place)
+        state = {"state": whole, "numbers": numbers, "progress": place, "tensors": found}
+        return {"event": DIGEST, "step": progress.step, **said, **state}

@@ -275,8 +275,10 @@ WHOLE_MODEL = Cut(0, range(2), True, True)
 
 
 @pytest.mark.slow
-def test_activations_are_a_quarter_on_four_ranks_and_are_those_foretold() -> None:
+def test_activations_are_at_most_a_quarter_on_four_ranks_and_are_those_foretold() -> None:
     ((whole, _),) = run_ranks(measure_rank, {}, ring=True)
+    (foretold_whole,) = kept_bytes(LONG, plan("bf16"), [WHOLE_MODEL], LONG.max_positions, 1)
+    assert whole == pytest.approx(foretold_whole.activations, rel=0.01)
     keys_and_values = LONG.max_positions * 2 * LONG.kv_heads * LONG.head_dim
     peaks = dict[bool, int]()
     for ring in (True, False):
@@ -284,7 +286,7 @@ def test_activations_are_a_quarter_on_four_ranks_and_are_those_foretold() -> Non
         (foretold,) = kept_bytes(LONG, plan("bf16"), [WHOLE_MODEL], LONG.max_positions, 1, cp=4, ring=ring)
         assert len(set(measured)) == 1
         kept, peaks[ring] = measured[0]
-        assert kept == pytest.approx(whole / 4, rel=0.01)
+        assert kept <= whole / 4 * 1.01  # less where the fused attention of one process keeps its output as well
         assert kept == pytest.approx(foretold.activations, rel=0.01)
         assert peaks[ring] == pytest.approx(max(foretold.forward, kept + foretold.backward), rel=0.01)
     assert peaks[True] < peaks[False] <= peaks[True] + keys_and_values * (2 + 4 + 4)  # in bf16, and gradients in FP32

@@ -63,25 +63,34 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def held(pid: int) -> int:
-    """Return the bytes of memory of a process and all its children. A page that several of them share is divided
-    among them: just after a fork all pages are shared, and would otherwise count twice.
+def held(pid: int) -> dict[str, int]:
+    """Return the bytes of memory of a process and of all its children, by pid. A page that several of them share is
+    divided among them: just after a fork all pages are shared, and would otherwise count twice.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         children = [c for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
-        return 0  # it has ended
+        return {}  # it has ended
     own = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
-    return own + sum(held(int(child)) for child in children)
+    sizes = {f"{pid}": own}
+    for child in children:
+        sizes |= held(int(child))
+    return sizes
 
 
 def peak(command: list[str], often: float = OFTEN) -> tuple[int, int]:
-    """Return the largest memory of a program and its children, and the number of samples. The program must succeed."""
+    """Return the largest memory of a program and its children, and the number of samples. The program must succeed.
+
+    A process counts from the second look at it: one that is being started (vfork) is in its parent's memory until it
+    runs its own program, so the same pages would count twice.
+    """
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         largest = looks = 0
+        before = dict[str, int]()
         while process.poll() is None:
-            largest, looks = max(largest, held(process.pid)), looks + 1
+            now = held(process.pid)
+            largest, looks, before = max(largest, sum(now[pid] for pid in now.keys() & before.keys())), looks + 1, now
             time.sleep(often)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}")

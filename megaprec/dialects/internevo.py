@@ -28,6 +28,7 @@ from pydantic import Field
 from megaprec.dialects.internevo_model import Model, express_model, has_flash, model_notes, model_settings
 from megaprec.dialects.reading import UNKNOWN, Decision, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import CEILING, FLOOR, cap
+from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import TORCH_DTYPES, LossScaling, PrecisionPlan
 
@@ -175,6 +176,7 @@ def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
 def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
     """Return sizes, by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that many of them."""
     settings: dict[str, Decision] = {}
+    _require_known(reading, asked)
     for name in ("tensor", "pipeline"):
         if getattr(asked, name) is not None and (size := _size(reading, name, getattr(asked, name))) is not None:
             settings[f"parallel.{name}"] = reading.by(size, f"parallel.{name}", f"parallel.{name}.size")
@@ -192,6 +194,16 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
         if size > 1:
             settings["parallel.zero_size"] = reading.by(size, "parallel.zero1", "parallel.zero1.size")
     return settings
+
+
+def _require_known(reading: Reading, asked: Parallel) -> None:
+    """Record a problem for each key of the tables in `parallel` that InternEvo does not have."""
+    for name, more in PARALLEL_KEYS.items():
+        table, known = getattr(asked, name), ("size", *more)
+        for key in table if isinstance(table, Mapping) else ():
+            if key not in known:
+                would = did_you_mean(str(key), known) or f"; there are {', '.join(known)}"
+                reading.refuse(f"parallel.{name}.{key}", table[key], f"no such key{would}")
 
 
 SEQUENCE = {"mtp": False, "msp": True, "fsp": True}  # mode of tensor parallelism -> sequence parallelism
@@ -241,6 +253,7 @@ def _about_communication(parallel: object) -> Iterator[str]:
 
 
 COMMUNICATION = {"zero1": ("fsdp",), "pipeline": ("interleaved_overlap",), "weight": ("overlap", "memory_pool")}
+PARALLEL_KEYS = {"tensor": ("mode",), **COMMUNICATION}  # of the tables in `parallel`, besides their size
 
 _SAME = {
     "num_chunks": "parallel.chunks",

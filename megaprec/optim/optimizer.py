@@ -36,7 +36,7 @@ from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
 from megaprec.optim.consensus import Consensus, StepConsensus, digest
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.given_numbers import require_loss, require_saved, require_scaled, require_settings
+from megaprec.optim.given_numbers import claim, require_loss, require_saved, require_scaled, require_settings
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
 from megaprec.optim.matrix_updates import MatrixUpdates, require_understood
@@ -67,8 +67,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         memory, on the mesh's device, or without a mesh on the parameters' device. A chunk may be wrapped in
         DistributedDataParallel, whose all-reduce is then switched off, or sharded by fully_shard
         (`megaprec.optim.dtensors`).
-    mesh: with some of the axes pp, dp, cp and tp, in this order; None for a single process, and for a model that
-        fully_shard has sharded.
+    mesh: with some of the axes pp, dp, cp and tp, in this order; None for one process and for a model of fully_shard.
     lr: the learning rate, which torch's schedulers change in `param_groups`; None if each `step` is given its own.
     average: True if each dp rank's loss is the mean over its own samples, so that gradients are averaged over dp; False
         if it is the rank's share of a mean over all ranks' samples, so that they are summed. Required for several dp
@@ -154,6 +153,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self._fp8 = memory.fp8_masters(self._weights.begin, self._weights.settle)
         self._agreement = (CanonicalConsensus if canonical else StepConsensus)(self.pp, self.world, norm, self.device)
         self.num_elements = memory.num_elements(self.world)
+        claim(self.rule)
 
     def _tiles_of(self, groups: Sequence[Group]) -> list[tuple[Buffer, list[tuple[Slice, list[Tile]]]]]:
         """Return, for each buffer that is updated element by element, its slices of one group and their tiles."""

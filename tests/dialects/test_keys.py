@@ -150,6 +150,7 @@ CASES: list[Case] = [
         ("cast_forward_inputs", False, {"cast_inputs": "none"}),
     ),
     *rows("smp", smp.Smp, "", {"mixed_precision": {}}, ("max_grad_norm", 0.5, {"optimizer.clip": 0.5})),
+    *rows("smp", smp.Smp, "", {"mixed_precision": {}}, ("max_grad_norm", 0, {"optimizer.clip": 0, "notes": 1})),
     *rows("smp", GradScaler, "grad_scaler", {"grad_scaler": {}}, *TORCH_SCALER),
     *rows(
         "smp",

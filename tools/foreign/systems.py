@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaprec.dialects import nemo, smp
+from megaprec.dialects import nemo, nxd, smp
 from tools.foreign.values import External
 
 Spot = tuple[str, str]
@@ -260,8 +260,11 @@ MARKS: Mapping[str, frozenset[str]] = {
     "model": frozenset({"dtype", "num_attention_heads", "embed_grad_scale"}),
     "parallel": frozenset({"zero1"}),
     "mixed_precision": frozenset(smp.MixedPrecision.model_fields),
+    "optimizer_config": frozenset(nxd.OptimizerConfig.model_fields),
 }
 """Of dicts whose names mean other things elsewhere, keys of which one must be there."""
+BESIDE: Mapping[str, str] = {"optimizer_config": "mixed_precision_config"}
+"""What may stand beside such a dict instead."""
 LEGACY = frozenset({"type"})
 """Keys of a `model` that make it another system's."""
 LOOSE: Mapping[str, Mapping[str, str]] = {

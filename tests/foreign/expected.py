@@ -240,7 +240,7 @@ TABLE: tuple[Expected, ...] = (
         "colossalai_hybrid.py",
         half(BF16, BF16, cast_inputs="root"),
         {"parallel.zero": True, "optimizer.clip": 1.0},
-        quiet=True,
+        notes=("tp_size",),
     ),
     # apex/amp/frontend.py Properties: "True" is true, a loss_scale that is text is a number; O2 keeps norms in FP32.
     Expected(

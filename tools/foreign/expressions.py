@@ -298,7 +298,7 @@ class Expressions(ABC):
     def condition(self, test: ast.expr) -> bool | Condition:
         """Return the truth of a condition, or the condition itself if it is unknown."""
         truth = truth_of(self.value(test))
-        return Condition(shortened(test), test.lineno) if truth is None else truth
+        return Condition(shortened(test, 200), test.lineno) if truth is None else truth
 
     def _joinedstr(self, node: ast.JoinedStr) -> Any:
         parts = [self.value(p.value) if isinstance(p, ast.FormattedValue) else self.value(p) for p in node.values]

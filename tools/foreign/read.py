@@ -19,6 +19,7 @@ from tools.foreign.expressions import TooMuch
 from tools.foreign.gather import Gatherer, reachable
 from tools.foreign.mentions import bears_on_precision, mentions_in
 from tools.foreign.nemo_forms import note_overwritten
+from tools.foreign.plain import is_expression
 from tools.foreign.statements import Statements
 from tools.foreign.systems import NEMO, Spot
 from tools.foreign.values import Entry
@@ -192,13 +193,13 @@ def _why_not_python(path: Path, text: str, error: Exception) -> str:
 
 def _assumption(item: str) -> tuple[str, ast.expr]:
     """Return expression and value of "args.bf16=True", the expression as Python writes it."""
-    name, equals, value = item.partition("=")
-    try:
-        if not equals:
-            raise SyntaxError
-        return ast.unparse(ast.parse(name.strip(), mode="eval")), ast.parse(value.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise UserError(f"--assume {item}: must be EXPRESSION=VALUE, like args.bf16=True") from error
+    for place in reversed(
+        [i for i, sign in enumerate(item) if sign == "="]
+    ):  # the last that is not one of a comparison
+        name, value = item[:place].strip(), item[place + 1 :].strip()
+        if is_expression(name) and is_expression(value):
+            return ast.unparse(ast.parse(name, mode="eval")), ast.parse(value, mode="eval").body
+    raise UserError(f"--assume {item}: must be EXPRESSION=VALUE, like args.bf16=True")
 
 
 def _given(path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], account: Account) -> dict[str, Given]:

@@ -163,6 +163,14 @@ TABLE: tuple[Expected, ...] = (
         neuron(BF16, BF16, rounding="nearest"),
         {"parallel.zero": False, "optimizer.clip": 1.0},
     ),
+    # hf_models/llama_model.py reduce_dtype; neuronx_distributed/utils/adamw_fp32_optim_params.py: moments are FP64,
+    # which XLA_DOWNCAST_BF16 makes FP32.
+    Expected(
+        "nxd_nxdt_reduced_wide.yaml",
+        neuron(BF16, FP32, rounding="stochastic"),
+        {"parallel.zero": True, "optimizer.clip": 1.0},
+        notes=("parallel_layers_reduce_dtype = fp32", "model.optim.name = adamw_fp32OptState"),
+    ),
     Expected("nxd_arguments.py", refused=("mixed_precision_config",), at=(8, 16, 20)),
     Expected("nxd_rounding_by_flag.py", refused=("NEURON_RT_STOCHASTIC_ROUNDING_EN",), at=(7,)),
     Expected("nxd_misspelt.py", refused=("use_master_weight", "use_master_weights"), at=(1, 2)),
@@ -218,6 +226,22 @@ TABLE: tuple[Expected, ...] = (
         half(BF16) | {"reduce": BF16, "buffers": BF16},
         {"optimizer.clip": 0.3},
     ),
+    # hyperpod_nemo_adapter/utils/fsdp_utils.py set_mixed_precision_recipe, collections/model/sagemaker_base_model.py
+    # _fp8_delayed_scaling and configure_gradient_clipping, conf/config_schemas.py: buffers are FP32 with SMP's models,
+    # and in the model's dtype without; adapters cast the inputs of all modules; without SMP's models there is no FP8.
+    Expected(
+        "smp_hyperpod.yaml",
+        fsdp(BF16, BF16, FP32, fp8=FP8Recipe(history_length=32)),
+        {"optimizer.clip": 0.5},
+        quiet=True,
+    ),
+    Expected(
+        "smp_hyperpod_lora.yaml",
+        fsdp(BF16, BF16, BF16, cast_inputs="all"),
+        {"optimizer.clip": 1.0},
+        quiet=True,
+    ),
+    Expected("smp_hyperpod_precision.yaml", refused=("bf16-mixed",), at=(4,)),
     # A table of dtypes and a class, both of the file; _fsdp_api.py: cast_forward_inputs off.
     Expected("smp_dtype_table.py", half(BF16) | {"output": BF16, "cast_inputs": "none"}, quiet=True),
     # The default of an argument is not what the caller hands over.
@@ -597,6 +621,14 @@ TABLE: tuple[Expected, ...] = (
         half(BF16),
         {"parallel.zero": False, "optimizer.clip": 0.5},
         quiet=True,
+    ),
+    # OmegaConf: ${...} of a whole value is that value. Hydra: other files are laid under this one, but for overlap.
+    Expected(
+        "nemo_composed.yaml",
+        half(BF16),
+        {"parallel.zero": False, "optimizer.clip": 0.5},
+        notes=("defaults: .@model: megatron_model_base_config: ",),
+        unsaid=("tp_overlap", "_self_", "hydra/"),
     ),
     # Megatron-Bridge, training/mixed_precision.py: the name's fields over MixedPrecisionConfig's.
     Expected(

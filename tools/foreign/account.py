@@ -49,6 +49,7 @@ class Account:
     def __init__(self, where: str, mentions: Iterable[Mention]) -> None:
         self.where = where
         self.left = {mention.node: mention for mention in mentions}
+        self.behind: Mapping[int, int] = {}  # node -> another, which is read when it is
         self.sayings: list[Saying] = []
         self.echoes: list[Saying] = []
         self.problems: list[str] = []
@@ -58,6 +59,8 @@ class Account:
         """Strike mentions that were read or named."""
         for node in nodes:
             self.left.pop(node, None)
+            if node in self.behind:
+                self.left.pop(self.behind[node], None)
 
     def refuse(self, line: int, text: str) -> None:
         """Add a problem."""

@@ -240,6 +240,13 @@ def _notes(reading: Reading, model: Model) -> list[str]:
         )
     if communication := [*_about_communication(model.parallel)]:
         notes.append(f"{', '.join(communication)}: how ranks communicate, with the same numbers either way")
+    if model.dtype in ("float32", "tf32"):
+        scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
+        why = "in float32 and tf32, which have no loss scale"
+        tops = ("growth_factor", "backoff_factor", "max_scale", "hysteresis")
+        notes += reading.idle(scaler, tops, why, "grad_scaler")
+        start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
+        notes += reading.idle(start, Fp16.model_fields, why, "grad_scaler.fp16")
     return [*notes, *model_notes(reading, model)]
 
 

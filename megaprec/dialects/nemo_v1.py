@@ -29,7 +29,7 @@ DTYPES = {
 }
 DISTRIBUTED = ("distributed_fused_adam", "mcore_distributed_optim")
 FP8_KEYS = ("fp8", "fp8_e4m3", "fp8_hybrid", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
-FP8_KEYS += ("fp8_params", "reduce_amax")
+FP8_KEYS += ("fp8_params", "fp8_wgrad", "reduce_amax")
 SCALE_KEYS = ("native_amp_init_scale", "native_amp_growth_interval", "hysteresis")
 
 
@@ -60,6 +60,7 @@ class Nemo1(Keys):
     fp8_amax_history_len: int = Field(default=1024, ge=1)
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     fp8_params: bool = False
+    fp8_wgrad: bool = True
     reduce_amax: bool = True
 
 
@@ -92,7 +93,11 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
         "optimizer.clip": _by(reading, max(clip, 0.0), "gradient_clip_val"),
         "parallel.zero": _by(reading, asked.optim_name in DISTRIBUTED, "optim_name"),
     }
-    return reading.resolved(decisions, settings)
+    notes: tuple[str, ...] = ()
+    if half != torch.float16:
+        keys = [key.removeprefix(f"{TABLE}.") for key in SCALE_KEYS]
+        notes = reading.idle(asked, keys, "without FP16, which alone has a loss scale", TABLE)
+    return reading.resolved(decisions, settings, notes)
 
 
 def _summed(reading: Reading, asked: Nemo1, synced: torch.dtype) -> dict[str, Decision]:
@@ -140,4 +145,5 @@ def _fp8(asked: Nemo1) -> FP8Recipe | None:
         reduce_amax=asked.reduce_amax,
         reduce_over="stage",
         parameters=asked.fp8_params,
+        weight_gradients=asked.fp8_wgrad,
     )

@@ -21,7 +21,6 @@ from megaprec.errors import UserError
 from megaprec.precision.nested import mapped, tensors
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
-
 CAST = "is_cast_by_megaprec"  # attribute of the modules of a wrapped model
 
 

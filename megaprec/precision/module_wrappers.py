@@ -43,7 +43,7 @@ class NaiveAMPModel(nn.Module):
 
     Casts `model` in place. A module marked by `set_fp32_attr_to_module` keeps the values of its parameters and buffers,
     gets floating-point inputs in FP32, and its FP32 outputs are cast to `dtype`.
-    Raises UserError for another dtype, arguments of another kind, and if the ranks over which to average buffers are not
+    Raises UserError for another dtype or kind of argument, and if the ranks over which to average buffers are not
     known.
     """
 

@@ -59,3 +59,26 @@ def test_an_unknown_size_of_a_layout_is_noted_and_left_to_the_run_file(tmp_path:
     found = understand(path)
     assert "parallel.tensor" not in found.settings and found.settings["parallel.pipeline"].value == 2
     assert any("tp_size of HybridParallelPlugin(...)" in note for note in found.notes)
+
+
+ELSEWHERE = """
+from training_utils import get_mixed_precision_config
+import neuronx_distributed as nxd
+config = nxd.neuronx_distributed_config(
+    optimizer_config={"zero_one_enabled": True},
+    mixed_precision_config=get_mixed_precision_config(args.precision > 0),
+)
+"""
+
+
+def test_the_result_of_a_function_from_elsewhere_may_be_assumed(tmp_path: Path) -> None:
+    """As in NxD's own examples, whose helper has the name of a function of Megatron-Bridge."""
+    (path := tmp_path / "train.py").write_text(ELSEWHERE)
+    with pytest.raises(
+        UserError, match="get_mixed_precision_config comes from training_utils: what it does is not known"
+    ) as caught:
+        understand(path)
+    option = re.findall(r"--assume '(.*?)=\.\.\.' gives it", str(caught.value))[0]
+    found = understand(path, assume=[option + "={'use_master_weights': True, 'use_fp32_grad_acc': False}"])
+    assert (str(found.plan.masters), str(found.plan.gradients)) == ("torch.float32", "torch.bfloat16")
+    assert not found.notes

@@ -92,7 +92,11 @@ class Expressions(ABC):
         if text not in self.assumptions:
             return found
         self.assumed.add(text)
-        return self.value(self.assumptions[text])
+        self.things = [thing for thing in self.things if thing is not found]  # its settings are not asked for
+        given = self.value(self.assumptions[text])
+        if id(node) in self.seen:
+            self.seen[id(node)] = given
+        return given
 
     def unknown(self, node: ast.expr, why: str, alternatives: tuple[Any, ...] = ()) -> Thing:
         """Return a thing for an expression whose value cannot be known."""
@@ -365,7 +369,7 @@ def reason_of(*values: Any) -> str:
     return "is not worked out" if lone is None else f"hangs on `{lone.name}`, which is not in the file"
 
 
-def shortened(node: ast.AST, longest: int = 60) -> str:
+def shortened(node: ast.AST, longest: int = 100) -> str:
     """Return an expression as text, truncated if it is long."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -6,7 +6,7 @@ from typing import Any
 from megaprec.dialects import nemo
 from tools.foreign.account import Account, Saying
 from tools.foreign.nemo_forms import bridge_fields, echo_of, held_plugins
-from tools.foreign.plain import fields_of, is_dtype
+from tools.foreign.plain import assumed, fields_of, is_dtype
 from tools.foreign.statements import Statements
 from tools.foreign.systems import (
     COLOSSALAI,
@@ -69,7 +69,8 @@ class Gatherer:
             return
         elif elsewhere:
             self.account.take(thing.node)
-            self.account.refuse(thing.line, f"{function.last} comes from {elsewhere}: what it does is not known here")
+            why = f"{function.last} comes from {elsewhere}: what it does is not known here{assumed(thing.text)}"
+            self.account.refuse(thing.line, why)
         elif maker is not None:
             self._made(thing, function, maker)
 

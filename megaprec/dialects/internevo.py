@@ -65,13 +65,15 @@ class HybridZeroOptimizer(Keys):
 class Parallel(Keys):
     """Keys of `parallel = dict(...)`, each a size or dict(size=...).
 
-    zero1: number of data-parallel ranks over which the optimizer state is sharded.
+    zero1: number of data-parallel ranks over which the optimizer state is sharded. sequence_parallel: of older files,
+    which a mode of `tensor` says since.
     """
 
     zero1: Any = -1
     tensor: Any = None
     pipeline: Any = None
     weight: Any = None
+    sequence_parallel: bool = False
 
 
 SCALE_KEYS = ("grad_scaler.growth_factor", "grad_scaler.backoff_factor", "grad_scaler.max_scale")
@@ -185,8 +187,9 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
         reading.unknown.add(f"{PREFIX}.parallel.tensor.mode")
     elif mode not in SEQUENCE:
         reading.refuse("parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}")
-    elif SEQUENCE[mode]:
-        settings["parallel.sequence"] = reading.by(True, "parallel.tensor", "parallel.tensor.mode")
+    elif SEQUENCE[mode] or asked.sequence_parallel:
+        keys = ("parallel.tensor", "parallel.tensor.mode") if SEQUENCE[mode] else ("parallel.sequence_parallel",)
+        settings["parallel.sequence"] = reading.by(True, *keys)
     if asked.weight is not None and (_size(reading, "weight", asked.weight) or 1) > 1:
         reading.refuse("parallel.weight", asked.weight, "weight parallelism is not supported: use 1")
     if (size := _size(reading, "zero1", asked.zero1)) is not None:

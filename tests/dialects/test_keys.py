@@ -441,6 +441,7 @@ CASES: list[Case] = [
         ("tensor", {"size": 2, "mode": "msp"}, {"parallel.tensor": 2, "parallel.sequence": True}),
         ("pipeline", 2, {"parallel.pipeline": 2}),
         ("weight", {"size": 1, "overlap": True, "memory_pool": True}, {"notes": 2}),
+        ("sequence_parallel", True, {"parallel.sequence": True}),
     ),
     *rows(
         "nemo",

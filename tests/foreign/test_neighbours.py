@@ -47,3 +47,24 @@ def test_a_misspelt_key_beside_nxds_own_table_is_refused_by_name(tmp_path: Path)
     )
     with pytest.raises(UserError, match=r"optimizer_config.zero_one = true .*line 2.*: no such key"):
         understand(path)
+
+
+PARTS = {
+    "InternEvo's scaler": ("grad_scaler = dict(fp16=dict(initial_scale=2**10))\n", "InternEvo's `model = dict(...)`"),
+    "InternEvo's clipping": ("hybrid_zero_optimizer = dict(clip_grad_norm=1.0)\n", "InternEvo's `model = dict(...)`"),
+    "NeMo's optimizer": (
+        "opt = OptimizerConfig(clip_grad=0.5, use_distributed_optimizer=True)\n",
+        "NeMo's precision plugin",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_part_of_a_configuration_whose_dtype_is_elsewhere_is_refused_and_no_default_takes_its_place(
+    case: str, tmp_path: Path
+) -> None:
+    text, missing = PARTS[case]
+    (path := tmp_path / "config.py").write_text(text)
+    with pytest.raises(UserError) as caught:
+        understand(path)
+    assert f"{path}, line 1: " in str(caught.value) and missing in str(caught.value)

@@ -17,6 +17,7 @@ from tools.foreign.systems import (
     SMP_POLICY,
     SMP_POLICY2,
     VALUES,
+    WITH_DTYPE,
     Maker,
     Spot,
     maker_of,
@@ -49,6 +50,7 @@ class Gatherer:
         self.account.take(*(thing.node for thing in self.found.things if thing.function and is_dtype(thing.function)))
         self._clipping()
         self._refuse_unused()
+        self._refuse_parts()
         self._strike_holders()
 
     # calls
@@ -215,6 +217,14 @@ class Gatherer:
             made = next((s for s in self.account.sayings if s.spot == spot and not s.handed_on and not s.adds), None)
             if made is not None:
                 self.account.refuse(line, f"{text}, though {made.name} is made in line {made.line}: which is meant?")
+
+    def _refuse_parts(self) -> None:
+        """Refuse tables and classes of a system without the one that has its dtype, which is then in another file."""
+        for spot, what in WITH_DTYPE.items():
+            own = [saying for saying in self.account.sayings if saying.spot[0] == spot[0]]
+            if own and all(saying.adds or saying.spot[1].partition(".")[0] not in ("", "v1") for saying in own):
+                why = f"{what}, which says the dtype, is not in this file: give both in one"
+                self.account.refuse(own[0].line, f"{own[0].name}: {why}")
 
     def _clipping(self) -> None:
         """Read clipping in a script with FSDP: `model.clip_grad_norm_(1.0)` and torch's function."""

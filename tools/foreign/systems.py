@@ -272,6 +272,11 @@ LOOSE: Mapping[str, Mapping[str, str]] = {
     "internevo": {"use_fp32_norm": "use_fp32_norm", "model_type": "model_type", "output_tf32": "output_tf32"},
 }
 """Variables at the top of a file that belong to a system's configuration, where the file has one: name -> key."""
+WITH_DTYPE: Mapping[Spot, str] = {
+    INTERNEVO: "InternEvo's `model = dict(...)`",
+    NEMO: "NeMo's precision plugin or recipe",
+}
+"""What of a system says the dtype; its other tables and classes alone do not say what the precision is."""
 ENVIRONMENT = _words("NEURON_RT_STOCHASTIC_ROUNDING_EN XLA_USE_BF16 XLA_DOWNCAST_BF16")
 WORLD_GROUPS = ("world_process_group", "group.WORLD", "GroupMember.WORLD")
 """Endings of names that mean the world's process group, under any alias."""

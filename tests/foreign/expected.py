@@ -220,6 +220,15 @@ TABLE: tuple[Expected, ...] = (
         quiet=True,
     ),
     Expected("smp_accelerate_fsdp2.yaml", half(BF16) | {"reduce": BF16, "cast_inputs": "all"}, quiet=True),
+    # accelerate/accelerator.py: FP16 has torch's scaler, utils/modeling.py get_grad_scaler, with torch's defaults.
+    Expected("smp_accelerate_fp16.yaml", fsdp(FP16, FP16, FP16, scaling=TORCH_SCALE) | {"output": FP16}, quiet=True),
+    # transformers/trainer.py: it clips if max_grad_norm is above 0.
+    Expected(
+        "smp_trainer_fp16.py",
+        half(FP16) | {"reduce": FP16, "buffers": FP16, "scaling": TORCH_SCALE},
+        {"optimizer.clip": 0.0},
+        notes=("max_grad_norm = 0: no clipping",),
+    ),
     # transformers/training_args.py: bf16 with fsdp is accelerate's mixed precision; max_grad_norm clips.
     Expected(
         "smp_trainer.py",

@@ -16,6 +16,7 @@ from tools.foreign.systems import (
     NXD_PACKAGES,
     SMP_POLICY,
     SMP_POLICY2,
+    SMP_SCALER,
     VALUES,
     WITH_DTYPE,
     Maker,
@@ -115,6 +116,8 @@ class Gatherer:
             value = dtypes[name] if entry.value is True else entry.value
             policy = {key: replace(entry, value=value) for key in ("param_dtype", "reduce_dtype", "buffer_dtype")}
             self.account.add(Saying(SMP_POLICY, policy, entry.line, "TrainingArguments(...)", thing.conditions, True))
+            if value == "float16":  # Accelerate, which the Trainer uses, makes torch's scaler with torch's defaults
+                self.account.add(Saying(SMP_SCALER, {}, entry.line, "TrainingArguments(...)", thing.conditions, True))
         clip = fields.get("max_grad_norm", Entry(1.0, thing.line))
         self.account.add(Saying(("smp", ""), {"max_grad_norm": clip}, thing.line, "TrainingArguments(...)", adds=True))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaprec.dialects import nemo_v1
 from tools.foreign.account import Account, Saying
-from tools.foreign.systems import NEMO, NXD, NXD_OPTIMIZER, SMP_FP8, SMP_POLICY, SMP_POLICY2
+from tools.foreign.systems import NEMO, NXD, NXD_OPTIMIZER, SMP_FP8, SMP_POLICY, SMP_POLICY2, SMP_SCALER
 from tools.foreign.values import Entry, Row, Table, Thing
 
 Moves = Mapping[str, str]
@@ -227,6 +227,8 @@ def _accelerate(tree: Table, account: Account) -> Iterator[Saying]:
     last = "output_dtype" if second else "buffer_dtype"
     fields = {key: Entry(dtype, precision.line) for key in ("param_dtype", "reduce_dtype", last)}
     yield Saying(SMP_POLICY2 if second else SMP_POLICY, fields, precision.line, "mixed_precision")
+    if said == "fp16":  # Accelerate makes torch's scaler, with torch's defaults
+        yield Saying(SMP_SCALER, {}, precision.line, "mixed_precision")
     if precision.value == "fp8":
         yield from _accelerate_fp8(tree, account, precision.line)
 

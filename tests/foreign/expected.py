@@ -371,13 +371,18 @@ TABLE: tuple[Expected, ...] = (
         {"parallel.zero": True, "optimizer.clip": 0.0},
         notes=("fp8_communication",),
     ),
-    Expected("colossalai_hybrid_fp32.py", half(FP32), {"parallel.zero": False, "optimizer.clip": 1.0}, quiet=True),
+    Expected(
+        "colossalai_hybrid_fp32.py",
+        half(FP32),
+        {"parallel.zero": False, "optimizer.clip": 1.0},
+        notes=("pp_style, num_microbatches: not used",),
+    ),
     # booster/plugin/moe_hybrid_parallel_plugin.py: ep_size is the third argument.
     Expected(
         "colossalai_moe.py",
         half(BF16, BF16, cast_inputs="root"),
         {"parallel.zero": True, "optimizer.clip": 1.0},
-        quiet=True,
+        notes=("ep_size: not used",),
     ),
     # Comments and texts decide nothing.
     Expected(

@@ -131,10 +131,13 @@ class Gatherer:
     def _own(self, fields: dict[str, Entry], maker: Maker, thing: Thing) -> dict[str, Entry]:
         """Return the arguments that are keys of the table, by key."""
         own: dict[str, Entry] = {}
+        remarked = {name: fields[name] for name in maker.remarks if name in fields}
+        for why in dict.fromkeys(maker.remarks[name] for name in remarked):
+            names = [name for name in remarked if maker.remarks[name] == why]
+            self.account.note(remarked[names[0]].line or thing.line, f"{', '.join(names)}: not used, for {why}")
         for name, entry in fields.items():
-            if name in maker.remarks:
+            if name in remarked:
                 self.account.take(entry.node)
-                self.account.note(entry.line, f"{name}: not used, for {maker.remarks[name]}")
             elif name not in maker.unrelated and (maker.strict or name in maker.keys):
                 own[maker.keys.get(name, name)] = replace(entry, line=entry.line or thing.line)
             elif name in maker.unrelated:

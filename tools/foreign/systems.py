@@ -95,9 +95,18 @@ PRECISION_OF_PLUGINS = frozenset(
 )
 
 
+LAYOUT_OF_PLUGINS = _words(
+    "sp_size ep_size enable_sequence_parallelism sequence_parallelism_mode pp_style num_model_chunks num_microbatches "
+    "microbatch_size num_layers_per_stage"
+)
+
+
 def _plugin(kind: str, order: tuple[str, ...]) -> Maker:
-    unrelated = frozenset(order) - PRECISION_OF_PLUGINS | {"moe_dp_outside"}
-    return Maker(PLUGIN, order, ("colossalai",), unrelated=unrelated, adds={"kind": kind})
+    remarks = dict.fromkeys(
+        LAYOUT_OF_PLUGINS, "the layout besides tp_size and pp_size, and schedules, are the run file's"
+    )
+    unrelated = frozenset(order) - PRECISION_OF_PLUGINS - set(remarks) | {"moe_dp_outside"}
+    return Maker(PLUGIN, order, ("colossalai",), unrelated=unrelated, remarks=remarks, adds={"kind": kind})
 
 
 FSDP_ORDER = _words(

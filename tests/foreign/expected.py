@@ -651,6 +651,12 @@ TABLE: tuple[Expected, ...] = (
         {"optimizer.clip": 0.25},
         quiet=True,
     ),
+    # There: its fields have names of their own, and the window is a float.
+    Expected(
+        "nemo_bridge_scale.py",
+        half(FP16, FP16, scaling=dynamic(2.0**16, 1.0, 500, 4, None)),
+        quiet=True,
+    ),
     # There: the recipe's plugin is replaced, then two fields of the new one are changed.
     Expected(
         "nemo_fp8_recipe.py",

@@ -562,6 +562,13 @@ CASES: list[Case] = [
         "nemo",
         nemo_v1.Nemo1,
         "v1",
+        {"v1": {**V1["v1"], "optim_name": "distributed_fused_adam", "grad_sync_dtype": "bf16"}},
+        ("optim_dtype", "bf16", fields("masters moments", BF16) | {"remainders": False}),
+    ),
+    *rows(
+        "nemo",
+        nemo_v1.Nemo1,
+        "v1",
         {"v1": {"precision": 16}},
         ("native_amp_init_scale", 4.0, {"scaling.initial": 4}),
         ("native_amp_growth_interval", 4, {"scaling.growth_interval": 4}),

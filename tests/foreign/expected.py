@@ -749,6 +749,13 @@ TABLE: tuple[Expected, ...] = (
         {"parallel.zero": True, "optimizer.clip": 0.0},
         quiet=True,
     ),
+    # There: optim_dtype is that of the model, so the optimizer has no masters beside the weights and BF16 moments.
+    Expected(
+        "nemo_optimizer_dtype.yaml",
+        half(BF16, reduce=BF16, masters=BF16, moments=BF16),
+        {"parallel.zero": True, "optimizer.clip": 1.0},
+        quiet=True,
+    ),
     Expected("nemo_gpt_32.yaml", half(FP32), {"parallel.zero": False, "optimizer.clip": 0.0}, quiet=True),
     # Megatron-Bridge, MixedPrecisionConfig: fp8_recipe is tensorwise unless given; fp8_param is fp8_param_gather.
     Expected(

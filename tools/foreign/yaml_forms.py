@@ -84,8 +84,9 @@ def _nemo1(tree: Table, account: Account) -> Iterator[Saying]:
     if precision is None or not isinstance(model, Table) or not _is_megatron(model):
         return
     moves = {"trainer.precision": "precision", "trainer.gradient_clip_val": "gradient_clip_val"}
-    moves |= {f"model.{key}": key for key in NEMO1_IN_MODEL if key not in ("optim_name", "grad_sync_dtype")}
-    moves |= {"model.optim.name": "optim_name", "model.optim.grad_sync_dtype": "grad_sync_dtype"}
+    of_optim = {"name": "optim_name", "dtype": "optim_dtype", "grad_sync_dtype": "grad_sync_dtype"}
+    moves |= {f"model.{key}": key for key in NEMO1_IN_MODEL if key not in of_optim.values()}
+    moves |= {f"model.optim.{name}": key for name, key in of_optim.items()}
     fields = {key: entry for key, entry in _moved(tree, moves).items() if entry.value is not None}
     _strike(tree, account, ["model.precision", *(f"model.{key}" for key in NO_NUMBERS)])
     yield Saying(("nemo", "v1"), fields, precision.line, "trainer.precision")

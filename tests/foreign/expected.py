@@ -797,6 +797,8 @@ TABLE: tuple[Expected, ...] = (
     Expected("nemo_fp8_without_format.yaml", refused=("fp8_hybrid",)),
     Expected("nemo_bridge_nvfp4.py", refused=("bf16_with_nvfp4_mixed",), at=(4,)),
     # megatron_base_model.py configure_optimizers raises: FP16 has no O2.
+    # nlp/parts/nlp_overrides.py NLPFSDPStrategy: a policy of PyTorch's in place of Megatron's optimizer.
+    Expected("nemo_gpt_fsdp.yaml", refused=("fsdp = True",)),
     Expected("nemo_o2_fp16.yaml", refused=("megatron_amp_O2",)),
     Expected("nemo_precision_argument.py", refused=("precision",), at=(15, 16)),
     Expected("nemo_docs_two_trainers.py", refused=("fp16_mixed",), at=(10, 17)),

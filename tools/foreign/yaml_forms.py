@@ -31,6 +31,7 @@ HYPERPOD = {"max_context_width", "backward_fetch_policy"}
 HYPERPOD_DTYPES = {"bf16": "bfloat16", 16: "float16", 32: "float32"}
 HYPERPOD_FP8 = {"fp8_amax_history_len": "amax_history_len", "fp8_amax_compute_algo": "amax_compute_algo"}
 NO_NUMBERS = ("grad_div_ar_fusion", "gradient_accumulation_fusion", "grad_allreduce_chunk_size_mb")
+NO_NUMBERS += ("apex_transformer_log_level",)
 OFF = ("model.fp16_lm_cross_entropy", "model.fsdp", "downcast_bf16", "model.fp8_dot_product_attention")
 OFF += ("model.fp8_multi_head_attention",)
 """Switches that change no number while they are off."""
@@ -89,6 +90,11 @@ def _nemo1(tree: Table, account: Account) -> Iterator[Saying]:
     moves |= {f"model.optim.{name}": key for name, key in of_optim.items()}
     fields = {key: entry for key, entry in _moved(tree, moves).items() if entry.value is not None}
     _strike(tree, account, ["model.precision", *(f"model.{key}" for key in NO_NUMBERS)])
+    sharded = model.entries.get("fsdp")
+    if sharded is not None and sharded.value:
+        why = "FSDP, which does without O2's masters and dtypes, is not read: take PyTorch's policy as SMP's keys"
+        account.refuse(sharded.line, f"model.fsdp = {sharded.value}: {why}")
+    _strike(tree, account, ["model.fsdp_grad_reduce_dtype"])  # it is in every template
     yield Saying(("nemo", "v1"), fields, precision.line, "trainer.precision")
 
 

@@ -44,13 +44,13 @@ def require_rates(**rates: float) -> None:
         raise UserError(*(f"{said}: must be a finite number from 0 on" for said in wrong))
 
 
-def claim(rule: Any) -> None:
-    """Mark a rule as that of one optimizer. Raises UserError if it is another's already, and may hold its numbers.
+def claimed(rule: Any) -> Any:
+    """Return a rule, marked as that of one optimizer. Raises UserError if it is another's, whose numbers it may hold.
 
     A frozen dataclass holds nothing that a step changes.
     """
     if getattr(getattr(type(rule), "__dataclass_params__", None), "frozen", False):
-        return
+        return rule
     if getattr(rule, CLAIMED, False):
         raise UserError(
             f"rule = {type(rule).__name__}: it belongs to another optimizer, whose steps it counts: make one for each, "
@@ -58,6 +58,7 @@ def claim(rule: Any) -> None:
         )
     with suppress(AttributeError):
         setattr(rule, CLAIMED, True)
+    return rule
 
 
 def require_loss(loss: Tensor | None, any_shape: bool) -> None:

@@ -36,7 +36,7 @@ from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
 from megaprec.optim.consensus import Consensus, StepConsensus, digest
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.given_numbers import claim, require_loss, require_saved, require_scaled, require_settings
+from megaprec.optim.given_numbers import claimed, require_loss, require_saved, require_scaled, require_settings
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
 from megaprec.optim.matrix_updates import MatrixUpdates, require_understood
@@ -144,7 +144,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         shards = self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
         memory = ModelBuffers(parts, plan, mesh, ranks, shards, groups, bucket, moments, seed, mean, canonical, virtual)
         self._memory, self.buffers, self._virtual = memory, memory.chunks, virtual  # buffers: by model chunk
-        self._matrices = MatrixUpdates.of(self.rule, memory.all, groups, mesh, ranks)
+        self._matrices = MatrixUpdates.of(claimed(self.rule), memory.all, groups, mesh, ranks)
         self._slices = self._tiles_of(groups)
         tp = Axis("tp") if virtual else self.tp  # `sum_copies` sums over virtual ranks
         self._sums = GradReducer(self.buffers, tp, overlap, MicrobatchSums(self.buffers) if canonical else None)
@@ -153,7 +153,6 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self._fp8 = memory.fp8_masters(self._weights.begin, self._weights.settle)
         self._agreement = (CanonicalConsensus if canonical else StepConsensus)(self.pp, self.world, norm, self.device)
         self.num_elements = memory.num_elements(self.world)
-        claim(self.rule)
 
     def _tiles_of(self, groups: Sequence[Group]) -> list[tuple[Buffer, list[tuple[Slice, list[Tile]]]]]:
         """Return, for each buffer that is updated element by element, its slices of one group and their tiles."""

@@ -197,14 +197,15 @@ def _refuse_stub(reading: Reading, asked: Config) -> None:
 def _plugged(reading: Reading, asked: Config) -> Resolved:
     """Return a plugin's plan. The Booster's `mixed_precision` is used only if the plugin does not decide precision."""
     plugin = reading.read(plugin_class(reading, asked.plugin), asked.plugin, "plugin")
+    clipping = reading.idle(asked, ("clip_grad_norm",), "beside a plugin; max_norm is its key")
     if asked.fp16 is not None and isinstance(plugin, Plugin):
         reading.refuse("fp16", "{...}", "plugin is there too and decides precision: keep the one that is meant")
     if isinstance(plugin, Plugin):
         resolved = resolve_plugin(reading, plugin)
         note = "mixed_precision: the Booster ignores it beside a plugin that decides precision itself"
-        return replace(resolved, notes=(*resolved.notes, note)) if asked.mixed_precision else resolved
+        return replace(resolved, notes=(*resolved.notes, *([note] if asked.mixed_precision else []), *clipping))
     _refuse_stub(reading, asked)
-    notes = (FP8_TRAVEL,) if getattr(plugin, "fp8_communication", False) else ()
+    notes = (*((FP8_TRAVEL,) if getattr(plugin, "fp8_communication", False) else ()), *clipping)
     if asked.fp16 is None and asked.mixed_precision is None:
         reading.done()
         plain = all_of(("compute", "pipeline", "parameters"), reading.by(torch.float32, "mixed_precision"))
@@ -217,7 +218,8 @@ def _mode(reading: Reading, fp16: Mapping[str, Any]) -> AMP_TYPE:
     mode, modes = fp16.get("mode"), AMP_TYPE.__members__
     name = mode.name if isinstance(mode, AMP_TYPE) else str(mode).rpartition(".")[2].upper()
     if mode is None:
-        reading.problems.append(f"{PREFIX}.fp16.mode is missing: use one of {', '.join(modes)} ({SYSTEM})")
+        other = "; DeepSpeed's file is one for megaprec import-args" if "enabled" in fp16 else ""
+        reading.problems.append(f"{PREFIX}.fp16.mode is missing: use one of {', '.join(modes)}{other} ({SYSTEM})")
     elif name not in modes:
         reading.refuse("fp16.mode", mode, f"no such mode; there are {', '.join(modes)}{did_you_mean(name, modes)}")
     reading.done()
@@ -307,6 +309,9 @@ def _apex(reading: Reading, fp16: Mapping[str, Any]) -> Resolved:
     if asked.cast_model_outputs is not None:
         decisions["output"] = reading.by(asked.cast_model_outputs, "fp16.cast_model_outputs")
     notes = ("num_losses: a run has one loss, so one scaler",) if asked.num_losses > 1 else ()
+    if level["loss_scale"] != "dynamic":
+        bounds = ("min_loss_scale", "max_loss_scale")
+        notes += reading.idle(asked, bounds, 'without loss_scale = "dynamic": a constant scale has no bounds', "fp16")
     return reading.resolved(decisions | {"scaling": scaling}, {}, notes if asked.verbosity else ())
 
 

@@ -118,6 +118,10 @@ def resolve_plugin(reading: Reading, asked: Plugin) -> Resolved:
         "fp8": reading.by(FP8Recipe("current") if asked.use_fp8 else None, f"{TABLE}.use_fp8"),
     }
     notes = (FP8_TRAVEL,) if asked.fp8_communication else ()
+    if asked.precision != "fp16":
+        notes += reading.idle(asked, SCALE, "without FP16, which alone has a loss scale", TABLE)
+    if isinstance(asked, HybridParallelPlugin) and asked.zero_stage == 0:
+        notes += reading.idle(asked, ("communication_dtype",), "without ZeRO, zero_stage 1 or 2", TABLE)
     return reading.resolved(decisions, _settings(reading, asked), notes)
 
 

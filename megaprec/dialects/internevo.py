@@ -28,6 +28,7 @@ from pydantic import Field
 from megaprec.dialects.internevo_model import Model, express_model, has_flash, model_notes, model_settings
 from megaprec.dialects.reading import UNKNOWN, Decision, Keys, Reading, Resolved, all_of
 from megaprec.dialects.scaling import CEILING, FLOOR, cap
+from megaprec.errors import did_you_mean
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import TORCH_DTYPES, LossScaling, PrecisionPlan
 
@@ -64,13 +65,15 @@ class HybridZeroOptimizer(Keys):
 class Parallel(Keys):
     """Keys of `parallel = dict(...)`, each a size or dict(size=...).
 
-    zero1: number of data-parallel ranks over which the optimizer state is sharded.
+    zero1: number of data-parallel ranks over which the optimizer state is sharded. sequence_parallel: of older files,
+    which a mode of `tensor` says since.
     """
 
     zero1: Any = -1
     tensor: Any = None
     pipeline: Any = None
     weight: Any = None
+    sequence_parallel: bool = False
 
 
 SCALE_KEYS = ("grad_scaler.growth_factor", "grad_scaler.backoff_factor", "grad_scaler.max_scale")
@@ -175,6 +178,7 @@ def _optimizer(reading: Reading, table: Any) -> dict[str, Decision]:
 def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
     """Return sizes, by run-file key. zero1: 1 is off, 0 or less all data-parallel ranks, more that many of them."""
     settings: dict[str, Decision] = {}
+    _require_known(reading, asked)
     for name in ("tensor", "pipeline"):
         if getattr(asked, name) is not None and (size := _size(reading, name, getattr(asked, name))) is not None:
             settings[f"parallel.{name}"] = reading.by(size, f"parallel.{name}", f"parallel.{name}.size")
@@ -183,8 +187,9 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
         reading.unknown.add(f"{PREFIX}.parallel.tensor.mode")
     elif mode not in SEQUENCE:
         reading.refuse("parallel.tensor.mode", mode, f"not supported: use one of {', '.join(SEQUENCE)}")
-    elif SEQUENCE[mode]:
-        settings["parallel.sequence"] = reading.by(True, "parallel.tensor", "parallel.tensor.mode")
+    elif SEQUENCE[mode] or asked.sequence_parallel:
+        keys = ("parallel.tensor", "parallel.tensor.mode") if SEQUENCE[mode] else ("parallel.sequence_parallel",)
+        settings["parallel.sequence"] = reading.by(True, *keys)
     if asked.weight is not None and (_size(reading, "weight", asked.weight) or 1) > 1:
         reading.refuse("parallel.weight", asked.weight, "weight parallelism is not supported: use 1")
     if (size := _size(reading, "zero1", asked.zero1)) is not None:
@@ -192,6 +197,16 @@ def _parallel(reading: Reading, asked: Parallel) -> dict[str, Decision]:
         if size > 1:
             settings["parallel.zero_size"] = reading.by(size, "parallel.zero1", "parallel.zero1.size")
     return settings
+
+
+def _require_known(reading: Reading, asked: Parallel) -> None:
+    """Record a problem for each key of the tables in `parallel` that InternEvo does not have."""
+    for name, more in PARALLEL_KEYS.items():
+        table, known = getattr(asked, name), ("size", *more)
+        for key in table if isinstance(table, Mapping) else ():
+            if key not in known:
+                would = did_you_mean(str(key), known) or f"; there are {', '.join(known)}"
+                reading.refuse(f"parallel.{name}.{key}", table[key], f"no such key{would}")
 
 
 SEQUENCE = {"mtp": False, "msp": True, "fsp": True}  # mode of tensor parallelism -> sequence parallelism
@@ -228,6 +243,13 @@ def _notes(reading: Reading, model: Model) -> list[str]:
         )
     if communication := [*_about_communication(model.parallel)]:
         notes.append(f"{', '.join(communication)}: how ranks communicate, with the same numbers either way")
+    if model.dtype in ("float32", "tf32"):
+        scaler = reading.read(GradScaler, model.grad_scaler or {}, "grad_scaler")
+        why = "in float32 and tf32, which have no loss scale"
+        tops = ("growth_factor", "backoff_factor", "max_scale", "hysteresis")
+        notes += reading.idle(scaler, tops, why, "grad_scaler")
+        start = reading.read(Fp16, scaler.fp16 or {}, "grad_scaler.fp16")
+        notes += reading.idle(start, Fp16.model_fields, why, "grad_scaler.fp16")
     return [*notes, *model_notes(reading, model)]
 
 
@@ -241,6 +263,7 @@ def _about_communication(parallel: object) -> Iterator[str]:
 
 
 COMMUNICATION = {"zero1": ("fsdp",), "pipeline": ("interleaved_overlap",), "weight": ("overlap", "memory_pool")}
+PARALLEL_KEYS = {"tensor": ("mode",), **COMMUNICATION}  # of the tables in `parallel`, besides their size
 
 _SAME = {
     "num_chunks": "parallel.chunks",

@@ -167,6 +167,8 @@ def resolve(
     reading = Reading(SYSTEM, PREFIX, places)
     read = reading.read(MegatronMixedPrecision, config or {})
     if read.v1 is not None:
+        for key in sorted(read.model_fields_set - {"v1"}):
+            reading.refuse(key, getattr(read, key), "v1, NeMo 1's YAML, is there too: keep the one that is meant")
         return resolve_v1(reading, read.v1)
     asked = _filled(reading, read)
     half = HALVES[asked.precision or "32"]
@@ -191,7 +193,9 @@ def resolve(
         "scaling": _scaling(reading, asked, half),
         "fp8": reading.by(_fp8(asked), "fp8", "recipe", *FP8_KEYS),
     }
-    return reading.resolved(decisions, _settings(reading, asked), _notes(reading, asked))
+    return reading.resolved(
+        decisions, _settings(reading, asked), (*_notes(reading, asked), *_idle(reading, asked, half))
+    )
 
 
 def _settings(reading: Reading, asked: MegatronMixedPrecision) -> dict[str, Decision]:
@@ -305,6 +309,26 @@ def _notes(reading: Reading, asked: MegatronMixedPrecision) -> tuple[str, ...]:
     if asked.reuse_grad_buf_for_mxfp8_param_ag:
         notes.append("reuse_grad_buf_for_mxfp8_param_ag is about memory: it changes no number and nothing here")
     return tuple(notes)
+
+
+def _idle(reading: Reading, asked: MegatronMixedPrecision, half: torch.dtype) -> tuple[str, ...]:
+    """Return notes on keys that are set and change nothing beside the others."""
+    notes: tuple[str, ...] = ()
+    if half != torch.float16:
+        notes += reading.idle(asked, SCALE_KEYS, "without FP16, which alone has a dynamic loss scale")
+    elif asked.fp16_loss_scale is not None:
+        notes += reading.idle(asked, SCALE_KEYS, "beside fp16_loss_scale, which is constant")
+    if half == torch.float32:
+        notes += reading.idle(asked, ("fp16_loss_scale",), "in FP32")
+    if not asked.autocast_enabled:
+        apart = [key for key in ("params_dtype", "autocast_dtype") if getattr(asked, key) not in (None, half)]
+        notes += reading.idle(
+            asked, apart, "without autocast_enabled: parameters and products are in the precision's dtype"
+        )
+    if asked.fp8 and not asked.first_last_layers_bf16:
+        wide = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        notes += reading.idle(asked, wide, "without first_last_layers_bf16")
+    return notes + (reading.idle(asked, ("fp4_recipe",), "without fp4") if asked.fp4 is None else ())
 
 
 def express(plan: PrecisionPlan, settings: Mapping[str, Any]) -> list[dict[str, Any]]:

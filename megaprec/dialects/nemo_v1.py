@@ -4,6 +4,7 @@
     precision = "bf16-mixed"            trainer.precision
     megatron_amp_O2 = true              default: false, which is torch's autocast over FP32 parameters
     optim_name = "distributed_fused_adam"       model.optim.name; distributed ones shard their state as ZeRO-1 does
+    optim_dtype = "fp32"                model.optim.dtype, of masters and moments of distributed_fused_adam
     gradient_clip_val = 1.0             default: none
 
 With O2 parameters are BF16, with FP32 masters and gradient accumulation; NeMo 1 does not train FP16 with O2. The loss
@@ -27,9 +28,10 @@ DTYPES = {
     **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
     **dict.fromkeys(("32", "32-true"), torch.float32),
 }
+NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DISTRIBUTED = ("distributed_fused_adam", "mcore_distributed_optim")
 FP8_KEYS = ("fp8", "fp8_e4m3", "fp8_hybrid", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
-FP8_KEYS += ("fp8_params", "reduce_amax")
+FP8_KEYS += ("fp8_params", "fp8_wgrad", "reduce_amax")
 SCALE_KEYS = ("native_amp_init_scale", "native_amp_growth_interval", "hysteresis")
 
 
@@ -41,11 +43,12 @@ def _precision(value: object) -> object:
 
 
 class Nemo1(Keys):
-    """Keys of trainer and model in one table. optim_name: `model.optim.name`; grad_sync_dtype: key of `model.optim`."""
+    """Keys of trainer and model in one table. optim_name, optim_dtype and grad_sync_dtype: keys of `model.optim`."""
 
     precision: Annotated[str, BeforeValidator(_precision)] = "32"
     megatron_amp_O2: bool = False
     optim_name: str = ""
+    optim_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     grad_sync_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     gradient_clip_val: float | None = None
     native_amp_init_scale: float = Field(default=2.0**32, ge=FLOOR, le=CEILING)
@@ -60,6 +63,7 @@ class Nemo1(Keys):
     fp8_amax_history_len: int = Field(default=1024, ge=1)
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
     fp8_params: bool = False
+    fp8_wgrad: bool = True
     reduce_amax: bool = True
 
 
@@ -72,18 +76,20 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
     compute, held = _by(reading, half, "precision"), _by(reading, half, "megatron_amp_O2", "precision")
     if not asked.megatron_amp_O2:
         held = _by(reading, torch.float32, "megatron_amp_O2")
-    remainders = asked.megatron_amp_O2 and half == torch.bfloat16 and asked.optim_name == "distributed_fused_adam"
+    state = NAMED[asked.optim_dtype or "fp32"]
+    fused = asked.megatron_amp_O2 and half == torch.bfloat16 and asked.optim_name == "distributed_fused_adam"
+    synced = NAMED[asked.grad_sync_dtype] if asked.grad_sync_dtype else state
     wide = asked.fp32_residual_connection or held.value == torch.float32
-    synced = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}
     decisions = {
         "compute": compute,
         "parameters": held,
         "residual": _by(reading, torch.float32, "fp32_residual_connection", "megatron_amp_O2") if wide else compute,
         "pipeline": compute,
-        "reduce": _by(reading, synced[asked.grad_sync_dtype], "grad_sync_dtype"),
-        **all_of(("gradients", "masters", "moments"), reading.always(torch.float32)),
-        **_summed(reading, asked, synced[asked.grad_sync_dtype]),
-        "remainders": _by(reading, remainders, "optim_name"),
+        "reduce": _by(reading, synced, "grad_sync_dtype", "optim_dtype"),
+        "gradients": reading.always(torch.float32),
+        **all_of(("masters", "moments"), _by(reading, state, "optim_dtype")),
+        **_summed(reading, asked, synced),
+        "remainders": _by(reading, fused and state == torch.float32, "optim_name", "optim_dtype"),
         "scaling": _scaling(reading, asked, half),
         "fp8": _by(reading, _fp8(asked), *FP8_KEYS),
     }
@@ -92,7 +98,11 @@ def resolve_v1(reading: Reading, values: Any) -> Resolved:
         "optimizer.clip": _by(reading, max(clip, 0.0), "gradient_clip_val"),
         "parallel.zero": _by(reading, asked.optim_name in DISTRIBUTED, "optim_name"),
     }
-    return reading.resolved(decisions, settings)
+    notes: tuple[str, ...] = ()
+    if half != torch.float16:
+        keys = [key.removeprefix(f"{TABLE}.") for key in SCALE_KEYS]
+        notes = reading.idle(asked, keys, "without FP16, which alone has a loss scale", TABLE)
+    return reading.resolved(decisions, settings, notes)
 
 
 def _summed(reading: Reading, asked: Nemo1, synced: torch.dtype) -> dict[str, Decision]:
@@ -110,6 +120,8 @@ def _contradictions(reading: Reading, asked: Nemo1, half: torch.dtype) -> None:
     if half == torch.float16 and asked.megatron_amp_O2 and asked.optim_name not in DISTRIBUTED:
         why = "NeMo 1 does not train FP16 with O2: use bf16, or megatron_amp_O2 = false"
         reading.refuse(f"{TABLE}.megatron_amp_O2", True, why)
+    if asked.optim_dtype is not None and asked.optim_name != "distributed_fused_adam":
+        reading.refuse(f"{TABLE}.optim_dtype", asked.optim_dtype, "only distributed_fused_adam has a dtype")
     if asked.fp8 and not (asked.fp8_e4m3 or asked.fp8_hybrid):
         reading.refuse(f"{TABLE}.fp8", True, "needs fp8_hybrid or fp8_e4m3 beside it")
 
@@ -140,4 +152,5 @@ def _fp8(asked: Nemo1) -> FP8Recipe | None:
         reduce_amax=asked.reduce_amax,
         reduce_over="stage",
         parameters=asked.fp8_params,
+        weight_gradients=asked.fp8_wgrad,
     )

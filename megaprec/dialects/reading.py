@@ -178,6 +178,14 @@ class Reading:
             return Decision(value, ", ".join(map(self._placed, given)), given=True)
         return Decision(value, f"{full[0]} ({self.system}'s default)")
 
+    def idle(self, asked: Keys, keys: Iterable[str], why: str, table: str = "") -> tuple[str, ...]:
+        """Return a note on those of `keys` that are set, to other values than their defaults, and change nothing."""
+        defaults = type(asked).model_fields
+        given = [key for key in keys if self._full("", self._under(table, key)) in self.given]
+        idle = [key for key in given if getattr(asked, key) != defaults[key].default]
+        names = ", ".join(self._under(table, key) for key in idle)
+        return (f"{names}: {'they change' if len(idle) > 1 else 'it changes'} nothing {why}",) if idle else ()
+
     def always(self, value: object) -> Decision:
         """Return `value` as a decision that is fixed in this system."""
         return Decision(value, f"{self.system}, always")

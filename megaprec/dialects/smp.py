@@ -5,7 +5,8 @@ FP32, weights and products are in `param_dtype`, gradients are reduced in `reduc
 `keep_low_precision_grads` is set. Layers without FP8 follow the mixed-precision policy.
 
     [precision.smp]
-    max_grad_norm = 1.0                  argument of clip_grad_norm_; the run file's optimizer.clip if it is not given
+    max_grad_norm = 1.0                  argument of clip_grad_norm_; the run file's optimizer.clip if it is not given,
+                                         no clipping if it is 0
     [precision.smp.mixed_precision]      MixedPrecision, argument `mixed_precision` of FSDP; or
     param_dtype = "bfloat16"             default: float32, as the model was built
     reduce_dtype = "float32"             default: param_dtype
@@ -201,7 +202,13 @@ def resolve(config: Mapping[str, Any] | None, places: Mapping[str, str] | None =
         decisions["fp8"], more = _fp8(reading, tables.fp8_autocast)
         notes += more
     reading.done()
-    clip = {"optimizer.clip": reading.by(tables.max_grad_norm, "max_grad_norm")} if tables.max_grad_norm else {}
+    clip: dict[str, Decision] = {}
+    if tables.max_grad_norm is not None:
+        clip["optimizer.clip"] = reading.by(tables.max_grad_norm, "max_grad_norm")
+    if tables.max_grad_norm == 0:
+        notes += (
+            "max_grad_norm = 0: no clipping, as for transformers' Trainer; FSDP's clip_grad_norm_(0) erases gradients",
+        )
     return reading.resolved(decisions, clip, notes)
 
 

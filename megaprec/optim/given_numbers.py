@@ -5,6 +5,7 @@ fail late, or count as 1.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from megaprec.errors import UserError
 from megaprec.kinds import is_number
 from megaprec.precision.plan import LossScaling
+
+CLAIMED = "_has_optimizer"  # attribute of a rule
 
 
 def require_settings(
@@ -39,6 +42,23 @@ def require_rates(**rates: float) -> None:
     """Raise UserError for a learning rate or a weight decay that is not a finite number from 0 on."""
     if wrong := [f"{name} = {rate!r}" for name, rate in rates.items() if not (is_number(rate) and rate >= 0)]:
         raise UserError(*(f"{said}: must be a finite number from 0 on" for said in wrong))
+
+
+def claimed(rule: Any) -> Any:
+    """Return a rule, marked as that of one optimizer. Raises UserError if it is another's, whose numbers it may hold.
+
+    A frozen dataclass holds nothing that a step changes.
+    """
+    if getattr(getattr(type(rule), "__dataclass_params__", None), "frozen", False):
+        return rule
+    if getattr(rule, CLAIMED, False):
+        raise UserError(
+            f"rule = {type(rule).__name__}: it belongs to another optimizer, whose steps it counts: make one for each, "
+            "rule(name, options)"
+        )
+    with suppress(AttributeError):
+        setattr(rule, CLAIMED, True)
+    return rule
 
 
 def require_loss(loss: Tensor | None, any_shape: bool) -> None:

@@ -36,7 +36,7 @@ from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
 from megaprec.optim.consensus import Consensus, StepConsensus, digest
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.given_numbers import require_loss, require_saved, require_scaled, require_settings
+from megaprec.optim.given_numbers import claimed, require_loss, require_saved, require_scaled, require_settings
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
 from megaprec.optim.matrix_updates import MatrixUpdates, require_understood
@@ -67,8 +67,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         memory, on the mesh's device, or without a mesh on the parameters' device. A chunk may be wrapped in
         DistributedDataParallel, whose all-reduce is then switched off, or sharded by fully_shard
         (`megaprec.optim.dtensors`).
-    mesh: with some of the axes pp, dp, cp and tp, in this order; None for a single process, and for a model that
-        fully_shard has sharded.
+    mesh: with some of the axes pp, dp, cp and tp, in this order; None for one process and for a model of fully_shard.
     lr: the learning rate, which torch's schedulers change in `param_groups`; None if each `step` is given its own.
     average: True if each dp rank's loss is the mean over its own samples, so that gradients are averaged over dp; False
         if it is the rank's share of a mean over all ranks' samples, so that they are summed. Required for several dp
@@ -145,7 +144,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         shards = self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
         memory = ModelBuffers(parts, plan, mesh, ranks, shards, groups, bucket, moments, seed, mean, canonical, virtual)
         self._memory, self.buffers, self._virtual = memory, memory.chunks, virtual  # buffers: by model chunk
-        self._matrices = MatrixUpdates.of(self.rule, memory.all, groups, mesh, ranks)
+        self._matrices = MatrixUpdates.of(claimed(self.rule), memory.all, groups, mesh, ranks)
         self._slices = self._tiles_of(groups)
         tp = Axis("tp") if virtual else self.tp  # `sum_copies` sums over virtual ranks
         self._sums = GradReducer(self.buffers, tp, overlap, MicrobatchSums(self.buffers) if canonical else None)

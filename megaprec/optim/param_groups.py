@@ -6,9 +6,12 @@ the optimizer was built with `lr`, and the caller of each step otherwise. In the
 reading it, as a scheduler does, raises an error that says so.
 """
 
+import inspect
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from megaprec.comm.layout import layout_of
@@ -53,10 +56,15 @@ def param_groups(
 def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rates]:
     """Return learning rate and weight decay by factors. lr: of this step, for an optimizer that was built without.
 
-    Raises UserError unless the rate is given once.
+    Raises UserError unless the rate is given once, and for an option of the update rule, which is none of a group.
     """
     if callable(lr):
         raise UserError("step takes a learning rate, not a closure: run forward and backward before step")
+    if idle := [f"{key} = {group[key]!r}" for group in of.values() for key in group.keys() & _options_of_torch()]:
+        raise UserError(
+            f"{min(idle)} in param_groups: a step reads lr and weight_decay there, nothing else; the other options are "
+            "those of the update rule that the optimizer is built with, like rule=AdamW(betas=..., eps=...)"
+        )
     if lr is not None and any("lr" in group for group in of.values()):
         raise UserError(
             "step(lr=...) of an optimizer that was built with lr: the rate is that of its param_groups, which LR "
@@ -68,6 +76,16 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
     if lr is None:
         return {pair: (float(group["lr"]), float(group["weight_decay"])) for pair, group in of.items()}
     return {pair: (lr * pair[0], float(group["weight_decay"])) for pair, group in of.items()}
+
+
+@cache
+def _options_of_torch() -> frozenset[str]:
+    """Return the options of torch's optimizers that torch reads from the groups in each step, and that are not here."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    names = {
+        name for kind in kinds if issubclass(kind, torch.optim.Optimizer) for name in inspect.signature(kind).parameters
+    }
+    return frozenset(names - {"params", "lr", "weight_decay", "defaults", "args", "kwargs"})
 
 
 def saved(of: dict[Factors, ParamGroup]) -> list[dict[str, Any]]:

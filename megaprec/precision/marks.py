@@ -21,10 +21,33 @@ from megaprec.errors import UserError
 from megaprec.precision.nested import mapped, tensors
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
+CAST = "is_cast_by_megaprec"  # attribute of the modules of a wrapped model
+
 
 def set_fp32_attr_to_module(module: nn.Module) -> None:
-    """Mark `module` and all its submodules to stay and compute in FP32 when the model is wrapped or trained."""
+    """Mark `module` and all its submodules to stay and compute in FP32 when the model is wrapped or trained.
+
+    Raises UserError for what is no module, and for a module of a model that is already wrapped, which was rounded.
+    """
+    require_module(module, "module")
+    if getattr(module, CAST, False) and not module_has_fp32_attr(module):
+        raise UserError(
+            f"{type(module).__name__} is part of a model that is already wrapped and cast, so a mark would change "
+            "nothing: mark it before NaiveAMPModel(...) or PlannedModel(...)"
+        )
     module.is_fp32_module = True  # type: ignore[assignment]
+
+
+def require_module(value: object, name: str) -> None:
+    """Raise UserError for what is no torch module."""
+    if not isinstance(value, nn.Module):
+        raise UserError(f"{name} = {value!r:.60}: must be a torch module")
+
+
+def note_cast(model: nn.Module) -> None:
+    """Remember that a model was cast, so that marks come too late."""
+    for module in model.modules():
+        setattr(module, CAST, True)
 
 
 def module_has_fp32_attr(module: nn.Module) -> bool:

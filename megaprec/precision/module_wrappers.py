@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
-from megaprec.precision.marks import compute_in_fp32, marked_parts
+from megaprec.precision.marks import compute_in_fp32, marked_parts, note_cast, require_module
 from megaprec.precision.marks import mark_fp32 as mark_fp32
 from megaprec.precision.marks import module_has_fp32_attr as module_has_fp32_attr
 from megaprec.precision.marks import set_fp32_attr_to_module as set_fp32_attr_to_module
@@ -43,7 +43,8 @@ class NaiveAMPModel(nn.Module):
 
     Casts `model` in place. A module marked by `set_fp32_attr_to_module` keeps the values of its parameters and buffers,
     gets floating-point inputs in FP32, and its FP32 outputs are cast to `dtype`.
-    Raises UserError for another dtype, and if the ranks over which to average buffers are not known.
+    Raises UserError for another dtype or kind of argument, and if the ranks over which to average buffers are not
+    known.
     """
 
     def __init__(
@@ -56,6 +57,12 @@ class NaiveAMPModel(nn.Module):
         mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        require_module(model, "model")
+        for name, value in (("output_to_fp32", output_to_fp32), ("sync_buffer", sync_buffer)):
+            if not isinstance(value, bool):
+                raise UserError(f"{name} = {value!r}: must be True or False")
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise UserError(f"mesh = {mesh!r:.60}: must be a DeviceMesh or None")
         self.model, self.output_to_fp32, self.dtype = model, output_to_fp32, _use_dtype(dtype)
         self._group, self._mesh = known_group(parallel_mode, mesh), mesh
         self.sync_buffer = sync_buffer
@@ -96,6 +103,9 @@ class PlannedModel(nn.Module):
 
     def __init__(self, model: nn.Module, plan: PrecisionPlan) -> None:
         super().__init__()
+        require_module(model, "model")
+        if not isinstance(plan, PrecisionPlan):
+            raise UserError(f"plan = {plan!r:.60}: must be a PrecisionPlan, like megaprec.plan('bf16')")
         if plan.parameters != plan.compute:
             raise UserError("parameters wider than compute: run the model under torch.autocast instead")
         names = [name for name, _ in model.named_parameters()]
@@ -166,6 +176,7 @@ def _cast_borders(model: nn.Module, dtype: torch.dtype) -> None:
     """Install casts of the inputs and outputs of the outermost marked modules."""
     for _, module in marked_parts(model):
         compute_in_fp32(module, lambda _: dtype)
+    note_cast(model)
 
 
 def _to_own_dtype(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

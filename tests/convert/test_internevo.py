@@ -138,7 +138,11 @@ def change(file: Path, **changes: Any) -> None:
         ({"num_layers": 5}, "blocks.5.norm1.weight, which its model has no place for"),
         ({"vocab_size": 100}, "embedding.weight of 2 ranks makes [136, 48], but the model asks for [100, 48]"),
         ({"num_attention_heads": 7}, "hidden 48 is not a multiple of heads 7"),
-        ({"layer_norm_epsilon": "1e-5"}, "norm_eps"),
+        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon = '1e-5' must be a number"),
+        ({"mlp_ratio": "2.67"}, "mlp_ratio = '2.67' must be a number"),
+        ({"multiple_of": 0}, "multiple_of = 0 must be a whole number above 0"),
+        ({"hidden_size": "48"}, "hidden_size = '48' must be a whole number above 0"),
+        ({"num_layers": True}, "num_layers = True must be a whole number above 0"),
     ],
 )
 def test_a_configuration_that_is_not_understood_is_refused_by_the_key(

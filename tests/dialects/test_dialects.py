@@ -304,6 +304,15 @@ def test_every_field_has_an_origin(system: str) -> None:
             {"parallel": {"tensor": {"size": 2, "mode": "isp"}}},
             [r'.*tensor.mode = "isp": not supported.*'],
         ),
+        (
+            "internevo",
+            {"parallel": {"pipeline": {"sise": 2}, "tensor": {"size": 2, "mod": "msp"}, "weight": {"overlop": True}}},
+            [
+                r".*parallel.tensor.mod = \"msp\": no such key; did you mean mode\? .*",
+                r".*parallel.pipeline.sise = 2: no such key; did you mean size\? .*",
+                r".*parallel.weight.overlop = true: no such key; did you mean overlap\? .*",
+            ],
+        ),
         ("nemo", {}, [r"precision.nemo.precision = None: must be given, one of .*, or a recipe instead \(NeMo\)"]),
         (
             "nemo",

@@ -16,6 +16,7 @@ from megaprec.dialects.internevo_model import STDS
 from megaprec.dialects.reading import Keys, Resolved
 from megaprec.dialects.scaling import FLOOR, GradScaler
 from megaprec.dialects.translate import DIALECTS, differences
+from megaprec.errors import UserError
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.patterns import NORMS
 from megaprec.precision.plan import LossScaling
@@ -150,6 +151,7 @@ CASES: list[Case] = [
         ("cast_forward_inputs", False, {"cast_inputs": "none"}),
     ),
     *rows("smp", smp.Smp, "", {"mixed_precision": {}}, ("max_grad_norm", 0.5, {"optimizer.clip": 0.5})),
+    *rows("smp", smp.Smp, "", {"mixed_precision": {}}, ("max_grad_norm", 0, {"optimizer.clip": 0, "notes": 1})),
     *rows("smp", GradScaler, "grad_scaler", {"grad_scaler": {}}, *TORCH_SCALER),
     *rows(
         "smp",
@@ -439,6 +441,7 @@ CASES: list[Case] = [
         ("tensor", {"size": 2, "mode": "msp"}, {"parallel.tensor": 2, "parallel.sequence": True}),
         ("pipeline", 2, {"parallel.pipeline": 2}),
         ("weight", {"size": 1, "overlap": True, "memory_pool": True}, {"notes": 2}),
+        ("sequence_parallel", True, {"parallel.sequence": True}),
     ),
     *rows(
         "nemo",
@@ -509,7 +512,7 @@ CASES: list[Case] = [
         "",
         MX,
         ("first_last_layers_bf16", True, {"fp8.first_layers": 2}),
-        ("fp8_margin", 2, {"notes": 1}),
+        ("fp8_margin", 2, {"notes": 2}),
     ),
     *rows(
         "nemo",
@@ -559,6 +562,13 @@ CASES: list[Case] = [
         "nemo",
         nemo_v1.Nemo1,
         "v1",
+        {"v1": {**V1["v1"], "optim_name": "distributed_fused_adam", "grad_sync_dtype": "bf16"}},
+        ("optim_dtype", "bf16", fields("masters moments", BF16) | {"remainders": False}),
+    ),
+    *rows(
+        "nemo",
+        nemo_v1.Nemo1,
+        "v1",
         {"v1": {"precision": 16}},
         ("native_amp_init_scale", 4.0, {"scaling.initial": 4}),
         ("native_amp_growth_interval", 4, {"scaling.growth_interval": 4}),
@@ -583,6 +593,7 @@ CASES: list[Case] = [
         ("fp8_amax_compute_algo", "most_recent", {"fp8.amax_algo": "most_recent"}),
         ("fp8_params", True, {"fp8.parameters": True}),
         ("reduce_amax", False, {"fp8.reduce_amax": False}),
+        ("fp8_wgrad", False, {"fp8.weight_gradients": False}),
     ),
     *rows(
         "nemo",
@@ -648,6 +659,44 @@ REFUSED = {
     "init_type",
 }
 REFUSED |= {"num_experts", "moe_use_residual", "moe_type"}
+
+
+IDLE = [
+    ("nemo", BF16_MIXED, "fp16_initial_loss_scale", 4.0),
+    ("nemo", BF16_MIXED, "fp16_hysteresis", 5),
+    ("nemo", {"precision": "32"}, "fp16_loss_scale", 128.0),
+    ("nemo", {"precision": "16", "fp16_loss_scale": 4.0}, "fp16_loss_scale_window", 7),
+    ("nemo", BF16_MIXED, "params_dtype", "float32"),
+    ("nemo", BF16_MIXED, "autocast_dtype", "float32"),
+    ("nemo", {**FP8, "fp8_recipe": "tensorwise"}, "num_layers_at_end_in_bf16", 2),
+    ("nemo", BF16_MIXED, "fp4_recipe", "mxfp4"),
+    ("nemo", V1, "v1.native_amp_init_scale", 4.0),
+    ("colossalai", {"plugin": {"kind": "HybridParallelPlugin", "precision": "bf16"}}, "plugin.initial_scale", 4.0),
+    ("colossalai", {"plugin": {"kind": "LowLevelZeroPlugin", "precision": "bf16"}}, "plugin.hysteresis", 4),
+    ("colossalai", HYBRID, "plugin.communication_dtype", "float32"),
+    ("colossalai", HYBRID, "clip_grad_norm", 0.5),
+    ("colossalai", DDP, "clip_grad_norm", 0.5),
+    ("colossalai", {"fp16": {**O2["fp16"], "loss_scale": 8.0}}, "fp16.max_loss_scale", 16.0),
+    ("internevo", {"dtype": "torch.tf32"}, "grad_scaler.hysteresis", 4),
+    ("internevo", {"dtype": "torch.float32"}, "grad_scaler.fp16.growth_interval", 4),
+]
+
+
+@pytest.mark.parametrize(("system", "config", "key", "value"), IDLE, ids=[f"{case[0]} {case[2]}" for case in IDLE])
+def test_a_key_that_changes_nothing_beside_the_others_is_noted_by_name(
+    system: str, config: dict[str, Any], key: str, value: Any
+) -> None:
+    resolve = DIALECTS[system].resolve
+    before, after = resolve(config), resolve(with_key(config, key, value))
+    assert not [*differences(before.plan, after.plan)] and said(before) == said(after)
+    (note,) = set(after.notes) - set(before.notes)
+    assert key.removeprefix("v1.").rpartition(".")[2] in note and "changes nothing" in note
+
+
+@pytest.mark.parametrize(("key", "value"), [("clip_grad", 0.5), ("fp8", "hybrid"), ("precision", "16")])
+def test_the_plugins_keys_beside_nemo_1s_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"precision.nemo.{key} = .*: v1, NeMo 1's YAML, is there too"):
+        nemo.resolve({**V1, key: value})
 
 
 def test_every_key_of_every_class_is_tried() -> None:

@@ -163,6 +163,14 @@ TABLE: tuple[Expected, ...] = (
         neuron(BF16, BF16, rounding="nearest"),
         {"parallel.zero": False, "optimizer.clip": 1.0},
     ),
+    # hf_models/llama_model.py reduce_dtype; neuronx_distributed/utils/adamw_fp32_optim_params.py: moments are FP64,
+    # which XLA_DOWNCAST_BF16 makes FP32.
+    Expected(
+        "nxd_nxdt_reduced_wide.yaml",
+        neuron(BF16, FP32, rounding="stochastic"),
+        {"parallel.zero": True, "optimizer.clip": 1.0},
+        notes=("parallel_layers_reduce_dtype = fp32", "model.optim.name = adamw_fp32OptState"),
+    ),
     Expected("nxd_arguments.py", refused=("mixed_precision_config",), at=(8, 16, 20)),
     Expected("nxd_rounding_by_flag.py", refused=("NEURON_RT_STOCHASTIC_ROUNDING_EN",), at=(7,)),
     Expected("nxd_misspelt.py", refused=("use_master_weight", "use_master_weights"), at=(1, 2)),
@@ -212,12 +220,37 @@ TABLE: tuple[Expected, ...] = (
         quiet=True,
     ),
     Expected("smp_accelerate_fsdp2.yaml", half(BF16) | {"reduce": BF16, "cast_inputs": "all"}, quiet=True),
+    # accelerate/accelerator.py: FP16 has torch's scaler, utils/modeling.py get_grad_scaler, with torch's defaults.
+    Expected("smp_accelerate_fp16.yaml", fsdp(FP16, FP16, FP16, scaling=TORCH_SCALE) | {"output": FP16}, quiet=True),
+    # transformers/trainer.py: it clips if max_grad_norm is above 0.
+    Expected(
+        "smp_trainer_fp16.py",
+        half(FP16) | {"reduce": FP16, "buffers": FP16, "scaling": TORCH_SCALE},
+        {"optimizer.clip": 0.0},
+        notes=("max_grad_norm = 0: no clipping",),
+    ),
     # transformers/training_args.py: bf16 with fsdp is accelerate's mixed precision; max_grad_norm clips.
     Expected(
         "smp_trainer.py",
         half(BF16) | {"reduce": BF16, "buffers": BF16},
         {"optimizer.clip": 0.3},
     ),
+    # hyperpod_nemo_adapter/utils/fsdp_utils.py set_mixed_precision_recipe, collections/model/sagemaker_base_model.py
+    # _fp8_delayed_scaling and configure_gradient_clipping, conf/config_schemas.py: buffers are FP32 with SMP's models,
+    # and in the model's dtype without; adapters cast the inputs of all modules; without SMP's models there is no FP8.
+    Expected(
+        "smp_hyperpod.yaml",
+        fsdp(BF16, BF16, FP32, fp8=FP8Recipe(history_length=32)),
+        {"optimizer.clip": 0.5},
+        quiet=True,
+    ),
+    Expected(
+        "smp_hyperpod_lora.yaml",
+        fsdp(BF16, BF16, BF16, cast_inputs="all"),
+        {"optimizer.clip": 1.0},
+        quiet=True,
+    ),
+    Expected("smp_hyperpod_precision.yaml", refused=("bf16-mixed",), at=(4,)),
     # A table of dtypes and a class, both of the file; _fsdp_api.py: cast_forward_inputs off.
     Expected("smp_dtype_table.py", half(BF16) | {"output": BF16, "cast_inputs": "none"}, quiet=True),
     # The default of an argument is not what the caller hands over.
@@ -240,7 +273,7 @@ TABLE: tuple[Expected, ...] = (
         "colossalai_hybrid.py",
         half(BF16, BF16, cast_inputs="root"),
         {"parallel.zero": True, "optimizer.clip": 1.0},
-        quiet=True,
+        notes=("tp_size",),
     ),
     # apex/amp/frontend.py Properties: "True" is true, a loss_scale that is text is a number; O2 keeps norms in FP32.
     Expected(
@@ -338,13 +371,18 @@ TABLE: tuple[Expected, ...] = (
         {"parallel.zero": True, "optimizer.clip": 0.0},
         notes=("fp8_communication",),
     ),
-    Expected("colossalai_hybrid_fp32.py", half(FP32), {"parallel.zero": False, "optimizer.clip": 1.0}, quiet=True),
+    Expected(
+        "colossalai_hybrid_fp32.py",
+        half(FP32),
+        {"parallel.zero": False, "optimizer.clip": 1.0},
+        notes=("pp_style, num_microbatches: not used",),
+    ),
     # booster/plugin/moe_hybrid_parallel_plugin.py: ep_size is the third argument.
     Expected(
         "colossalai_moe.py",
         half(BF16, BF16, cast_inputs="root"),
         {"parallel.zero": True, "optimizer.clip": 1.0},
-        quiet=True,
+        notes=("ep_size: not used",),
     ),
     # Comments and texts decide nothing.
     Expected(
@@ -598,11 +636,25 @@ TABLE: tuple[Expected, ...] = (
         {"parallel.zero": False, "optimizer.clip": 0.5},
         quiet=True,
     ),
+    # OmegaConf: ${...} of a whole value is that value. Hydra: other files are laid under this one, but for overlap.
+    Expected(
+        "nemo_composed.yaml",
+        half(BF16),
+        {"parallel.zero": False, "optimizer.clip": 0.5},
+        notes=("defaults: .@model: megatron_model_base_config: ",),
+        unsaid=("tp_overlap", "_self_", "hydra/"),
+    ),
     # Megatron-Bridge, training/mixed_precision.py: the name's fields over MixedPrecisionConfig's.
     Expected(
         "nemo_bridge_delayed.py",
         half(BF16, fp8=FP8Recipe(reduce_over="stage", parameters=True)),
         {"optimizer.clip": 0.25},
+        quiet=True,
+    ),
+    # There: its fields have names of their own, and the window is a float.
+    Expected(
+        "nemo_bridge_scale.py",
+        half(FP16, FP16, scaling=dynamic(2.0**16, 1.0, 500, 4, None)),
         quiet=True,
     ),
     # There: the recipe's plugin is replaced, then two fields of the new one are changed.
@@ -697,6 +749,13 @@ TABLE: tuple[Expected, ...] = (
         {"parallel.zero": True, "optimizer.clip": 0.0},
         quiet=True,
     ),
+    # There: optim_dtype is that of the model, so the optimizer has no masters beside the weights and BF16 moments.
+    Expected(
+        "nemo_optimizer_dtype.yaml",
+        half(BF16, reduce=BF16, masters=BF16, moments=BF16),
+        {"parallel.zero": True, "optimizer.clip": 1.0},
+        quiet=True,
+    ),
     Expected("nemo_gpt_32.yaml", half(FP32), {"parallel.zero": False, "optimizer.clip": 0.0}, quiet=True),
     # Megatron-Bridge, MixedPrecisionConfig: fp8_recipe is tensorwise unless given; fp8_param is fp8_param_gather.
     Expected(
@@ -738,6 +797,8 @@ TABLE: tuple[Expected, ...] = (
     Expected("nemo_fp8_without_format.yaml", refused=("fp8_hybrid",)),
     Expected("nemo_bridge_nvfp4.py", refused=("bf16_with_nvfp4_mixed",), at=(4,)),
     # megatron_base_model.py configure_optimizers raises: FP16 has no O2.
+    # nlp/parts/nlp_overrides.py NLPFSDPStrategy: a policy of PyTorch's in place of Megatron's optimizer.
+    Expected("nemo_gpt_fsdp.yaml", refused=("fsdp = True",)),
     Expected("nemo_o2_fp16.yaml", refused=("megatron_amp_O2",)),
     Expected("nemo_precision_argument.py", refused=("precision",), at=(15, 16)),
     Expected("nemo_docs_two_trainers.py", refused=("fp16_mixed",), at=(10, 17)),

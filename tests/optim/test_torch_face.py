@@ -17,7 +17,7 @@ from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
-from megaprec.optim.update_rules import SGD, AdamW
+from megaprec.optim.update_rules import SGD, AdamW, rule
 from megaprec.precision.plan import plan
 from tests.project.test_readme import ROOT
 
@@ -188,6 +188,32 @@ def test_the_learning_rate_is_given_in_one_place() -> None:
     attach_whole(model)
     with pytest.raises(UserError, match="give each `take` its rate"):
         PostValidationOptimizer([model], plan("fp32"), lr=LR)
+
+
+@pytest.mark.parametrize(("key", "value"), [("betas", (0.5, 0.9)), ("eps", 1e-3), ("momentum", 0.5), ("foreach", True)])
+@pytest.mark.parametrize("lr", [LR, None])
+def test_an_option_of_the_rule_in_a_group_is_refused_and_no_step_is_made_without_it(
+    key: str, value: Any, lr: float | None
+) -> None:
+    model, optimizer = made(lr=lr, rule=AdamW())
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_of(model).backward()
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(UserError, match=re.escape(f"{key} = {value!r} in param_groups")):
+        optimizer.step(None if lr else LR)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    del optimizer.param_groups[0][key]
+    optimizer.param_groups[0]["name"] = "all of them"  # the caller's own
+    assert optimizer.step(None if lr else LR).outcome == "applied"
+
+
+def test_a_rule_that_counts_steps_is_one_optimizers_alone() -> None:
+    counting = rule("RAdam")
+    made(rule=counting)
+    with pytest.raises(UserError, match=r"rule = Torch: it belongs to another optimizer.*make one for each"):
+        made(rule=counting)
+    frozen = AdamW()
+    assert made(rule=frozen)[1].rule is made(rule=frozen)[1].rule, "what never changes may be shared"
 
 
 def test_gradients_put_into_grad_by_hand_are_taken() -> None:

@@ -358,3 +358,33 @@ def test_inner_modules_cast_what_they_are_given_if_the_plan_says_so() -> None:
 def test_a_plan_with_wider_parameters_than_products_is_autocasts_to_run() -> None:
     with pytest.raises(ValueError, match=r"torch\.autocast"):
         PlannedModel(Seen(), plan("bf16", parameters="fp32"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("output_to_fp32", "False"), ("output_to_fp32", None), ("sync_buffer", "no"), ("sync_buffer", 0), ("mesh", 3)],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(argument: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"{argument} = {value!r}: must be "):
+        NaiveAMPModel(Seen(), **{argument: value})
+
+
+def test_what_is_no_module_or_no_plan_is_refused_by_name() -> None:
+    anything: Any = "bf16"
+    with pytest.raises(UserError, match="plan = 'bf16': must be a PrecisionPlan"):
+        PlannedModel(Seen(), anything)
+    for wrap in (NaiveAMPModel, lambda model: PlannedModel(model, plan("bf16"))):
+        with pytest.raises(UserError, match="model = 'bf16': must be a torch module"):
+            wrap(anything)
+    with pytest.raises(UserError, match="module = 'bf16': must be a torch module"):
+        set_fp32_attr_to_module(anything)
+
+
+@pytest.mark.parametrize("wrap", [NaiveAMPModel, lambda model: PlannedModel(model, plan("bf16"))])
+def test_a_mark_that_comes_too_late_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = Seen()
+    set_fp32_attr_to_module(model.first)
+    wrap(model)
+    set_fp32_attr_to_module(model.first)  # as it is already
+    with pytest.raises(UserError, match=r"Linear is part of a model that is already wrapped.*: mark it before"):
+        set_fp32_attr_to_module(model.second)

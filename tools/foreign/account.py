@@ -12,7 +12,7 @@ from typing import Any
 
 from megaprec.dialects.reading import UNKNOWN
 from tools.foreign.mentions import Mention
-from tools.foreign.plain import LAYOUT_KEYS, OPEN_KEYS, Unreadable, plain
+from tools.foreign.plain import LAYOUT_KEYS, OPEN_KEYS, Unreadable, assuming, is_expression, plain
 from tools.foreign.systems import Spot
 from tools.foreign.values import Condition, Entry
 
@@ -49,6 +49,7 @@ class Account:
     def __init__(self, where: str, mentions: Iterable[Mention]) -> None:
         self.where = where
         self.left = {mention.node: mention for mention in mentions}
+        self.behind: Mapping[int, int] = {}  # node -> another, which is read when it is
         self.sayings: list[Saying] = []
         self.echoes: list[Saying] = []
         self.problems: list[str] = []
@@ -58,6 +59,8 @@ class Account:
         """Strike mentions that were read or named."""
         for node in nodes:
             self.left.pop(node, None)
+            if node in self.behind:
+                self.left.pop(self.behind[node], None)
 
     def refuse(self, line: int, text: str) -> None:
         """Add a problem."""
@@ -119,12 +122,12 @@ class Account:
         if refused and saying.conditions:
             condition = saying.conditions[-1]
             why = f"depends on `{condition.text}` (line {condition.line}), which is not known"
-            self.refuse(saying.line, f"{saying.name} {why}: --assume '{condition.text}=True' or False says it")
+            says = f"{assuming(condition.text, 'True')} or False says it"
+            remedy = says if is_expression(condition.text) else "give the part about precision alone"
+            self.refuse(saying.line, f"{saying.name} {why}: {remedy}")
 
     def _unknown(self, saying: Saying, key: str, entry: Entry, why: str) -> None:
-        if key in LAYOUT_KEYS:
-            return
-        if key in OPEN_KEYS:
+        if key in OPEN_KEYS | LAYOUT_KEYS:
             if saying.spot[0] == "internevo":  # what is there but not known is not at its default either
                 saying.known[key] = (UNKNOWN, entry)
             self.note(entry.line, f"{key} of {saying.name}: {why}: left to the run file")

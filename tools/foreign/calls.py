@@ -204,6 +204,9 @@ class Calls(Expressions):
             return Entry(rest[0] if rest else None)
         if isinstance(base, str) and name in ("lower", "upper", "strip") and not positional:
             return Entry(getattr(base, name)())
+        if isinstance(base, str) and name in ("startswith", "endswith") and len(positional) == 1:
+            (part,) = (entry.value for entry in positional)
+            return Entry(getattr(base, name)(part)) if isinstance(part, str) else None
         return None
 
     def _environment_method(

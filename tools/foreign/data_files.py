@@ -1,6 +1,8 @@
 """JSON, TOML and YAML as tables of values, with the line of each key if the format provides it."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ try:
 except ImportError:  # an optional extra
     yaml = None
 
+INTERPOLATED = "is an interpolation, which is not followed"
 MOST_ALIASES = 100
 MOST_VALUES = 50_000
 
@@ -23,12 +26,56 @@ class TooLarge(Exception):
 
 
 class Data:
-    """A tree of settings. things: the objects in it that `_target_` describes."""
+    """A tree of settings.
+
+    things: the objects in it that `_target_` describes. behind: node of an interpolation -> node of the key it names.
+    """
 
     def __init__(self, maker: "_Tables", content: Any) -> None:
         made = maker.of(content)
         self.things = maker.things
         self.table = made if isinstance(made, Table) else Table({"the file": Entry(made)}, 1)
+        self.behind: dict[int, int] = {}
+        self._follow((self.table,))
+
+    def _follow(self, tables: tuple[Table, ...]) -> None:
+        """Put values in the place of OmegaConf's `${a.b}` that name one. tables: the innermost is the last."""
+        for key, entry in tables[-1].entries.items():
+            value = entry.value
+            if _is_interpolation(value) and (found := _named(value, tables)) is not None:
+                tables[-1].entries[key] = replace(entry, value=found.value)
+                self.behind[entry.node] = found.node
+            inner = value.arguments if isinstance(value, Thing) else value
+            if isinstance(inner, Table):
+                self._follow((*tables, inner))
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, Thing) and value.why == INTERPOLATED
+
+
+def _named(value: Thing, tables: tuple[Table, ...], hops: int = 8) -> Entry | None:
+    """Return the entry of the scalar that an interpolation stands for; None if the tree has none.
+
+    A part of a larger configuration says `${part.a}` of its own `a`: a first name that it does not have is left out.
+    """
+    match = re.fullmatch(r"\$\{(\.*)([\w.]+)\}", value.text)
+    if match is None or (up := len(match[1])) > len(tables) or not hops:
+        return None
+    chain, path = [*tables[: len(tables) - up + 1]] if up else [tables[0]], match[2].split(".")
+    entry: Entry | None = None
+    for name in path[1:] if not up and path[0] not in chain[0].entries else path:
+        if entry is not None:
+            inner = entry.value.arguments if isinstance(entry.value, Thing) else entry.value
+            if not isinstance(inner, Table):
+                return None
+            chain.append(inner)
+        entry = chain[-1].entries.get(name)
+        if entry is None:
+            return None
+    if entry is not None and _is_interpolation(entry.value):
+        return _named(entry.value, tuple(chain), hops - 1)
+    return None if entry is None or isinstance(entry.value, Table | Row) else entry
 
 
 class _Tables:
@@ -165,7 +212,7 @@ def from_yaml(path: Path, text: str) -> Data | None:
 def _plain_scalar(value: Any, line: int) -> Any:
     """Return a scalar; an interpolation of OmegaConf or a placeholder is unknown."""
     if isinstance(value, str) and ("${" in value or value == "???"):
-        why = "must be filled in" if value == "???" else "is an interpolation, which is not followed"
+        why = "must be filled in" if value == "???" else INTERPOLATED
         return Thing(value, line, why)
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 

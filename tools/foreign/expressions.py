@@ -92,7 +92,11 @@ class Expressions(ABC):
         if text not in self.assumptions:
             return found
         self.assumed.add(text)
-        return self.value(self.assumptions[text])
+        self.things = [thing for thing in self.things if thing is not found]  # its settings are not asked for
+        given = self.value(self.assumptions[text])
+        if id(node) in self.seen:
+            self.seen[id(node)] = given
+        return given
 
     def unknown(self, node: ast.expr, why: str, alternatives: tuple[Any, ...] = ()) -> Thing:
         """Return a thing for an expression whose value cannot be known."""
@@ -298,7 +302,7 @@ class Expressions(ABC):
     def condition(self, test: ast.expr) -> bool | Condition:
         """Return the truth of a condition, or the condition itself if it is unknown."""
         truth = truth_of(self.value(test))
-        return Condition(shortened(test), test.lineno) if truth is None else truth
+        return Condition(shortened(test, 200), test.lineno) if truth is None else truth
 
     def _joinedstr(self, node: ast.JoinedStr) -> Any:
         parts = [self.value(p.value) if isinstance(p, ast.FormattedValue) else self.value(p) for p in node.values]
@@ -365,7 +369,7 @@ def reason_of(*values: Any) -> str:
     return "is not worked out" if lone is None else f"hangs on `{lone.name}`, which is not in the file"
 
 
-def shortened(node: ast.AST, longest: int = 60) -> str:
+def shortened(node: ast.AST, longest: int = 100) -> str:
     """Return an expression as text, truncated if it is long."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -6,7 +6,7 @@ from typing import Any
 from megaprec.dialects import nemo
 from tools.foreign.account import Account, Saying
 from tools.foreign.nemo_forms import bridge_fields, echo_of, held_plugins
-from tools.foreign.plain import fields_of, is_dtype
+from tools.foreign.plain import assumed, fields_of, is_dtype
 from tools.foreign.statements import Statements
 from tools.foreign.systems import (
     COLOSSALAI,
@@ -16,7 +16,9 @@ from tools.foreign.systems import (
     NXD_PACKAGES,
     SMP_POLICY,
     SMP_POLICY2,
+    SMP_SCALER,
     VALUES,
+    WITH_DTYPE,
     Maker,
     Spot,
     maker_of,
@@ -49,6 +51,7 @@ class Gatherer:
         self.account.take(*(thing.node for thing in self.found.things if thing.function and is_dtype(thing.function)))
         self._clipping()
         self._refuse_unused()
+        self._refuse_parts()
         self._strike_holders()
 
     # calls
@@ -69,7 +72,8 @@ class Gatherer:
             return
         elif elsewhere:
             self.account.take(thing.node)
-            self.account.refuse(thing.line, f"{function.last} comes from {elsewhere}: what it does is not known here")
+            why = f"{function.last} comes from {elsewhere}: what it does is not known here{assumed(thing.text)}"
+            self.account.refuse(thing.line, why)
         elif maker is not None:
             self._made(thing, function, maker)
 
@@ -112,6 +116,8 @@ class Gatherer:
             value = dtypes[name] if entry.value is True else entry.value
             policy = {key: replace(entry, value=value) for key in ("param_dtype", "reduce_dtype", "buffer_dtype")}
             self.account.add(Saying(SMP_POLICY, policy, entry.line, "TrainingArguments(...)", thing.conditions, True))
+            if value == "float16":  # Accelerate, which the Trainer uses, makes torch's scaler with torch's defaults
+                self.account.add(Saying(SMP_SCALER, {}, entry.line, "TrainingArguments(...)", thing.conditions, True))
         clip = fields.get("max_grad_norm", Entry(1.0, thing.line))
         self.account.add(Saying(("smp", ""), {"max_grad_norm": clip}, thing.line, "TrainingArguments(...)", adds=True))
 
@@ -125,10 +131,13 @@ class Gatherer:
     def _own(self, fields: dict[str, Entry], maker: Maker, thing: Thing) -> dict[str, Entry]:
         """Return the arguments that are keys of the table, by key."""
         own: dict[str, Entry] = {}
+        remarked = {name: fields[name] for name in maker.remarks if name in fields}
+        for why in dict.fromkeys(maker.remarks[name] for name in remarked):
+            names = [name for name in remarked if maker.remarks[name] == why]
+            self.account.note(remarked[names[0]].line or thing.line, f"{', '.join(names)}: not used, for {why}")
         for name, entry in fields.items():
-            if name in maker.remarks:
+            if name in remarked:
                 self.account.take(entry.node)
-                self.account.note(entry.line, f"{name}: not used, for {maker.remarks[name]}")
             elif name not in maker.unrelated and (maker.strict or name in maker.keys):
                 own[maker.keys.get(name, name)] = replace(entry, line=entry.line or thing.line)
             elif name in maker.unrelated:
@@ -214,6 +223,14 @@ class Gatherer:
             made = next((s for s in self.account.sayings if s.spot == spot and not s.handed_on and not s.adds), None)
             if made is not None:
                 self.account.refuse(line, f"{text}, though {made.name} is made in line {made.line}: which is meant?")
+
+    def _refuse_parts(self) -> None:
+        """Refuse tables and classes of a system without the one that has its dtype, which is then in another file."""
+        for spot, what in WITH_DTYPE.items():
+            own = [saying for saying in self.account.sayings if saying.spot[0] == spot[0]]
+            if own and all(saying.adds or saying.spot[1].partition(".")[0] not in ("", "v1") for saying in own):
+                why = f"{what}, which says the dtype, is not in this file: give both in one"
+                self.account.refuse(own[0].line, f"{own[0].name}: {why}")
 
     def _clipping(self) -> None:
         """Read clipping in a script with FSDP: `model.clip_grad_norm_(1.0)` and torch's function."""

@@ -35,7 +35,7 @@ GENERIC = _words(
     "mode recipe enabled margin checkpoint parallel tensor pipeline weight zero1 model optimizer_config plugin "
     "vocab_size hidden_size num_layers num_attention_heads num_kv_attention_heads norm_type mlp_ratio verbosity "
     "num_chunks reduce_bucket_size use_flash_attn drop_rate no_bias model_type layer_norm_epsilon tp_size pp_size "
-    "zero_stage stage norm_type kind interval environment optim_name cast_inputs v1"
+    "zero_stage stage norm_type kind interval environment optim_name cast_inputs v1 sequence_parallel verbose"
 )
 """Keys of the systems that mean other things elsewhere: they count only inside of the systems' own tables."""
 MAKING_TENSORS = (

@@ -34,7 +34,10 @@ UNSURE = ("hyena",)
 
 def bridge_fields(fields: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return fields of Megatron-Bridge's MixedPrecisionConfig as fields of NeMo's plugin."""
-    own = {key: entry for key, entry in fields.items() if key not in (*FLAGS, "library")}
+    own = {BRIDGE_KEYS.get(key, key): entry for key, entry in fields.items() if key not in (*FLAGS, "library")}
+    window = own.get("fp16_loss_scale_window")
+    if window is not None and isinstance(window.value, float) and window.value.is_integer():  # a float there
+        own["fp16_loss_scale_window"] = replace(window, value=int(window.value))
     line = next((entry.line for entry in fields.values() if entry.line), 0)
     flags = {key: fields[key] for key in FLAGS if key in fields and fields[key].value is not False}
     for key, entry in flags.items():

@@ -1,5 +1,7 @@
 """Values of a file as plain numbers, texts, lists and dicts, as the dialects take them."""
 
+import ast
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,9 +69,25 @@ def _of_thing(value: Thing) -> Any:
 
 
 def assumed(text: str) -> str:
-    """Return the advice to assume a value for an expression, quoted for a shell."""
-    quote = '"' if "'" in text else "'"
-    return f"; --assume {quote}{text}=...{quote} gives it"
+    """Return the advice to assume a value for an expression; "" for a text that is none, being truncated."""
+    return f"; {assuming(text, '...')} gives it" if is_expression(text) else ""
+
+
+def assuming(text: str, value: str) -> str:
+    """Return the option that assumes a value for an expression, quoted for a shell."""
+    said = f"{text}={value}"
+    if "'" not in said:
+        return f"--assume '{said}'"
+    return f"--assume {shlex.quote(said)}" if set(said) & set('"$`\\!') else f'--assume "{said}"'
+
+
+def is_expression(text: str) -> bool:
+    """Return True if Python takes a text for an expression, as `--assume` must."""
+    try:
+        ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def is_dtype(function: External) -> bool:

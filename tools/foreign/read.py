@@ -19,10 +19,11 @@ from tools.foreign.expressions import TooMuch
 from tools.foreign.gather import Gatherer, reachable
 from tools.foreign.mentions import bears_on_precision, mentions_in
 from tools.foreign.nemo_forms import note_overwritten
+from tools.foreign.plain import is_expression
 from tools.foreign.statements import Statements
 from tools.foreign.systems import NEMO, Spot
 from tools.foreign.values import Entry
-from tools.foreign.yaml_forms import read_flat, read_forms
+from tools.foreign.yaml_forms import note_composed, read_flat, read_forms
 
 LARGEST, MOST_PARTS = 256 * 1024, 20_000  # bytes, commas and brackets; what has more would take seconds to read
 KNOWN = "mixed_precision_config, MixedPrecision(...), fp16 = dict(mode=...), model = dict(dtype=...), bf16_mixed()"
@@ -106,6 +107,7 @@ def _need_python(path: Path, assume: Sequence[str], pick: str) -> None:
 
 def _account_of_data(path: Path, data: Data) -> Account:
     account = Account(str(path), mentions_in_data(data.table))
+    account.behind = data.behind
     if not read_forms(data.table, account):
         found = Statements(ast.Module([], []), {})
         found.scope.names["the file"] = data.table
@@ -113,6 +115,7 @@ def _account_of_data(path: Path, data: Data) -> Account:
         Gatherer(found, account, None).gather()
     if not account.sayings:
         read_flat(data.table, account)
+    note_composed(data.table, account)
     return account
 
 
@@ -192,13 +195,12 @@ def _why_not_python(path: Path, text: str, error: Exception) -> str:
 
 def _assumption(item: str) -> tuple[str, ast.expr]:
     """Return expression and value of "args.bf16=True", the expression as Python writes it."""
-    name, equals, value = item.partition("=")
-    try:
-        if not equals:
-            raise SyntaxError
-        return ast.unparse(ast.parse(name.strip(), mode="eval")), ast.parse(value.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError) as error:
-        raise UserError(f"--assume {item}: must be EXPRESSION=VALUE, like args.bf16=True") from error
+    signs = [i for i, sign in enumerate(item) if sign == "="]
+    for place in reversed(signs):  # the last that is not one of a comparison
+        name, value = item[:place].strip(), item[place + 1 :].strip()
+        if is_expression(name) and is_expression(value):
+            return ast.unparse(ast.parse(name, mode="eval")), ast.parse(value, mode="eval").body
+    raise UserError(f"--assume {item}: must be EXPRESSION=VALUE, like args.bf16=True")
 
 
 def _given(path: Path, fields: Mapping[Spot, Mapping[str, tuple[Any, Entry]]], account: Account) -> dict[str, Given]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaprec.dialects import nemo, smp
+from megaprec.dialects import nemo, nxd, smp
 from tools.foreign.values import External
 
 Spot = tuple[str, str]
@@ -95,9 +95,18 @@ PRECISION_OF_PLUGINS = frozenset(
 )
 
 
+LAYOUT_OF_PLUGINS = _words(
+    "sp_size ep_size enable_sequence_parallelism sequence_parallelism_mode pp_style num_model_chunks num_microbatches "
+    "microbatch_size num_layers_per_stage"
+)
+
+
 def _plugin(kind: str, order: tuple[str, ...]) -> Maker:
-    unrelated = frozenset(order) - PRECISION_OF_PLUGINS | {"moe_dp_outside"}
-    return Maker(PLUGIN, order, ("colossalai",), unrelated=unrelated, adds={"kind": kind})
+    remarks = dict.fromkeys(
+        LAYOUT_OF_PLUGINS, "the layout besides tp_size and pp_size, and schedules, are the run file's"
+    )
+    unrelated = frozenset(order) - PRECISION_OF_PLUGINS - set(remarks) | {"moe_dp_outside"}
+    return Maker(PLUGIN, order, ("colossalai",), unrelated=unrelated, remarks=remarks, adds={"kind": kind})
 
 
 FSDP_ORDER = _words(
@@ -260,8 +269,11 @@ MARKS: Mapping[str, frozenset[str]] = {
     "model": frozenset({"dtype", "num_attention_heads", "embed_grad_scale"}),
     "parallel": frozenset({"zero1"}),
     "mixed_precision": frozenset(smp.MixedPrecision.model_fields),
+    "optimizer_config": frozenset(nxd.OptimizerConfig.model_fields),
 }
 """Of dicts whose names mean other things elsewhere, keys of which one must be there."""
+BESIDE: Mapping[str, str] = {"optimizer_config": "mixed_precision_config"}
+"""What may stand beside such a dict instead."""
 LEGACY = frozenset({"type"})
 """Keys of a `model` that make it another system's."""
 LOOSE: Mapping[str, Mapping[str, str]] = {
@@ -269,6 +281,11 @@ LOOSE: Mapping[str, Mapping[str, str]] = {
     "internevo": {"use_fp32_norm": "use_fp32_norm", "model_type": "model_type", "output_tf32": "output_tf32"},
 }
 """Variables at the top of a file that belong to a system's configuration, where the file has one: name -> key."""
+WITH_DTYPE: Mapping[Spot, str] = {
+    INTERNEVO: "InternEvo's `model = dict(...)`",
+    NEMO: "NeMo's precision plugin or recipe",
+}
+"""What of a system says the dtype; its other tables and classes alone do not say what the precision is."""
 ENVIRONMENT = _words("NEURON_RT_STOCHASTIC_ROUNDING_EN XLA_USE_BF16 XLA_DOWNCAST_BF16")
 WORLD_GROUPS = ("world_process_group", "group.WORLD", "GroupMember.WORLD")
 """Endings of names that mean the world's process group, under any alias."""

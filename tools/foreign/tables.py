@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from tools.foreign.account import Account, Saying
-from tools.foreign.systems import LEGACY, LOOSE, MARKS, NXD, TABLES, Spot
+from tools.foreign.systems import BESIDE, LEGACY, LOOSE, MARKS, NXD, TABLES, Spot
 from tools.foreign.values import Entry, Table, Thing
 
 DEEPEST = 8
+OLD_ZERO = frozenset({"model_config", "optimizer_config", "level", "tensor_placement_policy"})
 MASTERS = frozenset({"use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt"})
 
 
@@ -30,7 +31,9 @@ class Tables:
             if not isinstance(entry.value, Table):
                 continue
             spot = spot_of(str(key), entry.value, table)
-            if spot is None:
+            if key == "zero" and OLD_ZERO & {str(name) for name in entry.value.entries}:
+                self._refuse_old_zero(entry)
+            elif spot is None:
                 self.search(entry.value, depth + 1)
             else:
                 self.account.take(entry.node)
@@ -38,6 +41,17 @@ class Tables:
                 self._loose(spot[0], table)
         if table.line and MASTERS & {str(key) for key in table.entries}:  # NxD's, without its telling name
             self.say(NXD, table, "the dict", handed_on=False)
+
+    def _refuse_old_zero(self, entry: Entry) -> None:
+        """Refuse `zero = dict(...)` of Colossal-AI before its plugins: it puts the whole model into FP16."""
+        assert isinstance(entry.value, Table)
+        self._strike_within(entry.value)
+        self.account.take(entry.node)
+        self.account.refuse(
+            entry.line,
+            "zero = dict(...): Colossal-AI's ZeRO before its plugins, with FP16 weights and a loss scale of its own, "
+            "is not read; say the same with LowLevelZeroPlugin(...) or GeminiPlugin(...)",
+        )
 
     def _loose(self, system: str, table: Table) -> None:
         """Add the single settings of a system that stand beside its dicts."""
@@ -77,4 +91,12 @@ def spot_of(name: str, value: Table, beside: Table) -> Spot | None:
         return None
     if name == "grad_scaler" and {"mixed_precision", "mp_policy"} & set(beside.entries):
         return ("smp", "grad_scaler")
-    return TABLES[name] if name not in MARKS or MARKS[name] & keys else None
+    marks = MARKS[name] & keys if name in MARKS else keys or {name}
+    if name == "model" and marks == {"dtype"} and not _is_torchs(value.entries["dtype"].value):
+        return None
+    return TABLES[name] if marks or BESIDE.get(name) in beside.entries else None
+
+
+def _is_torchs(dtype: Any) -> bool:
+    """Return False for a text without "torch.", which InternEvo does not take for a dtype."""
+    return not isinstance(dtype, str) or dtype.startswith("torch.")

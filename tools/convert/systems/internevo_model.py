@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaprec.errors import UserError
+from megaprec.kinds import is_number
 from models.config import ModelConfig
 from tools.convert.hf.config import make_model
 
@@ -55,6 +56,8 @@ UNIMPORTANT = {
     "use_swiglu",  # likewise
     "vocab_parallel",
 }
+WHOLE = (*REQUIRED, "max_position_embeddings", "multiple_of", "num_chunks")
+NUMBERS = ("mlp_ratio", "layer_norm_epsilon", "rope_base", "drop_rate", "attn_drop_rate", "embed_grad_scale")
 MULTIPLE = 256  # the width of a gated feed-forward is rounded up to this
 
 
@@ -107,6 +110,11 @@ def _refuse(said: Mapping[str, Any], origin: str) -> None:
     known = {*REQUIRED, *DEFAULTS, *ONLY, *CHECKED, *UNIMPORTANT}
     problems += [f"{origin}: the key {key!r} is not known, so it is not known what the model is"
                  for key in said if key not in known]  # fmt: skip
+    problems += [
+        f"{origin}: {key} = {said[key]!r} must be a {'whole number above 0' if key in WHOLE else 'number'}"
+        for key in (*WHOLE, *NUMBERS)
+        if key in said and not (is_number(said[key], whole=key in WHOLE) and (key in NUMBERS or said[key] > 0))
+    ]
     if problems:
         raise UserError(*problems)
 

@@ -138,7 +138,7 @@ def test_zero_on_off_and_over_a_part_are_the_same_bits_on_every_rank(
             for (report, weights), (first_report, first_weights) in zip(steps, expected, strict=True):
                 if not clip:
                     assert report.grad_norm == pytest.approx(first_report.grad_norm, rel=1e-15)
-                    report = replace(report, grad_norm=first_report.grad_norm)  # noqa: PLW2901
+                    report = replace(report, grad_norm=first_report.grad_norm)
                 assert report == first_report
                 assert all(torch.equal(a, b) for a, b in zip(weights, first_weights, strict=True))
     require_torchs_steps(ranks[0]["fp64", 0], clip)

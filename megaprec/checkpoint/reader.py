@@ -48,6 +48,7 @@ class _Tensor(_Table):
     dtype: str
     shape: list[Count]
     chunks: list[_Chunk]
+    frozen: bool = False  # True for a weight that was not trained, and has no moments
 
     @field_validator("dtype")
     @classmethod

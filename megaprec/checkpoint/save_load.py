@@ -65,6 +65,7 @@ def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = Non
     for buffer in optimizer.all_buffers():
         for kind in buffer.saved_names:
             _read_into(store, kind, buffer)
+    _read_frozen(store, optimizer)
     optimizer.load_numbers(store.index["optimizer"])
     if fp8 is not None:
         take_up(scales, store.index.get("fp8", {"rolls": 0})["rolls"], fp8)
@@ -74,7 +75,8 @@ def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = Non
 def _precision_loss(store: Store, plan: PrecisionPlan) -> str:
     """Return a warning if weights in the checkpoint are narrower than the masters, so that precision is lost; else an
     empty text."""
-    saved = {k.partition("/")[2]: v["dtype"] for k, v in store.index["tensors"].items() if k.startswith("weight/")}
+    weights = ((k, v) for k, v in store.index["tensors"].items() if k.startswith("weight/") and not v.get("frozen"))
+    saved = {k.partition("/")[2]: v["dtype"] for k, v in weights}
     sizes = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES.values()}
     wanted = {name: max(plan.masters, plan.param_dtype(name), key=lambda dtype: dtype.itemsize) for name in saved}
     narrow = [name for name, dtype in saved.items() if sizes.get(dtype, 0) < wanted[name].itemsize]
@@ -98,6 +100,7 @@ def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
     """Load only weights, from any source; moments, step count and scaler stay. Each rank reads its own slices."""
     for buffer in optimizer.all_buffers():
         _read_into(weights, "weight", buffer)
+    _read_frozen(weights, optimizer)
     optimizer.load_numbers(optimizer.numbers())  # rounds the masters to the layers' weights
 
 
@@ -128,7 +131,8 @@ def _on_all_ranks(path: Path, optimizer: ParallelAMPOptimizer, make: Callable[[]
 def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
     """Raise UserError unless the checkpoint has the model's parameter count and all tensors that this rank reads."""
     saved = store.shapes("weight")
-    mine = {piece.part.name: piece.part.shape for buffer in optimizer.all_buffers() for piece in buffer.pieces}
+    pieces = (piece for buffer in optimizer.all_buffers() for piece in buffer.pieces)
+    mine = {one.part.name: one.part.shape for one in (*pieces, *optimizer.untrained.slices())}
     wrong = [
         f"{n} is {list(s)} in the model, {list(saved[n]) if n in saved else 'not'} in {store.path}"
         for n, s in mine.items()
@@ -138,10 +142,9 @@ def check_same_model(store: Store, optimizer: ParallelAMPOptimizer) -> None:
         raise UserError(
             f"{store.path} is a checkpoint of another model: {len(wrong)} of {len(mine)} tensors differ", *wrong[:5]
         )
-    if (whole := sum(prod(shape) for shape in saved.values())) != optimizer.num_elements:
-        raise UserError(
-            f"{store.path} is a checkpoint of another model: it has {whole} parameters, not {optimizer.num_elements}"
-        )
+    elements = optimizer.num_elements + optimizer.num_frozen
+    if (whole := sum(prod(shape) for shape in saved.values())) != elements:
+        raise UserError(f"{store.path} is a checkpoint of another model: it has {whole} parameters, not {elements}")
     needed = dict.fromkeys(name for buffer in optimizer.all_buffers() for name in buffer.state)
     if lacking := [name for name in needed if not store.shapes(name)]:
         raise UserError(f"{store.path} holds no {' and no '.join(lacking)}, which the optimizer needs")
@@ -155,6 +158,11 @@ def _require_same_rule(store: Store, kind: str, name: str, buffer: Buffer) -> No
     """Raise UserError if the checkpoint lacks a moment of a tensor, but has one that this optimizer does not keep."""
     tensors = store.index["tensors"]
     if f"{kind}/{name}" not in tensors:
+        if tensors[f"weight/{name}"].get("frozen"):
+            raise UserError(
+                f"{store.path} holds no {kind} of {name}, which was frozen when it was saved and is trained now: "
+                "take up its weights only (megaprec.load_weights, or train.init_from)"
+            )
         kinds = dict.fromkeys(key.partition("/")[0] for key in tensors)
         if others := [k for k in kinds if k not in buffer.saved_names and f"{k}/{name}" in tensors]:
             raise UserError(
@@ -175,3 +183,10 @@ def _read_into(store: Weights, kind: str, buffer: Buffer) -> None:
     for piece, first, last in _overlaps(buffer):
         read = store.read_range(kind, piece.part, first - piece.start, last - piece.start)
         buffer.restore(kind, first - buffer.first, read)
+
+
+@torch.no_grad()
+def _read_frozen(store: Weights, optimizer: ParallelAMPOptimizer) -> None:
+    for frozen in optimizer.untrained.slices():
+        if size := frozen.values.numel():
+            frozen.values.copy_(store.read_range("weight", frozen.part, 0, size))

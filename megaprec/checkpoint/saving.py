@@ -14,6 +14,7 @@ the filesystem on any rank makes the save fail on all; other errors are raised.
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -32,11 +33,13 @@ from megaprec.checkpoint.shard_file import write_shard
 from megaprec.checkpoint.snapshot import take_snapshot
 from megaprec.comm.everyones import everyones
 from megaprec.durable import file_error, named, sync, write_file
+from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
 FAN = 128  # lists that one rank merges into one; with fewer ranks, rank 0 merges all of them
 BUSY, FAILED = 2e9, 1e9  # what a rank says in `poll`; otherwise the number of the hidden folder, 0 if it knows none
+UNSAVED = "changes in training and is in no checkpoint, because it is a buffer and no parameter: save it yourself"
 PAUSE = 0.05  # seconds for which `finish` waits for this rank's thread before the ranks compare notes
 
 
@@ -80,6 +83,8 @@ class Saving:
         self._outcome: Outcome | None = None
         self._number = 0  # of the hidden folder; rank 0 knows it when it has made the folder
         self._partial: Path | None = None  # the hidden folder, once all ranks know it
+        left_out = unsaved_buffers(optimizer)
+        self._warnings += [f"{name} {UNSAVED}" for name in left_out if self._world.rank == 0]
         self._snapshot = take_snapshot(optimizer, copy=background)
         if fp8 is not None:
             add_fp8(self._snapshot, fp8, optimizer.dp.rank == optimizer.tp.rank == 0)
@@ -191,6 +196,24 @@ class Saving:
             own = {str(self._world.rank): file_error(self._error)} if isinstance(self._error, OSError) else {}
             problem = next(iter(everyones(own, self._world, self._device).values()))
         return Outcome(checkpoint_path(self.folder, self.step), problem, tuple(dict.fromkeys(self._warnings)))
+
+
+def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:
+    """Return the paths of all ranks' buffers that changed in training and that no checkpoint holds. Collective.
+
+    Raises UserError on every rank if one of them has a frozen parameter that cannot be saved.
+    """
+    said = dict.fromkeys(optimizer.untrained.changed_buffers(), "buffer")
+    try:
+        deque(optimizer.untrained.slices(), maxlen=0)
+    except UserError as error:
+        said = dict.fromkeys(error.problems, "problem")
+    if not optimizer.world.max_(torch.tensor(float(bool(said)), device=optimizer.device)):
+        return []  # as nearly always: the texts cost more messages
+    found = everyones(said, optimizer.world, optimizer.device)
+    if problems := [text for text, kind in found.items() if kind == "problem"]:
+        raise UserError(*problems)
+    return list(found)
 
 
 def _copy(file: Path, folder: Path) -> str:

@@ -2,7 +2,8 @@
 
 Under ZeRO-1 a rank owns a shard of masters and moments. Where several ranks hold the same data (replicas without ZeRO,
 copies of a slice over tp, a parameter tied over pipeline stages), each saves an equal part of it. So all ranks of a
-stage write the same number of bytes, but for padding, and none needs values of another.
+stage write the same number of bytes, but for padding, and none needs values of another. Frozen parameters are in no
+buffer; the first replica saves them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megaprec.checkpoint.ranges import share
-from megaprec.comm.layout import layout_of
+from megaprec.comm.layout import Part, layout_of
 from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
@@ -55,6 +56,11 @@ def take_snapshot(optimizer: ParallelAMPOptimizer, copy: bool) -> Snapshot:
             for piece, first, last in mine:
                 stored = held[first - mine[0][1] : last - mine[0][1]]
                 _add(made, file, f"{kind}/{piece.part.name}", piece, first, last, stored)
+    for frozen in optimizer.untrained.slices():
+        if frozen.saved and frozen.values.numel():
+            values, chunk = _on_cpu(frozen.values, copy).view(frozen.part.local), _place(frozen.part)
+            made.add("model", key := f"weight/{frozen.part.name}", values, frozen.part.shape, chunk)
+            made.entries[key]["frozen"] = True
     return made
 
 
@@ -76,13 +82,17 @@ def _on_cpu(values: Tensor, copy: bool) -> Tensor:
 
 
 def _add(made: Snapshot, file: str, key: str, piece: Piece, first: int, last: int, values: Tensor) -> None:
-    part = piece.part
-    chunk: dict[str, Any] = {
-        "offset": [part.start if d == part.dim else 0 for d in range(len(part.shape))],
-        "shape": list(part.local),
-    }
+    part, chunk = piece.part, _place(piece.part)
     if (first, last) == (piece.start, piece.stop):
         values = values.view(part.local)
     else:
         chunk["range"] = [first - piece.start, last - piece.start]
     made.add(file, key, values, part.shape, chunk)
+
+
+def _place(part: Part) -> dict[str, Any]:
+    """Return the rectangle of a slice in its logical tensor."""
+    return {
+        "offset": [part.start if d == part.dim else 0 for d in range(len(part.shape))],
+        "shape": list(part.local),
+    }

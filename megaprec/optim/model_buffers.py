@@ -27,6 +27,7 @@ from megaprec.optim.model_intake import Ranks, move_rest
 from megaprec.optim.partial_grads import sum_partial_slices
 from megaprec.optim.replicas import Replicas, expert_replicas
 from megaprec.optim.same_model import TrainedModel, require_unwritten
+from megaprec.optim.untrained import Untrained
 from megaprec.precision.marks import parameters_of_marked
 from megaprec.precision.plan import PrecisionPlan
 
@@ -36,8 +37,8 @@ class ModelBuffers:
 
     chunks: the buffers of each part. all: all buffers in one list, in an order that all dp ranks share. tied: the
     buffers whose gradients are summed over pipeline ranks, each with its axis. twins: pairs of buffers of this rank
-    whose gradients are summed. balance: the updates from counts. stand_ins: for DTensors. virtual: as for the
-    optimizer.
+    whose gradients are summed. balance: the updates from counts. untrained: what is in no buffer. stand_ins: for
+    DTensors. virtual: as for the optimizer.
     shards, average, canonical, seed: as in `Buffer`. moments: names of the moments of a parameter; those of a buffer
     have the same. bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed this
     number.
@@ -77,6 +78,7 @@ class ModelBuffers:
             move_rest(part, plan, ranks.device, marked)
         self.all = [buffer for chunk in self.chunks for buffer in chunk]
         self.balance = LoadBalance(self.all)
+        self.untrained = Untrained(parts, ranks.pp.rank, lambda layout: self._replicas(layout).every.rank == 0)
         tied = [buffer for buffer in self.all if layout_of(buffer.parameters[0]).tied]
         again = [buffer for buffer in tied if layout_of(buffer.parameters[0]).again]
         firsts = {_names(buffer): buffer for buffer in tied if buffer not in again}
@@ -147,13 +149,14 @@ class ModelBuffers:
         """Return True for weights of experts that are on ranks of their own."""
         return self._experts is not None and layout_of(buffer.parameters[0]).expert
 
-    def num_elements(self, world: Axis) -> int:
-        """Return the number of elements of the whole model. Collective over `world`."""
+    def num_elements(self, world: Axis) -> tuple[int, int]:
+        """Return the numbers of elements of the whole model that are trained, and frozen. Collective over `world`."""
         own = sum(last - first for buffer in self.all for first, last in buffer.counted())
-        count = torch.tensor(own, dtype=torch.float64, device=self._ranks.device)
-        if not (elements := int(world.sum_(count).item())):
+        count = torch.tensor([own, self.untrained.num_saved()], dtype=torch.float64, device=self._ranks.device)
+        trained, frozen = map(int, world.sum_(count).tolist())
+        if not trained:
             raise UserError("the model has no parameter that is to be trained: all are frozen, or there are none")
-        return elements
+        return trained, frozen
 
     def counted(self) -> Iterator[torch.Tensor]:
         """Yield flat views of the gradients in this rank's slices that no other rank counts."""

@@ -231,7 +231,7 @@ def move_rest(part: nn.Module, plan: PrecisionPlan, device: torch.device, marked
         usual = param_dtype(frozen, plan) if has_layout(frozen) else plan.parameters
         held = plan.sensitive if frozen in marked else usual
         if not is_dtensor(frozen):
-            frozen.data = frozen.data.to(device, held)
+            frozen.data = frozen.data.to(device, held).contiguous()
         elif frozen.dtype != held:
             raise UserError(
                 f"{name} is held in {dtype_name(frozen.dtype)} by fully_shard, but the plan has parameters = "

@@ -144,6 +144,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         shards = self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
         memory = ModelBuffers(parts, plan, mesh, ranks, shards, groups, bucket, moments, seed, mean, canonical, virtual)
         self._memory, self.buffers, self._virtual = memory, memory.chunks, virtual  # buffers: by model chunk
+        self.untrained = memory.untrained
         self._matrices = MatrixUpdates.of(claimed(self.rule), memory.all, groups, mesh, ranks)
         self._slices = self._tiles_of(groups)
         tp = Axis("tp") if virtual else self.tp  # `sum_copies` sums over virtual ranks
@@ -152,7 +153,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self._counted, self._copies = list(memory.counted()), list(memory.copies())
         self._fp8 = memory.fp8_masters(self._weights.begin, self._weights.settle)
         self._agreement = (CanonicalConsensus if canonical else StepConsensus)(self.pp, self.world, norm, self.device)
-        self.num_elements = memory.num_elements(self.world)
+        self.num_elements, self.num_frozen = memory.num_elements(self.world)
 
     def _tiles_of(self, groups: Sequence[Group]) -> list[tuple[Buffer, list[tuple[Slice, list[Tile]]]]]:
         """Return, for each buffer that is updated element by element, its slices of one group and their tiles."""

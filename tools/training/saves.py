@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.atomic import latest
-from megaprec.checkpoint.saving import Outcome, Saving
+from megaprec.checkpoint.saving import Outcome, Saving, unsaved_buffers
 from megaprec.errors import UserError
 from models.engine import Engine
 from tools.config.run_file import RunConfig
@@ -28,6 +28,7 @@ class Saves:
         self._leaves = {"compiled": engine.leaves.names} if config.train.compile != "off" else {}
         self._saving: Saving | None = None
         self._problem = ""  # of the newest save, if it failed
+        self._looked = False  # True when the model's buffers were looked at
         self._told: set[str] = set()  # warnings
 
     @property
@@ -46,6 +47,21 @@ class Saves:
         self._saving = Saving(folder, step, *state, background=c.background)
         if not c.background:
             self._wait()
+
+    def require_whole(self) -> None:
+        """Raise UserError on every rank if the model has state that training changes and that no checkpoint can hold.
+
+        Looks once, after the first step, which is the first moment at which it shows.
+        """
+        left_out = [] if self._looked else unsaved_buffers(self._optimizer)
+        self._looked = True
+        if left_out:
+            raise UserError(
+                f"model.factory: {left_out[0]} is a buffer that training changes"
+                f"{f' ({len(left_out) - 1} others too)' if left_out[1:] else ''}; checkpoints hold parameters only, so "
+                "a resumed run would begin with another value: leave it out (a BatchNorm: track_running_stats=False), or "
+                "register it with persistent=False if it may begin anew"
+            )
 
     def poll(self) -> None:
         """Take note of the outcome of the save that is under way, if there is one."""

@@ -196,6 +196,7 @@ class Trainer:
             if self._stops:
                 folder.require_there(done, self.engine.optimizer)
             if done == self._taken:
+                self._saves.require_whole()
                 self._saves.poll()
             if done == self._taken and (diverged or self._stops or self._saves_after(done)):
                 with self.position.during(Phase.SAVE):

@@ -1,0 +1,81 @@
+"""What a model holds beside its trained parameters: frozen parameters, and torch's persistent buffers.
+
+A checkpoint holds frozen parameters as it holds trained ones, by logical slice, but without moments. It does not hold
+buffers, because a buffer has no layout: nothing says whether ranks hold the same values, or slices of them. A buffer
+that never changes is made again by the code that builds the model; one that changes in training, like the running
+statistics of a BatchNorm, would begin anew on each resume. It is therefore named.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor, nn
+
+from megaprec.comm.layout import Layout, Part, has_layout, layout_of
+from megaprec.errors import UserError
+from megaprec.optim.dtensors import is_dtensor
+
+
+@dataclass(frozen=True)
+class FrozenSlice:
+    """A slice of a logical tensor that is not trained. values: a flat view of it, without padding.
+
+    saved: True if this rank's copy is the one that checkpoints hold.
+    """
+
+    part: Part
+    values: Tensor
+    saved: bool
+
+
+class Untrained:
+    """What `parts` hold that is not trained, as of the moment at which this is made.
+
+    pp_rank: of this rank. first: returns True if this rank is the first replica of a parameter with such a layout.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], pp_rank: int, first: Callable[[Layout], bool]) -> None:
+        self._parts, self._pp_rank, self._first = parts, pp_rank, first
+        self._seen = {id(buffer): (buffer, buffer._version) for _, buffer in self._buffers()}
+
+    def slices(self) -> Iterator[FrozenSlice]:
+        """Yield the slices of all frozen parameters. Raises UserError for one that no checkpoint can hold."""
+        for name, parameter in self._frozen():
+            if is_dtensor(parameter) or not has_layout(parameter):
+                raise UserError(f"{name} is frozen and cannot be saved or loaded: {_lacking(parameter)}")
+            layout, values = layout_of(parameter), parameter.data.view(-1)
+            counts = layout.counts(self._pp_rank) and self._first(layout)
+            for part, first, last in layout.spans():
+                yield FrozenSlice(part, values[first:last], counts and part.copy == 0)
+
+    def num_saved(self) -> int:
+        """Return the number of frozen elements that this rank saves."""
+        layouts = (layout_of(p) for _, p in self._frozen() if has_layout(p) and not is_dtensor(p))
+        saved = (layout for layout in layouts if layout.counts(self._pp_rank) and self._first(layout))
+        return sum(prod(part.local) for layout in saved for part in layout.parts if part.copy == 0)
+
+    def changed_buffers(self) -> list[str]:
+        """Return the paths of the persistent buffers that were written to, or exchanged, since this was made."""
+        return [name for name, buffer in self._buffers() if self._seen.get(id(buffer)) != (buffer, buffer._version)]
+
+    def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        seen = set[nn.Parameter]()
+        for part in self._parts:
+            for name, parameter in part.named_parameters():
+                if not parameter.requires_grad and parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for part in self._parts:
+            for path, module in part.named_modules():
+                for name, buffer in module.named_buffers(path, recurse=False):
+                    if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                        yield name, buffer
+
+
+def _lacking(parameter: nn.Parameter) -> str:
+    if is_dtensor(parameter):
+        return "fully_shard cuts it, and only trained ones are put together; leave it out of fully_shard"
+    return "it has no layout; give it one with megaprec.comm.layout.attach_whole(model)"

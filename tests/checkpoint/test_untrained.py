@@ -1,0 +1,69 @@
+"""Checkpoints of a loop of one's own hold frozen weights, and say which buffers they do not hold."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megaprec import ParallelAMPOptimizer, load, plan, save
+from megaprec.comm.layout import attach_whole
+from megaprec.errors import UserError
+
+
+class Running(nn.Module):
+    """Subtracts a running mean, as a BatchNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("constant", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.lerp_(x.detach().float().mean(0), 0.1)  # type: ignore[operator]
+        return (x - self.mean.to(x)) * self.constant.to(x) * self.scale  # type: ignore[operator]
+
+
+def model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    made = nn.Sequential(nn.Linear(4, 8), Running(), nn.Linear(8, 1))
+    made[0].requires_grad_(False)
+    return made
+
+
+def optimizer_of(made: nn.Module) -> ParallelAMPOptimizer:
+    attach_whole(made)
+    return ParallelAMPOptimizer([made], plan("bf16"), lr=1e-2)
+
+
+def test_frozen_weights_are_saved_and_loaded_and_changed_buffers_are_named(tmp_path: Path) -> None:
+    made = model(0)
+    optimizer = optimizer_of(made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing has changed yet
+        save(tmp_path / "before", 0, optimizer, {})
+    (made(torch.randn(6, 4, dtype=torch.bfloat16)).float().mean() * optimizer.scale).backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match=r"is in no checkpoint, because it is a buffer") as said:
+        path = save(tmp_path / "after", 1, optimizer, {})
+    assert [str(w.message).partition(" ")[0] for w in said] == ["1.mean"]
+    other = model(1)
+    taking = optimizer_of(other)
+    assert not torch.equal(other[0].weight, made[0].weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # frozen weights are bf16, and have no masters that could be narrower
+        load(path, taking)
+    for (name, one), (_, theirs) in zip(other.named_parameters(), made.named_parameters(), strict=True):
+        assert torch.equal(one, theirs), name
+
+
+def test_a_frozen_parameter_without_a_layout_is_refused_by_name(tmp_path: Path) -> None:
+    made = model(0)
+    attach_whole(made[2])
+    attach_whole(made[1], prefix="norm.")
+    optimizer = ParallelAMPOptimizer([made], plan("fp32"), lr=1e-2)
+    with pytest.raises(UserError, match=r"0\.weight is frozen and cannot be saved or loaded: it has no layout"):
+        save(tmp_path, 1, optimizer, {})
+    assert not [*tmp_path.rglob("*.safetensors")]

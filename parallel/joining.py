@@ -17,6 +17,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from megaprec.errors import UserError
+from parallel.described_world import joined_world, require_sound
 
 JOIN = 600.0  # seconds in which all ranks must have joined
 NEWS = 30.0  # seconds between lines about waiting
@@ -29,11 +30,12 @@ def join(environment: Mapping[str, str] = os.environ, seconds: float = 0.0) -> t
     """Return the ranks' store, this rank and the number of ranks, once all ranks that `environment` names are there.
 
     Without torchrun's variables the world is this process alone. Raises UserError on every rank that is there if others
-    have not joined within `seconds` (0: JOIN).
+    have not joined within `seconds` (0: JOIN), and for variables that describe no world.
     """
     seconds = seconds or JOIN
-    if "RANK" not in environment:
+    if not joined_world(environment):
         return dist.HashStore(), 0, 1
+    require_sound(environment)
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     hosts = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = _connected(rank, size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), hosts, seconds)

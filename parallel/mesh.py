@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import AXES
 from megaprec.comm.groups import split
 from megaprec.errors import UserError
+from parallel.described_world import slurm_environment
 from parallel.joining import NEWS, join
 
 PARTING = 10.0  # seconds that a failed rank waits for its communication in progress
@@ -57,7 +58,7 @@ def _group(runs: torch.Tensor) -> dist.ProcessGroup:
 def world(
     device: str = "cpu", minutes: float = 10.0, failed: Callable[[Exception], None] = lambda error: None
 ) -> Iterator[dist.Store]:
-    """Join the world that the environment describes (torchrun's variables), and leave it at the end.
+    """Join the world that the environment describes, in torchrun's variables or Slurm's, and leave it at the end.
 
     Without these variables the world is this process alone. On CUDA each local rank takes its own device; a rank that
     sees a single device takes that one. Yields the store that all ranks share. minutes: time limit of each collective,
@@ -67,6 +68,7 @@ def world(
     Raises UserError if not all ranks join (`joining.py`). After an exception the world is left if that is possible
     within a few seconds (see `_part`).
     """
+    os.environ.update(slurm_environment(os.environ))
     own = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)
     store, rank, size = join()

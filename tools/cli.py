@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megaprec.errors import UserError, did_you_mean
 from megaprec.parsing import is_unicode
+from parallel.described_world import require_sound, slurm_environment
 from tools.commands import (
     bisect,
     compare,
@@ -47,7 +48,7 @@ from tools.commands import (
 from tools.commands import convert as convert
 from tools.commands import parity as parity
 from tools.training.endings import CODES, ON_PURPOSE, reported
-from tools.training.launch import must_tell, note_failure, slurm_environment
+from tools.training.launch import must_tell, note_failure
 from tools.training.signals import Stopped
 
 
@@ -56,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Ends the process if torch.distributed could not be shut down: see `parallel.mesh.world`.
     """
-    os.environ.update(slurm_environment(os.environ))
+    try:
+        os.environ.update(slurm_environment(os.environ))
+        require_sound(os.environ)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what it cannot encode is escaped, as on stderr
     args, joined = _parsed(argv), dist.is_initialized()

@@ -1,9 +1,9 @@
-"""What a model holds beside its trained parameters: frozen parameters, and torch's persistent buffers.
+"""The state of a model that is not trained: frozen parameters, and torch's persistent buffers.
 
 A checkpoint holds frozen parameters as it holds trained ones, by logical slice, but without moments. It does not hold
-buffers, because a buffer has no layout: nothing says whether ranks hold the same values, or slices of them. A buffer
-that never changes is made again by the code that builds the model; one that changes in training, like the running
-statistics of a BatchNorm, would begin anew on each resume. It is therefore named.
+buffers, because a buffer has no layout: nothing says whether ranks hold the same values, or slices of them. The code
+that builds the model fills a buffer that never changes; one that changes in training, like the running statistics of a
+BatchNorm, would begin anew on each resume. It is therefore named.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ class FrozenSlice:
 
 
 class Untrained:
-    """What `parts` hold that is not trained, as of the moment at which this is made.
+    """The state of `parts` that is not trained, as of the moment at which this is made.
 
     pp_rank: of this rank. first: returns True if this rank is the first replica of a parameter with such a layout.
     """

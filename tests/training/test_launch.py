@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megaprec.errors import UserError
+from parallel.described_world import joined_world
 from tools.training.launch import (
     PROGRAM,
     first_failure,
     has_own_device,
-    joined_world,
     share_of_cores,
-    slurm_environment,
     start_ranks,
 )
 
@@ -52,13 +50,6 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
 pathlib.Path(sys.argv[1], str(os.getpid())).touch()
 time.sleep(900)
 """
-SLURM = {
-    "SLURM_PROCID": "3",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NODELIST": "gpu-[007-009,012]",
-    "SLURM_JOB_ID": "123456",
-}
 
 
 def python(code: str, *arguments: object) -> list[str]:
@@ -185,44 +176,6 @@ def test_ranks_run_our_program_even_where_the_user_has_a_folder_called_tools(tmp
     assert done.stdout == "right ['train', 'x']\n"
 
 
-def test_a_world_is_joined_only_when_it_is_wholly_described() -> None:
-    whole = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    assert joined_world(whole)
-    assert not joined_world({})
-    assert not joined_world({"MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    assert joined_world(SLURM)
-    for lost in whole:
-        if lost in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-            with pytest.raises(UserError, match=f"not {lost}"):
-                joined_world({name: value for name, value in whole.items() if name != lost})
-
-
-def test_a_slurm_step_is_said_in_torchs_words() -> None:
-    assert slurm_environment(SLURM) == {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "gpu-007",
-        "MASTER_PORT": "23456",
-    }
-    assert slurm_environment(SLURM | {"SLURM_STEP_NODELIST": "a1,b[2-3]"})["MASTER_ADDR"] == "a1"
-    assert slurm_environment(SLURM | {"SLURM_STEP_NODELIST": "n[2-3]-ib,m"})["MASTER_ADDR"] == "n2-ib"
-    assert slurm_environment(SLURM | {"MASTER_ADDR": "me", "MASTER_PORT": "9"})["MASTER_ADDR"] == "me"
-
-
-@pytest.mark.parametrize(
-    ("said", "local"),
-    [
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "2"}, "2"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3", "SLURM_NTASKS_PER_NODE": "9"}, "1"),
-        ({"SLURM_NTASKS_PER_NODE": "2"}, "2"),
-        ({}, None),
-    ],
-)
-def test_a_slurm_task_knows_how_many_ranks_its_node_has(said: dict[str, str], local: str | None) -> None:
-    assert slurm_environment(SLURM | said).get("LOCAL_WORLD_SIZE") == local
-
-
 @pytest.mark.parametrize(
     ("devices", "said", "own"),
     [
@@ -238,12 +191,6 @@ def test_a_lone_device_is_a_tasks_own_only_if_slurm_gave_it_to_that_task(
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
     assert has_own_device(said) is own
-
-
-@pytest.mark.parametrize("change", [{"SLURM_STEP_NUM_TASKS": "1"}, {"RANK": "0"}])
-def test_slurm_is_not_asked_when_a_step_has_one_task_or_torchrun_spoke(change: dict[str, str]) -> None:
-    assert slurm_environment(SLURM | change) == {}
-    assert slurm_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == {}  # a batch script outside any step
 
 
 STUCK = f"""

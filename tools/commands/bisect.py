@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megaprec.errors import UserError
+from parallel.described_world import joined_world
 from tools.bisect.replay import NotTaken, Replay, located_bits, located_in_float64, require_comparable
 from tools.bisect.sides import Records, Side, common_checkpoint, compare_records, must_be_equal, other_keys
 from tools.config.run_file import RunConfig
@@ -28,7 +29,6 @@ from tools.parity.record import Plan
 from tools.parity.runs import made_ready
 from tools.parity.shrink import Most
 from tools.training.corpus import open_corpus
-from tools.training.launch import joined_world
 
 AGREE, PART, UNTRIED = "they agree", "they part", "not tried"
 CODES = {AGREE: 0, PART: 1, UNTRIED: 2}

@@ -22,6 +22,7 @@ import torch
 
 from megaprec.data.workers import cores
 from megaprec.errors import UserError
+from parallel.described_world import joined_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig, load_run
@@ -30,7 +31,7 @@ from tools.doctor.finding import CODES, Finding, not_tried, verdict, wrong
 from tools.doctor.place import Place
 from tools.doctor.ranks import Asked, take_part
 from tools.doctor.verdict import document, show
-from tools.training.launch import joined_world, launch_local
+from tools.training.launch import launch_local
 from tools.training.machine import check_machine
 from tools.training.notes import tell_notes
 

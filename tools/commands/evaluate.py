@@ -26,13 +26,14 @@ from megaprec.data.intact import read_record
 from megaprec.errors import UserError
 from models.relay import Relay
 from models.stages import Stage
+from parallel.described_world import joined_world
 from parallel.mesh import make_mesh, world
 from tools.console.progress_bar import scoring
 from tools.console.tables import add_json, put, table_console
 from tools.text.evaluation import Score, score
 from tools.text.load import Loaded, load_model
 from tools.text.windows import documents
-from tools.training.launch import joined_world, launch_local, note_failure
+from tools.training.launch import launch_local, note_failure
 
 MOST_LOCAL = 1024
 COMPUTE = ("fp32", "bf16", "fp64")

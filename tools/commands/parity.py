@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from megaprec.errors import UserError
+from parallel.described_world import joined_world
 from tools.config.layouts import problems
 from tools.config.run_file import RunConfig, load_run
 from tools.parity.again import updates
@@ -57,7 +58,6 @@ from tools.parity.runs import (
 )
 from tools.parity.shrink import Most, changes
 from tools.training.corpus import open_corpus
-from tools.training.launch import joined_world
 from tools.training.notes import add_strict, tell_notes
 
 RANKS = 4  # ranks of the largest default layout

@@ -19,6 +19,7 @@ from rich.table import Table
 from megaprec.checkpoint.atomic import latest
 from megaprec.errors import UserError
 from megaprec.optim.step_report import to_json
+from parallel.described_world import joined_world
 from tools.config.layouts import problems
 from tools.config.run_file import RunConfig, load_run
 from tools.console.tables import add_json, put, table_console
@@ -27,7 +28,6 @@ from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versi
 from tools.parity.layouts import Layout, asked, fitted
 from tools.prove.proof import STRAIGHT, Row, Span, is_canonical, other_layout, overall, proof
 from tools.prove.runs import Failure, Room
-from tools.training.launch import joined_world
 from tools.training.notes import add_strict, tell_notes
 
 FORMAT = "megaprec prove 1"

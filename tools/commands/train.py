@@ -25,6 +25,7 @@ from megaprec.diagnose.position import Phase, Position
 from megaprec.durable import file_error
 from megaprec.errors import UserError
 from models.own_model import require_builtin
+from parallel.described_world import joined_world
 from parallel.hangs.watchdog import longest_wait
 from parallel.mesh import make_mesh, told_by_first, world
 from tools.commands.convert import write_model
@@ -62,7 +63,6 @@ from tools.training.hangs import straggler_events, tell_waiting, watching
 from tools.training.harness import require_harness
 from tools.training.launch import (
     has_own_device,
-    joined_world,
     launch_local,
     note_failure,
     share_of_cores,

@@ -1,12 +1,12 @@
-"""Starting local ranks with torch's elastic launcher, or joining ranks that something else has started.
+"""Starting local ranks with torch's elastic launcher.
 
 `launch_local` runs this program once per rank, over a rendezvous on a free port of this machine, and waits. When a rank
 fails, the others are stopped, and the caller's `Again` says how many ranks are started again; if none, its exit code is
 returned, and its reason, stored by `note_failure`, is printed last. A signal to the launcher is passed on to the ranks,
 which may take their time to end; a second signal kills them. After a signal no rank is started.
 
-If something else has started the ranks (torchrun, Kubernetes, srun), `joined_world` returns True and nothing is
-launched. Slurm describes ranks in its own variables; `slurm_environment` translates them into torch's.
+If something else has started the ranks (torchrun, Kubernetes, srun), nothing is launched: see
+`parallel.described_world`.
 """
 
 import logging
@@ -29,7 +29,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from megaprec.errors import UserError
 from tools.training.endings import code_of, ended_on_purpose, reported
 from tools.training.leftovers import own_folder
 from tools.training.signals import SIGNALS, Stopped, listening
@@ -38,7 +37,6 @@ OURS = "megaprec_"  # prefix of the run id of ranks that this launcher has start
 RESTARTED = "MEGAPREC_RESTARTED"  # set for ranks that this launcher has started again
 # Errors of gloo, NCCL and the store when another rank is gone.
 LOST = re.compile(r"connection (closed|reset|refused|was)|broken pipe|socket|timed out|pair closure|peer|abort", re.I)
-WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Not `-m tools.cli`: that would prefer a folder called tools in the user's working directory.
 # Ctrl-C ends a rank without a traceback, for the launcher reports it. On Linux a rank ends when its launcher is
 # killed (prctl's option 1 is PR_SET_PDEATHSIG); elsewhere it would keep running.
@@ -221,59 +219,12 @@ def restarted(environ: Mapping[str, str] = os.environ) -> bool:
 
 def must_tell() -> bool:
     """Return True if this process prints its own failure, False if a launcher prints it after all ranks have ended."""
-    return not started_here() and ("TORCHELASTIC_RUN_ID" not in os.environ or os.environ["RANK"] == "0")
+    return not started_here() and ("TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0")
 
 
 def started_here() -> bool:
     """Return True if `start_ranks` has started this process as a rank."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(OURS)
-
-
-def joined_world(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if something else started this process as a rank. Raises UserError if the variables are incomplete.
-
-    An incompletely described world must not fall back to local ranks: every node would train alone.
-    """
-    described = {**environ, **slurm_environment(environ)}
-    missing = [name for name in WORLD if not described.get(name)]
-    if not missing:
-        return True
-    if {"RANK", "WORLD_SIZE"} <= set(missing):
-        return False
-    there = [f"{name}={described[name]}" for name in WORLD if name not in missing]
-    raise UserError(f"{' '.join(there)} set but not {', '.join(missing)}: set all of them, as torchrun does, or none")
-
-
-def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables for a task of a Slurm step of several tasks, otherwise none; for os.environ.update().
-
-    MASTER_ADDR and MASTER_PORT are kept if set; otherwise they are the step's first node and a port computed from the
-    job id.
-    """
-    if "RANK" in environ or int(environ.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
-        return {}
-    first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", environ["SLURM_STEP_NODELIST"])
-    assert first is not None, environ["SLURM_STEP_NODELIST"]
-    local = _tasks_of_node(environ)
-    return {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or "".join(part or "" for part in first.groups()),
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + int(environ["SLURM_JOB_ID"]) % 10000),
-        **({"LOCAL_WORLD_SIZE": local} if local else {}),
-    }
-
-
-def _tasks_of_node(environ: Mapping[str, str]) -> str:
-    """Return the number of tasks of the Slurm step on this node, "" if Slurm does not state it. "2(x3),1" are four
-    nodes.
-    """
-    nodes: list[str] = []
-    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        nodes += [tasks] * int(times or 1)
-    node = int(environ.get("SLURM_NODEID", "0"))
-    return nodes[node] if node < len(nodes) else environ.get("SLURM_NTASKS_PER_NODE", "")
 
 
 def has_own_device(environ: Mapping[str, str] = os.environ) -> bool:

@@ -41,6 +41,10 @@ def texts(text: str, **assumed: str) -> list[str]:
         (f"cat <<EOF\n{RUN} --x 1\nEOF\n{RUN} --a 1", "--a|1"),
         (f"NCCL_DEBUG=1 {RUN} --a 1 && echo done", "--a|1"),
         (f"python tools/make.py\n{RUN} --a 1 > log.txt 2>&1", "--a|1"),
+        (f"X=1\n(X=2; cd dir)\necho | X=3\n{RUN} --a $X", "--a|1"),
+        (f"X=1; Y=0\n[ $X = 2 ] && Y=2\n[ $X = 1 ] && {{ Z=3; W=4; }}\n{RUN} --a $Y --b $Z$W", "--a|0|--b|34"),
+        (f"X=1\n[ $X = 1 ] || X=2\nfalse || Y=5\ntrue && cd x && V=6\n{RUN} --a $X --b $Y$V", "--a|1|--b|56"),
+        (f"{RUN} --a $'x y' --b $\"hi\"", "--a|x y|--b|hi"),
     ],
 )  # fmt: skip
 def test_the_words_are_those_that_a_shell_would_pass(text: str, expected: str) -> None:
@@ -57,6 +61,18 @@ def test_the_words_are_those_that_a_shell_would_pass(text: str, expected: str) -
         (f"{RUN} --a 1 $@", "$@ stands for the script's own arguments"),
         (f'if [ -n "$K" ]; then A=1; fi\n{RUN} --a $A', "on $K: --assume K=VALUE decides it"),
         (f"for i in 1 2; do A=$i; done\n{RUN} --a $A", "$A depends on a loop or case"),
+        (f"D=$(dirname $(realpath $0))\n{RUN} --a $D/data", "$(dirname $(realpath $0)) would have to be run"),
+        (f'D="$(cd "$(dirname "$0")" && echo ")")"\n{RUN} --a $D', '$(cd "$(dirname "$0")" && echo ")") would have'),
+        (f"{RUN} --a ${{X:?must be set}}", "${X:?must be set} would have to be run"),
+        (f"{RUN} $ARGS", "$ARGS has no value in the script"),
+        (f"A=1\n[ -d foo ] && A=2\n{RUN} --a $A", "$A depends on the condition in line 2"),
+        (f"A=4\n((A=A*2))\n{RUN} --a $A", "$A is set in line 2 by what is not followed"),
+        (f"A=4\nlet A++\n{RUN} --a $A", "$A is set in line 2 by what is not followed"),
+        (f"A=4\nread A < file\n{RUN} --a $A", "$A is set in line 2 by what is not followed"),
+        (f"A=(1 2)\nA[0]=9\n{RUN} --a ${{A[@]}}", "$A is set in line 2 by what is not followed"),
+        (f"{RUN} --a {{1,2}}", "{1,2} would have to be run: write its value"),
+        (f"{RUN} --a <(echo 1) --b 2", "<(echo 1) would have to be run"),
+        (f"{RUN} --a $'x\\ty'", "would have to be run"),
     ],
 )
 def test_what_a_script_leaves_open_is_named_with_the_way_to_give_it(text: str, line: str) -> None:
@@ -122,3 +138,8 @@ def test_a_hostile_script_ends_soon_with_a_line_or_with_words(text: str) -> None
     except UserError as error:
         assert all(len(problem.splitlines()) == 1 for problem in error.problems)  # noqa: PT017
     assert time.process_time() - began < 30, "what grows without bound takes for ever, whatever the machine"
+
+
+def test_a_character_that_marks_what_is_unknown_is_refused_in_a_script() -> None:
+    with pytest.raises(UserError, match="private use area"):
+        read(f"X=\ue0000\ue001\n{RUN} --a $X")

@@ -13,14 +13,33 @@ from dataclasses import dataclass, field
 
 from megaprec.errors import UserError
 from tools.importing.launcher import program, ranks
+from tools.importing.shell_flow import LOOPS, MOST_DEPTH, Flow
+from tools.importing.shell_unknown import CLOSE, MARK, OPEN, Unknown
 from tools.importing.shell_words import Command, Lexer, Part, Raw
 
-OPEN, CLOSE = "\ue000", "\ue001"  # around what is not known, in the text of a word
-UNKNOWN = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+ELEMENT = re.compile(r"([A-Za-z_]\w*)\[[^\]]*\]\+?=")
+COUNTED = re.compile(r"([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)")
+BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+SETTERS = ("read", "mapfile", "readarray", "getopts", "unset")
+SUCCEED = [
+    "cd",
+    "pushd",
+    "popd",
+    "mkdir",
+    "source",
+    ".",
+    "module",
+    "conda",
+    "set",
+    "ulimit",
+    "echo",
+    "printf",
+    "true",
+    ":",
+]
 EXPANSION = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
-MOST_DEPTH, MOST_WORDS = 20, 20_000
-LOOPS = {"for": "done", "while": "done", "until": "done", "case": "esac", "select": "done"}
+MOST_WORDS = 20_000
 MATHS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -79,18 +98,19 @@ class _Script:
         self.defaults: dict[str, str] = {}
         self.uses: dict[str, set[str]] = {}
         self.reading: set[str] = set()
-        self.reasons: dict[str, str] = {}
+        self.unknown = Unknown()
         self.condition = ""
         self.sourced: list[str] = []
-        self.branches: list[bool | None] = []
-        self.taken: list[bool | None] = []
-        self.loops: list[str] = []
+        self.flow = Flow(self._shown())
         self.found: list[tuple[int, list[Word]]] = []
+        if set(text) & {OPEN, CLOSE}:
+            raise UserError(f"{self._shown()}: it has a character of Unicode's private use area (U+E000 or U+E001)")
         self._follow(Lexer(text, name or "the command line").commands(), 0)
 
     def command_line(self, any_command: bool) -> CommandLine:
         """Return the one command that runs a program with arguments."""
         found = [(line, words) for line, words in self.found if program([word.text for word in words]) is not None]
+        found = found or [(line, words) for line, words in self.found if program(_as_options(words)) is not None]
         if any_command and not found:
             found = self.found[:1] if len(self.found) == 1 else []
             if not found:
@@ -101,7 +121,7 @@ class _Script:
             lines = ", ".join(str(line) for line, _ in found)
             raise UserError(f"{self._shown()}: {len(found)} programs with arguments, in lines {lines}: keep one")
         words = found[0][1]
-        at = program([word.text for word in words])
+        at = program(_as_options(words))
         arguments = words if at is None else words[at + 1 :]
         read = self._all_read(arguments)
         notes = [*self.sourced]
@@ -125,19 +145,6 @@ class _Script:
     def _shown(self) -> str:
         return self.name or "the command line"
 
-    def _why_unknown(self, text: str) -> str:
-        match = UNKNOWN.search(text)
-        if not match:
-            return ""
-        what = match.group(1)
-        if what in self.reasons:
-            return self.reasons[what]
-        if what in ("@", "*"):
-            return f"${what} stands for the script's own arguments: --assume '{what}=...' gives them"
-        if re.fullmatch(r"\w+", what):
-            return f"${what} has no value in the script: --assume {what}=VALUE gives it"
-        return f"{what} would have to be run: write its value"
-
     # following
 
     def _follow(self, commands: Sequence[Command], depth: int) -> None:
@@ -146,6 +153,7 @@ class _Script:
         condition: list[Command] | None = None
         for command in commands:
             condition = self._step(command, condition, depth)
+            self.values = self.flow.end(command, self.values)
 
     def _step(self, command: Command, condition: list[Command] | None, depth: int) -> list[Command] | None:
         """Follow one command; returns the commands of a condition that is being read."""
@@ -154,69 +162,44 @@ class _Script:
         if condition is not None:
             if first != "then":
                 return [*condition, command]
-            self._decide(self._holds(condition))
+            self.flow.decide(self._holds(condition))
             words, first = words[1:], words[1].plain if len(words) > 1 else ""
         while first in ("do", "else", "elif", "if", "fi", "done", "esac", "{", "}", "!", "time", "exec"):
             if first in ("if", "elif"):
-                self._open(first)
+                self.flow.open(first)
                 return [Command(tuple(words[1:]), command.line, command.end)]
-            self._keyword(first)
+            self.flow.keyword(first)
             words = words[1:]
             first = words[0].plain if words else ""
         if first in LOOPS:
-            self.loops.append(LOOPS[first])
+            self.flow.loops.append(LOOPS[first])
         elif words:
-            self._run(words, command.line, depth)
+            runs = self.flow.runs()
+            self.flow.note(runs, self._run(words, command, depth))
         return None
 
-    def _open(self, word: str) -> None:
-        if word == "if":
-            self.branches.append(None)
-            self.taken.append(False)
-
-    def _decide(self, holds: bool | None) -> None:
-        if not self.branches:
-            return
-        before = self.taken[-1]
-        self.branches[-1] = (
-            False if before is True else holds if before is False else (False if holds is False else None)
-        )
-        self.taken[-1] = True if before is True or holds is True else None if None in (before, holds) else False
-
-    def _keyword(self, word: str) -> None:
-        if word == "else":
-            if self.branches:
-                self.branches[-1] = None if self.taken[-1] is None else not self.taken[-1]
-        elif word == "fi":
-            if self.branches:
-                self.branches.pop()
-                self.taken.pop()
-        elif self.loops and word == self.loops[-1]:
-            self.loops.pop()
-
-    def _mode(self) -> bool | None:
-        """Return True where commands run, False where they do not, None where that is not known."""
-        if False in self.branches:
-            return False
-        return None if None in self.branches or self.loops else True
-
-    def _run(self, words: list[Raw], line: int, depth: int) -> None:
-        mode = self._mode()
+    def _run(self, words: list[Raw], command: Command, depth: int) -> bool | None:
+        """Follow a command of at least one word. Returns True if it succeeds, None if that is not known."""
+        mode, line = self.flow.mode(), command.line
         if mode is False:
-            return
+            return None
         if words[0].plain in ("export", "declare", "local", "readonly", "typeset"):
             words = words[1:]
         if words and all(ASSIGN.match(word.start) for word in words):
-            for word in words:
+            for word in words if "|" not in (self.flow.link, command.end) else ():  # a pipe's commands are subshells
                 self._assign(word, mode)
-            return
+            return True
+        if names := self._set_by(words):
+            for name in names:
+                self._leave_open(name, f"is set in line {line} by what is not followed")
+            return None
         while words and ASSIGN.match(words[0].start):
             words = words[1:]
         expanded = [word for raw in words for word in self._words_of(raw)]
         if len(expanded) > MOST_WORDS:
             raise UserError(f"{self._shown()}, line {line}: more words than a command line has")
         if not expanded:
-            return
+            return True
         if expanded[0].text in ("source", ".") and len(expanded) > 1:
             self.sourced.append(f"{self._shown()}, line {line}: what {expanded[1].text} sets is not read")
         elif expanded[0].text == "eval":
@@ -225,12 +208,36 @@ class _Script:
             self._again(inner[-1], line, depth)
         elif expanded[0].text not in ("echo", "cat", "printf"):
             self.found.append((line, expanded))
+        return self._outcome(words, line)
+
+    def _outcome(self, words: list[Raw], line: int) -> bool | None:
+        first = words[0].plain
+        if first in ("[", "[[", "test"):
+            texts = [text for raw in words for text in self._expanded_test(raw)]
+            return self._test(texts if first != "test" else ["[", *texts[1:], "]"], line)
+        return False if first == "false" else True if first in SUCCEED else None
+
+    def _set_by(self, words: list[Raw]) -> list[str]:
+        """Return the variables that a command sets to what is not followed."""
+        if not words:
+            return []
+        first, texts = words[0].plain, ["".join(part.text for part in word.parts) for word in words[1:]]
+        if first in ("((", "let"):
+            return [one or other for one, other in COUNTED.findall(" ".join(texts))]
+        if element := ELEMENT.match(words[0].start):
+            return [element.group(1)]
+        if first == "printf" and texts[:1] == ["-v"]:
+            return texts[1:2]
+        return [text for text in texts if text.isidentifier()] if first in SETTERS else []
+
+    def _leave_open(self, name: str, why: str) -> None:
+        self.values[name] = [self.unknown.mark(f"${name}", f"${name} {why}: --assume {name}=VALUE gives it")]
 
     def _words_of(self, raw: Raw) -> list[Word]:
         self.reading = set()
         texts = self._expanded(raw)
         reads, place = frozenset(self.reading), f"{self.name}, line {raw.line}" if self.name else ""
-        return [Word(UNKNOWN.sub(r"$\1", text), place, self._why_unknown(text), reads) for text in texts]
+        return [Word(self.unknown.shown(text), place, self.unknown.reason(text), reads) for text in texts]
 
     def _again(self, text: str, line: int, depth: int) -> None:
         self._follow(Lexer(text, self._shown(), line).commands(), depth + 1)
@@ -249,10 +256,8 @@ class _Script:
         if adds:
             value = [*before, *value] if word.array is not None else ["".join([*before[:1], *value]), *before[1:]]
         if mode is None and value != before:
-            value = [f"{OPEN}{name}{CLOSE}"]
-            self.reasons[name] = (
-                f"${name} depends on {self.condition or 'a loop or case'}, or --assume {name}=VALUE gives it"
-            )
+            why = f"${name} depends on {self.condition or 'a loop or case'}; --assume {name}=VALUE gives it"
+            value = [self.unknown.mark(f"${name}", why)]
         if sum(map(len, value)) > 1_000_000:
             raise UserError(f"{self._shown()}, line {word.line}: {name} grows too long")
         self.values[name], self.uses[name] = value, self.reading
@@ -292,9 +297,10 @@ class _Script:
     def _pieces(self, part: Part) -> tuple[list[str], bool]:
         """Return the texts of a part, and whether they are left whole."""
         if part.kind == "text":
-            return [part.text], True
+            braces = None if part.quoted else BRACES.search(part.text)
+            return [self.unknown.command(part.text) if braces else part.text], True
         if part.kind == "run":
-            return [f"{OPEN}$({part.text}){CLOSE}"], True
+            return [self.unknown.command(part.text)], True
         if part.kind == "arithmetic":
             return [self._arithmetic(part.text)], True
         if part.text.startswith('"'):
@@ -317,7 +323,7 @@ class _Script:
         """Return the words of `${text}`."""
         match = EXPANSION.fullmatch(text)
         if not match:
-            return [f"{OPEN}${{{text}}}{CLOSE}"]
+            return [self.unknown.command(f"${{{text}}}")]
         name, whole, sign, default = match.groups()
         self.reading.add(name)
         if name in self.assumed:
@@ -327,13 +333,13 @@ class _Script:
             return value if whole or len(value) < 2 else value[:1]
         if sign:
             chosen = self._joined(Raw(tuple(Lexer(default, self._shown()).inside()), 0)).strip("\"'")
-            self.defaults[name] = chosen
+            self.defaults[name] = self.unknown.shown(chosen)
             return [chosen]
-        return [f"{OPEN}{name}{CLOSE}"]
+        return [self.unknown.variable(name)]
 
     def _arithmetic(self, text: str) -> str:
         known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: " ".join(self._variable(m.group(1))), text)
-        unknown = f"{OPEN}$(({text.strip()})){CLOSE}"
+        unknown = self.unknown.command(f"$(({text.strip()}))")
         if not re.fullmatch(r"[\d\s+*/%()-]{1,200}", known):
             return unknown
         try:
@@ -360,11 +366,11 @@ class _Script:
         return self._expanded(raw, split=False) or [""]
 
     def _test(self, words: list[str], line: int) -> bool | None:
-        unknown = [name for word in words for name in UNKNOWN.findall(word) if name.isidentifier()]
+        unknown = [name for word in words for name in self.unknown.names(word)]
         self.condition = f"the condition in line {line}"
         if unknown:
             self.condition += f", on ${unknown[0]}: --assume {unknown[0]}=VALUE decides it"
-        if len(words) < 3 or words[0] not in ("[", "[[") or any(UNKNOWN.search(word) for word in words):
+        if len(words) < 3 or words[0] not in ("[", "[[") or any(MARK.search(word) for word in words):
             return None
         inner = words[1:-1]
         if len(inner) == 2 and inner[0] in ("-n", "-z"):
@@ -372,6 +378,11 @@ class _Script:
         if len(inner) == 3 and inner[1] in ("=", "==", "!=", "-eq", "-ne") and not set(inner[2]) & set("*?["):
             return (inner[0] == inner[2]) == (inner[1] in ("=", "==", "-eq"))
         return None
+
+
+def _as_options(words: Sequence[Word]) -> list[str]:
+    """Return the texts of words, of which those that are open may be options."""
+    return [f"--{word.text}" if word.unknown else word.text for word in words]
 
 
 def _computed(node: ast.expr) -> int:

@@ -14,6 +14,7 @@ from megaprec.errors import UserError
 SPACE, ENDS = " \t\r", "\n;&|()"
 NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
 REDIRECTION = re.compile(r"(?:\d*>>?&?|&>>?|\d*<(?!<))[ \t]*")
+ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 
 
@@ -66,7 +67,7 @@ class Lexer:
         while self.at < len(self.text):
             line, words = self.line, self._words(ENDS)
             end = self._end()
-            if words or end in ("&&", "||"):
+            if words or end in ("&&", "||", "(", ")"):
                 found.append(Command(tuple(words), line, end))
             if end == "\n":
                 self._skip_documents(words)
@@ -91,6 +92,13 @@ class Lexer:
             elif sign == "#":
                 end = self.text.find("\n", self.at)
                 self.at = len(self.text) if end < 0 else end
+            elif self.text.startswith(("<(", ">("), self.at):
+                opening, line = self.text[self.at : self.at + 2], self.line
+                words.append(Raw((Part("run", f"{opening}{self._nested(opening, ')')})", False),), line))
+            elif not words and "(" in ends and self.text.startswith("((", self.at):
+                line = self.line
+                inside = Part("text", self._nested("((", "))"), True)
+                words += [Raw((Part("text", "((", False),), line), Raw((inside,), line)]
             elif redirection := REDIRECTION.match(self.text, self.at):
                 self._advance(redirection.end() - self.at)
                 self._word(ends)
@@ -126,7 +134,7 @@ class Lexer:
         if sign == '"' and not quoted:
             return self._double()
         if sign == "`":
-            return Part("run", self._until("`"), quoted)
+            return Part("run", f"`{self._until('`')}`", quoted)
         if sign == "$":
             return self._dollar(quoted)
         if sign == "\\":
@@ -165,9 +173,16 @@ class Lexer:
         if rest == "((":
             return Part("arithmetic", self._nested("$((", "))"), quoted)
         if rest[:1] == "(":
-            return Part("run", self._nested("$(", ")"), quoted)
+            return Part("run", f"$({self._nested('$(', ')')})", quoted)
         if rest[:1] == "{":
             return Part("expand", self._nested("${", "}"), quoted)
+        if rest[:1] == '"' and not quoted:  # a text for translation
+            self._advance(1)
+            return self._double()
+        if not quoted and (ansi := ANSI.match(self.text, self.at)):
+            self._advance(ansi.end() - self.at)
+            plain = "\\" not in ansi.group(1)
+            return Part("text", ansi.group(1), True) if plain else Part("run", ansi.group(), True)
         match = NAME.match(self.text, self.at + 1)
         if not match:
             self._advance(1)
@@ -183,6 +198,9 @@ class Lexer:
         began, open_signs = self.at, depth
         while self.at < len(self.text) and open_signs:
             here = self.text[self.at]
+            if here in "'\"" and opening == "$(":
+                self._part(here, quoted=False)
+                continue
             open_signs += (here == sign) - (here == closing[0])
             self._advance(1)
         if open_signs:

@@ -1,0 +1,90 @@
+"""The commands of a shell script that run: branches of `if`, lists of `&&` and `||`, groups, loops and subshells.
+
+Each has three values: it runs, it does not, or that is not known.
+"""
+
+from megaprec.errors import UserError
+from tools.importing.shell_words import Command
+
+LOOPS = {"for": "done", "while": "done", "until": "done", "case": "esac", "select": "done"}
+MOST_DEPTH = 20
+
+
+class Flow:
+    """The place in a script of the given name. link: what ended the command before. loops: the ends of open loops."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self.link, self.loops = name, "", list[str]()
+        self._branches, self._taken = list[bool | None](), list[bool | None]()
+        self._shells = list[dict[str, list[str]]]()  # values before each subshell that is open
+        self._status: bool | None = True  # outcome of the commands so far that && and || join
+
+    def open(self, word: str) -> None:
+        """Begin the condition of an `if` or `elif`."""
+        self.link = ""
+        if word == "if":
+            self._branches.append(None)
+            self._taken.append(False)
+
+    def decide(self, holds: bool | None) -> None:
+        """Begin the branch of a condition. holds: its outcome, None if not known."""
+        if not self._branches:
+            return
+        before = self._taken[-1]
+        self._branches[-1] = (
+            False if before is True else holds if before is False else (False if holds is False else None)
+        )
+        self._taken[-1] = True if before is True or holds is True else None if None in (before, holds) else False
+
+    def keyword(self, word: str) -> None:
+        """Take note of a word that begins or ends a branch, a group or a loop."""
+        if word == "else":
+            if self._branches:
+                self._branches[-1] = None if self._taken[-1] is None else not self._taken[-1]
+        elif word == "fi":
+            if self._branches:
+                self._branches.pop()
+                self._taken.pop()
+        elif word == "{":
+            self._branches.append(self.runs())
+            self._taken.append(True)
+            self.link = ""
+        elif word == "}":
+            if self._branches:
+                self._branches.pop()
+                self._taken.pop()
+        elif self.loops and word == self.loops[-1]:
+            self.loops.pop()
+
+    def runs(self) -> bool | None:
+        """Return True if the next command runs after those before it in a list of && and ||, None if not known."""
+        if self.link not in ("&&", "||"):
+            return True
+        return self._status if self.link == "&&" or self._status is None else not self._status
+
+    def mode(self) -> bool | None:
+        """Return True where commands run, False where they do not, None where that is not known."""
+        runs = (*self._branches, self.runs())
+        if False in runs:
+            return False
+        return None if None in runs or self.loops else True
+
+    def note(self, ran: bool | None, succeeded: bool | None) -> None:
+        """Take note of a command that ran, did not, or may have (None), and of whether it succeeded."""
+        if ran is not False:
+            self._status = succeeded if ran or succeeded is self._status else None
+
+    def end(self, command: Command, values: dict[str, list[str]]) -> dict[str, list[str]]:
+        """Take note of the end of a command, and return the values after it.
+
+        A subshell, `(`, begins with a copy of the values, and those before it count again after its end.
+        """
+        self.link = command.end
+        if "esac" in self.loops[-1:]:
+            return values  # the parentheses of a case are none
+        if command.end == "(":
+            self._shells.append(values)
+            if len(self._shells) > MOST_DEPTH:
+                raise UserError(f"{self._name}: commands within commands, more than {MOST_DEPTH} deep")
+            return dict(values)
+        return self._shells.pop() if command.end == ")" and self._shells else values

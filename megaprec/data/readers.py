@@ -227,6 +227,8 @@ def _parquet(file: Path, arrow: Any, field: str) -> Any:
     if field not in schema.names:
         there = ", ".join(schema.names) or "none"
         raise UserError(f"{file}: no field {field!r} (there is: {there}); {WHICH}")
+    if (number := schema.names.count(field)) > 1:
+        raise UserError(f"{file}: {number} columns are named {field!r}; rename all but one, or {WHICH}")
     kind = schema.field(field).type
     text = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(text) or arrow.types.is_large_string(text)):

@@ -20,20 +20,38 @@ from megaprec.errors import UserError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
 JSONL = ".jsonl"
+ALSO_JSONL = (".ndjson", ".jsonlines")  # other names of the same form
 JSON = ".json"
 PARQUET = ".parquet"
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow all of these but .parquet
-SUFFIXES = (*TEXT, JSONL, JSON, PARQUET)
+SUFFIXES = (*TEXT, JSONL, *ALSO_JSONL, JSON, PARQUET)
 PIECE_CHARS = 1 << 20
 MOST_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
 ROWS = 256  # of a Parquet file that are read together
-# First bytes of files that are taken for text by mistake.
+# Endings of forms that are not read, and would be one plain text in silence: what the file is, and what to do.
+NOT_READ = {
+    **dict.fromkeys((".csv", ".tsv"), "a table: write it as .jsonl; to read it as one text, name it .txt"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "marked up: extract its text; to read it with its tags, name it .txt"),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "an archive: unpack it and give the folder"),
+    **dict.fromkeys(
+        (".bz2", ".xz", ".lzma", ".lz4", ".br", ".z", ".tbz2", ".txz"),
+        "packed in a form that is not read: unpack it, or pack it by gzip or zstd",
+    ),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), "an Arrow table: write it as .parquet or .jsonl"),
+}
+# First bytes of files that are taken for text by mistake; where they are letters, as many as no text begins with.
 MAGIC = {
     b"\x1f\x8b": "it is packed by gzip: its name must end in .gz",
     b"\x28\xb5\x2f\xfd": "it is packed by zstd: its name must end in .zst",
-    b"PAR1": "it is Parquet: its name must end in .parquet",
-    b"%PDF": "it is a PDF: extract its text first",
+    b"BZh91AY&SY": "it is packed by bzip2: unpack it",
+    b"\xfd7zXZ\0": "it is packed by xz: unpack it",
+    b"\x04\x22M\x18": "it is packed by lz4: unpack it",
+    b"PAR1\x15": "it is Parquet: its name must end in .parquet",
+    b"ARROW1\0\0": f"it is {NOT_READ['.arrow']}",
+    b"%PDF-": "it is a PDF: extract its text first",
     b"PK\x03\x04": "it is a zip archive or an office document: extract its text first",
+    codecs.BOM_UTF16_LE: "it is UTF-16 or UTF-32: convert it to UTF-8",
+    codecs.BOM_UTF16_BE: "it is UTF-16: convert it to UTF-8",
 }
 WHICH = "name the field that holds the text: data.text_field in a run file, --text-field in a command"
 
@@ -56,7 +74,14 @@ def pieces(file: Path, document: str, field: str, skip_undecodable: bool) -> Ite
 def form(file: Path) -> str:
     """Return the suffix that tells the form of a file, in small letters and without that of the compression."""
     suffix = file.suffix.lower()
-    return Path(file.stem).suffix.lower() if suffix in PACKED else suffix
+    suffix = Path(file.stem).suffix.lower() if suffix in PACKED else suffix
+    return JSONL if suffix in ALSO_JSONL else suffix
+
+
+def require_read(file: Path) -> None:
+    """Raise UserError for a file whose ending says that it has a form that is not read."""
+    if what := NOT_READ.get(form(file)):
+        raise UserError(f"{file}: it is {what}")
 
 
 def check_readable(files: Sequence[Path]) -> None:
@@ -76,6 +101,10 @@ def is_list(file: Path) -> bool:
 
 def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[Piece]:
     line = 1
+    if other := _other_form(file):
+        if skip_undecodable:
+            return
+        raise UserError(f"{file} is not UTF-8 text ({other})")
     try:
         with _reading(file, lambda: str(line)), io.TextIOWrapper(_unpacked(file), "utf-8-sig", newline="") as stream:
             while text := stream.read(PIECE_CHARS):
@@ -84,14 +113,15 @@ def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[
                 yield document, text
     except UnicodeDecodeError as problem:
         if not skip_undecodable:
-            raise UserError(f"{file} is not UTF-8 text ({_why_not_text(file, problem)})") from problem
+            why = f"{problem.reason} in line {_undecodable_line(file)}; convert it or leave it out"
+            raise UserError(f"{file} is not UTF-8 text ({why})") from problem
 
 
-def _why_not_text(file: Path, problem: UnicodeDecodeError) -> str:
-    with _unpacked(file) as stream:
-        begins = stream.read(4)
-    other = next((words for magic, words in MAGIC.items() if begins.startswith(magic)), "")
-    return other or f"{problem.reason} in line {_undecodable_line(file)}; convert it or leave it out"
+def _other_form(file: Path) -> str:
+    """Return what a file is, by its first bytes, if it is no text, and what to do; else nothing."""
+    with _reading(file, lambda: "1"), _unpacked(file) as stream:
+        begins = stream.read(max(map(len, MAGIC)))
+    return next((words for magic, words in MAGIC.items() if begins.startswith(magic)), "")
 
 
 def _undecodable_line(file: Path) -> int:

@@ -1,7 +1,9 @@
 """Sources give the same documents in the same order every time, and say what is wrong with a bad one."""
 
+import bz2
 import gzip
 import json
+import lzma
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -265,6 +267,13 @@ def test_every_file_of_a_folder_is_read_or_counted_by_the_reason_why_not(tmp_pat
         (gzip.compress(b"x", mtime=0), "must end in .gz"),
         (b"%PDF-1.4 \xff", "it is a PDF"),
         (b"PK\x03\x04\xff", "a zip archive"),
+        (b"PK\x03\x04 and no byte that is not UTF-8", "a zip archive"),
+        (b"%PDF-1.4 and no byte that is not UTF-8", "it is a PDF"),
+        (b'\x04"M\x18 and no byte that is not UTF-8', "packed by lz4"),
+        (bz2.compress(b"x"), "packed by bzip2"),
+        (lzma.compress(b"x"), "packed by xz"),
+        (b"ARROW1\0\0and no byte that is not UTF-8", "an Arrow table"),
+        ("x".encode("utf-16"), "it is UTF-16 or UTF-32: convert it to UTF-8"),
     ],
 )
 def test_a_file_of_another_form_says_which(tmp_path: Path, begins: bytes, why: str) -> None:
@@ -272,6 +281,50 @@ def test_a_file_of_another_form_says_which(tmp_path: Path, begins: bytes, why: s
     with pytest.raises(UserError, match="is not UTF-8 text") as error:
         list(open_source(str(tmp_path / "x.txt")))
     assert why in str(error.value)
+
+
+def test_text_may_begin_with_the_letters_of_another_form(tmp_path: Path) -> None:
+    for text in ("PAR1 is a golf score", "%PDFLaTeX", "BZh9", "ARROW1", "PK"):
+        (tmp_path / "x.txt").write_text(text)
+        assert documents(open_source(str(tmp_path / "x.txt"))) == {"x.txt": text}
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("x.csv", "write it as .jsonl"),
+        ("x.TSV", "write it as .jsonl"),
+        ("x.csv.gz", "write it as .jsonl"),
+        ("x.html", "extract its text"),
+        ("x.zip", "unpack it"),
+        ("x.tar", "unpack it"),
+        ("x.tar.gz", "unpack it"),
+        ("x.jsonl.bz2", "pack it by gzip or zstd"),
+        ("x.txt.xz", "pack it by gzip or zstd"),
+        ("x.jsonl.lz4", "pack it by gzip or zstd"),
+        ("x.arrow", "write it as .parquet or .jsonl"),
+        ("x.feather", "write it as .parquet or .jsonl"),
+    ],
+)
+def test_a_form_that_a_folder_leaves_out_is_no_plain_text_when_given_by_name(
+    tmp_path: Path, name: str, remedy: str
+) -> None:
+    text = b"id,text\n1,hello\n"
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    with pytest.raises(UserError) as error:
+        open_source(str(tmp_path / name))
+    assert str(error.value).startswith(f"{tmp_path / name}: ") and remedy in str(error.value)
+    (tmp_path / "a.txt").write_text("a")
+    assert list(documents(open_source(str(tmp_path)))) == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["x.ndjson", "x.jsonlines", "X.NDJSON.gz"])
+def test_other_names_of_jsonl_are_jsonl(tmp_path: Path, name: str) -> None:
+    lines = b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    for source in (tmp_path / name, tmp_path):
+        assert documents(open_source(str(source))) == {f"{name}:1": "a", f"{name}:2": "b"}
+        assert open_source(str(source)).total_chars() is None
 
 
 def test_a_mark_of_byte_order_is_no_part_of_a_text(tmp_path: Path) -> None:

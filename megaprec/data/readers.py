@@ -53,6 +53,7 @@ MAGIC = {
     codecs.BOM_UTF16_LE: "it is UTF-16 or UTF-32: convert it to UTF-8",
     codecs.BOM_UTF16_BE: "it is UTF-16: convert it to UTF-8",
 }
+ZERO = "it is UTF-16 or binary; convert it to UTF-8 or leave it out"
 WHICH = "name the field that holds the text: data.text_field in a run file, --text-field in a command"
 
 Piece = tuple[str, str]
@@ -109,6 +110,9 @@ def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[
         with _reading(file, lambda: str(line)), io.TextIOWrapper(_unpacked(file), "utf-8-sig", newline="") as stream:
             while text := stream.read(PIECE_CHARS):
                 text += stream.readline(PIECE_CHARS)
+                if (zero := text.find("\0")) >= 0 and not skip_undecodable:
+                    line += text.count("\n", 0, zero)
+                    raise UserError(f"{file} is not UTF-8 text (a zero byte in line {line}: {ZERO})")
                 line += text.count("\n")
                 yield document, text
     except UnicodeDecodeError as problem:
@@ -120,7 +124,10 @@ def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[
 def _other_form(file: Path) -> str:
     """Return what a file is, by its first bytes, if it is no text, and what to do; else nothing."""
     with _reading(file, lambda: "1"), _unpacked(file) as stream:
-        begins = stream.read(max(map(len, MAGIC)))
+        return _by_first_bytes(stream.read(max(map(len, MAGIC))))
+
+
+def _by_first_bytes(begins: bytes) -> str:
     return next((words for magic, words in MAGIC.items() if begins.startswith(magic)), "")
 
 
@@ -162,6 +169,8 @@ def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
 def _list_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
     """Yield the texts of a JSON list, whose items are texts or objects with the field."""
     if not is_list(file):
+        if other := _other_form(file):
+            raise UserError(f"{file}: not a JSON list ({other})")
         raise UserError(f"{file}: not a JSON list of texts or of objects with a text; one object a line is .jsonl")
     number = 0
     try:
@@ -175,7 +184,9 @@ def _list_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
     except UnicodeDecodeError as problem:
         raise UserError(f"{file} is not UTF-8 text ({problem.reason}); convert it or leave it out") from problem
     except (ValueError, RecursionError) as problem:
-        raise UserError(f"{file}:{number + 1}: not a JSON list ({problem})") from problem
+        with _unpacked(file) as stream:
+            why = ZERO if b"\0" in stream.read(2) else problem
+        raise UserError(f"{file}:{number + 1}: not a JSON list ({why})") from problem
 
 
 def _cut(document: str, text: str) -> Iterator[Piece]:
@@ -204,6 +215,8 @@ def _record(line: bytes, field: str, where: str) -> Any:
             return json.loads(line)
         return json.loads(line, object_pairs_hook=once(field))
     except (ValueError, RecursionError) as problem:
+        if other := _by_first_bytes(line) or (ZERO if b"\0" in line else ""):
+            raise UserError(f"{where}: not JSON ({other})") from problem
         raise UserError(f"{where}: not JSON ({problem}); each line must be one JSON object") from problem
 
 

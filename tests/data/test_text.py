@@ -283,6 +283,22 @@ def test_a_file_of_another_form_says_which(tmp_path: Path, begins: bytes, why: s
     assert why in str(error.value)
 
 
+def test_plain_text_with_zero_bytes_is_refused_with_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "PIECE_CHARS", 4)
+    for content, line in (("hello".encode("utf-16-le"), 1), (b"one\ntwo\nthr\0ee\n", 3)):
+        (tmp_path / "x.txt").write_bytes(content)
+        with pytest.raises(UserError, match=rf"x\.txt is not UTF-8 text \(a zero byte in line {line}: .*UTF-16"):
+            list(open_source(str(tmp_path / "x.txt")))
+
+
+@pytest.mark.parametrize("form", ["utf-16", "utf-16-le"])
+def test_json_that_is_utf16_is_said_to_be(tmp_path: Path, form: str) -> None:
+    for name, text in (("x.jsonl", '{"text": "a"}\n{"text": "b"}\n'), ("x.json", '["a", "b"]')):
+        (tmp_path / name).write_bytes(text.encode(form))
+        with pytest.raises(UserError, match=rf"{name}.* not .*UTF-16.*convert it to UTF-8"):
+            list(open_source(str(tmp_path / name)))
+
+
 def test_text_may_begin_with_the_letters_of_another_form(tmp_path: Path) -> None:
     for text in ("PAR1 is a golf score", "%PDFLaTeX", "BZh9", "ARROW1", "PK"):
         (tmp_path / "x.txt").write_text(text)

@@ -9,6 +9,7 @@ import codecs
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ MAGIC = {
 }
 ZERO = "it is UTF-16 or binary; convert it to UTF-8 or leave it out"
 WHICH = "name the field that holds the text: data.text_field in a run file, --text-field in a command"
+
+ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)  # of a field in JSON, but for escapes such as \u0041
 
 Piece = tuple[str, str]
 
@@ -211,7 +214,9 @@ def _unpacked(file: Path) -> BinaryIO:
 def _record(line: bytes, field: str, where: str) -> Any:
     """Return the value of a line of JSONL. Raises UserError, which names `where`."""
     try:
-        if line.count(json.dumps(field).encode()) < 2:  # so most lines are spared the slower hook
+        # Most lines are spared the slower hook: those in which the field cannot be twice, in this or another spelling.
+        escaped = b"\\u00" in line or not ONE_SPELLING.fullmatch(field)
+        if not escaped and line.count(f'"{field}"'.encode()) < 2:
             return json.loads(line)
         return json.loads(line, object_pairs_hook=once(field))
     except (ValueError, RecursionError) as problem:

@@ -50,7 +50,8 @@ class Source:
 
     name: the name that the user gave. files: the files to read, in this order, below `root`. max_chars: number of
     characters after which reading stops, even within a document. skip_undecodable: skip files that are not UTF-8
-    instead of raising UserError. left_out: number of files of a folder that are not read, by the reason.
+    instead of raising UserError. left_out: number of files of a folder that are not read, by the reason; empty ones, which
+    give no text, are among `files` too.
     """
 
     name: str
@@ -147,6 +148,7 @@ def _texts(root: Path) -> tuple[list[Path], dict[str, int]]:
                 left_out[why] += 1
             else:
                 files.append(file)
+                left_out["empty"] += not file.stat().st_size
     return sorted(files), dict(+left_out)
 
 

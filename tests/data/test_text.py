@@ -258,6 +258,8 @@ def test_every_file_of_a_folder_is_read_or_counted_by_the_reason_why_not(tmp_pat
     assert {name.removesuffix(":1") for name in documents(source)} == read
     reasons = [".html", ".csv.gz", ".json that is no list", "without ending", "hidden", ".pdf", "links to folders"]
     assert source.left_out == dict.fromkeys([*reasons, "broken links or devices"], 1) | {".html": 2}
+    (tmp_path / "empty.txt").touch()
+    assert open_source(str(tmp_path)).left_out == {**source.left_out, "empty": 1}
     assert left_out_words(source.left_out)[:2] == ["2 .html", "1 .csv.gz"]
 
 
@@ -359,3 +361,12 @@ def test_a_record_with_two_texts_is_refused_and_not_cut_to_one(tmp_path: Path) -
     for name in ("x.jsonl", "x.json"):
         with pytest.raises(UserError, match=rf"{name}:2: not .*field 'text' is given twice"):
             documents(open_source(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize(
+    ("field", "other"), [("text", "te\\u0078t"), ("a/b", "a\\/b"), ("té", "t\\u00E9"), ("té", "té")]
+)
+def test_two_spellings_of_a_field_are_one_field(tmp_path: Path, field: str, other: str) -> None:
+    (tmp_path / "x.jsonl").write_text(f'{{"{field}": "first", "{other}": "second"}}\n')
+    with pytest.raises(UserError, match=r"x\.jsonl:1: not .* is given twice"):
+        documents(open_source(str(tmp_path / "x.jsonl"), text_field=field))

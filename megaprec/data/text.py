@@ -50,8 +50,8 @@ class Source:
 
     name: the name that the user gave. files: the files to read, in this order, below `root`. max_chars: number of
     characters after which reading stops, even within a document. skip_undecodable: skip files that are not UTF-8
-    instead of raising UserError. left_out: number of files of a folder that are not read, by the reason; empty ones, which
-    give no text, are among `files` too.
+    instead of raising UserError. left_out: number of files of a folder that are not read, by the reason; empty
+    ones, which give no text, are among `files` too.
     """
 
     name: str

@@ -28,7 +28,8 @@ SETTLED = 1_000_000_000  # nanoseconds: a file that changed more recently may ch
 
 @dataclass(frozen=True)
 class Index:
-    """An index, memory-mapped: lengths i32 [S], pointers i64 [S] and document indices i64 [D].
+    """An index, memory-mapped: lengths i32 [S], pointers i64 [S], document indices i64 [D] and modes i8 [S],
+    which only multimodal sets have.
 
     path: of the index. itemsize: bytes of an id. stored: bytes of the file of ids.
     """
@@ -37,6 +38,7 @@ class Index:
     lengths: np.ndarray
     pointers: np.ndarray
     documents: np.ndarray
+    modes: np.ndarray
     itemsize: int
     stored: int
 
@@ -133,6 +135,13 @@ def _check_sequences(index: Index, start: int, count: int, begin: int) -> int:
     negative = np.flatnonzero(sizes < 0)
     if len(negative):
         raise corrupt(index.path, f"sequence {start + negative[0]} has a negative length")
+    other = np.flatnonzero(index.modes[start : start + count])
+    if len(other):
+        at = start + int(other[0])
+        raise UserError(
+            f"{index.path}: sequence {at} has mode {index.modes[at]} (an image or the like, of a multimodal set); "
+            "text only, mode 0, is trained on: build the set from its text"
+        )
     begins = begin + np.cumsum(sizes) - sizes
     wrong = np.flatnonzero(index.pointers[start : start + count] != begins)
     if len(wrong):

@@ -11,7 +11,7 @@ little-endian and without padding:
     i32[S]    length of each sequence in tokens
     i64[S]    byte at which each sequence begins in the .bin
     i64[D]    sequence at which each document begins; the first is 0, the last is S
-    i8[S]     mode of each sequence, optional (multimodal sets); skipped
+    i8[S]     mode of each sequence, optional (multimodal sets); must be 0, text
 
 A document is one or more sequences. Sequences are back to back in every file that Megatron's own tools write. This is
 required here, because then the .bin *is* the training stream and token `i` is found without a search.
@@ -34,6 +34,7 @@ from megaprec.data.index_check import CHUNK, Index, corrupt, require_sound
 from megaprec.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
+OLD_MAGIC = b"TNTIDX"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {
@@ -201,10 +202,10 @@ class IndexedDataset:
         for path in (idx_path, bin_path):
             if not path.is_file():
                 raise UserError(f"{path}: no such file; a data set is a pair PREFIX.bin and PREFIX.idx")
-        self.dtype, self._lengths, self._pointers, self._documents = _read_index(idx_path)
+        self.dtype, self._lengths, self._pointers, self._documents, modes = _read_index(idx_path)
         stored = bin_path.stat().st_size
         require_sound(
-            Index(idx_path, self._lengths, self._pointers, self._documents, self.dtype.itemsize, stored), again
+            Index(idx_path, self._lengths, self._pointers, self._documents, modes, self.dtype.itemsize, stored), again
         )
         self.num_documents = len(self._documents) - 1
         self.num_sequences = len(self._lengths)
@@ -287,13 +288,19 @@ def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
     return np.memmap(path, dtype, "r", offset, (count,)) if count else np.zeros(0, dtype)
 
 
-def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the id dtype and, memory-mapped, lengths i32 [S], pointers i64 [S] and document indices i64 [D].
+def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the id dtype and, memory-mapped, lengths i32 [S], pointers i64 [S], document indices i64 [D] and
+    modes i8 [S], or none.
 
     Raises UserError if the sizes are inconsistent.
     """
     with open(path, "rb") as file:
         head = file.read(HEADER.size)
+    if head.startswith(OLD_MAGIC):
+        raise UserError(
+            f"{path}: the format TNTIDX of fairseq and of Megatron's first sets, which is not read; "
+            "convert the set to MMIDIDX with the tools that made it, or build it again from its text"
+        )
     if head[: len(MAGIC)] != MAGIC:
         raise corrupt(path, f"it begins with {head[: len(MAGIC)]!r} where {MAGIC!r} should stand")
     if len(head) < HEADER.size:
@@ -312,4 +319,5 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     pointers_at = HEADER.size + 4 * sequences
     documents = _map(path, np.dtype("<i8"), pointers_at + 8 * sequences, indices)
     lengths = _map(path, np.dtype("<i4"), HEADER.size, sequences)
-    return DTYPES[code], lengths, _map(path, np.dtype("<i8"), pointers_at, sequences), documents
+    modes = _map(path, np.dtype("i1"), expected, size - expected)
+    return DTYPES[code], lengths, _map(path, np.dtype("<i8"), pointers_at, sequences), documents, modes

@@ -9,6 +9,7 @@ import codecs
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,22 +21,43 @@ from megaprec.errors import UserError
 
 TEXT = (".txt", ".text", ".md", ".rst", ".py")
 JSONL = ".jsonl"
+ALSO_JSONL = (".ndjson", ".jsonlines")  # other names of the same form
 JSON = ".json"
 PARQUET = ".parquet"
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow all of these but .parquet
-SUFFIXES = (*TEXT, JSONL, JSON, PARQUET)
+SUFFIXES = (*TEXT, JSONL, *ALSO_JSONL, JSON, PARQUET)
 PIECE_CHARS = 1 << 20
 MOST_LINE = 1 << 26  # bytes of a line of JSONL, which is parsed whole
 ROWS = 256  # of a Parquet file that are read together
-# First bytes of files that are taken for text by mistake.
+# Endings of forms that are not read, and would be one plain text in silence: what the file is, and what to do.
+NOT_READ = {
+    **dict.fromkeys((".csv", ".tsv"), "a table: write it as .jsonl; to read it as one text, name it .txt"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "marked up: extract its text; to read it with its tags, name it .txt"),
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "an archive: unpack it and give the folder"),
+    **dict.fromkeys(
+        (".bz2", ".xz", ".lzma", ".lz4", ".br", ".z", ".tbz2", ".txz"),
+        "packed in a form that is not read: unpack it, or pack it by gzip or zstd",
+    ),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), "an Arrow table: write it as .parquet or .jsonl"),
+}
+# First bytes of files that are taken for text by mistake; where they are letters, as many as no text begins with.
 MAGIC = {
     b"\x1f\x8b": "it is packed by gzip: its name must end in .gz",
     b"\x28\xb5\x2f\xfd": "it is packed by zstd: its name must end in .zst",
-    b"PAR1": "it is Parquet: its name must end in .parquet",
-    b"%PDF": "it is a PDF: extract its text first",
+    b"BZh91AY&SY": "it is packed by bzip2: unpack it",
+    b"\xfd7zXZ\0": "it is packed by xz: unpack it",
+    b"\x04\x22M\x18": "it is packed by lz4: unpack it",
+    b"PAR1\x15": "it is Parquet: its name must end in .parquet",
+    b"ARROW1\0\0": f"it is {NOT_READ['.arrow']}",
+    b"%PDF-": "it is a PDF: extract its text first",
     b"PK\x03\x04": "it is a zip archive or an office document: extract its text first",
+    codecs.BOM_UTF16_LE: "it is UTF-16 or UTF-32: convert it to UTF-8",
+    codecs.BOM_UTF16_BE: "it is UTF-16: convert it to UTF-8",
 }
+ZERO = "it is UTF-16 or binary; convert it to UTF-8 or leave it out"
 WHICH = "name the field that holds the text: data.text_field in a run file, --text-field in a command"
+
+ONE_SPELLING = re.compile(r"[\w .:-]+", re.ASCII)  # of a field in JSON, but for escapes such as \u0041
 
 Piece = tuple[str, str]
 
@@ -56,7 +78,14 @@ def pieces(file: Path, document: str, field: str, skip_undecodable: bool) -> Ite
 def form(file: Path) -> str:
     """Return the suffix that tells the form of a file, in small letters and without that of the compression."""
     suffix = file.suffix.lower()
-    return Path(file.stem).suffix.lower() if suffix in PACKED else suffix
+    suffix = Path(file.stem).suffix.lower() if suffix in PACKED else suffix
+    return JSONL if suffix in ALSO_JSONL else suffix
+
+
+def require_read(file: Path) -> None:
+    """Raise UserError for a file whose ending says that it has a form that is not read."""
+    if what := NOT_READ.get(form(file)):
+        raise UserError(f"{file}: it is {what}")
 
 
 def check_readable(files: Sequence[Path]) -> None:
@@ -76,22 +105,33 @@ def is_list(file: Path) -> bool:
 
 def _text_pieces(file: Path, document: str, skip_undecodable: bool) -> Iterator[Piece]:
     line = 1
+    if other := _other_form(file):
+        if skip_undecodable:
+            return
+        raise UserError(f"{file} is not UTF-8 text ({other})")
     try:
         with _reading(file, lambda: str(line)), io.TextIOWrapper(_unpacked(file), "utf-8-sig", newline="") as stream:
             while text := stream.read(PIECE_CHARS):
                 text += stream.readline(PIECE_CHARS)
+                if (zero := text.find("\0")) >= 0 and not skip_undecodable:
+                    line += text.count("\n", 0, zero)
+                    raise UserError(f"{file} is not UTF-8 text (a zero byte in line {line}: {ZERO})")
                 line += text.count("\n")
                 yield document, text
     except UnicodeDecodeError as problem:
         if not skip_undecodable:
-            raise UserError(f"{file} is not UTF-8 text ({_why_not_text(file, problem)})") from problem
+            why = f"{problem.reason} in line {_undecodable_line(file)}; convert it or leave it out"
+            raise UserError(f"{file} is not UTF-8 text ({why})") from problem
 
 
-def _why_not_text(file: Path, problem: UnicodeDecodeError) -> str:
-    with _unpacked(file) as stream:
-        begins = stream.read(4)
-    other = next((words for magic, words in MAGIC.items() if begins.startswith(magic)), "")
-    return other or f"{problem.reason} in line {_undecodable_line(file)}; convert it or leave it out"
+def _other_form(file: Path) -> str:
+    """Return what a file is, by its first bytes, if it is no text, and what to do; else nothing."""
+    with _reading(file, lambda: "1"), _unpacked(file) as stream:
+        return _by_first_bytes(stream.read(max(map(len, MAGIC))))
+
+
+def _by_first_bytes(begins: bytes) -> str:
+    return next((words for magic, words in MAGIC.items() if begins.startswith(magic)), "")
 
 
 def _undecodable_line(file: Path) -> int:
@@ -132,6 +172,8 @@ def _reading(file: Path, place: Callable[[], str]) -> Iterator[None]:
 def _list_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
     """Yield the texts of a JSON list, whose items are texts or objects with the field."""
     if not is_list(file):
+        if other := _other_form(file):
+            raise UserError(f"{file}: not a JSON list ({other})")
         raise UserError(f"{file}: not a JSON list of texts or of objects with a text; one object a line is .jsonl")
     number = 0
     try:
@@ -145,7 +187,9 @@ def _list_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
     except UnicodeDecodeError as problem:
         raise UserError(f"{file} is not UTF-8 text ({problem.reason}); convert it or leave it out") from problem
     except (ValueError, RecursionError) as problem:
-        raise UserError(f"{file}:{number + 1}: not a JSON list ({problem})") from problem
+        with _unpacked(file) as stream:
+            why = ZERO if b"\0" in stream.read(2) else problem
+        raise UserError(f"{file}:{number + 1}: not a JSON list ({why})") from problem
 
 
 def _cut(document: str, text: str) -> Iterator[Piece]:
@@ -170,10 +214,14 @@ def _unpacked(file: Path) -> BinaryIO:
 def _record(line: bytes, field: str, where: str) -> Any:
     """Return the value of a line of JSONL. Raises UserError, which names `where`."""
     try:
-        if line.count(json.dumps(field).encode()) < 2:  # so most lines are spared the slower hook
+        # Most lines are spared the slower hook: those in which the field cannot be twice, in this or another spelling.
+        escaped = b"\\u00" in line or not ONE_SPELLING.fullmatch(field)
+        if not escaped and line.count(f'"{field}"'.encode()) < 2:
             return json.loads(line)
         return json.loads(line, object_pairs_hook=once(field))
     except (ValueError, RecursionError) as problem:
+        if other := _by_first_bytes(line) or (ZERO if b"\0" in line else ""):
+            raise UserError(f"{where}: not JSON ({other})") from problem
         raise UserError(f"{where}: not JSON ({problem}); each line must be one JSON object") from problem
 
 
@@ -227,6 +275,8 @@ def _parquet(file: Path, arrow: Any, field: str) -> Any:
     if field not in schema.names:
         there = ", ".join(schema.names) or "none"
         raise UserError(f"{file}: no field {field!r} (there is: {there}); {WHICH}")
+    if (number := schema.names.count(field)) > 1:
+        raise UserError(f"{file}: {number} columns are named {field!r}; rename all but one, or {WHICH}")
     kind = schema.field(field).type
     text = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(text) or arrow.types.is_large_string(text)):

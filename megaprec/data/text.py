@@ -7,10 +7,10 @@ files come in pieces of about a million characters, cut at line ends, so that no
 |---------------------------------|------------------------------------------------------------------------------|
 | `python`                        | the running interpreter's standard library, its tests left out, in an order   |
 |                                 | that is scattered but always the same: any beginning holds varied modules     |
-| `FILE.jsonl`                    | one a line, the text under `text_field`                                       |
+| `FILE.jsonl`                    | one a line, the text under `text_field`; also `.ndjson` and `.jsonlines`      |
 | `FILE.json`, a list             | one an item: a text, or an object with the text under `text_field`            |
 | `FILE.parquet`                  | one a row, the text in column `text_field`                                    |
-| any other file                  | one, the whole file                                                           |
+| any other file                  | one, the whole file; tables, archives and the like (`NOT_READ`) are refused   |
 | a folder                        | one a file (line, item, row) of its `SUFFIXES`, by path; `left_out` has the   |
 |                                 | others: other endings, JSON that is no list, names with a leading dot, links  |
 
@@ -27,7 +27,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megaprec.data.readers import JSON, PACKED, SUFFIXES, TEXT, Piece, check_readable, form, is_list, pieces
+from megaprec.data.readers import (
+    JSON,
+    PACKED,
+    SUFFIXES,
+    TEXT,
+    Piece,
+    check_readable,
+    form,
+    is_list,
+    pieces,
+    require_read,
+)
 from megaprec.errors import UserError
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -39,7 +50,8 @@ class Source:
 
     name: the name that the user gave. files: the files to read, in this order, below `root`. max_chars: number of
     characters after which reading stops, even within a document. skip_undecodable: skip files that are not UTF-8
-    instead of raising UserError. left_out: number of files of a folder that are not read, by the reason.
+    instead of raising UserError. left_out: number of files of a folder that are not read, by the reason; empty
+    ones, which give no text, are among `files` too.
     """
 
     name: str
@@ -105,6 +117,8 @@ def open_source(name: str, *, text_field: str = "text", max_chars: int | None = 
         )
     if not (path.is_dir() or path.is_file()):
         raise UserError(f"{name} is neither a file nor a folder; give 'python', a text file, a folder, ...")
+    if path.is_file():
+        require_read(path)
     files, left_out = _texts(path) if path.is_dir() else ([path], {})
     if not files:
         there = f" ({', '.join(left_out_words(left_out))} left out)" if left_out else ""
@@ -134,6 +148,7 @@ def _texts(root: Path) -> tuple[list[Path], dict[str, int]]:
                 left_out[why] += 1
             else:
                 files.append(file)
+                left_out["empty"] += not file.stat().st_size
     return sorted(files), dict(+left_out)
 
 

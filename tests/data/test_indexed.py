@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaprec.data import indexed
+from megaprec.data import index_check, indexed
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
 from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.errors import UserError
@@ -70,7 +70,7 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_document_may_have_many_sequences_or_none(tmp_path: Path) -> None:
-    dataset = IndexedDataset(assemble(tmp_path / "x", [2, 3, 1], [0, 2, 2, 3], modes=b"\0\1\0"))
+    dataset = IndexedDataset(assemble(tmp_path / "x", [2, 3, 1], [0, 2, 2, 3], modes=bytes(3)))
     assert [dataset.document(i).tolist() for i in range(3)] == [[0, 1, 2, 3, 4], [], [5]]
     assert dataset.document_lengths().tolist() == [5, 0, 1]
 
@@ -131,6 +131,19 @@ def test_a_corrupt_index_is_refused_by_what_is_wrong(tmp_path: Path, why: str, c
         IndexedDataset(assemble(tmp_path / "x", **(shape | change)))
     assert why in str(error.value)
     assert str(tmp_path / "x.idx") in str(error.value)
+
+
+def test_sequences_that_are_no_text_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_check, "CHUNK", 2)
+    with pytest.raises(UserError, match=r"x\.idx: sequence 2 has mode 1 .*text only"):
+        IndexedDataset(assemble(tmp_path / "x", [2, 3, 1], [0, 2, 2, 3], modes=b"\0\0\1"))
+
+
+def test_the_oldest_format_is_named_and_not_called_corrupt(tmp_path: Path) -> None:
+    prefix = assemble(tmp_path / "x", [2], [0, 1], magic=b"TNTIDX\x00\x00\x01")
+    with pytest.raises(UserError, match=r"x\.idx: the format TNTIDX .*convert") as error:
+        IndexedDataset(prefix)
+    assert "corrupt" not in str(error.value)
 
 
 def test_an_index_cut_anywhere_is_refused(tmp_path: Path) -> None:

@@ -118,6 +118,15 @@ def test_a_column_that_is_no_text_is_refused(tmp_path: Path, values: list[Any], 
         list(open_source(str(path), text_field="body"))
 
 
+def test_a_field_that_is_two_columns_is_refused_and_other_columns_may_be_given_twice(tmp_path: Path) -> None:
+    columns = [pyarrow.array([text]) for text in ("a", "b", "c")]
+    table = pyarrow.Table.from_arrays(columns, names=["text", "n", "n"])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    assert documents(open_source(str(tmp_path / "x.parquet"))) == {"x.parquet:1": "a"}
+    with pytest.raises(UserError, match=r"x\.parquet: 2 columns are named 'n'; .*--text-field"):
+        list(open_source(str(tmp_path / "x.parquet"), text_field="n"))
+
+
 def test_bytes_that_are_no_utf8_are_named_with_the_row(tmp_path: Path) -> None:
     bad = pyarrow.Array.from_buffers(
         pyarrow.string(), 2, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"a\xff\xfe")]

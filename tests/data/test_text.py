@@ -1,7 +1,9 @@
 """Sources give the same documents in the same order every time, and say what is wrong with a bad one."""
 
+import bz2
 import gzip
 import json
+import lzma
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -256,6 +258,8 @@ def test_every_file_of_a_folder_is_read_or_counted_by_the_reason_why_not(tmp_pat
     assert {name.removesuffix(":1") for name in documents(source)} == read
     reasons = [".html", ".csv.gz", ".json that is no list", "without ending", "hidden", ".pdf", "links to folders"]
     assert source.left_out == dict.fromkeys([*reasons, "broken links or devices"], 1) | {".html": 2}
+    (tmp_path / "empty.txt").touch()
+    assert open_source(str(tmp_path)).left_out == {**source.left_out, "empty": 1}
     assert left_out_words(source.left_out)[:2] == ["2 .html", "1 .csv.gz"]
 
 
@@ -265,6 +269,13 @@ def test_every_file_of_a_folder_is_read_or_counted_by_the_reason_why_not(tmp_pat
         (gzip.compress(b"x", mtime=0), "must end in .gz"),
         (b"%PDF-1.4 \xff", "it is a PDF"),
         (b"PK\x03\x04\xff", "a zip archive"),
+        (b"PK\x03\x04 and no byte that is not UTF-8", "a zip archive"),
+        (b"%PDF-1.4 and no byte that is not UTF-8", "it is a PDF"),
+        (b'\x04"M\x18 and no byte that is not UTF-8', "packed by lz4"),
+        (bz2.compress(b"x"), "packed by bzip2"),
+        (lzma.compress(b"x"), "packed by xz"),
+        (b"ARROW1\0\0and no byte that is not UTF-8", "an Arrow table"),
+        ("x".encode("utf-16"), "it is UTF-16 or UTF-32: convert it to UTF-8"),
     ],
 )
 def test_a_file_of_another_form_says_which(tmp_path: Path, begins: bytes, why: str) -> None:
@@ -272,6 +283,66 @@ def test_a_file_of_another_form_says_which(tmp_path: Path, begins: bytes, why: s
     with pytest.raises(UserError, match="is not UTF-8 text") as error:
         list(open_source(str(tmp_path / "x.txt")))
     assert why in str(error.value)
+
+
+def test_plain_text_with_zero_bytes_is_refused_with_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "PIECE_CHARS", 4)
+    for content, line in (("hello".encode("utf-16-le"), 1), (b"one\ntwo\nthr\0ee\n", 3)):
+        (tmp_path / "x.txt").write_bytes(content)
+        with pytest.raises(UserError, match=rf"x\.txt is not UTF-8 text \(a zero byte in line {line}: .*UTF-16"):
+            list(open_source(str(tmp_path / "x.txt")))
+
+
+@pytest.mark.parametrize("form", ["utf-16", "utf-16-le"])
+def test_json_that_is_utf16_is_said_to_be(tmp_path: Path, form: str) -> None:
+    for name, text in (("x.jsonl", '{"text": "a"}\n{"text": "b"}\n'), ("x.json", '["a", "b"]')):
+        (tmp_path / name).write_bytes(text.encode(form))
+        with pytest.raises(UserError, match=rf"{name}.* not .*UTF-16.*convert it to UTF-8"):
+            list(open_source(str(tmp_path / name)))
+
+
+def test_text_may_begin_with_the_letters_of_another_form(tmp_path: Path) -> None:
+    for text in ("PAR1 is a golf score", "%PDFLaTeX", "BZh9", "ARROW1", "PK"):
+        (tmp_path / "x.txt").write_text(text)
+        assert documents(open_source(str(tmp_path / "x.txt"))) == {"x.txt": text}
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("x.csv", "write it as .jsonl"),
+        ("x.TSV", "write it as .jsonl"),
+        ("x.csv.gz", "write it as .jsonl"),
+        ("x.html", "extract its text"),
+        ("x.zip", "unpack it"),
+        ("x.tar", "unpack it"),
+        ("x.tar.gz", "unpack it"),
+        ("x.jsonl.bz2", "pack it by gzip or zstd"),
+        ("x.txt.xz", "pack it by gzip or zstd"),
+        ("x.jsonl.lz4", "pack it by gzip or zstd"),
+        ("x.arrow", "write it as .parquet or .jsonl"),
+        ("x.feather", "write it as .parquet or .jsonl"),
+    ],
+)
+def test_a_form_that_a_folder_leaves_out_is_no_plain_text_when_given_by_name(
+    tmp_path: Path, name: str, remedy: str
+) -> None:
+    text = b"id,text\n1,hello\n"
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    with pytest.raises(UserError) as error:
+        open_source(str(tmp_path / name))
+    assert str(error.value).startswith(f"{tmp_path / name}: ") and remedy in str(error.value)
+    (tmp_path / "a.txt").write_text("a")
+    assert list(documents(open_source(str(tmp_path)))) == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["x.ndjson", "x.jsonlines", "X.NDJSON.gz"])
+def test_other_names_of_jsonl_are_jsonl(tmp_path: Path, name: str) -> None:
+    lines = b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    for source in (tmp_path / name, tmp_path):
+        assert documents(open_source(str(source))) == {f"{name}:1": "a", f"{name}:2": "b"}
+        assert open_source(str(source)).total_chars() is None
 
 
 def test_a_mark_of_byte_order_is_no_part_of_a_text(tmp_path: Path) -> None:
@@ -290,3 +361,12 @@ def test_a_record_with_two_texts_is_refused_and_not_cut_to_one(tmp_path: Path) -
     for name in ("x.jsonl", "x.json"):
         with pytest.raises(UserError, match=rf"{name}:2: not .*field 'text' is given twice"):
             documents(open_source(str(tmp_path / name)))
+
+
+@pytest.mark.parametrize(
+    ("field", "other"), [("text", "te\\u0078t"), ("a/b", "a\\/b"), ("té", "t\\u00E9"), ("té", "té")]
+)
+def test_two_spellings_of_a_field_are_one_field(tmp_path: Path, field: str, other: str) -> None:
+    (tmp_path / "x.jsonl").write_text(f'{{"{field}": "first", "{other}": "second"}}\n')
+    with pytest.raises(UserError, match=r"x\.jsonl:1: not .* is given twice"):
+        documents(open_source(str(tmp_path / "x.jsonl"), text_field=field))

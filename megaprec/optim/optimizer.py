@@ -143,8 +143,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         moments, mean = partial(moments_of, self.rule), self.average
         shards = self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
         memory = ModelBuffers(parts, plan, mesh, ranks, shards, groups, bucket, moments, seed, mean, canonical, virtual)
-        self._memory, self.buffers, self._virtual = memory, memory.chunks, virtual  # buffers: by model chunk
-        self.untrained = memory.untrained
+        self._memory, self._virtual, self.buffers, self.untrained = memory, virtual, memory.chunks, memory.untrained
         self._matrices = MatrixUpdates.of(claimed(self.rule), memory.all, groups, mesh, ranks)
         self._slices = self._tiles_of(groups)
         tp = Axis("tp") if virtual else self.tp  # `sum_copies` sums over virtual ranks

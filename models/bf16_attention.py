@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ROWS = 512  # query rows at a time: their scores for as many keys take half a megabyte
+_ROWS = 256  # query rows at a time: their scores for 512 keys take a quarter of a megabyte
 _SHORT = 128  # tokens: with fewer, the many small products take longer than the fused kernel
 
 

@@ -1,9 +1,9 @@
 """Products of FP8 codes: by the device's own FP8 kernels if it has them, else emulated in FP32.
 
 The kernels of a device are not looked up but tried: a small product is computed once for each layout of scales, pair of
-formats and output dtype, and a kernel that refuses or is wrong is not used. A CPU has `torch._scaled_mm` for one scale
-per matrix or row, which takes as long as a product in FP32. If a recipe asks for Transformer Engine, its kernel is used
-or an error is raised.
+formats and output dtype, and a kernel that refuses or is wrong is not used. On a CPU all products are emulated: torch's
+kernel for CPUs takes as long as a product in FP32 at best, and a thousand times as long on some processors with AMX. If
+a recipe asks for Transformer Engine, its kernel is used or an error is raised.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,6 +34,7 @@ PRODUCTS: dict[str, tuple[Role, Role]] = {
     "weight gradient": ("gradient", "input"),
 }
 EMULATED = "emulated in FP32"
+SLOW = {"cpu": "torch's FP8 kernel for CPUs is no faster, and on some CPUs a thousand times as slow"}  # by device type
 REFUSALS = (RuntimeError, ValueError, AssertionError)  # errors of kernels that a device lacks
 _TRIED = 256  # rows and columns of a trial product
 
@@ -60,7 +61,7 @@ def emulated(a: Codes, b: Codes, out: torch.dtype) -> Tensor:
     if min(a.block[1], b.block[1]) < a.values.shape[1]:
         return (a.wide() @ b.wide().t()).to(out)
     rows, columns = (spread(c.inverse.float(), c.block, c.values.shape) for c in (a, b))
-    return (a.values.float() @ b.values.float().t() * rows * columns.t()).to(out)
+    return (a.values.float() @ b.values.float().t()).mul_(rows).mul_(columns.t()).to(out)
 
 
 def ways(recipe: FP8Recipe, device: torch.device, out: torch.dtype, total: torch.dtype) -> dict[str, str]:
@@ -104,6 +105,8 @@ def chosen(
     """
     with _disable_current_modes():  # a call with fake tensors must not decide for later ones with real tensors
         recipe, role = FP8Recipe(kind, backend=backend), "gradient" if a_format == E5M2 else "input"
+        if backend == "torch" and device.type in SLOW:
+            return None, SLOW[device.type]
         if backend == "torch":
             return _tried(KERNELS[kind], recipe, role, square, out, device)
         why = _miscast(recipe, role, device)

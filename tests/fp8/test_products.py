@@ -1,6 +1,7 @@
 """Quantised matrices and their products, by torch's kernels and emulated, against float64."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from megaprec.fp8 import kernels
 from megaprec.fp8.alignment import misfit, padded
 from megaprec.fp8.formats import E4M3, E5M2
 from megaprec.fp8.kernels import filled, tiled
-from megaprec.fp8.matmul import KERNELS, PRODUCTS, add_product_, chosen, emulated, multiply, ways
+from megaprec.fp8.matmul import KERNELS, PRODUCTS, SLOW, add_product_, chosen, emulated, multiply, ways
 from megaprec.fp8.quantize import Codes, amax_of, block_of, lost, quantize, quantize_both
 from megaprec.precision.fp8_recipe import FP8Recipe, Kind
 
@@ -21,8 +22,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def fresh() -> Iterator[None]:
-    """Kernels are tried anew, and once more afterwards."""
+def tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A CPU's kernels are tried as those of other devices are."""
+    monkeypatch.delitem(SLOW, "cpu")
     chosen.cache_clear()
     yield
     chosen.cache_clear()
@@ -63,7 +65,7 @@ def test_products_are_those_of_the_numbers_that_the_codes_stand_for(kind: Kind, 
 
 @pytest.mark.parametrize("kind", ["delayed", "current", "rowwise"])
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
-def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(kind: Kind, form: Any) -> None:
+def test_scaled_mm_and_emulation_agree_forward_and_in_both_gradients(kind: Kind, form: Any, tried: None) -> None:
     candidates = KERNELS["rowwise" if kind == "rowwise" else "current"]
     for shape in SHAPES:
         for name, (a, b) in factors(FP8Recipe(kind, form), *shape).items():
@@ -83,15 +85,37 @@ def ways_of(kind: Kind, out: torch.dtype = torch.bfloat16) -> dict[str, str]:
     return ways(FP8Recipe(kind), CPU, out, torch.float32)
 
 
-def test_a_cpu_uses_scaled_mm_where_it_has_it_and_says_why_not_elsewhere() -> None:
-    for kind in ("delayed", "current"):
+def test_on_a_cpu_all_products_are_emulated_and_the_reason_is_told() -> None:
+    for kind in KINDS:
         for out in (torch.bfloat16, torch.float16, torch.float32):
-            assert ways_of(kind, out) == dict.fromkeys(PRODUCTS, "tensorwise kernel")
+            assert ways_of(kind, out) == dict.fromkeys(PRODUCTS, f"emulated in FP32: {SLOW['cpu']}")
+
+
+def test_where_kernels_are_tried_those_that_torch_has_are_used_and_it_is_quoted_on_the_others(tried: None) -> None:
+    assert all(said.endswith("rowwise kernel") for said in ways_of("rowwise").values())
     for kind in ("blockwise", "mx"):
         assert all(said.startswith("emulated in FP32: torch says ") for said in ways_of(kind).values())
 
 
-def test_what_a_kernel_refuses_is_told_by_product(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+def test_a_product_on_a_cpu_takes_little_longer_than_in_fp32() -> None:
+    """Kernels of torch for CPUs take as long, or a thousand times as long: this one is 0.5 ms or 0.5 s."""
+    for kind in KINDS:
+        for a, b in factors(FP8Recipe(kind), 256, 256, 256).values():
+            wide = seconds(lambda a=a, b=b: a.wide() @ b.wide().t())
+            assert seconds(lambda a=a, b=b: multiply(a, b, torch.bfloat16)) < 10 * wide + 0.005
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The CPU time of the fastest of five calls."""
+    took: list[float] = []
+    for _ in range(5):
+        begun = time.thread_time()
+        work()
+        took.append(time.thread_time() - begun)
+    return min(took)
+
+
+def test_what_a_kernel_refuses_is_told_by_product(monkeypatch: pytest.MonkeyPatch, tried: None) -> None:
     def no_fp32(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
         if out == torch.float32:
             raise RuntimeError("only bfloat16. At line 7 of\nsome file")
@@ -103,7 +127,7 @@ def test_what_a_kernel_refuses_is_told_by_product(monkeypatch: pytest.MonkeyPatc
     assert ways_of("rowwise") == {"forward": made, "input gradient": made, "weight gradient": refused}
 
 
-def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch, tried: None) -> None:
     def swapped(a: Codes, b: Codes, out: torch.dtype, fast: bool) -> Tensor:
         return kernels.unscaled_rowwise(a, Codes(b.values, b.inverse.flip(0), b.block), out, fast)
 
@@ -114,7 +138,7 @@ def test_a_kernel_that_errs_is_not_used(monkeypatch: pytest.MonkeyPatch, fresh: 
     assert torch.equal(multiply(a, b, torch.float16), emulated(a, b, torch.float16))
 
 
-def test_no_generator_is_drawn_from_to_try_kernels(fresh: None) -> None:
+def test_no_generator_is_drawn_from_to_try_kernels(tried: None) -> None:
     before = torch.get_rng_state()
     ways_of("rowwise")
     assert torch.equal(before, torch.get_rng_state())

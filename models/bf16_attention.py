@@ -1,10 +1,10 @@
 """Attention in bf16 on a CPU: matrix products, head by head.
 
-torch's fused kernel for the CPU takes as long in bf16 as in FP32, but torch's matrix product uses the bf16 instructions
-of recent processors. The scores of each head are therefore computed by matrix products, for as many query rows at a
-time as stay in a core's cache together with their scores. The backward pass recomputes the scores: only query, key and
-value are kept. Scores and weights are rounded to bf16, as in the unfused attention of Megatron-LM; softmax and the sums
-inside products are FP32.
+torch's fused kernel uses the bf16 instructions of processors with AMX; on others it takes as long in bf16 as in FP32,
+while torch's matrix product uses those of AVX512 too. The scores of each head are therefore computed by matrix
+products, for as many query rows at a time as stay in a core's cache together with their scores. The backward pass
+recomputes the scores: only query, key and value are kept. Scores and weights are rounded to bf16, as in the unfused
+attention of Megatron-LM; softmax and the sums inside products are FP32.
 
 Each head is computed separately, so its numbers do not depend on how many heads a rank has.
 """
@@ -21,11 +21,15 @@ _ROWS = 256  # query rows at a time: their scores for 512 keys take a quarter of
 _SHORT = 128  # tokens: with fewer, the many small products take longer than the fused kernel
 
 
-def worthwhile(query: Tensor) -> bool:
-    """Return True if `attend` is the faster way: query is bf16 [b, n, s, d] on a CPU with bf16 matrix instructions."""
+def worthwhile(query: Tensor, rounded: bool) -> bool:
+    """Return True if `attend` is the faster way: query is bf16 [b, n, s, d] on a CPU with bf16 matrix instructions.
+
+    rounded: the plan rounds scores to bf16, which `attend` does and torch's fused kernel does not. If it does not, the
+    fused kernel is the faster one on a CPU with AMX.
+    """
     if query.dtype != torch.bfloat16 or query.device.type != "cpu" or query.shape[2] < _SHORT:
         return False
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return rounded if torch.cpu._is_amx_tile_supported() else torch.cpu._is_avx512_bf16_supported()
 
 
 def attend(

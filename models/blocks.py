@@ -139,10 +139,10 @@ class Attention(nn.Module):
             assert not isinstance(attn_mask, Documents)  # they come as numbers
             return self._mix_over_ranks(query, key, value, place, attn_mask)
         plan, softcapped = self.context.plan, self.config.attention_softcap > 0
-        by_products = bf16_attention.worthwhile(query) and self.sinks is None  # by_products always rounds scores
-        rounded = plan.scores != plan.sensitive and not by_products
+        rounded = plan.scores != plan.sensitive
+        by_products = self.sinks is None and bf16_attention.worthwhile(query, rounded)  # it always rounds scores
         unfused = softcapped or (self.sinks is not None and not sink_attention.fuses(query))
-        plainly = rounded or unfused or (place is not None and self.config.attention_dropout > 0)
+        plainly = (rounded and not by_products) or unfused or (place is not None and self.config.attention_dropout > 0)
         window = 0 < self.config.window < query.shape[2]
         documents = attn_mask if isinstance(attn_mask, Documents) else None
         bounded = documents is not None or (window and attn_mask is None)

@@ -83,7 +83,7 @@ def test_a_number_that_is_not_finite_comes_out_of_every_token_that_it_reaches() 
 
 @pytest.mark.parametrize("kind", ["later", "window", "documents"])
 def test_a_layer_has_it_see_what_the_layer_sees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.bf16_attention.worthwhile", lambda query: True)
+    monkeypatch.setattr("models.bf16_attention.worthwhile", lambda *_: True)
     config = ModelConfig(layers=1, hidden=16, heads=4, kv_heads=2, window=7 if kind == "window" else 0)
     layer, seen = Attention(config, Context(plan("bf16")), "attention").bfloat16(), mask(kind)
     x = torch.randn(LENGTH, SAMPLES, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -93,9 +93,15 @@ def test_a_layer_has_it_see_what_the_layer_sees(kind: str, monkeypatch: pytest.M
     assert not reached[:, 1].any()
 
 
-def test_it_is_left_to_the_fused_kernel_where_that_is_the_faster_one() -> None:
+@pytest.mark.parametrize("rounded", [False, True], ids=["scores in FP32", "scores in bf16"])
+def test_it_is_left_to_the_fused_kernel_where_that_is_the_faster_one(
+    rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     query, *_ = tensors()
-    assert not worthwhile(query.float())
-    assert not worthwhile(query[:, :, :127])
-    assert not worthwhile(query.to("meta"))
-    assert worthwhile(query) == (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    for amx, avx512 in ((True, True), (False, True), (False, False)):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda amx=amx: amx)
+        monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda avx512=avx512: avx512)
+        assert not worthwhile(query.float(), rounded)
+        assert not worthwhile(query[:, :, :127], rounded)
+        assert not worthwhile(query.to("meta"), rounded)
+        assert worthwhile(query, rounded) == ((rounded or not amx) and avx512)

@@ -4,7 +4,6 @@ Chunks depend only on the text, so the tokens do not depend on the number of wor
 in flight, which bounds the memory.
 """
 
-import os
 import subprocess
 import sys
 from collections import deque
@@ -19,6 +18,7 @@ from megaprec.data import encoding
 from megaprec.data.encoding import Encoded, encode_pieces, read_answer, send_request
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
+from megaprec.resources import cores
 
 PROGRAM = Path(encoding.__file__)
 USUAL, PER_CORE = 64, 8  # processes that any machine, and each core, may be asked for
@@ -30,11 +30,6 @@ class Chunk:
 
     texts: list[str]
     ends: list[bool]
-
-
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def most_processes() -> int:

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from megaprec.data.workers import cores
 from megaprec.errors import UserError
+from megaprec.resources import cores
 from parallel.described_world import joined_world
 from tools.commands.doctor_layout import follow, own_run, parity_here, parity_in_world
 from tools.config.checks import make_rule

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from megaprec.data.files import write_whole
-from megaprec.data.workers import cores
 from megaprec.errors import UserError
 from megaprec.precision.gemm import product
+from megaprec.resources import cores
 from models.own_model import require_builtin
 from tools.config.run_file import RunConfig, load_run
 from tools.console.tables import add_json

@@ -17,6 +17,7 @@ import torch
 from torch.cuda import nccl
 from torch.distributed import is_nccl_available
 
+from megaprec.resources import cores
 from tools.doctor.finding import Finding, ok, wrong
 from tools.doctor.place import Place, named
 from tools.training.launch import share_of_cores
@@ -33,7 +34,7 @@ def facts(place: Place) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "byteorder": sys.byteorder,
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        "cores": cores(),
         "threads": share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "load": round(os.getloadavg()[0], 2),

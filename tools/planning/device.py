@@ -4,16 +4,14 @@ A GPU is named on the command line, or it is the one that is here. A CPU's memor
 if they ran on this machine. Nothing is guessed: what is not known is 0.
 """
 
-import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from megaprec.errors import UserError, did_you_mean
+from megaprec.resources import memory_bytes
 from models.estimate.gpus import GPU, GPUS, gpu_named
 from models.estimate.storage import Device
 from tools.config.run_file import RunConfig
@@ -57,16 +55,8 @@ def target_of(config: RunConfig, gpu: str = "", memory: str = "") -> Target:
     if config.train.device == "cuda":
         return Target("cuda", "a GPU that is not here")
     ranks = config.world_size
-    here = f"this machine's {bytes_here() / 2**30:.1f} GiB"
-    return Target("cpu", here if ranks == 1 else f"{here} over {ranks:,} ranks", bytes_here() // ranks)
-
-
-def bytes_here() -> int:
-    """Return the memory of this machine, or of its container if that has less."""
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # "max" is no number: no limit
-        there = min(there, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return there
+    here = f"this machine's {memory_bytes() / 2**30:.1f} GiB"
+    return Target("cpu", here if ranks == 1 else f"{here} over {ranks:,} ranks", memory_bytes() // ranks)
 
 
 def assumed_devices(config: RunConfig) -> Iterator[str]:

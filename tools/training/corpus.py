@@ -24,8 +24,8 @@ from megaprec.data.samples import Resets, Samples, count_samples, split
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_sentencepiece
-from megaprec.data.workers import cores
 from megaprec.errors import UserError
+from megaprec.resources import cores
 from models.config import ModelConfig
 from tools.config.checks import check_all
 from tools.config.relative_paths import beside_run_file

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megaprec.data.blend import Blend
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples
-from megaprec.data.workers import cores
+from megaprec.resources import cores
 from models.router import PLAIN
 from tools.config.run_file import RunConfig
 from tools.training.corpus import Corpus

@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure, get
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from megaprec.resources import cores
 from tools.training.endings import code_of, ended_on_purpose, reported
 from tools.training.leftovers import own_folder
 from tools.training.signals import SIGNALS, Stopped, listening
@@ -192,8 +193,7 @@ def share_of_cores(ranks: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal():
         return int(asked)
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // ranks)
+    return max(1, cores() // ranks)
 
 
 def note_failure(error: Exception) -> None:

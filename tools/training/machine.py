@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import torch
 
-from megaprec.data.workers import cores, most_processes
+from megaprec.data.workers import most_processes
 from megaprec.errors import UserError
 from megaprec.optim.update_rules import least_moments
+from megaprec.resources import cores, memory_bytes
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import replicas
 from tools.config.layouts import in_keys
 from tools.config.run_file import RunConfig
-from tools.planning.device import bytes_here
 
 
 def check_machine(config: RunConfig, ranks: int, device: str) -> None:
@@ -63,4 +63,4 @@ def _bytes_there(device: str, ranks: int) -> int:
     if device == "cuda":
         devices = range(min(ranks, torch.cuda.device_count()))
         return sum(torch.cuda.get_device_properties(number).total_memory for number in devices)
-    return bytes_here()
+    return memory_bytes()

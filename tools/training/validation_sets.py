@@ -19,8 +19,8 @@ from megaprec.data.intact import check_vocabulary, contents_of
 from megaprec.data.samples import Resets, Samples
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer
-from megaprec.data.workers import cores
 from megaprec.errors import UserError
+from megaprec.resources import cores
 from tools.config.data_settings import Data
 from tools.config.relative_paths import beside_run_file
 from tools.config.run_file import RunConfig

@@ -1,0 +1,60 @@
+"""The CPU cores and the memory that this process may use: those of the machine, or less in a container or a batch job.
+
+Containers, Slurm and systemd limit a group of processes (cgroups(7)): a quota of CPU time per period, and bytes of
+memory. The process still sees all cores, and torch starts a thread on each; with more threads than the quota has cores
+for, the kernel stops all of them in the middle of a product, again and again. A limit of any enclosing group counts.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+
+_SYSTEM = Path("/")  # where proc and sys are; tests have them elsewhere
+
+
+def cores(system: Path = _SYSTEM) -> int:
+    """Return the number of CPU cores that this process may use: a quota counts as whole cores, rounded up."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([there, *(max(1, math.ceil(quota)) for quota in _quotas(system))])
+
+
+def memory_bytes(system: Path = _SYSTEM) -> int:
+    """Return the bytes of memory that this process may use."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    names = ("memory.max", "memory.limit_in_bytes")  # of cgroups of version 2 and 1
+    limits = (_number(group / name) for group in _groups("memory", system) for name in names)
+    return min([there, *(limit for limit in limits if limit is not None)])
+
+
+def _quotas(system: Path) -> Iterator[float]:
+    """Yield the quota of each group that has one, in cores."""
+    for group in _groups("cpu", system):
+        quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+        with suppress(OSError, ValueError):
+            first, second = (group / "cpu.max").read_text().split()
+            quota, period = int(first), int(second)  # "max" is no number: no limit
+        if quota is not None and quota > 0 and period:
+            yield quota / period
+
+
+def _groups(controller: str, system: Path) -> Iterator[Path]:
+    """Yield the folders of the groups that this process is in, from its own to the outermost one that is visible.
+
+    In a container the file of its groups may give their place outside of it; the outermost folder then is its own.
+    """
+    with suppress(OSError):
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, place = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            root = system / "sys/fs/cgroup" / (controller if controllers else "")
+            within = PurePosixPath(place.lstrip("/"))
+            yield from (root / group for group in (within, *within.parents) if ".." not in group.parts)
+
+
+def _number(file: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(file.read_text())
+    return None

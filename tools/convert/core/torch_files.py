@@ -54,9 +54,22 @@ def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[
 def tensors_in(file: Path) -> dict[str, Stored]:
     """Return the tensors of a file that holds a plain state dict, such as pytorch_model.bin."""
     (found,) = contents([file])
-    if not isinstance(found, dict) or not all(isinstance(value, Stored) for value in found.values()):
+    return state_in(file, found)
+
+
+def state_in(file: Path, content: Any, apart: bool = False) -> dict[str, Any]:
+    """Return what a file holds if it is a state dict: tensors by name. apart: some may be in other files.
+
+    Raises UserError by the name of what is no tensor.
+    """
+    if not isinstance(content, dict):
         raise UserError(f"{file} does not hold a dict of tensors")
-    return found
+    for name, value in content.items():
+        if not isinstance(name, str):
+            raise UserError(f"{file} does not hold a dict of tensors alone: it has the key {name}, which is no name")
+        if not isinstance(value, (Stored, Reference) if apart else Stored):
+            raise UserError(f"{file} does not hold a dict of tensors alone: {name} is no tensor")
+    return content
 
 
 def _ask(paths: Sequence[Path]) -> list[Any]:

@@ -29,7 +29,7 @@ from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, distributed_contents
 from tools.convert.hf.folder import check_tensors
-from tools.convert.megatron.ranks import LAYER, Whole
+from tools.convert.megatron.ranks import LAYER, Whole, require_one_dtype
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)(\..*)")
 # param is what the distributed optimizer calls a master; several optimizers in a row are chained.
@@ -123,6 +123,18 @@ def _check_inside(path: Path, held: Chunked) -> None:
             raise UserError(f"{path}: a part of {held.name} does not lie in it")
 
 
+def _check_apart(path: Path, held: Chunked) -> None:
+    """Raise UserError if two parts of a tensor overlap: together they may have its size and yet leave a hole."""
+    begun: list[tuple[Sequence[int], Sequence[int]]] = []  # where each of those begins and ends that go on here
+    for first, stored in sorted(((list(offset), stored) for offset, stored in held.chunks), key=lambda one: one[0]):
+        last = [o + n for o, n in zip(first, stored.shape, strict=True)]
+        begun = [one for one in begun if not first or one[1][0] > first[0]]
+        for a, b in begun:
+            if all(max(o, p) < min(end, stop) for o, p, end, stop in zip(a, first, b, last, strict=True)):
+                raise UserError(f"{path}: two parts of {held.name} overlap: .metadata is damaged")
+        begun.append((first, last))
+
+
 def whole_tensors(
     path: Path, found: Sequence[Match], held: Mapping[str, Chunked], model: ModelConfig
 ) -> dict[str, Whole]:
@@ -190,6 +202,9 @@ def _whole(path: Path, match: Match, parts: Sequence[Chunked], index: Index) -> 
     """Parts one below the other. What pads the vocabulary is left out."""
     if not all(part.chunks for part in parts):
         raise UserError(f"{path} lacks a part of {parts[0].name}{[number for number, _ in index] or ''}")
+    for part in parts:
+        _check_apart(path, part)
+    require_one_dtype(path, match.foreign, [stored for part in parts for _, stored in part.chunks])
     first = parts[0]
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     wanted = (min(shape[0], match.shape[0]), *shape[1:]) if match.cut == "vocabulary" else shape

@@ -167,7 +167,7 @@ def chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
 
 def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors of a state dict but for extra states, which hold no parameters."""
-    return {k: v for k, v in state.items() if isinstance(v, Stored) and not k.endswith("_extra_state")}
+    return {k: v for k, v in state.items() if isinstance(v, Stored) and not str(k).endswith("_extra_state")}
 
 
 def named_over_all(ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, Stored]]]) -> dict[str, list[Held]]:

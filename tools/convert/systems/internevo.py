@@ -21,7 +21,7 @@ from tools.convert.core.names import BUFFERS, internevo
 from tools.convert.core.rules import matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
-from tools.convert.core.torch_files import contents
+from tools.convert.core.torch_files import contents, state_in
 from tools.convert.hf.folder import check_tensors, hf_tokenizer, origin_of
 from tools.convert.megatron.ranks import Held, numbered_over_stages
 from tools.convert.systems.internevo_model import model_of
@@ -117,12 +117,8 @@ def _place(match: re.Match[str]) -> tuple[int, int, int]:
 
 def _chunks(file: Path, state: Any) -> list[dict[str, Stored]]:
     """A file's tensors, of each of its chunks: names as the chunk alone would have them."""
-    if not isinstance(state, dict):
-        raise UserError(f"{file} does not hold a dict of tensors")
-    if odd := [name for name, value in state.items() if not isinstance(value, Stored)]:
-        raise UserError(f"{file}: {odd[0]} is no tensor")
     chunks: dict[int, dict[str, Stored]] = {}
-    for name, stored in state.items():
+    for name, stored in state_in(file, state).items():
         if name.endswith(BUFFERS):
             continue
         match = CHUNK.fullmatch(name)

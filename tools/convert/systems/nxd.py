@@ -22,7 +22,7 @@ from tools.convert.core.names import BUFFERS, HUGGING_FACE
 from tools.convert.core.rules import matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
-from tools.convert.core.torch_files import Reference, contents
+from tools.convert.core.torch_files import Reference, contents, state_in
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.folder import CONFIG, check_tensors, check_tied, has_weights, hf_tokenizer, origin_of, read_json
 from tools.convert.systems.nxd_tensors import hugging_face
@@ -155,6 +155,7 @@ def _tensors(
 
 def _stored(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors of a file, those included that lie in files of their own."""
+    state = state_in(file, state, apart=True)
     apart = {name: value for name, value in state.items() if isinstance(value, Reference)}
     at = {name: file.with_name(f"{file.name}.tensors") / f"tensor_{one.number}.pt" for name, one in apart.items()}
     if lost := next((one for one in at.values() if not one.is_file()), None):
@@ -163,9 +164,7 @@ def _stored(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
             "optimizer's state alone, which is not read: have NxD save it without"
         )
     found = dict(zip(at, contents(list(at.values())), strict=True)) if at else {}
-    if odd := [name for name, value in {**state, **found}.items() if not isinstance(value, Stored)]:
-        raise UserError(f"{file}: {odd[0]} is no tensor")
-    return {**state, **found}
+    return state_in(file, {**state, **found})
 
 
 def _unread(path: Path, beside: Sequence[str]) -> str:

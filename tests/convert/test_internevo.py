@@ -98,7 +98,7 @@ def test_it_is_converted_and_inspected_and_says_what_was_left_and_taken(
     torch.save(config, folder / "model_config.pt")
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 0
     said = capsys.readouterr().out
-    assert "not read: the optimizer's state (optimizer_*.pt), context.pt" in said
+    assert "not read: the optimizer's state (optimizer_*.pt), config_file.pt, context.pt" in said
     assert "note: " in said and "leaves to InternEvo, which takes: rope_base = 10000" in said
     assert main(["inspect", str(folder)]) == 0
     said = capsys.readouterr().out
@@ -249,3 +249,21 @@ def test_a_hostile_pickle_does_not_run(name: str, tmp_path: Path, capsys: pytest
 @here
 def test_its_own_settings_class_is_let_in_as_a_dict(tmp_path: Path) -> None:
     assert open_source(save(tmp_path / "step", Form(), weights(Form()))).model.rope_base == 50000
+
+
+@here
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "chunks": 3}])
+def test_stages_with_each_others_names_are_refused(layout: dict[str, int], tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), **layout)
+    first, last = folder / "model_tp0_pp0.pt", folder / "model_tp0_pp1.pt"
+    first.rename(folder / "kept")
+    last.rename(first)
+    (folder / "kept").rename(last)
+    assert "files of stages have each other's names" in refused(folder)
+
+
+@here
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
+    (folder / "model_tp01_pp0.pt").write_bytes((folder / "model_tp1_pp0.pt").read_bytes())
+    assert "are both of one rank: move one away" in refused(folder)

@@ -17,6 +17,7 @@ from megaprec.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from models.config import ModelConfig
+from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
 from tools.convert.core.rules import Match, heads, matches
 from tools.convert.core.rules import has_modules as has_rows
@@ -199,7 +200,7 @@ def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Se
     embedding = next(match.foreign for match in found if match.logical == ("embedding.weight",))
     for head in ("lm_head.weight", "embed_out.weight"):
         if model.tied and head in stored and embedding in stored:
-            if not torch.equal(stored[head].read(), stored[embedding].read()):
+            if not same_values(stored[head].read(), stored[embedding].read()):
                 raise UserError(f"{path}: {head} differs from {embedding}, but config.json says that they are tied")
             del stored[head]
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
 from megaprec.parsing import read_regular
 from models.config import ModelConfig
+from tools.convert.core.finite import same_values
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Cut, Match, matches
 from tools.convert.core.source import Facts, Source
@@ -130,7 +130,7 @@ def _master(path: Path, name: str, master: Held, weight: Held) -> Whole:
 
     def read() -> Tensor:
         values = master.read()
-        if not torch.equal(values.to(weight.dtype), weight.read()):
+        if not same_values(values.to(weight.dtype), weight.read()):
             raise UserError(f"{path}: what its optimizer holds as the FP32 master of {name} is not that of its weight")
         return values
 
@@ -197,5 +197,5 @@ def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Held]]) 
     if not model.tied or HEAD not in by_name:
         return
     for head, embedding in zip(by_name.pop(HEAD), by_name.get(EMBEDDING, ()), strict=True):
-        if not model.mtp_layers and not torch.equal(head.read(), embedding.read()):
+        if not model.mtp_layers and not same_values(head.read(), embedding.read()):
             raise UserError(f"{path}: {HEAD} of the last stage differs from {EMBEDDING}, though they are tied")

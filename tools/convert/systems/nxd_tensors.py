@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.convert.core.finite import same_values
 from tools.convert.core.tensors import Stored
 from tools.convert.megatron.ranks import Held, Whole, alike
 
@@ -43,7 +44,7 @@ class Copies:
     def once(self, x: Tensor) -> Tensor | None:
         """Rows of key/value heads, each head once; None if its copies differ."""
         copies = self._apart(x)
-        return copies[:, 0].flatten(0, 1) if (copies == copies[:, :1]).all() else None
+        return copies[:, 0].flatten(0, 1) if same_values(copies, copies[:, :1].expand_as(copies)) else None
 
     def in_order(self, x: Tensor) -> Tensor:
         """Rows of query heads, those of a key/value head together."""
@@ -60,7 +61,7 @@ def hugging_face(path: Path, by_name: Mapping[str, Sequence[Held]], model: Model
     """Hugging Face's names -> the whole tensors. by_name: NxD's names -> the parts of the tensor-parallel ranks."""
     pieces: dict[str, Sequence[Held]] = {}
     for name, parts in by_name.items():
-        for own, held in _unfused(name, parts, model).items():
+        for own, held in _unfused(path, name, parts, model).items():
             if own in pieces:
                 raise UserError(f"{path} has {own} alone and in {name}")
             pieces[own] = held
@@ -69,8 +70,11 @@ def hugging_face(path: Path, by_name: Mapping[str, Sequence[Held]], model: Model
     return wholes if copies is None else {name: _single(path, name, held, copies) for name, held in wholes.items()}
 
 
-def _unfused(name: str, parts: Sequence[Held], model: ModelConfig) -> dict[str, Sequence[Held]]:
-    """The tensors that NxD keeps as one, on each rank."""
+def _unfused(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) -> dict[str, Sequence[Held]]:
+    """The tensors that NxD keeps as one, on each rank. UserError if ranks have it in several shapes."""
+    if (GATE_UP.fullmatch(name) or QKV.fullmatch(name)) and len({part.shape for part in parts}) > 1:
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        raise UserError(f"{path}: {name} is {shapes} on the tensor-parallel ranks, which do not fit each other")
     if match := GATE_UP.fullmatch(name):
         half = parts[0].shape[0] // 2
         cuts = {"gate": (0, half), "up": (half, 2 * half)}

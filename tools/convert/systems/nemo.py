@@ -19,6 +19,7 @@ from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
 from tools.convert.core.source import Facts, Source
+from tools.convert.hf.beside import require_fetched
 from tools.convert.hf.folder import hf_tokenizer, origin_of
 from tools.convert.megatron.distributed import Chunked, Contents, read_chunked, whole_tensors
 from tools.convert.megatron.order import EMBEDDING
@@ -26,6 +27,8 @@ from tools.convert.systems.nemo_model import model_of
 
 WEIGHTS, CONTEXT, MODEL, TOKENIZER = "weights", "context", "model.yaml", "nemo_tokenizer"
 PREFIX = "module."
+UNFINISHED = "-unfinished"  # ends the name of a file beside the folder, as long as it is being saved
+ADAPTER = "adapter_metadata.json"
 EXPORT = "NeMo's llm.export_ckpt(path, target='hf') makes a Hugging Face folder of it"
 
 
@@ -41,6 +44,7 @@ def open_nemo(path: Path, vocab: int | None = None) -> Source:
     """Opens a checkpoint's folder. vocab: tokens without padding; None: what model.yaml says. UserError for what
     is missing, surplus or not known."""
     file, folder = path / CONTEXT / MODEL, path / WEIGHTS
+    _check_whole(path, folder)
     if not (folder / ".metadata").is_file():
         raise UserError(
             f"{folder / '.metadata'} is missing: only distributed checkpoints (torch_dist) are read; {EXPORT}"
@@ -62,14 +66,40 @@ def open_nemo(path: Path, vocab: int | None = None) -> Source:
     return Source(path, "nemo", model, origins, facts, tokenizer)
 
 
+def _check_whole(path: Path, folder: Path) -> None:
+    """Raises UserError if the checkpoint was not saved or fetched whole, or holds an adapter alone."""
+    mark = path.absolute().with_name(f"{path.absolute().name}{UNFINISHED}")
+    if mark.exists():
+        raise UserError(f"{path} was not saved whole: NeMo removes {mark} last, and it is there")
+    for part in (folder, path / CONTEXT):
+        require_fetched(part)
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"{folder / ADAPTER} says that the checkpoint is an adapter, which is not read: NeMo's "
+            "llm.peft.merge_lora puts it and its model together"
+        )
+
+
 def read_yaml(file: Path) -> dict[str, Any]:
     """A YAML mapping. UserError if the file is not there or holds something else, or if nothing here reads YAML."""
     try:
         import yaml  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingModuleSource]
     except ImportError as problem:
         raise UserError(f"{file} needs the package 'pyyaml': pip install pyyaml") from problem
+
+    class Once(yaml.SafeLoader):
+        """A loader of plain values that refuses a key that a mapping has twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.value in seen and isinstance(key.value, str):
+                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is given twice; keep one of them")
+                seen |= {key.value} if isinstance(key.value, str) else set()
+            return super().construct_mapping(node, deep)
+
     try:
-        content = yaml.safe_load(read_text(file))
+        content = yaml.load(read_text(file), Once)  # noqa: S506 (a SafeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

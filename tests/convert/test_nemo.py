@@ -23,6 +23,7 @@ from tools.convert.verify import load_stage
 
 here = pytest.mark.usefixtures("torch_files_read_here")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about saving without ranks
+SCALED = {"scale_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8}
 KINDS = ["gpt2", "gpt2-untied", "llama", "llama-tied", "llama-stretched", "qwen2", "qwen3"]
 
 
@@ -103,7 +104,7 @@ def refused(folder: Path, vocab: int | None = 131) -> str:
         ({"rotary_base": 10**400}, "is not a number"),
         ({"hidden_dropout": "none"}, "hidden_dropout = 'none' is not a number"),
         ({"normalization": ["RMSNorm"]}, "normalization = ['RMSNorm'] is not a word"),
-        ({"scale_factor": None, "low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8}, "scale_factor = None"),
+        ({**SCALED, "scale_factor": None}, "scale_factor = None is not a number"),
         ({"activation_func": {"_target_": 5}}, "activation_func 5 with a gate"),
         ({"activation_func": {"_target_": "mine.silu", "_call_": False}}, "activation_func 'mine.silu' with a gate"),
         ({"activation_func": {**SILU, "inplace": True}}, "'inplace': True} with a gate is not known"),

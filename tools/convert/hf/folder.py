@@ -26,7 +26,7 @@ from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
-from tools.convert.hf.beside import other_weights, require_plain
+from tools.convert.hf.beside import other_weights, require_plain, unread_weights
 from tools.convert.hf.config import from_hugging_face, special_ids
 from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
 from tools.convert.hf.notes import notes
@@ -126,7 +126,8 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     ]
     own_notes = notes(config, ARCHITECTURES[kind], model.mtp_layers > 0)
     found_notes = *own_notes, *wrapped_notes(files, whole), *quantized_notes(config)
-    said = tuple(f"{path}: {note}" for note in found_notes)
+    unread = unread_weights(path, {one.file for one in files.values()})
+    said = tuple(f"{path}: {note}" for note in (*found_notes, *([unread] if unread else [])))
     if (path / TEMPLATE).is_file():
         said += (f"{path / TEMPLATE} is not carried over: copy it where the tokenizer goes",)
     facts = replace(facts, special=special_ids(config), generation=read_generation(path), notes=(*facts.notes, *said))

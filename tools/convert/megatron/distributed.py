@@ -61,7 +61,9 @@ def read_common(path: Path) -> dict[str, Any]:
 
 
 def _bridge(path: Path) -> str:
-    """A way out, if the checkpoint is Megatron-Bridge's (megatron/bridge/training/checkpointing.py)."""
+    """A way out, if the checkpoint is NeMo's or Megatron-Bridge's (megatron/bridge/training/checkpointing.py)."""
+    if path.name == "weights":
+        return "; NeMo says it in a folder context/ beside weights/, and it is missing"
     if not (path / BRIDGE).is_file():
         return ""
     return (

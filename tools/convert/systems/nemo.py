@@ -26,6 +26,7 @@ from tools.convert.megatron.order import EMBEDDING
 from tools.convert.systems.nemo_model import model_of
 
 WEIGHTS, CONTEXT, MODEL, TOKENIZER = "weights", "context", "model.yaml", "nemo_tokenizer"
+OLDER, OLDER_PARTS = "model_config.yaml", ("model_weights", "mp_rank_", "tp_rank_")  # of an unpacked .nemo
 PREFIX = "module."
 UNFINISHED = "-unfinished"  # ends the name of a file beside the folder, as long as it is being saved
 ADAPTER = "adapter_metadata.json"
@@ -38,6 +39,18 @@ def find_nemo(path: Path) -> Path | None:
         if (folder / CONTEXT).is_dir() and (folder / WEIGHTS).is_dir():
             return folder
     return None
+
+
+def refuse_older(path: Path) -> None:
+    """Raises UserError if a path is an archive of NeMo 1 (.nemo), the folder that it unpacks to, or a folder of one."""
+    around = (path, path.parent) if path.name.startswith(OLDER_PARTS) else (path,)
+    unpacked = [folder / OLDER for folder in around if (folder / OLDER).is_file()]
+    archives = sorted(path.glob("*.nemo")) if path.is_dir() else [path] if path.suffix == ".nemo" else []
+    if found := [*unpacked, *archives]:
+        raise UserError(
+            f"{found[0]} is of NeMo 1, whose checkpoints are not read: the script of its family in NeMo's "
+            "scripts/checkpoint_converters (such as convert_llama_nemo_to_hf.py) makes a Hugging Face folder of it"
+        )
 
 
 def open_nemo(path: Path, vocab: int | None = None) -> Source:
@@ -99,7 +112,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        content = yaml.load(read_text(file), Once)  # noqa: S506 (a SafeLoader)
+        content = yaml.load(read_text(file), Once)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

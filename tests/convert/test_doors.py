@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megaprec.errors import UserError
 from tests.convert import test_nemo
@@ -152,3 +152,37 @@ def test_weights_that_no_index_names_are_noted(tmp_path: Path) -> None:
     (note,) = open_source(folder).facts.notes
     assert "model-00007.safetensors and 1 more file of weights are not read" in note
     assert len(load_file(folder / "model-00001.safetensors")) < len(index["weight_map"])
+
+
+def test_a_comparison_that_rounding_would_fail_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, options = write_folder(tmp_path / "half", "llama", torch.bfloat16), ("--verify", "logits", "--dtype")
+    assert main(["convert", str(folder), str(tmp_path / "wide"), *options, "fp32"]) == 0
+    assert "FP32 differ by at most" in capsys.readouterr().out
+    for there, dtype in ((folder, "fp16"), (tmp_path / "wide", "bf16")):
+        said = said_by(capsys, "convert", there, tmp_path / "out", *options, dtype)
+        assert "--dtype rounds weight/embedding.weight from" in said and not (tmp_path / "out").exists()
+
+
+def test_logits_that_are_nan_are_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = hugging_face(tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    stored["model.norm.weight"][0] = torch.nan
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    said = said_by(capsys, "convert", folder, tmp_path / "out", "--verify", "logits")
+    assert f"the logits of {folder} are NaN or infinite, so --verify logits has nothing to compare" in said
+
+
+def test_a_link_to_nowhere_is_no_free_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").symlink_to("nowhere")
+    assert "out exists already" in said_by(capsys, "convert", hugging_face(tmp_path), tmp_path / "out")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_names_of_what_is_around_a_model_are_told_in_one_line(prefix: str, tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({prefix + name: values for name, values in stored.items()}, folder / "pytorch_model.bin")
+    assert refused(folder).startswith(f"{folder}: names of tensors begin with '{prefix}', as in {prefix}model.embed")

@@ -134,6 +134,8 @@ def change(file: Path, **changes: Any) -> None:
         ({"no_bias": True}, "no_bias = True, but the attention layers have biases"),
         ({"num_kv_attention_heads": 4}, "num_kv_attention_heads is not num_attention_heads"),
         ({"num_chunks": 2}, "num_chunks = 2, but the files hold 1"),
+        ({"use_swiglu": False}, "use_swiglu = False, but the feed-forward has a gate"),
+        ({"rope_base": 10**400}, "must be a number"),
         ({"num_layers": 7}, "lacks the tensor blocks.6.norm1.weight"),
         ({"num_layers": 5}, "blocks.5.norm1.weight, which its model has no place for"),
         ({"vocab_size": 100}, "embedding.weight of 2 ranks makes [136, 48], but the model asks for [100, 48]"),

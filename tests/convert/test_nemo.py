@@ -152,6 +152,11 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     file.unlink()
     assert f"{file} cannot be read" in refused(folder)
     file.write_text(text)
+    (values,) = (folder / "weights").glob("*.distcp")
+    whole = values.read_bytes()
+    values.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"\.metadata names bytes of .* that it does not have: it is not whole"):
+        open_source(folder, 131)
     (folder / "weights/.metadata").rename(tmp_path / "kept")
     assert ".metadata is missing: only distributed checkpoints (torch_dist) are read" in refused(folder)
 

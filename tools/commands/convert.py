@@ -9,6 +9,7 @@ resumes it. DST appears when it is complete.
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tools.convert.hf.write_config import to_hugging_face
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 from tools.convert.probe import check_config
-from tools.convert.verify import compare_logits
+from tools.convert.verify import compare_logits, require_comparable
 from tools.training.allocator import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,6 +81,8 @@ def main(args: argparse.Namespace) -> int:
     to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None
     layout = _layout(args, to)
+    if args.verify:
+        require_comparable(source, dtype)
     write_model(source, to, args.destination, dtype, layout, verify=not args.no_verify)
     if args.verify:
         print(compare_logits(source.path, args.destination, args.vocab))
@@ -109,7 +112,7 @@ def write_model(
 
     verify: also check that transformers computes the same logits for each config.json that is read or written.
     """
-    if destination.exists():
+    if os.path.lexists(destination):
         raise UserError(f"{destination} exists already: give another folder, or remove it")
     check_tokenizer(source.tokenizer, source.model.vocab)
     target = _target(source, to, dtype, layout or MegatronLayout())

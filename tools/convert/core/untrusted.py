@@ -242,16 +242,22 @@ def distributed(folder: Path) -> Any:
     for index, info in metadata.storage_data.items():
         offset = tuple(index.offset) if getattr(index, "offset", None) is not None else None
         places[index.fqn, offset] = info
+
+    def place(name: str, offset: tuple[int, ...] | None) -> Any:
+        if (name, offset) not in places:
+            raise ValueError(f".metadata does not say where {name} lies, or one of its parts")
+        return places[name, offset]
+
     tensors, said = {}, {}
     for name, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
             chunks = [
-                _chunk(folder, places[name, tuple(chunk.offsets)], list(chunk.offsets), list(chunk.sizes))
+                _chunk(folder, place(name, tuple(chunk.offsets)), list(chunk.offsets), list(chunk.sizes))
                 for chunk in entry.chunks
             ]
             tensors[name] = {"shape": list(entry.size), "chunks": chunks}
         elif any(known in name for known in SAID):
-            said[name] = _inside(folder, places[name, None])
+            said[name] = _inside(folder, place(name, None))
     return {"tensors": tensors, "said": said}
 
 
@@ -260,6 +266,10 @@ def _inside(folder: Path, info: Any) -> dict[str, Any]:
     file = folder / info.relative_path
     if file.parent != folder or not file.is_file():
         raise ValueError(f".metadata names {info.relative_path}, which is not in the folder")
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f"{file.name} holds values that are transformed, such as compressed, which are not read")
+    if not 0 <= info.offset <= info.offset + info.length <= file.stat().st_size:
+        raise ValueError(f".metadata names bytes of {file.name} that it does not have: it is not whole")
     with open(file, "rb") as opened:
         opened.seek(info.offset)
         inside = io.BytesIO(opened.read(info.length))

@@ -191,7 +191,7 @@ def _sharded(path: Path, index: str, reader: Any) -> dict[str, Stored]:
 def _named_like_the_table(stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
     """Return the tensors without buffers, with the prefix that a folder saved without the head omits."""
     kept = {name: s for name, s in stored.items() if not name.endswith(BUFFERS)}
-    if any(name.startswith(prefix) for name in kept):
+    if any(name.startswith(prefix) or f".{prefix}" in name for name in kept):
         return kept
     return {prefix + name: s for name, s in kept.items()}
 
@@ -209,6 +209,13 @@ def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Se
 def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any]) -> None:
     """Raise UserError unless `stored` are exactly the tensors of `found`, with the same shapes, of floats."""
     expected = {match.foreign: match.shape for match in found}
+    first = next(iter(expected), "")
+    if wrapped := [name for name in stored if name.endswith(f".{first}")] if first not in stored else []:
+        before = wrapped[0].removesuffix(first)
+        raise UserError(
+            f"{path}: names of tensors begin with {before!r}, as in {wrapped[0]}, and those of its model do not: save "
+            "the state of the model itself, not of what is around it"
+        )
     problems = [
         f"{path} lacks the tensor {name} {list(shape)}" for name, shape in expected.items() if name not in stored
     ]

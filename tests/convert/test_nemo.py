@@ -213,3 +213,24 @@ def test_a_checkpoint_that_is_unfinished_or_an_adapter_is_refused(tmp_path: Path
     mark.unlink()
     (folder / "weights/adapter_metadata.json").write_text("{}")
     assert "is an adapter, which is not read: NeMo's llm.peft.merge_lora" in refused(folder)
+
+
+@here
+def test_weights_beside_the_context_are_read_as_those_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    for file in (folder / "weights").iterdir():
+        file.rename(folder / file.name)
+    (folder / "weights").rmdir()
+    found, expected = (tensors(open_source(path, 131)) for path in (folder, tmp_path / "hf"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@here
+def test_a_vocabulary_that_would_be_padded_otherwise_is_noted(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    assert open_source(folder, 131).facts.notes == ()
+    (tmp_path / "many").mkdir()
+    folder = save(tmp_path / "many", make_vocab_size_divisible_by=64)
+    assert open_source(folder, 129).facts.notes == ()
+    (note,) = open_source(folder, 128).facts.notes
+    assert "--vocab 128 is 128 rows with NeMo's padding" in note and "the embedding has 256" in note

@@ -1,6 +1,7 @@
 """Reading NeMo 2's checkpoints: a folder of two, weights/ and context/.
 
-    weights/    a distributed checkpoint of Megatron-core's (torch_dist), every tensor's name with `module.` before it
+    weights/    a distributed checkpoint of Megatron-core's (torch_dist), every tensor's name with `module.` before it; the
+                first versions have its files in the folder itself
     context/    model.yaml, which says what the model is; io.json, the tokenizer's files
 
 (nemo/lightning/ckpt_utils.py, nemo/lightning/io/pl.py, nemo/lightning/megatron_parallel.py.) Weights are read, the
@@ -8,7 +9,7 @@ optimizer's state is not. YAML is read by a loader that makes plain values only;
 (`tools.convert.core.untrusted`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.hf.beside import require_fetched
 from tools.convert.hf.folder import hf_tokenizer, origin_of
 from tools.convert.megatron.distributed import Chunked, Contents, read_chunked, whole_tensors
+from tools.convert.megatron.kinds import SIZE, is_of
 from tools.convert.megatron.order import EMBEDDING
 from tools.convert.systems.nemo_model import model_of
 
@@ -36,7 +38,7 @@ EXPORT = "NeMo's llm.export_ckpt(path, target='hf') makes a Hugging Face folder 
 def find_nemo(path: Path) -> Path | None:
     """The checkpoint's folder: `path`, or the one above, if it is its `weights`."""
     for folder in (path, path.parent) if path.name == WEIGHTS else (path,):
-        if (folder / CONTEXT).is_dir() and (folder / WEIGHTS).is_dir():
+        if (folder / CONTEXT).is_dir() and ((folder / WEIGHTS).is_dir() or (folder / ".metadata").is_file()):
             return folder
     return None
 
@@ -56,7 +58,7 @@ def refuse_older(path: Path) -> None:
 def open_nemo(path: Path, vocab: int | None = None) -> Source:
     """Opens a checkpoint's folder. vocab: tokens without padding; None: what model.yaml says. UserError for what
     is missing, surplus or not known."""
-    file, folder = path / CONTEXT / MODEL, path / WEIGHTS
+    file, folder = path / CONTEXT / MODEL, path / WEIGHTS if (path / WEIGHTS).is_dir() else path
     _check_whole(path, folder)
     if not (folder / ".metadata").is_file():
         raise UserError(
@@ -74,7 +76,8 @@ def open_nemo(path: Path, vocab: int | None = None) -> Source:
     origins = [origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found]
     sizes = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
     layout = {ours: said[key] for ours, key in sizes.items() if isinstance(said.get(key), int)}
-    facts = Facts(layout=layout, unread=_unread(folder, contents))
+    notes = tuple(_other_padding(said, model.vocab, held))
+    facts = Facts(layout=layout, unread=_unread(folder, contents), notes=notes)
     tokenizer = hf_tokenizer(path / CONTEXT / TOKENIZER) or hf_tokenizer(path / CONTEXT)
     return Source(path, "nemo", model, origins, facts, tokenizer)
 
@@ -138,6 +141,18 @@ def _check_rows(folder: Path, held: Mapping[str, Chunked], said: int | None) -> 
         raise UserError(
             f"{folder}: the embedding has {embedding.shape[0]} tokens, but {MODEL} says vocab_size = {said}"
         )
+
+
+def _other_padding(said: Mapping[str, Any], vocab: int, held: Mapping[str, Chunked]) -> Iterator[str]:
+    """Yield a note if NeMo would have padded a vocabulary of --vocab N to another number of rows."""
+    multiple, tp = said.get("make_vocab_size_divisible_by"), said.get("tensor_model_parallel_size")
+    if said["vocab_size"] is None and EMBEDDING in held and all(is_of(SIZE, size) for size in (multiple, tp)):
+        rows, padded = held[EMBEDDING].shape[0], -(-vocab // (multiple * tp)) * multiple * tp
+        if rows != padded:
+            yield (
+                f"--vocab {vocab} is {padded} rows with NeMo's padding (make_vocab_size_divisible_by = {multiple}, "
+                f"tensor_model_parallel_size = {tp}), but the embedding has {rows}: the first {vocab} were read"
+            )
 
 
 def _found(names: Mapping[str, Any], model: ModelConfig, interleaved: bool) -> list[Match]:

@@ -106,3 +106,57 @@ def test_what_is_no_tensor_is_named(tmp_path: Path) -> None:
     torch.save({"state_dict": {"a": torch.zeros(2)}}, tmp_path / "file.pt")
     with pytest.raises(UserError, match="does not hold a dict of tensors alone: state_dict is no tensor"):
         tensors_in(tmp_path / "file.pt")
+
+
+def flipped(file: Path, values: torch.Tensor, at: int = -1) -> None:
+    """Turn a bit of a byte of values that lie in a file; of the last one, unless told."""
+    content, lie = bytearray(file.read_bytes()), values.numpy().tobytes()
+    assert content.count(lie) == 1
+    content[content.index(lie) + at % len(lie)] ^= 1
+    file.write_bytes(content)
+
+
+@here
+def test_values_that_are_not_those_that_were_saved_are_refused(tmp_path: Path) -> None:
+    held = {"a": torch.randn(100, 9), "b": torch.randn(50, 7)}
+    held |= {"turned": torch.randn(8, 5).t(), "some": torch.randn(9)[2:]}
+    file = tmp_path / "file.pt"
+    torch.save(held, file)
+    assert all(torch.equal(one.read(), held[name]) for name, one in tensors_in(file).items())
+    flipped(file, held["a"])
+    flipped(file, held["turned"].t())
+    found = tensors_in(file)
+    for damaged in (found["a"].read, found["turned"].read, lambda: found["a"].rows(0, 2)):
+        with pytest.raises(UserError, match=r"file\.pt is damaged: a tensor of \[.*\] in it has another CRC-32"):
+            damaged()
+    assert torch.equal(found["b"].rows(0, 50), held["b"]) and torch.equal(found["a"].rows(3, 9), held["a"][3:9])
+
+
+@here
+def test_the_first_part_of_a_tensor_is_read_only_if_all_of_it_is_sound(tmp_path: Path) -> None:
+    values, file = torch.randn(6, 4, 5), tmp_path / "file.pt"
+    torch.save({"a": values}, file)
+    for broken in (False, True):
+        if broken:
+            flipped(file, values)
+        whole = tensors_in(file)["a"]
+        first, other = whole.part((4, 5), whole.start), whole.part((4, 5), whole.start + 4 * 5 * 4)
+        rows = first.part((2, 5), first.start)
+        assert torch.equal(other.read(), values[1])
+        for part in (first, rows):
+            if broken:
+                with pytest.raises(UserError, match="is damaged"):
+                    part.read()
+            else:
+                assert torch.equal(part.read(), values[0][: part.shape[0]])
+
+
+@here
+def test_files_without_checksums_are_read(tmp_path: Path) -> None:
+    values = torch.randn(100, 9)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": values}, tmp_path / "file.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(tensors_in(tmp_path / "file.pt")["a"].read(), values)

@@ -92,8 +92,8 @@ def _built(file: Path, answer: Any, base: int = 0) -> Any:
     """Return the value of an answer. base: byte where the inner file begins in the file."""
     kind, content = answer
     if kind == "tensor":
-        dtype, shape, strides, start = content
-        return _stored(file, {"dtype": dtype, "shape": shape, "strides": strides, "start": base + start})
+        dtype, shape, strides, start, crc = content
+        return _stored(file, {"dtype": dtype, "shape": shape, "strides": strides, "start": base + start, "crc": crc})
     if kind == "dict":
         return {key: _built(file, value, base) for key, value in content}
     if kind == "list":
@@ -105,7 +105,8 @@ def _built(file: Path, answer: Any, base: int = 0) -> Any:
 
 def _stored(file: Path, entry: dict[str, Any]) -> Stored:
     dtype = getattr(torch, entry["dtype"])
-    return Stored(file, dtype, tuple(entry["shape"]), entry["start"], _strides(entry["shape"], entry["strides"]))
+    strides = _strides(entry["shape"], entry["strides"])
+    return Stored(file, dtype, tuple(entry["shape"]), entry["start"], strides, entry["crc"])
 
 
 def _strides(shape: list[int], strides: list[int]) -> tuple[int, ...] | None:

@@ -84,13 +84,13 @@ def described(file: Path | io.BytesIO) -> Any:
     return _described(_unpickled(file), storages, itertools.count(0))
 
 
-def _described(value: Any, storages: Mapping[int, int], counted: "itertools.count[int]") -> Any:
+def _described(value: Any, storages: Mapping[int, tuple[int, int]], counted: "itertools.count[int]") -> Any:
     for _ in range(1 + len(value) // 64 if isinstance(value, str) else 1):
         if next(counted) > MOST:
             raise ValueError(f"it has more than {MOST:,} values")
     if isinstance(value, torch.Tensor):
-        place = _place(value, storages)
-        return ["tensor", [str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride()), place]]
+        dtype, place = str(value.dtype).removeprefix("torch."), _place(value, storages)
+        return ["tensor", [dtype, list(value.shape), list(value.stride()), *place]]
     if isinstance(value, Reference):
         return ["reference", int(value.state["tid"])]
     if isinstance(value, argparse.Namespace):
@@ -114,38 +114,47 @@ def _key(key: Any) -> str | int:
     return key if isinstance(key, str | int) else ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def _storages(file: Path | io.BytesIO) -> dict[int, int]:
-    """Return where values begin in a torch file, and how many bytes from there on are of one storage."""
-    found: dict[int, int] = {}
+def _storages(file: Path | io.BytesIO) -> dict[int, tuple[int, int]]:
+    """Return where values begin in a torch file, how many bytes from there on are of one storage, and their CRC-32.
+
+    Nothing is read by `zipfile` itself: of a file that torch saved without checksums it would say that it is damaged.
+    """
+    found: dict[int, tuple[int, int]] = {}
     with zipfile.ZipFile(file) as archive, file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
         for entry in archive.infolist():
-            if entry.filename.endswith("/byteorder") and archive.read(entry).decode("ascii") != sys.byteorder:
+            order = entry.filename.endswith("/byteorder")
+            if not (order or STORAGE.fullmatch(entry.filename)):
+                continue
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"its values are compressed; torch.save does not do that: {_ANEW}")
+            opened.seek(entry.header_offset + 26)  # where a zip says how long its own words before the values are
+            start = entry.header_offset + 30 + sum(struct.unpack("<HH", opened.read(4)))
+            opened.seek(start)
+            if order and opened.read(min(entry.file_size, 16)) != sys.byteorder.encode():
                 raise ValueError("its numbers have their bytes in the other order: a machine of another kind saved it")
-            if STORAGE.fullmatch(entry.filename):
-                if entry.compress_type != zipfile.ZIP_STORED:
-                    raise ValueError(f"its values are compressed; torch.save does not do that: {_ANEW}")
-                opened.seek(entry.header_offset + 26)  # where a zip says how long its own words before the values are
-                found[entry.header_offset + 30 + sum(struct.unpack("<HH", opened.read(4)))] = entry.file_size
+            found[start] = entry.file_size, entry.CRC
     return found
 
 
-def _place(value: torch.Tensor, storages: Mapping[int, int]) -> int:
-    """Return the byte where the first element of a tensor lies.
+def _place(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tuple[int, int | None]:
+    """Return the byte where the first element of a tensor lies, and the CRC-32 of its bytes if the file states it.
 
-    torch reckons where storages begin, from how torch.save writes a file. Raises ValueError unless one of that size
-    begins there, and the tensor lies in it.
+    It does if the tensor is all of a storage; a checksum of 0 stands for none. torch reckons where storages begin, from
+    how torch.save writes a file. Raises ValueError unless one of that size begins there, and the tensor lies in it.
     """
     storage: Any = value.untyped_storage()
     start, size = getattr(storage, "_checkpoint_offset", None), storage.nbytes()
     if start is None or value.is_neg():
         raise ValueError("a tensor in it has no values that could be read as they lie")
-    if size and size != storages.get(start):
+    there, crc = storages.get(start, (0, 0))
+    if size != there and size:
         raise ValueError(f"its values do not lie where torch.save puts them, so it is damaged or packed anew: {_ANEW}")
     spans = [(n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True)]
     end = 0 if 0 in value.shape else value.storage_offset() + sum(spans) + 1
     if end * value.dtype.itemsize > size:
         raise ValueError("a tensor in it is larger than its values are")
-    return start + value.storage_offset() * value.dtype.itemsize
+    whole = value.storage_offset() == 0 and end * value.dtype.itemsize == size
+    return start + value.storage_offset() * value.dtype.itemsize, crc or None if whole else None
 
 
 def _unpickled(file: Path | io.BytesIO) -> Any:
@@ -281,13 +290,14 @@ def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict
     kind, content = inside["content"]
     if kind != "tensor" or content[1] != shape:
         raise ValueError(f"{folder / inside['file']} does not hold the {shape} that .metadata says")
-    dtype, shape, strides, start = content
+    dtype, shape, strides, start, crc = content
     return {
         "file": inside["file"],
         "dtype": dtype,
         "shape": shape,
         "strides": strides,
         "start": inside["start"] + start,
+        "crc": crc,
         "offset": offset,
     }
 

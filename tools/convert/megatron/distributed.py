@@ -14,7 +14,7 @@ weights, each under the weight's name with a prefix.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -197,7 +197,7 @@ def _at(stored: Stored, index: Sequence[int]) -> Stored:
     strides = stored.strides or [prod(stored.shape[dim + 1 :]) for dim in range(len(stored.shape))]
     start = stored.start + sum(i * n for i, n in zip(index, strides, strict=False)) * stored.dtype.itemsize
     left = None if stored.strides is None else stored.strides[len(index) :]
-    return replace(stored, shape=stored.shape[len(index) :], start=start, strides=left)
+    return stored.part(stored.shape[len(index) :], start, left)
 
 
 def _whole(path: Path, match: Match, parts: Sequence[Chunked], index: Index) -> Whole:

@@ -1,7 +1,7 @@
 """Reading NeMo 2's checkpoints: a folder of two, weights/ and context/.
 
-    weights/    a distributed checkpoint of Megatron-core's (torch_dist), every tensor's name with `module.` before it; the
-                first versions have its files in the folder itself
+    weights/    a distributed checkpoint of Megatron-core's (torch_dist), every tensor's name with `module.` before it
+                (the first versions have its files in the folder itself)
     context/    model.yaml, which says what the model is; io.json, the tokenizer's files
 
 (nemo/lightning/ckpt_utils.py, nemo/lightning/io/pl.py, nemo/lightning/megatron_parallel.py.) Weights are read, the
@@ -23,7 +23,6 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.hf.beside import require_fetched
 from tools.convert.hf.folder import hf_tokenizer, origin_of
 from tools.convert.megatron.distributed import Chunked, Contents, read_chunked, whole_tensors
-from tools.convert.megatron.kinds import SIZE, is_of
 from tools.convert.megatron.order import EMBEDDING
 from tools.convert.systems.nemo_model import model_of
 
@@ -146,7 +145,8 @@ def _check_rows(folder: Path, held: Mapping[str, Chunked], said: int | None) -> 
 def _other_padding(said: Mapping[str, Any], vocab: int, held: Mapping[str, Chunked]) -> Iterator[str]:
     """Yield a note if NeMo would have padded a vocabulary of --vocab N to another number of rows."""
     multiple, tp = said.get("make_vocab_size_divisible_by"), said.get("tensor_model_parallel_size")
-    if said["vocab_size"] is None and EMBEDDING in held and all(is_of(SIZE, size) for size in (multiple, tp)):
+    known = isinstance(multiple, int) and isinstance(tp, int) and multiple * tp > 0
+    if said["vocab_size"] is None and EMBEDDING in held and known:
         rows, padded = held[EMBEDDING].shape[0], -(-vocab // (multiple * tp)) * multiple * tp
         if rows != padded:
             yield (

@@ -19,7 +19,9 @@ NAME = "decoder.layers.2.mlp.linear_fc2.weight"  # [24, 40]
 QUARTERS = [(0, 0), (0, 20), (12, 0), (12, 20)]
 
 
-def whole(folder: Path, offsets: list[tuple[int, int]], dtypes: tuple[torch.dtype, ...] = ()) -> Tensor:
+def whole(
+    folder: Path, offsets: list[tuple[int, int]], dtypes: tuple[torch.dtype, ...] = (), single: bool = False
+) -> Tensor:
     """The tensor of quarters at `offsets`: rows of 12 and columns of 20, filled with their numbers."""
     model: ModelConfig = from_hugging_face(CONFIGS["llama"])
     found = matches(megatron(True, False, model), model)
@@ -28,7 +30,7 @@ def whole(folder: Path, offsets: list[tuple[int, int]], dtypes: tuple[torch.dtyp
         (offset, stored(folder, number, (12, 20), dtypes[number] if dtypes else torch.float32))
         for number, offset in enumerate(offsets)
     ]
-    held[NAME] = Chunked(NAME, (24, 40), chunks)
+    held[NAME] = Chunked(NAME, (), [((), stored(folder, 0, ()))]) if single else Chunked(NAME, (24, 40), chunks)
     return whole_tensors(folder, found, held, model)[NAME].read()
 
 
@@ -53,6 +55,11 @@ def test_parts_that_overlap_are_refused(other: tuple[int, int], tmp_path: Path) 
 def test_parts_of_several_dtypes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"hold {NAME} in several dtypes, bfloat16 and float32"):
         whole(tmp_path, QUARTERS, (torch.float32, torch.float32, torch.bfloat16, torch.float32))
+
+
+def test_a_single_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a single number"):
+        whole(tmp_path, [], single=True)
 
 
 def test_a_part_that_is_missing_is_refused(tmp_path: Path) -> None:

@@ -269,3 +269,29 @@ def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
     (folder / "model_tp01_pp0.pt").write_bytes((folder / "model_tp1_pp0.pt").read_bytes())
     assert "are both of one rank: move one away" in refused(folder)
+
+
+@here
+def test_a_copy_of_another_ranks_file_is_noted(tmp_path: Path) -> None:
+    form = Form(biased=False, said={"no_bias": True})
+    folder = save(tmp_path / "step", form, weights(form), tp=2, pp=3)
+    assert not open_source(folder).facts.notes
+    (folder / "model_tp0_pp1.pt").write_bytes((folder / "model_tp1_pp1.pt").read_bytes())
+    (note,) = open_source(folder).facts.notes
+    assert "hold the same numbers throughout: one may be a copy of the other" in note
+
+
+@here
+def test_tensors_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
+    for rank in (0, 1):
+        change(folder / f"model_tp{rank}_pp0.pt", **{"blocks.1.mixer.out_proj.weight": torch.zeros(24).double()})
+    assert "blocks.1.mixer.out_proj.weight of 2 ranks makes []" in refused(folder)
+
+
+@here
+@pytest.mark.parametrize("name", ["embedding.weight", "blocks.0.mlp.w1.weight", "norm.weight"])
+def test_a_single_number_is_no_tensor_of_a_model(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()))
+    change(folder / "model_tp0_pp0.pt", **{name: torch.tensor(1.0).double()})
+    assert f"{name} is a single number, and no tensor of a model is" in refused(folder)

@@ -316,3 +316,38 @@ def test_what_config_json_and_its_neighbours_say_besides_is_carried_over(tmp_pat
     assert source.facts.generation == {"temperature": 0.5}
     assert any("architectures = ['OtherForCausalLM']" in note for note in source.facts.notes)
     assert [file.name for file in source.tokenizer] == ["tokenizer_config.json"]
+
+
+@here
+@pytest.mark.parametrize("xser", [False, True])
+def test_a_copy_of_another_ranks_file_is_noted(xser: bool, tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN)
+    run = save(tmp_path / "run", config, whole, Form(tp=2, xser=xser))
+    assert not open_source(run).facts.notes
+    first, other = (run / f"step_100/model/dp_rank_00_tp_rank_0{t}_pp_rank_00.pt" for t in (0, 1))
+    shutil.copy(first, other)
+    if xser:
+        shutil.copytree(f"{first}.tensors", f"{other}.tensors", dirs_exist_ok=True)
+    (note,) = open_source(run).facts.notes
+    assert "hold the same numbers throughout: one may be a copy of the other" in note
+
+
+@here
+def test_parts_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN)
+    run = save(tmp_path / "run", config, whole, Form(tp=2))
+    for file in (run / "step_100/model").iterdir():
+        torch.save({**torch.load(file), "model.layers.0.self_attn.o_proj.weight": torch.zeros(24)}, file)
+    assert "the parts of model.layers.0.self_attn.o_proj.weight on the ranks do not fit each other" in refused(run)
+
+
+@here
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["mlp.gate_up_proj.weight", "self_attn.k_proj.weight", "self_attn.qkv_proj.weight"])
+@pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.zeros(0, 24), torch.zeros(24), torch.zeros(1, 12, 24)])
+def test_a_tensor_of_any_other_shape_is_refused(odd: Tensor, name: str, fused: bool, tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN)
+    run = save(tmp_path / "run", config, whole, Form(tp=2, fused=fused))
+    for file in (run / "step_100/model").iterdir():
+        torch.save({**torch.load(file), f"model.layers.0.{name}": odd}, file)
+    assert "model.layers.0." in refused(run)

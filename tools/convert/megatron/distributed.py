@@ -208,6 +208,8 @@ def _whole(path: Path, match: Match, parts: Sequence[Chunked], index: Index) -> 
         _check_apart(path, part)
     require_one_dtype(path, match.foreign, [stored for part in parts for _, stored in part.chunks])
     first = parts[0]
+    if not first.shape:
+        raise UserError(f"{path}: {first.name} is a single number, and no tensor of a model is")
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     wanted = (min(shape[0], match.shape[0]), *shape[1:]) if match.cut == "vocabulary" else shape
     dtype = first.chunks[0][1].dtype

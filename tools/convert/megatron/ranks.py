@@ -146,6 +146,22 @@ def contradicted(ranks: Ranks) -> Iterator[str]:
             yield f"args say {key} = {said}, but there are files of {size}; the files were read as they are"
 
 
+def copied(path: Path, held: Mapping[Any, Sequence[Mapping[str, Stored]]]) -> Iterator[str]:
+    """Yield a note for each rank whose file holds what that of another does, by their checksums.
+
+    held: of each rank, the tensors of each of its chunks. No two ranks hold the same unless all began with the same
+    random numbers.
+    """
+    seen: dict[Any, Path] = {}
+    for chunks in held.values():
+        every = [(n, name, stored) for n, chunk in enumerate(chunks) for name, stored in chunk.items()]
+        if every and all(stored.crc is not None for _, _, stored in every):
+            known = frozenset((n, name, stored.shape, stored.dtype, stored.crc) for n, name, stored in every)
+            own = every[0][2].file
+            if (other := seen.setdefault(known, own)) != own:
+                yield f"{path}: {own} and {other} hold the same numbers throughout: one may be a copy of the other"
+
+
 def _rank_in_words(place: tuple[int, int, int]) -> str:
     return "tensor rank {}, pipeline rank {}, expert rank {}".format(*place)
 

@@ -26,7 +26,17 @@ from tools.convert.megatron.keys import unknown
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, model_of
 from tools.convert.megatron.order import odd, sizes_of
-from tools.convert.megatron.ranks import RANK, Held, Whole, contradicted, named_over_all, read_ranks, wholes_of
+from tools.convert.megatron.ranks import (
+    RANK,
+    Held,
+    Ranks,
+    Whole,
+    contradicted,
+    copied,
+    named_over_all,
+    read_ranks,
+    wholes_of,
+)
 from tools.convert.megatron.state import MOMENTS, optimizer_state, scaler_of, steps_of
 
 BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
@@ -68,7 +78,7 @@ def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
     state = {} if weights_only else optimizer_state(ranks, found, model)
     facts = _facts(ranks.first.content, ranks.args, ranks.sizes)
     rows = sum(part.shape[0] for part in by_name[EMBEDDING])
-    facts = replace(facts, notes=(*facts.notes, *contradicted(ranks), *_other_padding(ranks.args, rows)))
+    facts = replace(facts, notes=(*facts.notes, *_notes(ranks), *_other_padding(ranks.args, rows)))
     if ranks.first.content.get("optimizer") is not None and not state and not weights_only:
         facts = replace(facts, unread="the optimizer's state, which not all files hold in a form that is known here")
     return _source(path, model, found, {"weight": weights, **state}, facts)
@@ -181,6 +191,12 @@ def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, 
     notes = (f"args that are not known here, and were not read: {others}",) if others else ()
     precision = {"compute": compute}
     return Facts(steps, scaler, progress=progress, precision=precision, layout=layout, special=special, notes=notes)
+
+
+def _notes(ranks: Ranks) -> Iterator[str]:
+    """Yield notes on what the files of ranks are, other than their args say or than they should be."""
+    yield from contradicted(ranks)
+    yield from copied(ranks.path, {place: rank.chunks for place, rank in ranks.files.items()})
 
 
 def _other_padding(args: Mapping[str, Any], rows: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, state_in
 from tools.convert.hf.folder import check_tensors, hf_tokenizer, origin_of
-from tools.convert.megatron.ranks import Held, numbered_over_stages
+from tools.convert.megatron.ranks import Held, copied, numbered_over_stages
 from tools.convert.systems.internevo_model import model_of
 from tools.convert.systems.shards import parts_of, wholes_of
 
@@ -76,7 +76,7 @@ def open_internevo(path: Path) -> Source:
     origins = [origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found]
     tp, wp, pp = files.sizes
     layout = {"tensor": tp, "pipeline": pp} | ({"weight": wp} if files.weight_parallel else {})
-    facts = Facts(layout=layout, unread=_unread(path), notes=tuple(filter(None, (note,))))
+    facts = Facts(layout=layout, unread=_unread(path), notes=(*filter(None, (note,)), *copied(path, files.held)))
     return Source(path, "internevo", model, origins, facts, hf_tokenizer(path))
 
 

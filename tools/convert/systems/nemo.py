@@ -145,8 +145,9 @@ def _check_rows(folder: Path, held: Mapping[str, Chunked], said: int | None) -> 
 def _other_padding(said: Mapping[str, Any], vocab: int, held: Mapping[str, Chunked]) -> Iterator[str]:
     """Yield a note if NeMo would have padded a vocabulary of --vocab N to another number of rows."""
     multiple, tp = said.get("make_vocab_size_divisible_by"), said.get("tensor_model_parallel_size")
-    known = isinstance(multiple, int) and isinstance(tp, int) and multiple * tp > 0
-    if said["vocab_size"] is None and EMBEDDING in held and known:
+    if not isinstance(multiple, int) or not isinstance(tp, int) or multiple * tp < 1:
+        return
+    if said["vocab_size"] is None and EMBEDDING in held:
         rows, padded = held[EMBEDDING].shape[0], -(-vocab // (multiple * tp)) * multiple * tp
         if rows != padded:
             yield (

@@ -36,6 +36,7 @@ from tools.convert.hf.folder import (
 )
 from tools.convert.hf.notes import notes
 from tools.convert.hf.write_config import ARCHITECTURES
+from tools.convert.megatron.ranks import copied
 from tools.convert.systems.nxd_tensors import hugging_face
 from tools.convert.systems.shards import parts_of
 
@@ -98,7 +99,10 @@ def open_nxd(path: Path) -> Source:
         unread=_unread(path, beside),
         special=special_ids(config),
         generation=read_generation(file.parent),
-        notes=tuple(f"{file}: {note}" for note in notes(config, ARCHITECTURES[kind], False)),
+        notes=(
+            *(f"{file}: {note}" for note in notes(config, ARCHITECTURES[kind], False)),
+            *copied(path, {rank: [own] for rank, own in held.items()}),
+        ),
     )
     return Source(path, "nxd", model, origins, facts, hf_tokenizer(path) or hf_tokenizer(file.parent))
 

@@ -85,6 +85,10 @@ def _unfused(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) -
         return {f"{match[1]}{match[3]}_proj.{match[2]}": parts}
     query = model.heads * model.head_dim // len(parts)
     rest = (parts[0].shape[0] - query) // 2
+    if rest < 1:
+        raise UserError(
+            f"{path}: {name} has {parts[0].shape[0]} rows on a rank, and config.json asks for {query} queries alone"
+        )
     cuts = {"q": (0, query), "k": (query, query + rest), "v": (query + rest, query + 2 * rest)}
     return {f"{match[1]}{part}_proj.{match[2]}": [_rows(p, *at) for p in parts] for part, at in cuts.items()}
 
@@ -102,7 +106,8 @@ def _joined(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) ->
         return alike(path, name, parts)
     across = "embed_tokens" in name and parts[0].shape[-1] != model.hidden  # shard_across_embedding
     dim = 1 if across or COLUMNS.fullmatch(name) else 0
-    if len({(*p.shape[:dim], *p.shape[dim + 1 :], p.dtype) for p in parts}) > 1:
+    others = {(len(p.shape), *p.shape[:dim], *p.shape[dim + 1 :], p.dtype) for p in parts}
+    if len(others) > 1 or len(parts[0].shape) <= dim:
         raise UserError(f"{path}: the parts of {name} on the ranks do not fit each other")
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
@@ -115,7 +120,7 @@ def _copies(path: Path, wholes: Mapping[str, Held], model: ModelConfig) -> Copie
     """
     key = wholes.get("model.layers.0.self_attn.k_proj.weight")
     rows = model.kv_heads * model.head_dim
-    if key is None or key.shape[0] == rows or key.shape[0] % rows or model.heads % (key.shape[0] // model.head_dim):
+    if key is None or key.shape[0] <= rows or key.shape[0] % rows or model.heads % (key.shape[0] // model.head_dim):
         return None  # as many as there must be, or for `check_tensors` to speak of
     count, values = key.shape[0] // rows, key.read()
     fits = [c for grouped in (False, True) if (c := Copies(count, model.kv_heads, grouped)).once(values) is not None]

@@ -186,3 +186,10 @@ def test_names_of_what_is_around_a_model_are_told_in_one_line(prefix: str, tmp_p
     (folder / "model.safetensors").unlink()
     torch.save({prefix + name: values for name, values in stored.items()}, folder / "pytorch_model.bin")
     assert refused(folder).startswith(f"{folder}: names of tensors begin with '{prefix}', as in {prefix}model.embed")
+
+
+def test_an_archive_of_nemo_beside_a_checkpoint_of_megatron_is_some_other_file(tmp_path: Path) -> None:
+    options = ("--to", "megatron", "--no-verify")
+    assert main(["convert", str(hugging_face(tmp_path)), str(tmp_path / "there"), *options]) == 0
+    (tmp_path / "there/one.nemo").write_bytes(b"")
+    assert open_source(tmp_path / "there").kind == "megatron"

@@ -100,7 +100,7 @@ def format_of(path: Path) -> tuple[str, Path]:
     if "nxd" in known and "hf" in known and not has_weights(path):
         del known["hf"]  # config.json is what says of an NxD checkpoint what the model is
     if known.keys() <= {"megatron"}:  # NeMo 1 calls the folders of ranks as Megatron-LM does
-        refuse_older(path)
+        refuse_older(path, bool(known))
     for folder in {path, *known.values()} if "megaprec" not in known else ():
         require_no_adapter(folder)
     if len(known) > 1:

@@ -42,12 +42,15 @@ def find_nemo(path: Path) -> Path | None:
     return None
 
 
-def refuse_older(path: Path) -> None:
-    """Raises UserError if a path is an archive of NeMo 1 (.nemo), the folder that it unpacks to, or a folder of one."""
+def refuse_older(path: Path, holds_others: bool = False) -> None:
+    """Raises UserError if a path is an archive of NeMo 1 (.nemo), the folder that it unpacks to, or a folder of one.
+
+    holds_others: the folder has another format, beside which an archive is some other file.
+    """
     around = (path, path.parent) if path.name.startswith(OLDER_PARTS) else (path,)
     unpacked = [folder / OLDER for folder in around if (folder / OLDER).is_file()]
     archives = sorted(path.glob("*.nemo")) if path.is_dir() else [path] if path.suffix == ".nemo" else []
-    if found := [*unpacked, *archives]:
+    if found := [*unpacked, *(() if holds_others else archives)]:
         raise UserError(
             f"{found[0]} is of NeMo 1, whose checkpoints are not read: the script of its family in NeMo's "
             "scripts/checkpoint_converters (such as convert_llama_nemo_to_hf.py) makes a Hugging Face folder of it"

@@ -30,9 +30,12 @@ def wrong_kinds(value: Any) -> list[str]:
 
 
 def is_number(value: object, whole: bool = False) -> bool:
-    """Return True for a finite float or an int, and never for True and False. whole: an int alone will do."""
+    """Return True for a finite float or an int that is one, never for True and False. whole: an int alone will do."""
     kinds = int if whole else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
 
 
 @cache

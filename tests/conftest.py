@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.project.forked_command import served
 from tools.convert.core import torch_files
-from tools.convert.core.untrusted import described, distributed, unpickled
+from tools.convert.core.untrusted import described, distributed
 from tools.training.signals import SIGNALS
 
 # How fast an example is says nothing on a machine that does other things too. The examples are the same in each run, so
@@ -171,7 +171,7 @@ def torch_files_read_here() -> Iterator[None]:
     """
 
     def answers(paths: Sequence[Path]) -> Any:
-        found = [distributed(path) if path.is_dir() else described(unpickled(path)) for path in paths]
+        found = [distributed(path) if path.is_dir() else described(path) for path in paths]
         return json.loads(json.dumps(found))
 
     with pytest.MonkeyPatch.context() as patch:  # of its own: a test that undoes its patches keeps this one

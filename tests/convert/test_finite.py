@@ -15,7 +15,7 @@ from parallel.pipeline.builders import schedule
 from tests.other_systems import slow, write_folder
 from tests.ranks import run_ranks
 from tools.cli import main
-from tools.convert.core.finite import not_finite
+from tools.convert.core.finite import not_finite, same_values
 from tools.convert.initial import open_initial, start_from
 
 
@@ -81,3 +81,12 @@ def test_a_run_that_begins_with_such_numbers_says_so_once(axes: dict[str, int], 
     first, *others = run_ranks(started, axes, folder=with_wrong_numbers(tmp_path / "hf"))
     assert [line.replace(f"{tmp_path}/hf: ", "") for line in first.splitlines()] == WRONG
     assert others == [""] * len(others)
+
+
+def test_values_are_the_same_if_nan_is_where_the_other_has_it() -> None:
+    one = torch.tensor([1.0, torch.nan, 2.0])
+    assert same_values(one, one.clone()) and same_values(one[::2], torch.tensor([1.0, 2.0]))
+    for other in (torch.tensor([1.0, 2.0, 2.0]), torch.tensor([torch.nan, 1.0, 2.0]), one[:2], one.bfloat16()):
+        assert not same_values(one, other) and not same_values(other, one)
+    codes = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    assert same_values(codes, codes.clone()) and not same_values(codes, codes[:1].expand(2))

@@ -98,7 +98,7 @@ def test_it_is_converted_and_inspected_and_says_what_was_left_and_taken(
     torch.save(config, folder / "model_config.pt")
     assert main(["convert", str(folder), str(tmp_path / "ours")]) == 0
     said = capsys.readouterr().out
-    assert "not read: the optimizer's state (optimizer_*.pt), context.pt" in said
+    assert "not read: the optimizer's state (optimizer_*.pt), config_file.pt, context.pt" in said
     assert "note: " in said and "leaves to InternEvo, which takes: rope_base = 10000" in said
     assert main(["inspect", str(folder)]) == 0
     said = capsys.readouterr().out
@@ -134,6 +134,8 @@ def change(file: Path, **changes: Any) -> None:
         ({"no_bias": True}, "no_bias = True, but the attention layers have biases"),
         ({"num_kv_attention_heads": 4}, "num_kv_attention_heads is not num_attention_heads"),
         ({"num_chunks": 2}, "num_chunks = 2, but the files hold 1"),
+        ({"use_swiglu": False}, "use_swiglu = False, but the feed-forward has a gate"),
+        ({"rope_base": 10**400}, "must be a number"),
         ({"num_layers": 7}, "lacks the tensor blocks.6.norm1.weight"),
         ({"num_layers": 5}, "blocks.5.norm1.weight, which its model has no place for"),
         ({"vocab_size": 100}, "embedding.weight of 2 ranks makes [136, 48], but the model asks for [100, 48]"),
@@ -249,3 +251,47 @@ def test_a_hostile_pickle_does_not_run(name: str, tmp_path: Path, capsys: pytest
 @here
 def test_its_own_settings_class_is_let_in_as_a_dict(tmp_path: Path) -> None:
     assert open_source(save(tmp_path / "step", Form(), weights(Form()))).model.rope_base == 50000
+
+
+@here
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"pp": 2, "chunks": 3}])
+def test_stages_with_each_others_names_are_refused(layout: dict[str, int], tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), **layout)
+    first, last = folder / "model_tp0_pp0.pt", folder / "model_tp0_pp1.pt"
+    first.rename(folder / "kept")
+    last.rename(first)
+    (folder / "kept").rename(last)
+    assert "files of stages have each other's names" in refused(folder)
+
+
+@here
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
+    (folder / "model_tp01_pp0.pt").write_bytes((folder / "model_tp1_pp0.pt").read_bytes())
+    assert "are both of one rank: move one away" in refused(folder)
+
+
+@here
+def test_a_copy_of_another_ranks_file_is_noted(tmp_path: Path) -> None:
+    form = Form(biased=False, said={"no_bias": True})
+    folder = save(tmp_path / "step", form, weights(form), tp=2, pp=3)
+    assert not open_source(folder).facts.notes
+    (folder / "model_tp0_pp1.pt").write_bytes((folder / "model_tp1_pp1.pt").read_bytes())
+    (note,) = open_source(folder).facts.notes
+    assert "hold the same numbers throughout: one may be a copy of the other" in note
+
+
+@here
+def test_tensors_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()), tp=2)
+    for rank in (0, 1):
+        change(folder / f"model_tp{rank}_pp0.pt", **{"blocks.1.mixer.out_proj.weight": torch.zeros(24).double()})
+    assert "blocks.1.mixer.out_proj.weight of 2 ranks makes []" in refused(folder)
+
+
+@here
+@pytest.mark.parametrize("name", ["embedding.weight", "blocks.0.mlp.w1.weight", "norm.weight"])
+def test_a_single_number_is_no_tensor_of_a_model(name: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "step", Form(), weights(Form()))
+    change(folder / "model_tp0_pp0.pt", **{name: torch.tensor(1.0).double()})
+    assert f"{name} is a single number, and no tensor of a model is" in refused(folder)

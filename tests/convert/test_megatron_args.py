@@ -177,3 +177,14 @@ def test_a_padded_vocabulary_of_other_rows_is_noted_and_a_shorter_one_refused(wr
 def test_an_optimizer_of_no_known_form_is_told_as_unread(optimizer: object, written: Path, tmp_path: Path) -> None:
     odd = in_all(written, tmp_path, lambda held: held.update(optimizer=optimizer))
     assert "the optimizer's state" in open_source(odd).facts.unread and not open_source(written).facts.unread
+
+
+def test_files_of_stages_with_each_others_names_are_refused(written: Path, tmp_path: Path) -> None:
+    folder = edited(written, tmp_path / "swapped", "00_000", lambda held: held)
+    for tensor in ("00", "01"):
+        first, last = (file_of(folder, f"{tensor}_00{stage}").parent for stage in (0, 1))
+        first.rename(folder / "kept")
+        last.rename(first)
+        (folder / "kept").rename(last)
+    with pytest.raises(UserError, match=r"belongs to the first pipeline stage.*each other's names"):
+        open_source(folder)

@@ -11,20 +11,27 @@ import yaml
 from torch import Tensor
 
 from megaprec.errors import UserError
+from tests.convert.test_beside import POINTER
 from tests.convert.test_megatron_stacked import state_of
 from tests.convert.test_untrusted import Malice
-from tests.nemo import config_of, write_context
+from tests.nemo import OTHERS, SILU, config_of, write_context
 from tests.other_systems import usually, write_folder
 from tools.cli import main
 from tools.convert.formats import open_source
+from tools.convert.systems.nemo_model import SPEC
 from tools.convert.verify import load_stage
 
 here = pytest.mark.usefixtures("torch_files_read_here")
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about saving without ranks
+SCALED = {"scale_factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 8}
 KINDS = ["gpt2", "gpt2-untied", "llama", "llama-tied", "llama-stretched", "qwen2", "qwen3"]
 
 
 def save(folder: Path, kind: str = "llama", stacked: bool = True, **changes: Any) -> Path:
+    return save_changed(folder, kind, stacked, changes)
+
+
+def save_changed(folder: Path, kind: str, stacked: bool, changes: dict[Any, Any]) -> Path:
     """A checkpoint of the model of `folder`/hf, in `folder`/nemo. changes: of its configuration; ...: no such key."""
     source = open_source(write_folder(folder / "hf", kind))
     state = {f"module.{name}": values for name, values in state_of(source, (stacked, True, False)).items()}
@@ -86,7 +93,24 @@ def refused(folder: Path, vocab: int | None = 131) -> str:
         ({"gated_linear_unit": False}, "silu' with no gate is not known"),
         ({"normalization": "L2Norm"}, "normalization = 'L2Norm' is not known"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type = 'yarn' is not known"),
-        ({"scale_factor": 8.0}, "has some of scale_factor"),
+        ({"scale_factor": 8.0}, "lacks some of scale_factor"),
+        ({"_target_": "nemo.collections.llm.gpt.model.llama.Llama31Config8B"}, "lacks some of scale_factor"),
+        ({"rotary_interleaved": "False"}, "rotary_interleaved = 'False' is not True or False"),
+        ({"add_bias_linear": "no"}, "add_bias_linear = 'no' is not True or False"),
+        ({"bias_activation_fusion": None}, "bias_activation_fusion = None is not True or False"),
+        ({"num_layers": "4"}, "num_layers = '4' is not a whole number from 1 on"),
+        ({"vocab_size": 256.0}, "vocab_size = 256.0 is not a whole number from 1 on"),
+        ({"layernorm_epsilon": None}, "layernorm_epsilon = None is not a number"),
+        ({"rotary_base": 10**400}, "is not a number"),
+        ({"hidden_dropout": "none"}, "hidden_dropout = 'none' is not a number"),
+        ({"normalization": ["RMSNorm"]}, "normalization = ['RMSNorm'] is not a word"),
+        ({**SCALED, "scale_factor": None}, "scale_factor = None is not a number"),
+        ({"activation_func": {"_target_": 5}}, "activation_func 5 with a gate"),
+        ({"activation_func": {"_target_": "mine.silu", "_call_": False}}, "activation_func 'mine.silu' with a gate"),
+        ({"activation_func": {**SILU, "inplace": True}}, "'inplace': True} with a gate is not known"),
+        ({"activation_func": {**SILU, "_call_": True}}, "with a gate is not known"),
+        ({"transformer_layer_spec": {**OTHERS[SPEC], "depth": 2}}, "'depth': 2} is not known"),
+        ({7: 3}, "the key 7 is not known"),
         ({"vocab_size": 131}, "the embedding has 256 tokens, but model.yaml says vocab_size = 131"),
         ({"_target_": "nemo.collections.llm.gpt.model.gemma.GemmaConfig"}, "GemmaConfig' is not known"),
         ({"_target_": "__main__.MyConfig"}, "the class '__main__.MyConfig' is not known"),
@@ -100,9 +124,9 @@ def refused(folder: Path, vocab: int | None = 131) -> str:
     ],
 )
 def test_a_configuration_that_is_not_understood_is_refused_by_the_key(
-    changes: dict[str, Any], said: str, tmp_path: Path
+    changes: dict[Any, Any], said: str, tmp_path: Path
 ) -> None:
-    assert said in refused(save(tmp_path, **changes))
+    assert said in refused(save_changed(tmp_path, "llama", True, changes))
 
 
 @here
@@ -119,12 +143,20 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     folder = save(tmp_path)
     file = folder / "context/model.yaml"
     text = file.read_text()
-    for content, said in (("a: [", "cannot be read"), ("- 1", "does not hold a mapping"), ("a: 1", "has no config")):
+    faults = {"a: [": "cannot be read", "- 1": "does not hold a mapping", "a: 1": "has no config"}
+    faults |= {f"{text}\nconfig: 3": "config is given twice", POINTER: "is a pointer of Git LFS"}
+    faults[text.replace("  num_layers:", "  num_layers: 9\n  num_layers:")] = "num_layers is given twice"
+    for content, said in faults.items():
         file.write_text(content)
-        assert f"{file} {said}" in refused(folder)
+        assert f"{file} " in refused(folder) and said in refused(folder)
     file.unlink()
     assert f"{file} cannot be read" in refused(folder)
     file.write_text(text)
+    (values,) = (folder / "weights").glob("*.distcp")
+    whole = values.read_bytes()
+    values.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"\.metadata names bytes of .* that it does not have: it is not whole"):
+        open_source(folder, 131)
     (folder / "weights/.metadata").rename(tmp_path / "kept")
     assert ".metadata is missing: only distributed checkpoints (torch_dist) are read" in refused(folder)
 
@@ -169,3 +201,36 @@ def test_a_hostile_pickle_does_not_run(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert "is not opened" in said and "getoutput" in said and "Traceback" not in said
     assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
+
+
+@here
+def test_a_checkpoint_that_is_unfinished_or_an_adapter_is_refused(tmp_path: Path) -> None:
+    """nemo/lightning/pytorch/callbacks/model_checkpoint.py, nemo/lightning/ckpt_utils.py."""
+    folder = save(tmp_path)
+    mark = tmp_path / "nemo-unfinished"
+    mark.write_text("")
+    assert f"was not saved whole: NeMo removes {mark} last" in refused(folder)
+    mark.unlink()
+    (folder / "weights/adapter_metadata.json").write_text("{}")
+    assert "is an adapter, which is not read: NeMo's llm.peft.merge_lora" in refused(folder)
+
+
+@here
+def test_weights_beside_the_context_are_read_as_those_in_a_folder_of_their_own(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    for file in (folder / "weights").iterdir():
+        file.rename(folder / file.name)
+    (folder / "weights").rmdir()
+    found, expected = (tensors(open_source(path, 131)) for path in (folder, tmp_path / "hf"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@here
+def test_a_vocabulary_that_would_be_padded_otherwise_is_noted(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    assert open_source(folder, 131).facts.notes == ()
+    (tmp_path / "many").mkdir()
+    folder = save(tmp_path / "many", make_vocab_size_divisible_by=64)
+    assert open_source(folder, 129).facts.notes == ()
+    (note,) = open_source(folder, 128).facts.notes
+    assert "--vocab 128 is 128 rows with NeMo's padding" in note and "the embedding has 256" in note

@@ -271,3 +271,83 @@ def test_files_are_looked_into_by_the_process_that_trusts_none(tmp_path: Path) -
     config, whole = wholes(tmp_path, **EVEN)
     found = tensors(save(tmp_path / "run", config, whole, Form(xser=True)))
     assert same(found, tensors(tmp_path / "hf"))
+
+
+@here
+@pytest.mark.parametrize("name", ["mlp.gate_up_proj.weight", "self_attn.qkv_proj.weight"])
+@pytest.mark.parametrize("rows", [-4, 4])
+def test_fused_parts_that_do_not_fit_each_other_are_refused(rows: int, name: str, tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN)
+    run = save(tmp_path / "run", config, whole, Form(tp=2, fused=True))
+    file = run / "step_100/model/dp_rank_00_tp_rank_01_pp_rank_00.pt"
+    state, key = torch.load(file), f"model.layers.1.{name}"
+    torch.save({**state, key: torch.cat([state[key], state[key]])[: len(state[key]) + rows].clone()}, file)
+    assert f"{key} is [" in refused(run) and "do not fit each other" in refused(run)
+
+
+@here
+def test_copies_of_a_damaged_tensor_are_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, whole = wholes(tmp_path, "llama-tied", **MANY)
+    whole["lm_head.weight"] = whole["model.embed_tokens.weight"]
+    for name in ("norm.weight", "embed_tokens.weight", "layers.0.self_attn.k_proj.weight"):
+        whole[f"model.{name}"].view(-1)[3] = torch.nan
+    run = save(tmp_path / "run", config, whole, Form(tp=4, pp=2, qkv_linear=True, copies=2))
+    assert main(["convert", str(run), str(tmp_path / "ours")]) == 0
+    assert "warning: weight/final_norm.weight has 1 of" in capsys.readouterr().out
+
+
+@here
+@pytest.mark.parametrize("name", ["dp_rank_00_tp_rank_1_pp_rank_00.pt", "dp_rank_00_tp_rank_001_pp_rank_000.pt"])
+def test_two_files_of_one_rank_are_refused(name: str, tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN)
+    model = save(tmp_path / "run", config, whole, Form(tp=2)) / "step_100/model"
+    shutil.copy(model / "dp_rank_00_tp_rank_01_pp_rank_00.pt", model / name)
+    assert "are both of one rank: move one away" in refused(tmp_path / "run")
+
+
+@here
+def test_what_config_json_and_its_neighbours_say_besides_is_carried_over(tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN, bos_token_id=5, eos_token_id=[6, 7], architectures=["OtherForCausalLM"])
+    run = save(tmp_path / "run", config, whole, Form(tp=2))
+    (run / "generation_config.json").write_text('{"temperature": 0.5}')
+    (run / "tokenizer_config.json").write_text("{}")
+    source = open_source(run)
+    assert (source.facts.special["bos_token_id"], source.facts.special["eos_token_id"]) == (5, [6, 7])
+    assert source.facts.generation == {"temperature": 0.5}
+    assert any("architectures = ['OtherForCausalLM']" in note for note in source.facts.notes)
+    assert [file.name for file in source.tokenizer] == ["tokenizer_config.json"]
+
+
+@here
+@pytest.mark.parametrize("xser", [False, True])
+def test_a_copy_of_another_ranks_file_is_noted(xser: bool, tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN)
+    run = save(tmp_path / "run", config, whole, Form(tp=2, xser=xser))
+    assert not open_source(run).facts.notes
+    first, other = (run / f"step_100/model/dp_rank_00_tp_rank_0{t}_pp_rank_00.pt" for t in (0, 1))
+    shutil.copy(first, other)
+    if xser:
+        shutil.copytree(f"{first}.tensors", f"{other}.tensors", dirs_exist_ok=True)
+    (note,) = open_source(run).facts.notes
+    assert "hold the same numbers throughout: one may be a copy of the other" in note
+
+
+@here
+def test_parts_without_a_dimension_to_be_joined_along_are_refused(tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN)
+    run = save(tmp_path / "run", config, whole, Form(tp=2))
+    for file in (run / "step_100/model").iterdir():
+        torch.save({**torch.load(file), "model.layers.0.self_attn.o_proj.weight": torch.zeros(24)}, file)
+    assert "the parts of model.layers.0.self_attn.o_proj.weight on the ranks do not fit each other" in refused(run)
+
+
+@here
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["mlp.gate_up_proj.weight", "self_attn.k_proj.weight", "self_attn.qkv_proj.weight"])
+@pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.zeros(0, 24), torch.zeros(24), torch.zeros(1, 12, 24)])
+def test_a_tensor_of_any_other_shape_is_refused(odd: Tensor, name: str, fused: bool, tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN)
+    run = save(tmp_path / "run", config, whole, Form(tp=2, fused=fused))
+    for file in (run / "step_100/model").iterdir():
+        torch.save({**torch.load(file), f"model.layers.0.{name}": odd}, file)
+    assert "model.layers.0." in refused(run)

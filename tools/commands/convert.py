@@ -9,6 +9,7 @@ resumes it. DST appears when it is complete.
 """
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ from megaprec.errors import UserError
 from tools.console.progress_bar import moving
 from tools.convert.core.source import Source
 from tools.convert.core.target import Target, convert
-from tools.convert.formats import TARGETS, open_intact
+from tools.convert.formats import TARGETS, check_vocab, open_intact
 from tools.convert.hf.folder import CONFIG, hf_target, read_config
 from tools.convert.hf.vocabulary import check_tokenizer
 from tools.convert.hf.write_config import to_hugging_face
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
 from tools.convert.probe import check_config
-from tools.convert.verify import compare_logits
+from tools.convert.verify import compare_logits, require_comparable
 from tools.training.allocator import keep_freed_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,14 +44,13 @@ def add_parser(subparsers: Any) -> None:
         help="format of DST (default: hf for a megaprec SRC, otherwise megaprec)",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights in DST (default: that of SRC)")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks of a Megatron DST")
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages of a Megatron DST")
-    parser.add_argument("--ep", type=int, default=1, metavar="N", help="expert-parallel ranks of a Megatron DST")
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor-parallel ranks of a Megatron DST (default: 1)")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages of a Megatron DST (default: 1)")
+    parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks of a Megatron DST (default: 1)")
     parser.add_argument(
         "--layers",
         choices=("te", "local"),
-        default="te",
-        help="layer implementation whose tensor names a Megatron DST has: te (Transformer Engine) or local",
+        help="layer implementation whose tensor names a Megatron DST has: te (Transformer Engine; default) or local",
     )
     parser.add_argument(
         "--grouped-experts", action="store_true", help="name the experts of a Megatron DST as --moe-grouped-gemm does"
@@ -76,14 +76,28 @@ def add_parser(subparsers: Any) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec convert`."""
     keep_freed_memory()
+    check_vocab(args.vocab, args.source)
     source = open_intact(args.source, args.vocab, args.weights_only)
     to = args.to or ("hf" if source.kind == "megaprec" else "megaprec")
     dtype = DTYPES[args.dtype] if args.dtype else None
-    layout = MegatronLayout(args.tp, args.pp, args.ep, args.layers == "te", args.grouped_experts)
+    layout = _layout(args, to)
+    if args.verify:
+        require_comparable(source, dtype)
     write_model(source, to, args.destination, dtype, layout, verify=not args.no_verify)
     if args.verify:
         print(compare_logits(source.path, args.destination, args.vocab))
     return 0
+
+
+def _layout(args: argparse.Namespace, to: str) -> MegatronLayout:
+    """Return the layout of a Megatron DST. Raises UserError for a part of one if DST has another format."""
+    names = ("tp", "pp", "ep", "layers", "grouped_experts")
+    given = [name for name in names if getattr(args, name) is not None and getattr(args, name) is not False]
+    if given and to != "megatron":
+        flag = given[0].replace("_", "-")
+        raise UserError(f"--{flag} is for --to megatron, and DST is to have the format {to}: leave it out")
+    tp, pp, ep = (1 if size is None else size for size in (args.tp, args.pp, args.ep))
+    return MegatronLayout(tp, pp, ep, args.layers != "local", args.grouped_experts)
 
 
 def write_model(
@@ -98,7 +112,7 @@ def write_model(
 
     verify: also check that transformers computes the same logits for each config.json that is read or written.
     """
-    if destination.exists():
+    if os.path.lexists(destination):
         raise UserError(f"{destination} exists already: give another folder, or remove it")
     check_tokenizer(source.tokenizer, source.model.vocab)
     target = _target(source, to, dtype, layout or MegatronLayout())

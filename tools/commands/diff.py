@@ -16,7 +16,7 @@ from megaprec.errors import UserError
 from tools.console.progress_bar import moving
 from tools.console.tables import add_json, put, table_console
 from tools.convert.core.source import Source
-from tools.convert.formats import open_intact
+from tools.convert.formats import check_vocab, open_intact
 
 BLOCK = 1 << 22  # elements that are made float64 at once
 
@@ -51,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
         "--vocab",
         type=int,
         metavar="N",
-        help="vocabulary size without padding, if a Megatron folder does not state it",
+        help="vocabulary size without padding, if a Megatron or NeMo folder does not state it",
     )
     add_json(parser)
     parser.set_defaults(run=main)
@@ -61,6 +61,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec diff`. The exit code is 0 whether the models differ or not."""
     if args.top < 0:
         raise UserError(f"--top {args.top}: give 0 or more")
+    check_vocab(args.vocab, args.first, args.second)
     first, second = (open_intact(path, args.vocab) for path in (args.first, args.second))
     both = [key for key in first.shapes if key in second.shapes]
     with moving(f"comparing {args.first} and {args.second}", len(both)) as report:

@@ -22,7 +22,7 @@ from models.config import ModelConfig
 from tools.console.progress_bar import moving
 from tools.console.tables import add_json, put, table_console
 from tools.convert.core.source import Source
-from tools.convert.formats import FORMATS, open_intact
+from tools.convert.formats import FORMATS, check_vocab, open_intact
 
 SHOWN = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "ffn", "vocab", "max_positions", "norm", "tied")
 WIDTH = 100  # columns that a line takes at most, unless it is one long word
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         "--vocab",
         type=int,
         metavar="N",
-        help="vocabulary size without padding, if a Megatron folder does not state it",
+        help="vocabulary size without padding, if a Megatron or NeMo folder does not state it",
     )
     add_json(parser)
     parser.set_defaults(run=main)
@@ -46,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec inspect`."""
+    check_vocab(args.vocab, args.path)
     source = open_intact(args.path, args.vocab)
     if not args.json:
         print(describe(source))

@@ -12,13 +12,13 @@ from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
 from megaprec.errors import UserError
 from tools.convert.core.source import Source
-from tools.convert.hf.beside import require_fetched
+from tools.convert.hf.beside import require_fetched, require_no_adapter
 from tools.convert.hf.folder import find_hf, has_weights, open_hf
 from tools.convert.megatron.read import find_megatron, open_megatron
 from tools.convert.native import open_native
 from tools.convert.systems.colossalai import find_colossalai, open_colossalai
 from tools.convert.systems.internevo import find_internevo, open_internevo
-from tools.convert.systems.nemo import find_nemo, open_nemo
+from tools.convert.systems.nemo import find_nemo, open_nemo, refuse_older
 from tools.convert.systems.nxd import find_nxd, open_nxd
 
 
@@ -45,6 +45,8 @@ FORMATS = {
     "nemo": Format("NeMo", find_nemo, open_nemo, "weights/ and context/"),
     "nxd": Format("NxD", find_nxd, open_nxd, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt or checkpoint.pt"),
 }
+MOST_INSIDE = 100  # folders of a folder that are looked into, to name those that may be meant
+WITH_VOCAB = ("megatron", "nemo")  # the formats that may leave the vocabulary's size without padding unsaid
 TARGETS = ("hf", "megaprec", "megatron")  # the formats that are written
 
 
@@ -65,16 +67,29 @@ def open_source(path: Path, vocab: int | None = None, weights_only: bool = False
     kind, found = format_of(path)
     if kind == "megatron":
         return open_megatron(found, vocab, weights_only)
-    if kind == "nemo":
-        return open_nemo(found, vocab)
     if weights_only:
         raise UserError(f"--weights-only is for Megatron checkpoints, and {path} is none: leave it out")
+    if kind == "nemo":
+        return open_nemo(found, vocab)
     return FORMATS[kind].open(found)
+
+
+def check_vocab(vocab: int | None, *paths: Path) -> None:
+    """Raise UserError for a --vocab below 1, or that none of the folders has a use for."""
+    if vocab is not None and vocab < 1:
+        raise UserError(f"--vocab {vocab}: give 1 or more")
+    if vocab is not None and not any(format_of(path)[0] in WITH_VOCAB for path in paths):
+        formats = " and ".join(FORMATS[kind].name for kind in WITH_VOCAB)
+        raise UserError(
+            f"--vocab is for folders of {formats}, and {' and '.join(map(str, paths))} "
+            f"{'are' if len(paths) > 1 else 'is'} of another format, which states its vocabulary: leave it out"
+        )
 
 
 def format_of(path: Path) -> tuple[str, Path]:
     """Return the format of a folder and the folder of the checkpoint. Raises UserError for none and for several."""
     if not path.is_dir():
+        refuse_older(path)
         raise UserError(f"{path} is {'no folder' if path.exists() else 'not there'}: give a folder with a model")
     require_fetched(path)
     known = {kind: found for kind, one in FORMATS.items() if (found := one.find(path))}
@@ -84,10 +99,31 @@ def format_of(path: Path) -> tuple[str, Path]:
         known.pop("megatron", None)  # in whose format NeMo keeps its weights
     if "nxd" in known and "hf" in known and not has_weights(path):
         del known["hf"]  # config.json is what says of an NxD checkpoint what the model is
+    if known.keys() <= {"megatron"}:  # NeMo 1 calls the folders of ranks as Megatron-LM does
+        refuse_older(path, bool(known))
+    for folder in {path, *known.values()} if "megaprec" not in known else ():
+        require_no_adapter(folder)
     if len(known) > 1:
         names = " and of ".join(FORMATS[kind].name for kind in known)
         raise UserError(f"{path} has files of {names}: give a folder that has those of one alone")
     if not known:
         marks = "; ".join(f"{one.name} has {one.marks}" for one in FORMATS.values())
-        raise UserError(f"{path} has none of the known formats: {marks}")
+        raise UserError(f"{path} has none of the known formats{_inside(path) or f': {marks}'}")
     return next(iter(known.items()))
+
+
+def _inside(path: Path) -> str:
+    """Return what to say of a folder's folders that have a known format; "" if none has."""
+    found: list[str] = []
+    for folder in sorted(path.iterdir())[:MOST_INSIDE]:
+        if folder.is_dir() and any(_has(one, folder) for one in FORMATS.values()):
+            found.append(folder.name)
+    have = " and others have" if found[3:] else " have" if found[1:] else " has"
+    return f", but its {', '.join(found[:3])}{have} one: give that" if found else ""
+
+
+def _has(one: Format, folder: Path) -> bool:
+    try:
+        return one.find(folder) is not None
+    except (UserError, OSError):
+        return False

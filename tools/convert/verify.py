@@ -37,6 +37,9 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
     length = min(TOKENS, source.model.max_positions)
     ids = torch.randint(source.model.vocab, (SAMPLES, length), generator=generator)
     one, other = (logits(path, ids, torch.float32, vocab) for path in (first, second))
+    for path, found in ((first, one), (second, other)):
+        if not found.isfinite().all():
+            raise UserError(f"the logits of {path} are NaN or infinite, so --verify logits has nothing to compare")
     apart, largest = (one - other).abs().max().item(), one.abs().max().item()
     if not apart <= BOUND * max(1.0, largest):
         raise UserError(
@@ -54,6 +57,18 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
         f"logits of {ids.numel()} tokens: FP32 differ by at most {apart:.3g} (largest {largest:.3g}, bound {BOUND:g}), "
         f"in bf16 {agree:.1%} of the likeliest tokens agree{''.join(ours)}"
     )
+
+
+def require_comparable(source: Source, dtype: torch.dtype | None) -> None:
+    """Raise UserError if a conversion to `dtype` rounds weights, so that logits cannot be the same."""
+    for key in source.keys("weight"):
+        own, wanted = source.dtype(key), source.dtype_in(key, dtype)
+        if torch.promote_types(own, wanted) != wanted:
+            before, after = (str(one).removeprefix("torch.") for one in (own, wanted))
+            raise UserError(
+                f"--verify logits compares the same weights, and --dtype rounds {key} from {before} to {after}: "
+                "leave one of the two out"
+            )
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""NaN and infinity among the numbers of a model: counted as tensors pass, and told by name.
+"""NaN and infinity among the numbers of a model: counted as tensors pass, told by name, and alike in copies.
 
 A conversion leaves them as they are, since a damaged model may be worth a look, but not without a word.
 """
@@ -35,6 +35,17 @@ class NotFinite:
         ]
         more = [f"... and {len(said) - MOST} more tensors with such numbers"] if len(said) > MOST else []
         return said[:MOST] + more
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors have one dtype and the same numbers, NaN where the other has NaN: copies of a damaged
+    tensor are copies."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if torch.equal(one, other):
+        return True
+    wide = one.is_floating_point() and one.dtype.itemsize > 1
+    return wide and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def not_finite(values: Tensor) -> int:

@@ -8,6 +8,7 @@ written before any value is known, a file of any size is filled in place, tensor
 import json
 import os
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -43,35 +44,67 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. start: byte of its first element. strides: in elements."""
+    """A tensor in a file. start: byte of its first element. strides: in elements.
+
+    crc: CRC-32 of its bytes, if the file states it: they are held against it when they are read. within: a tensor of
+    which this is the first part, so that reading this holds all of that against its checksum.
+    """
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     strides: tuple[int, ...] | None = None
+    crc: int | None = None
+    within: "Stored | None" = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def _span(self) -> int:
+        """Elements in the file from the first one to the last one."""
+        if self.strides is None:
+            return prod(self.shape)
+        return 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
     def read(self) -> Tensor:
-        """Return the tensor. Raises UserError if the file ends before it."""
+        """Return the tensor. Raises UserError if the file ends before it, or has other bytes than it says."""
+        if self.within is not None:
+            self.within._check()
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
-        if self.strides is None:
-            return self._elements(prod(self.shape)).view(self.shape)
-        span = 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
-        return self._elements(span).as_strided(self.shape, self.strides)
+        values = self._elements(self._span)
+        return values.view(self.shape) if self.strides is None else values.as_strided(self.shape, self.strides)
 
     def rows(self, top: int, bottom: int) -> Tensor:
         """Return rows [top, bottom), without reading the others."""
-        if self.strides is not None:
+        if self.strides is not None or (top, bottom) == (0, self.shape[0]):
             return self.read()[top:bottom]
         row = prod(self.shape[1:])
         start = self.start + top * row * self.dtype.itemsize
-        return replace(self, shape=(bottom - top, *self.shape[1:]), start=start).read()
+        return self.part((bottom - top, *self.shape[1:]), start).read()
+
+    def part(self, shape: tuple[int, ...], start: int, strides: tuple[int, ...] | None = None) -> "Stored":
+        """Return a part of this tensor. start, strides: as those of a tensor."""
+        whole = self if self.crc is not None else self.within
+        within = whole if start == self.start else None
+        return replace(self, shape=shape, start=start, strides=strides, crc=None, within=within)
+
+    def _check(self) -> None:
+        """Raise UserError if the bytes are others than the file says. They are never in memory as a whole."""
+        made, rest = 0, self._span * self.dtype.itemsize
+        with open(self.file, "rb", buffering=0) as file:
+            file.seek(self.start)
+            while rest and (piece := file.read(min(PIECE, rest))):
+                made, rest = zlib.crc32(piece, made), rest - len(piece)
+        self._compare(made)
+
+    def _compare(self, crc: int) -> None:
+        if self.crc is not None and crc != self.crc:
+            raise UserError(f"{self.file} is damaged: a tensor of {list(self.shape)} in it has another CRC-32 now")
 
     def _elements(self, count: int) -> Tensor:
         size = count * self.dtype.itemsize
@@ -83,6 +116,8 @@ class Stored:
             rest = values.numpy().data
             while rest and (done := file.readinto(rest)):
                 rest = rest[done:]
+        if self.crc is not None:
+            self._compare(zlib.crc32(values.numpy().data))
         return values.view(self.dtype)
 
 

@@ -54,9 +54,22 @@ def distributed_contents(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[
 def tensors_in(file: Path) -> dict[str, Stored]:
     """Return the tensors of a file that holds a plain state dict, such as pytorch_model.bin."""
     (found,) = contents([file])
-    if not isinstance(found, dict) or not all(isinstance(value, Stored) for value in found.values()):
+    return state_in(file, found)
+
+
+def state_in(file: Path, content: Any, apart: bool = False) -> dict[str, Any]:
+    """Return what a file holds if it is a state dict: tensors by name. apart: some may be in other files.
+
+    Raises UserError by the name of what is no tensor.
+    """
+    if not isinstance(content, dict):
         raise UserError(f"{file} does not hold a dict of tensors")
-    return found
+    for name, value in content.items():
+        if not isinstance(name, str):
+            raise UserError(f"{file} does not hold a dict of tensors alone: it has the key {name}, which is no name")
+        if not isinstance(value, (Stored, Reference) if apart else Stored):
+            raise UserError(f"{file} does not hold a dict of tensors alone: {name} is no tensor")
+    return content
 
 
 def _ask(paths: Sequence[Path]) -> list[Any]:
@@ -79,8 +92,8 @@ def _built(file: Path, answer: Any, base: int = 0) -> Any:
     """Return the value of an answer. base: byte where the inner file begins in the file."""
     kind, content = answer
     if kind == "tensor":
-        dtype, shape, strides, start = content
-        return _stored(file, {"dtype": dtype, "shape": shape, "strides": strides, "start": base + start})
+        dtype, shape, strides, start, crc = content
+        return _stored(file, {"dtype": dtype, "shape": shape, "strides": strides, "start": base + start, "crc": crc})
     if kind == "dict":
         return {key: _built(file, value, base) for key, value in content}
     if kind == "list":
@@ -92,7 +105,8 @@ def _built(file: Path, answer: Any, base: int = 0) -> Any:
 
 def _stored(file: Path, entry: dict[str, Any]) -> Stored:
     dtype = getattr(torch, entry["dtype"])
-    return Stored(file, dtype, tuple(entry["shape"]), entry["start"], _strides(entry["shape"], entry["strides"]))
+    strides = _strides(entry["shape"], entry["strides"])
+    return Stored(file, dtype, tuple(entry["shape"]), entry["start"], strides, entry["crc"])
 
 
 def _strides(shape: list[int], strides: list[int]) -> tuple[int, ...] | None:

@@ -14,9 +14,13 @@ import io
 import itertools
 import json
 import pickle
+import re
 import resource
+import struct
 import sys
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,8 @@ REFERENCES = ("torch_xla.utils.serialization.TensorReference",)  # stands for a 
 # Names, but for a prefix, of what Megatron's distributed optimizer says of steps and the loss scale.
 SAID = tuple(f"optimizer.distributed.dp_group_idx_0.{name}/" for name in ("optimizer", "grad_scaler"))
 METADATA = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
+_ANEW = "load it with torch and save it again"
+STORAGE = re.compile(r".*/data/[^/]+")  # the files of a torch file that hold values
 OWN_METADATA = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")  # torch's with more in it
 
 
@@ -66,29 +72,36 @@ def limit(seconds: int = SECONDS) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def described(value: Any) -> Any:
-    """Return a JSON value: [kind, content]. Raises ValueError for more than MOST values and characters: a small file
-    that refers to the same list again and again would be a huge answer."""
-    return _described(value, itertools.count(0))
+def described(file: Path | io.BytesIO) -> Any:
+    """Return the contents of a torch file as a JSON value: [kind, content].
+
+    Raises ValueError for more than MOST values and characters, for a small file that refers to the same list again and
+    again would be a huge answer, and as `_unpickled` and `_place` do.
+    """
+    if isinstance(file, Path):
+        _require_zip(file)
+    storages = _storages(file)
+    return _described(_unpickled(file), storages, itertools.count(0))
 
 
-def _described(value: Any, counted: "itertools.count[int]") -> Any:
+def _described(value: Any, storages: Mapping[int, tuple[int, int]], counted: "itertools.count[int]") -> Any:
     for _ in range(1 + len(value) // 64 if isinstance(value, str) else 1):
         if next(counted) > MOST:
             raise ValueError(f"it has more than {MOST:,} values")
     if isinstance(value, torch.Tensor):
-        storage: Any = value.untyped_storage()
-        start = storage._checkpoint_offset + value.storage_offset() * value.dtype.itemsize
-        return ["tensor", [str(value.dtype).removeprefix("torch."), list(value.shape), list(value.stride()), start]]
+        dtype, place = str(value.dtype).removeprefix("torch."), _place(value, storages)
+        return ["tensor", [dtype, list(value.shape), list(value.stride()), *place]]
     if isinstance(value, Reference):
         return ["reference", int(value.state["tid"])]
     if isinstance(value, argparse.Namespace):
-        return ["dict", [[k, _described(v, counted)] for k, v in vars(value).items()]]
+        value = vars(value)
     if isinstance(value, dict):
-        entries = ((k, v) for k, v in value.items() if isinstance(k, str | int | tuple))
-        return ["dict", [[_key(k), _described(v, counted)] for k, v in entries]]
+        entries = {_key(k): _described(v, storages, counted) for k, v in value.items()}
+        if len(entries) < len(value):
+            raise ValueError("it has a table with two keys that are alike but for their kind")
+        return ["dict", [*entries.items()]]
     if isinstance(value, list | tuple | torch.Size):
-        return ["list", [_described(v, counted) for v in value]]
+        return ["list", [_described(v, storages, counted) for v in value]]
     if value is None or isinstance(value, str | int | float | bool):
         return ["plain", value]
     if isinstance(value, torch.dtype):
@@ -97,16 +110,59 @@ def _described(value: Any, counted: "itertools.count[int]") -> Any:
 
 
 def _key(key: Any) -> str | int:
-    """Return the key of a dict's entry as text, also if it is a tuple, such as one of dtypes."""
-    return key if isinstance(key, str | int) else ", ".join(map(str, key))
+    """Return the key of a dict's entry: a whole number, or text, also of a tuple, such as one of dtypes."""
+    return key if isinstance(key, str | int) else ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def unpickled(file: Path | io.BytesIO) -> Any:
+def _storages(file: Path | io.BytesIO) -> dict[int, tuple[int, int]]:
+    """Return where values begin in a torch file, how many bytes from there on are of one storage, and their CRC-32.
+
+    Nothing is read by `zipfile` itself: of a file that torch saved without checksums it would say that it is damaged.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    with zipfile.ZipFile(file) as archive, file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
+        for entry in archive.infolist():
+            order = entry.filename.endswith("/byteorder")
+            if not (order or STORAGE.fullmatch(entry.filename)):
+                continue
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"its values are compressed; torch.save does not do that: {_ANEW}")
+            opened.seek(entry.header_offset + 26)  # where a zip says how long its own words before the values are
+            start = entry.header_offset + 30 + sum(struct.unpack("<HH", opened.read(4)))
+            opened.seek(start)
+            if order and opened.read(min(entry.file_size, 16)) != sys.byteorder.encode():
+                raise ValueError("its numbers have their bytes in the other order: a machine of another kind saved it")
+            found[start] = entry.file_size, entry.CRC
+    return found
+
+
+def _place(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tuple[int, int | None]:
+    """Return the byte where the first element of a tensor lies, and the CRC-32 of its bytes if the file states it.
+
+    It does if the tensor is all of a storage; a checksum of 0 stands for none. torch reckons where storages begin, from
+    how torch.save writes a file. Raises ValueError unless one of that size begins there, and the tensor lies in it.
+    """
+    storage: Any = value.untyped_storage()
+    start, size = getattr(storage, "_checkpoint_offset", None), storage.nbytes()
+    if start is None or value.is_neg():
+        raise ValueError("a tensor in it has no values that could be read as they lie")
+    there, crc = storages.get(start, (0, 0))
+    if size != there and size:
+        raise ValueError(f"its values do not lie where torch.save puts them, so it is damaged or packed anew: {_ANEW}")
+    spans = [(n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True)]
+    end = 0 if 0 in value.shape else value.storage_offset() + sum(spans) + 1
+    if end * value.dtype.itemsize > size:
+        raise ValueError("a tensor in it is larger than its values are")
+    whole = value.storage_offset() == 0 and end * value.dtype.itemsize == size
+    return start + value.storage_offset() * value.dtype.itemsize, crc or None if whole else None
+
+
+def _unpickled(file: Path | io.BytesIO) -> Any:
     """Return the contents of a torch file, tensors without values. Raises if it is damaged or refers to anything
     harmful.
     """
-    if isinstance(file, Path):
-        _require_zip(file)
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # reads the names, makes nothing
     known = ("argparse.Namespace", *DICTS, *REFERENCES)
     if foreign := [name for name in names if not name.startswith(HARMLESS) and name not in known]:
@@ -195,16 +251,22 @@ def distributed(folder: Path) -> Any:
     for index, info in metadata.storage_data.items():
         offset = tuple(index.offset) if getattr(index, "offset", None) is not None else None
         places[index.fqn, offset] = info
+
+    def place(name: str, offset: tuple[int, ...] | None) -> Any:
+        if (name, offset) not in places:
+            raise ValueError(f".metadata does not say where {name} lies, or one of its parts")
+        return places[name, offset]
+
     tensors, said = {}, {}
     for name, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
             chunks = [
-                _chunk(folder, places[name, tuple(chunk.offsets)], list(chunk.offsets), list(chunk.sizes))
+                _chunk(folder, place(name, tuple(chunk.offsets)), list(chunk.offsets), list(chunk.sizes))
                 for chunk in entry.chunks
             ]
             tensors[name] = {"shape": list(entry.size), "chunks": chunks}
         elif any(known in name for known in SAID):
-            said[name] = _inside(folder, places[name, None])
+            said[name] = _inside(folder, place(name, None))
     return {"tensors": tensors, "said": said}
 
 
@@ -213,10 +275,14 @@ def _inside(folder: Path, info: Any) -> dict[str, Any]:
     file = folder / info.relative_path
     if file.parent != folder or not file.is_file():
         raise ValueError(f".metadata names {info.relative_path}, which is not in the folder")
+    if getattr(info, "transform_descriptors", None):
+        raise ValueError(f"{file.name} holds values that are transformed, such as compressed, which are not read")
+    if not 0 <= info.offset <= info.offset + info.length <= file.stat().st_size:
+        raise ValueError(f".metadata names bytes of {file.name} that it does not have: it is not whole")
     with open(file, "rb") as opened:
         opened.seek(info.offset)
         inside = io.BytesIO(opened.read(info.length))
-    return {"file": file.name, "start": info.offset, "content": described(unpickled(inside))}
+    return {"file": file.name, "start": info.offset, "content": described(inside)}
 
 
 def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict[str, Any]:
@@ -224,13 +290,14 @@ def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict
     kind, content = inside["content"]
     if kind != "tensor" or content[1] != shape:
         raise ValueError(f"{folder / inside['file']} does not hold the {shape} that .metadata says")
-    dtype, shape, strides, start = content
+    dtype, shape, strides, start, crc = content
     return {
         "file": inside["file"],
         "dtype": dtype,
         "shape": shape,
         "strides": strides,
         "start": inside["start"] + start,
+        "crc": crc,
         "offset": offset,
     }
 
@@ -242,7 +309,7 @@ def main(paths: Sequence[str]) -> None:
     answers = []
     for path in map(Path, paths):
         try:
-            answers.append(distributed(path) if path.is_dir() else described(unpickled(path)))
+            answers.append(distributed(path) if path.is_dir() else described(path))
         except Exception as error:  # whatever a file can provoke is the file's fault
             reason = " ".join(str(error).split())[:600]
             print(f"{path} is not opened: {type(error).__name__}: {reason}", file=sys.stderr)

@@ -1,12 +1,14 @@
 """Files beside the weights of a Hugging Face folder that make it another model, or none."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megaprec.errors import UserError
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
+_WEIGHTS = re.compile(r"(?:pytorch_)?model\b.*\.(?:safetensors|bin)")
 _OTHERS = {".gguf": "llama.cpp", ".onnx": "ONNX", ".h5": "TensorFlow", ".msgpack": "Flax", ".pth": "its publisher"}
 
 
@@ -17,19 +19,34 @@ def require_fetched(path: Path) -> None:
             raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
 
 
-def require_plain(path: Path, indices: Mapping[str, str]) -> None:
-    """Raise UserError for a folder with an adapter, or with weights in one file and in shards.
-
-    indices: name of an index -> name of the file that holds everything.
-    """
+def require_no_adapter(path: Path) -> None:
+    """Raise UserError for a folder with an adapter, which makes another model of weights of any format."""
     if (path / ADAPTER).is_file():
         raise UserError(
             f"{path / ADAPTER} says that the folder has an adapter, which is not read: merge it into the weights "
             "(merge_and_unload of peft), or take its files out"
         )
+
+
+def require_plain(path: Path, indices: Mapping[str, str]) -> None:
+    """Raise UserError for a folder with an adapter, or with weights in one file and in shards.
+
+    indices: name of an index -> name of the file that holds everything.
+    """
+    require_no_adapter(path)
     for index, single in indices.items():
         if (path / index).is_file() and (path / single).is_file() and single not in (path / index).read_text():
             raise UserError(f"{path} has both {single} and {index}, which names other files: take one of them out")
+
+
+def unread_weights(path: Path, read: Collection[Path]) -> str:
+    """Return what to say of files beside those that were read that have names of weights; "" if there are none."""
+    found = [f.name for f in sorted(path.iterdir()) if f.is_file() and _WEIGHTS.fullmatch(f.name) and f not in read]
+    if not found:
+        return ""
+    others = f"{len(found) - 1} more {'files' if found[2:] else 'file'}"
+    more = f" and {others} of weights are" if found[1:] else " is"
+    return f"{found[0]}{more} not read: {min(read).name if read else 'nothing'} and what belongs to it hold the model"
 
 
 def other_weights(path: Path) -> str:

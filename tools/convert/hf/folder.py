@@ -17,6 +17,7 @@ from megaprec.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from models.config import ModelConfig
+from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
 from tools.convert.core.rules import Match, heads, matches
 from tools.convert.core.rules import has_modules as has_rows
@@ -25,7 +26,7 @@ from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.torch_files import tensors_in
 from tools.convert.core.transforms import SAME
-from tools.convert.hf.beside import other_weights, require_plain
+from tools.convert.hf.beside import other_weights, require_plain, unread_weights
 from tools.convert.hf.config import from_hugging_face, special_ids
 from tools.convert.hf.modules import copies, has_modules, left_modules, take_copies
 from tools.convert.hf.notes import notes
@@ -125,7 +126,8 @@ def open_hf(path: Path, system: str = "hf", facts: Facts = NO_FACTS) -> Source:
     ]
     own_notes = notes(config, ARCHITECTURES[kind], model.mtp_layers > 0)
     found_notes = *own_notes, *wrapped_notes(files, whole), *quantized_notes(config)
-    said = tuple(f"{path}: {note}" for note in found_notes)
+    unread = unread_weights(path, {one.file for one in files.values()})
+    said = tuple(f"{path}: {note}" for note in (*found_notes, *([unread] if unread else [])))
     if (path / TEMPLATE).is_file():
         said += (f"{path / TEMPLATE} is not carried over: copy it where the tokenizer goes",)
     facts = replace(facts, special=special_ids(config), generation=read_generation(path), notes=(*facts.notes, *said))
@@ -189,7 +191,7 @@ def _sharded(path: Path, index: str, reader: Any) -> dict[str, Stored]:
 def _named_like_the_table(stored: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
     """Return the tensors without buffers, with the prefix that a folder saved without the head omits."""
     kept = {name: s for name, s in stored.items() if not name.endswith(BUFFERS)}
-    if any(name.startswith(prefix) for name in kept):
+    if any(name.startswith(prefix) or f".{prefix}" in name for name in kept):
         return kept
     return {prefix + name: s for name, s in kept.items()}
 
@@ -199,7 +201,7 @@ def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Se
     embedding = next(match.foreign for match in found if match.logical == ("embedding.weight",))
     for head in ("lm_head.weight", "embed_out.weight"):
         if model.tied and head in stored and embedding in stored:
-            if not torch.equal(stored[head].read(), stored[embedding].read()):
+            if not same_values(stored[head].read(), stored[embedding].read()):
                 raise UserError(f"{path}: {head} differs from {embedding}, but config.json says that they are tied")
             del stored[head]
 
@@ -207,6 +209,13 @@ def check_tied(path: Path, model: ModelConfig, stored: dict[str, Any], found: Se
 def check_tensors(path: Path, found: Sequence[Match], stored: Mapping[str, Any]) -> None:
     """Raise UserError unless `stored` are exactly the tensors of `found`, with the same shapes, of floats."""
     expected = {match.foreign: match.shape for match in found}
+    first = next(iter(expected), "")
+    if wrapped := [name for name in stored if name.endswith(f".{first}")] if first not in stored else []:
+        before = wrapped[0].removesuffix(first)
+        raise UserError(
+            f"{path}: names of tensors begin with {before!r}, as in {wrapped[0]}, and those of its model do not: save "
+            "the state of the model itself, not of what is around it"
+        )
     problems = [
         f"{path} lacks the tensor {name} {list(shape)}" for name, shape in expected.items() if name not in stored
     ]

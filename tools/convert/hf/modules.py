@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.convert.core.finite import same_values
 from tools.convert.core.rules import Match
 from tools.convert.core.transforms import SAME
 
@@ -42,7 +41,7 @@ def take_copies(path: Path, model: ModelConfig, stored: dict[str, Any]) -> None:
     for match in copies(model):
         original = EMBEDDING if match.logical == ("embedding.weight",) else HEAD
         if match.foreign in stored and original in stored:
-            if not torch.equal(stored[match.foreign].read(), stored[original].read()):
+            if not same_values(stored[match.foreign].read(), stored[original].read()):
                 raise UserError(
                     f"{path}: {match.foreign} differs from {original}: modules of multi-token prediction that have an "
                     "embedding or a head of their own are not known; set num_nextn_predict_layers = 0 in config.json "

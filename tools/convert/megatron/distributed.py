@@ -14,7 +14,7 @@ weights, each under the weight's name with a prefix.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -29,7 +29,7 @@ from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents, distributed_contents
 from tools.convert.hf.folder import check_tensors
-from tools.convert.megatron.ranks import LAYER, Whole
+from tools.convert.megatron.ranks import LAYER, Whole, require_one_dtype
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)(\..*)")
 # param is what the distributed optimizer calls a master; several optimizers in a row are chained.
@@ -61,7 +61,9 @@ def read_common(path: Path) -> dict[str, Any]:
 
 
 def _bridge(path: Path) -> str:
-    """A way out, if the checkpoint is Megatron-Bridge's (megatron/bridge/training/checkpointing.py)."""
+    """A way out, if the checkpoint is NeMo's or Megatron-Bridge's (megatron/bridge/training/checkpointing.py)."""
+    if path.name == "weights":
+        return "; NeMo says it in a folder context/ beside weights/, and it is missing"
     if not (path / BRIDGE).is_file():
         return ""
     return (
@@ -121,6 +123,18 @@ def _check_inside(path: Path, held: Chunked) -> None:
         places = zip(offset, stored.shape, held.shape, strict=False)
         if (len(offset), len(stored.shape)) != (dims, dims) or any(o < 0 or o + n > size for o, n, size in places):
             raise UserError(f"{path}: a part of {held.name} does not lie in it")
+
+
+def _check_apart(path: Path, held: Chunked) -> None:
+    """Raise UserError if two parts of a tensor overlap: together they may have its size and yet leave a hole."""
+    begun: list[tuple[Sequence[int], Sequence[int]]] = []  # where each of those begins and ends that go on here
+    for first, stored in sorted(((list(offset), stored) for offset, stored in held.chunks), key=lambda one: one[0]):
+        last = [o + n for o, n in zip(first, stored.shape, strict=True)]
+        begun = [one for one in begun if not first or one[1][0] > first[0]]
+        for a, b in begun:
+            if all(max(o, p) < min(end, stop) for o, p, end, stop in zip(a, first, b, last, strict=True)):
+                raise UserError(f"{path}: two parts of {held.name} overlap: .metadata is damaged")
+        begun.append((first, last))
 
 
 def whole_tensors(
@@ -183,14 +197,19 @@ def _at(stored: Stored, index: Sequence[int]) -> Stored:
     strides = stored.strides or [prod(stored.shape[dim + 1 :]) for dim in range(len(stored.shape))]
     start = stored.start + sum(i * n for i, n in zip(index, strides, strict=False)) * stored.dtype.itemsize
     left = None if stored.strides is None else stored.strides[len(index) :]
-    return replace(stored, shape=stored.shape[len(index) :], start=start, strides=left)
+    return stored.part(stored.shape[len(index) :], start, left)
 
 
 def _whole(path: Path, match: Match, parts: Sequence[Chunked], index: Index) -> Whole:
     """Parts one below the other. What pads the vocabulary is left out."""
     if not all(part.chunks for part in parts):
         raise UserError(f"{path} lacks a part of {parts[0].name}{[number for number, _ in index] or ''}")
+    for part in parts:
+        _check_apart(path, part)
+    require_one_dtype(path, match.foreign, [stored for part in parts for _, stored in part.chunks])
     first = parts[0]
+    if not first.shape:
+        raise UserError(f"{path}: {first.name} is a single number, and no tensor of a model is")
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     wanted = (min(shape[0], match.shape[0]), *shape[1:]) if match.cut == "vocabulary" else shape
     dtype = first.chunks[0][1].dtype

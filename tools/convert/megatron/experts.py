@@ -7,7 +7,6 @@ experts.weight1                              grouped in one tensor, features in 
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 
 from megaprec.errors import UserError
@@ -67,4 +66,4 @@ def _unpacked(stored: Stored, hidden: int, count: int, features_in_first: bool) 
         raise UserError(f"{stored.file}: {list(stored.shape)} is no tensor of {count} experts")
     rows, columns = (hidden, size // hidden) if features_in_first else (size // hidden, hidden)
     starts = [stored.start + e * size * stored.dtype.itemsize for e in range(count)]
-    return [replace(stored, shape=(columns, rows), start=start, strides=(1, columns)) for start in starts]
+    return [stored.part((columns, rows), start, (1, columns)) for start in starts]

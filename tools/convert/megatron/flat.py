@@ -8,7 +8,7 @@ distrib_optim.pt, beside a model-parallel rank's file, a buffer is one tensor; s
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -145,4 +145,4 @@ def _starts(parameters: Sequence[Parameter], bucket_size: int) -> tuple[dict[str
 
 
 def _part(flat: Stored, start: int, shape: Sequence[int]) -> Stored:
-    return replace(flat, shape=tuple(shape), start=flat.start + start * flat.dtype.itemsize, strides=None)
+    return flat.part(tuple(shape), flat.start + start * flat.dtype.itemsize)

@@ -5,10 +5,10 @@ wrote text where Megatron-LM has a switch or a number would become another model
 """
 
 from collections.abc import Iterator, Mapping
-from math import isfinite
 from typing import Any
 
 from megaprec.errors import UserError
+from megaprec.kinds import is_number
 
 SWITCH, SIZE, COUNT, NUMBER = "True or False", "a whole number from 1 on", "a whole number from 0 on", "a number"
 WORD = "a word"
@@ -50,16 +50,17 @@ def require_kinds(args: Mapping[str, Any]) -> None:
 
 def _wrong(args: Mapping[str, Any]) -> Iterator[str]:
     for key, value in args.items():
-        if value is not None and key in KINDS and not _is_of(KINDS[key], value):
+        if value is not None and key in KINDS and not is_of(KINDS[key], value):
             yield f"Megatron's {key} = {value!r} is not {KINDS[key]}: these args are not as Megatron-LM writes them"
 
 
-def _is_of(kind: str, value: Any) -> bool:
+def is_of(kind: str, value: Any) -> bool:
+    """Return True for a value of a kind of this module."""
     if kind == WORD:
         return isinstance(value, str)
     whole = isinstance(value, int) and not isinstance(value, bool)
     if kind == SWITCH:
         return isinstance(value, int) and value in (0, 1)
     if kind == NUMBER:
-        return whole or (isinstance(value, float) and isfinite(value))
+        return is_number(value)
     return whole and value >= (kind == SIZE)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
+from tools.convert.core.finite import same_values
 from tools.convert.core.rules import Match
 from tools.convert.core.tensors import Stored
 from tools.convert.core.torch_files import contents
@@ -28,6 +29,7 @@ RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 CHUNK = re.compile(r"model\d+")
 OF_MODEL = {*ONLY, *READ.split()}
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
+ENDS = ("embedding.",), ("decoder.final_layernorm.", "output_layer.")  # begins of names: of the first stage, the last
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,22 @@ def contradicted(ranks: Ranks) -> Iterator[str]:
             yield f"args say {key} = {said}, but there are files of {size}; the files were read as they are"
 
 
+def copied(path: Path, held: Mapping[Any, Sequence[Mapping[str, Stored]]]) -> Iterator[str]:
+    """Yield a note for each rank whose file holds what that of another does, by their checksums.
+
+    held: of each rank, the tensors of each of its chunks. No two ranks hold the same unless all began with the same
+    random numbers.
+    """
+    seen: dict[Any, Path] = {}
+    for chunks in held.values():
+        every = [(n, name, stored) for n, chunk in enumerate(chunks) for name, stored in chunk.items()]
+        if every and all(stored.crc is not None for _, _, stored in every):
+            known = frozenset((n, name, stored.shape, stored.dtype, stored.crc) for n, name, stored in every)
+            own = every[0][2].file
+            if (other := seen.setdefault(known, own)) != own:
+                yield f"{path}: {own} and {other} hold the same numbers throughout: one may be a copy of the other"
+
+
 def _rank_in_words(place: tuple[int, int, int]) -> str:
     return "tensor rank {}, pipeline rank {}, expert rank {}".format(*place)
 
@@ -167,7 +185,7 @@ def chunks(content: Mapping[str, Any]) -> list[dict[str, Stored]]:
 
 def _parameters_in(state: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors of a state dict but for extra states, which hold no parameters."""
-    return {k: v for k, v in state.items() if isinstance(v, Stored) and not k.endswith("_extra_state")}
+    return {k: v for k, v in state.items() if isinstance(v, Stored) and not str(k).endswith("_extra_state")}
 
 
 def named_over_all(ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, Stored]]]) -> dict[str, list[Held]]:
@@ -177,7 +195,8 @@ def named_over_all(ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, St
     """
     virtual, pp = len(ranks.first.chunks), ranks.sizes[1]
     stages = [_of_stage(ranks, held, p, v) for v in range(virtual) for p in range(pp)]
-    return numbered_over_stages(ranks.path, stages, LAYER, (EMBEDDING,) if ranks.args.get("mtp_num_layers") else ())
+    twice = (EMBEDDING,) if ranks.args.get("mtp_num_layers") else ()
+    return numbered_over_stages(ranks.path, stages, LAYER, ENDS, twice)
 
 
 def _of_stage(
@@ -212,7 +231,7 @@ def alike(path: Path, name: str, copies: Sequence[Held]) -> Held:
 
     def read() -> Tensor:
         values = first.read()
-        if any(not torch.equal(values, other.read()) for other in others):
+        if not all(same_values(values, other.read()) for other in others):
             raise UserError(f"{path}: ranks disagree about {name}, which they should all hold")
         return values
 
@@ -226,10 +245,25 @@ def require_one_dtype(path: Path, name: str, parts: Sequence[Held]) -> None:
 
 
 def numbered_over_stages(
-    path: Path, stages: Sequence[Mapping[str, list[Held]]], layer: re.Pattern[str], twice: Sequence[str] = ()
+    path: Path,
+    stages: Sequence[Mapping[str, list[Held]]],
+    layer: re.Pattern[str],
+    ends: tuple[Sequence[str], Sequence[str]],
+    twice: Sequence[str] = (),
 ) -> dict[str, list[Held]]:
-    """Name, with layers counted over all stages -> its parts. layer: matches what is before a layer's number, the
-    number and the rest of a name. twice: names that several stages may have, which must then be alike."""
+    """Name, with layers counted over all stages -> its parts.
+
+    layer: matches what is before a layer's number, the number and the rest of a name. ends: begins of the names that
+    only the first stage has, and only the last; UserError if another has them, for then files have each other's names.
+    twice: names that several stages may have, which must then be alike.
+    """
+    for place, begins, at in (("first", ends[0], 0), ("last", ends[1], len(stages) - 1)):
+        for n, stage in enumerate(stages):
+            if n != at and (odd := [name for name in stage if name.startswith(tuple(begins)) and name not in twice]):
+                raise UserError(
+                    f"{path}: {odd[0]} belongs to the {place} pipeline stage, and stage {n} of {len(stages)}, counted "
+                    "from 0, has it: files of stages have each other's names"
+                )
     by_name: dict[str, list[Held]] = {}
     before = 0
     for stage in stages:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
 from megaprec.parsing import read_regular
 from models.config import ModelConfig
+from tools.convert.core.finite import same_values
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Cut, Match, matches
 from tools.convert.core.source import Facts, Source
@@ -26,7 +26,17 @@ from tools.convert.megatron.keys import unknown
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, model_of
 from tools.convert.megatron.order import odd, sizes_of
-from tools.convert.megatron.ranks import RANK, Held, Whole, contradicted, named_over_all, read_ranks, wholes_of
+from tools.convert.megatron.ranks import (
+    RANK,
+    Held,
+    Ranks,
+    Whole,
+    contradicted,
+    copied,
+    named_over_all,
+    read_ranks,
+    wholes_of,
+)
 from tools.convert.megatron.state import MOMENTS, optimizer_state, scaler_of, steps_of
 
 BY_NAME = "--dist-ckpt-optim-fully-reshardable saves it by name"
@@ -68,7 +78,7 @@ def _open_legacy(path: Path, vocab: int | None, weights_only: bool) -> Source:
     state = {} if weights_only else optimizer_state(ranks, found, model)
     facts = _facts(ranks.first.content, ranks.args, ranks.sizes)
     rows = sum(part.shape[0] for part in by_name[EMBEDDING])
-    facts = replace(facts, notes=(*facts.notes, *contradicted(ranks), *_other_padding(ranks.args, rows)))
+    facts = replace(facts, notes=(*facts.notes, *_notes(ranks), *_other_padding(ranks.args, rows)))
     if ranks.first.content.get("optimizer") is not None and not state and not weights_only:
         facts = replace(facts, unread="the optimizer's state, which not all files hold in a form that is known here")
     return _source(path, model, found, {"weight": weights, **state}, facts)
@@ -130,7 +140,7 @@ def _master(path: Path, name: str, master: Held, weight: Held) -> Whole:
 
     def read() -> Tensor:
         values = master.read()
-        if not torch.equal(values.to(weight.dtype), weight.read()):
+        if not same_values(values.to(weight.dtype), weight.read()):
             raise UserError(f"{path}: what its optimizer holds as the FP32 master of {name} is not that of its weight")
         return values
 
@@ -183,6 +193,12 @@ def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, 
     return Facts(steps, scaler, progress=progress, precision=precision, layout=layout, special=special, notes=notes)
 
 
+def _notes(ranks: Ranks) -> Iterator[str]:
+    """Yield notes on what the files of ranks are, other than their args say or than they should be."""
+    yield from contradicted(ranks)
+    yield from copied(ranks.path, {place: rank.chunks for place, rank in ranks.files.items()})
+
+
 def _other_padding(args: Mapping[str, Any], rows: int) -> Iterator[str]:
     """Yield a note if the args say another number of rows of the padded vocabulary than there are."""
     if (said := args.get("padded_vocab_size")) not in (None, rows):
@@ -197,5 +213,5 @@ def _check_tied(path: Path, model: ModelConfig, by_name: dict[str, list[Held]]) 
     if not model.tied or HEAD not in by_name:
         return
     for head, embedding in zip(by_name.pop(HEAD), by_name.get(EMBEDDING, ()), strict=True):
-        if not model.mtp_layers and not torch.equal(head.read(), embedding.read()):
+        if not model.mtp_layers and not same_values(head.read(), embedding.read()):
             raise UserError(f"{path}: {HEAD} of the last stage differs from {EMBEDDING}, though they are tied")

@@ -81,6 +81,8 @@ def megatron_target(source: Source, dtype: torch.dtype | None, layout: MegatronL
         )
     if layout.ep < 1 or model.experts % layout.ep or (layout.ep > 1 and not model.experts):
         raise UserError(f"--ep {layout.ep}: give a number of ranks that divides the {model.experts} experts")
+    if layout.grouped and not model.experts:
+        raise UserError("--grouped-experts: the model has no experts: leave it out")
     weights = dtype or source.dtype("weight/embedding.weight")
     writer = _Writer(source, layout, weights)
     describe = {"to": "megatron", "dtype": str(dtype), "layout": astuple(layout)}

@@ -36,10 +36,9 @@ def find_colossalai(path: Path) -> Path | None:
 
 def open_colossalai(path: Path) -> Source:
     """Opens the folder of the shards. UserError for what is missing, surplus or not known."""
-    if (path / STAGES).is_dir() and not has_weights(path):
-        raise UserError(
-            f"{path} was not saved whole: {STAGES}/ has the indices of stages, and no index is made of them"
-        )
+    if (path / STAGES).is_dir():
+        older = "the index beside it is of an earlier save" if has_weights(path) else "no index is made of them"
+        raise UserError(f"{path} was not saved whole: {STAGES}/ still has the indices of stages, and {older}")
     if not (path / CONFIG).is_file():
         raise UserError(
             f"{path / CONFIG} is missing: Colossal-AI writes it for models of transformers, and nothing else here "

@@ -21,9 +21,9 @@ from tools.convert.core.names import BUFFERS, internevo
 from tools.convert.core.rules import matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
-from tools.convert.core.torch_files import contents
+from tools.convert.core.torch_files import contents, state_in
 from tools.convert.hf.folder import check_tensors, hf_tokenizer, origin_of
-from tools.convert.megatron.ranks import Held, numbered_over_stages
+from tools.convert.megatron.ranks import Held, copied, numbered_over_stages
 from tools.convert.systems.internevo_model import model_of
 from tools.convert.systems.shards import parts_of, wholes_of
 
@@ -33,6 +33,7 @@ RANK = re.compile(r"(?:model|topo|optimizer)_(?:tp(\d+)_)?(?:wp(\d+)_)?pp(\d+)(?
 SHARDED = re.compile(r"model_tp\d+_pp\d+_(?:dp|zo)\d+\.pt")
 EXPERT = re.compile(r"model_moe_layer\d+_expert\d+_\w+\.pt")
 LAYER = re.compile(r"^(blocks\.)(\d+)(\..*)$")
+ENDS = ("embedding.",), ("norm.", "head.")  # begins of names: of the first stage, the last
 CHUNK = re.compile(r"(\d+)\.(?:model\.)?(.*)")
 LONE = (".out_proj.bias",)
 EXPORT = "InternEvo's transformers/convert2hf_internlm.py makes a Hugging Face folder of it"
@@ -75,7 +76,7 @@ def open_internevo(path: Path) -> Source:
     origins = [origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found]
     tp, wp, pp = files.sizes
     layout = {"tensor": tp, "pipeline": pp} | ({"weight": wp} if files.weight_parallel else {})
-    facts = Facts(layout=layout, unread=_unread(path), notes=tuple(filter(None, (note,))))
+    facts = Facts(layout=layout, unread=_unread(path), notes=(*filter(None, (note,)), *copied(path, files.held)))
     return Source(path, "internevo", model, origins, facts, hf_tokenizer(path))
 
 
@@ -95,7 +96,9 @@ def _read(path: Path) -> Files:
     places = {name: _place(match) for name, match in found.items()}
     seen = [_place(match) for name in names if (match := RANK.fullmatch(name))]
     tp, wp, pp = (1 + max(place[axis] for place in seen) for axis in range(3))
-    there = set(places.values())
+    there = {place: name for name, place in places.items()}
+    if twice := [name for name, place in places.items() if there[place] != name]:
+        raise UserError(f"{path / twice[0]} and {there[places[twice[0]]]} are both of one rank: move one away")
     for t, w, p in product(range(tp), range(wp), range(pp)):
         whole = not (tensor and weight)  # with both, a rank has one number of each, and not every pair is a rank
         if whole and (t, w, p) not in there:
@@ -117,12 +120,8 @@ def _place(match: re.Match[str]) -> tuple[int, int, int]:
 
 def _chunks(file: Path, state: Any) -> list[dict[str, Stored]]:
     """A file's tensors, of each of its chunks: names as the chunk alone would have them."""
-    if not isinstance(state, dict):
-        raise UserError(f"{file} does not hold a dict of tensors")
-    if odd := [name for name, value in state.items() if not isinstance(value, Stored)]:
-        raise UserError(f"{file}: {odd[0]} is no tensor")
     chunks: dict[int, dict[str, Stored]] = {}
-    for name, stored in state.items():
+    for name, stored in state_in(file, state).items():
         if name.endswith(BUFFERS):
             continue
         match = CHUNK.fullmatch(name)
@@ -151,7 +150,7 @@ def _by_name(files: Files) -> dict[str, list[Held]]:
     if len(set(chunks.values())) > 1:
         raise UserError(f"{files.path}: its files do not hold equally many chunks of the model")
     stages = [_stage(files, p, c) for c in range(max(chunks.values())) for p in range(files.sizes[2])]
-    return numbered_over_stages(files.path, stages, LAYER)
+    return numbered_over_stages(files.path, stages, LAYER, ENDS)
 
 
 def _stage(files: Files, stage: int, chunk: int) -> dict[str, list[Held]]:
@@ -204,5 +203,6 @@ def _unread(path: Path) -> str:
     """Return the files that are ignored: those beside the weights."""
     names = [file.name for file in path.iterdir()]
     optimizer = ["the optimizer's state (optimizer_*.pt)"] if any(n.startswith("optimizer_") for n in names) else []
-    others = [n for n in sorted(names) if n.startswith("sampler") or n in ("schedulder.pt", "context.pt")]
+    known = ("schedulder.pt", "context.pt", "config_file.pt")
+    others = [n for n in sorted(names) if n.startswith("sampler") or n in known]
     return ", ".join(optimizer + others)

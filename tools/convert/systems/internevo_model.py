@@ -33,7 +33,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "deepnorm": (False,),
     "num_experts": (0, 1, None),
 }
-CHECKED = ("mlp_ratio", "multiple_of", "no_bias", "num_kv_attention_heads", "num_chunks")
+CHECKED = ("use_swiglu", "mlp_ratio", "multiple_of", "no_bias", "num_kv_attention_heads", "num_chunks")
 # How the model is stored, cut, drawn or computed, which its weights do not depend on.
 UNIMPORTANT = {
     "apply_post_layer_norm",  # accepted by the builder and not used
@@ -53,7 +53,6 @@ UNIMPORTANT = {
     "residual_in_fp32",
     "use_flash_attn",  # chooses a kernel; the layers that it chooses besides are seen from the tensors
     "use_scaled_init",
-    "use_swiglu",  # likewise
     "vocab_parallel",
 }
 WHOLE = (*REQUIRED, "max_position_embeddings", "multiple_of", "num_chunks")
@@ -126,6 +125,9 @@ def _check(said: Mapping[str, Any], gated: bool, ffn: int, biased: bool, origin:
     if "no_bias" in said and bool(said["no_bias"]) == biased:
         there = "have" if biased else "have no"
         raise UserError(f"{origin}: no_bias = {said['no_bias']!r}, but the attention layers {there} biases")
+    if "use_swiglu" in said and bool(said["use_swiglu"]) != gated:
+        there = "has a gate" if gated else "has no gate"
+        raise UserError(f"{origin}: use_swiglu = {said['use_swiglu']!r}, but the feed-forward {there}")
     if "mlp_ratio" in said:
         width = int(said["hidden_size"] * said["mlp_ratio"])
         multiple = said.get("multiple_of", MULTIPLE) if gated else 1

@@ -1,6 +1,7 @@
 """Reading NeMo 2's checkpoints: a folder of two, weights/ and context/.
 
     weights/    a distributed checkpoint of Megatron-core's (torch_dist), every tensor's name with `module.` before it
+                (the first versions have its files in the folder itself)
     context/    model.yaml, which says what the model is; io.json, the tokenizer's files
 
 (nemo/lightning/ckpt_utils.py, nemo/lightning/io/pl.py, nemo/lightning/megatron_parallel.py.) Weights are read, the
@@ -8,7 +9,7 @@ optimizer's state is not. YAML is read by a loader that makes plain values only;
 (`tools.convert.core.untrusted`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,28 +20,48 @@ from models.config import ModelConfig
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Match, matches
 from tools.convert.core.source import Facts, Source
+from tools.convert.hf.beside import require_fetched
 from tools.convert.hf.folder import hf_tokenizer, origin_of
 from tools.convert.megatron.distributed import Chunked, Contents, read_chunked, whole_tensors
 from tools.convert.megatron.order import EMBEDDING
 from tools.convert.systems.nemo_model import model_of
 
 WEIGHTS, CONTEXT, MODEL, TOKENIZER = "weights", "context", "model.yaml", "nemo_tokenizer"
+OLDER, OLDER_PARTS = "model_config.yaml", ("model_weights", "mp_rank_", "tp_rank_")  # of an unpacked .nemo
 PREFIX = "module."
+UNFINISHED = "-unfinished"  # ends the name of a file beside the folder, as long as it is being saved
+ADAPTER = "adapter_metadata.json"
 EXPORT = "NeMo's llm.export_ckpt(path, target='hf') makes a Hugging Face folder of it"
 
 
 def find_nemo(path: Path) -> Path | None:
     """The checkpoint's folder: `path`, or the one above, if it is its `weights`."""
     for folder in (path, path.parent) if path.name == WEIGHTS else (path,):
-        if (folder / CONTEXT).is_dir() and (folder / WEIGHTS).is_dir():
+        if (folder / CONTEXT).is_dir() and ((folder / WEIGHTS).is_dir() or (folder / ".metadata").is_file()):
             return folder
     return None
+
+
+def refuse_older(path: Path, holds_others: bool = False) -> None:
+    """Raises UserError if a path is an archive of NeMo 1 (.nemo), the folder that it unpacks to, or a folder of one.
+
+    holds_others: the folder has another format, beside which an archive is some other file.
+    """
+    around = (path, path.parent) if path.name.startswith(OLDER_PARTS) else (path,)
+    unpacked = [folder / OLDER for folder in around if (folder / OLDER).is_file()]
+    archives = sorted(path.glob("*.nemo")) if path.is_dir() else [path] if path.suffix == ".nemo" else []
+    if found := [*unpacked, *(() if holds_others else archives)]:
+        raise UserError(
+            f"{found[0]} is of NeMo 1, whose checkpoints are not read: the script of its family in NeMo's "
+            "scripts/checkpoint_converters (such as convert_llama_nemo_to_hf.py) makes a Hugging Face folder of it"
+        )
 
 
 def open_nemo(path: Path, vocab: int | None = None) -> Source:
     """Opens a checkpoint's folder. vocab: tokens without padding; None: what model.yaml says. UserError for what
     is missing, surplus or not known."""
-    file, folder = path / CONTEXT / MODEL, path / WEIGHTS
+    file, folder = path / CONTEXT / MODEL, path / WEIGHTS if (path / WEIGHTS).is_dir() else path
+    _check_whole(path, folder)
     if not (folder / ".metadata").is_file():
         raise UserError(
             f"{folder / '.metadata'} is missing: only distributed checkpoints (torch_dist) are read; {EXPORT}"
@@ -57,9 +78,24 @@ def open_nemo(path: Path, vocab: int | None = None) -> Source:
     origins = [origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found]
     sizes = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
     layout = {ours: said[key] for ours, key in sizes.items() if isinstance(said.get(key), int)}
-    facts = Facts(layout=layout, unread=_unread(folder, contents))
+    notes = tuple(_other_padding(said, model.vocab, held))
+    facts = Facts(layout=layout, unread=_unread(folder, contents), notes=notes)
     tokenizer = hf_tokenizer(path / CONTEXT / TOKENIZER) or hf_tokenizer(path / CONTEXT)
     return Source(path, "nemo", model, origins, facts, tokenizer)
+
+
+def _check_whole(path: Path, folder: Path) -> None:
+    """Raises UserError if the checkpoint was not saved or fetched whole, or holds an adapter alone."""
+    mark = path.absolute().with_name(f"{path.absolute().name}{UNFINISHED}")
+    if mark.exists():
+        raise UserError(f"{path} was not saved whole: NeMo removes {mark} last, and it is there")
+    for part in (folder, path / CONTEXT):
+        require_fetched(part)
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"{folder / ADAPTER} says that the checkpoint is an adapter, which is not read: NeMo's "
+            "llm.peft.merge_lora puts it and its model together"
+        )
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
@@ -68,8 +104,20 @@ def read_yaml(file: Path) -> dict[str, Any]:
         import yaml  # noqa: PLC0415 (optional)  # pyright: ignore[reportMissingModuleSource]
     except ImportError as problem:
         raise UserError(f"{file} needs the package 'pyyaml': pip install pyyaml") from problem
+
+    class Once(yaml.SafeLoader):
+        """A loader of plain values that refuses a key that a mapping has twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.value in seen and isinstance(key.value, str):
+                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is given twice; keep one of them")
+                seen |= {key.value} if isinstance(key.value, str) else set()
+            return super().construct_mapping(node, deep)
+
     try:
-        content = yaml.safe_load(read_text(file))
+        content = yaml.load(read_text(file), Once)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -95,6 +143,20 @@ def _check_rows(folder: Path, held: Mapping[str, Chunked], said: int | None) -> 
         raise UserError(
             f"{folder}: the embedding has {embedding.shape[0]} tokens, but {MODEL} says vocab_size = {said}"
         )
+
+
+def _other_padding(said: Mapping[str, Any], vocab: int, held: Mapping[str, Chunked]) -> Iterator[str]:
+    """Yield a note if NeMo would have padded a vocabulary of --vocab N to another number of rows."""
+    multiple, tp = said.get("make_vocab_size_divisible_by"), said.get("tensor_model_parallel_size")
+    if not isinstance(multiple, int) or not isinstance(tp, int) or multiple * tp < 1:
+        return
+    if said["vocab_size"] is None and EMBEDDING in held:
+        rows, padded = held[EMBEDDING].shape[0], -(-vocab // (multiple * tp)) * multiple * tp
+        if rows != padded:
+            yield (
+                f"--vocab {vocab} is {padded} rows with NeMo's padding (make_vocab_size_divisible_by = {multiple}, "
+                f"tensor_model_parallel_size = {tp}), but the embedding has {rows}: the first {vocab} were read"
+            )
 
 
 def _found(names: Mapping[str, Any], model: ModelConfig, interleaved: bool) -> list[Match]:

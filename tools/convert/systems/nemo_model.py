@@ -5,12 +5,14 @@ read, or known not to change what weights compute, or must have the one supporte
 fields have no substitute.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.convert.hf.config import make_model
+from tools.convert.megatron.kinds import KINDS, NUMBER, SIZE, WORD, is_of
 
 MODULE = "nemo.collections.llm.gpt.model."
 MODULES = tuple(f"{MODULE}{name}." for name in ("base", "llama", "qwen2", "qwen3"))  # whose classes add nothing unsaid
@@ -42,12 +44,29 @@ REQUIRED = (
     "attention_dropout",
     "init_method_std",
 )
+# Keys that Megatron-LM's arguments lack, or call otherwise; the kinds of the others are those there.
+_KINDS = {
+    "normalization": WORD,
+    "layernorm_epsilon": NUMBER,
+    "position_embedding_type": WORD,
+    "scale_factor": NUMBER,
+    "low_freq_factor": NUMBER,
+    "high_freq_factor": NUMBER,
+    "old_context_len": SIZE,
+}
+MAY_BE_NULL = ("num_query_groups", "kv_channels", "ffn_hidden_size", "vocab_size")
+ACTIVATIONS = {
+    "torch.nn.functional.silu": "silu",
+    "torch.nn.functional.gelu": "gelu",
+    "torch._C._nn.gelu": "gelu",
+}  # what NeMo's configurations name
 SCALING = {
     "scale_factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "old_context_len": "original_max_position_embeddings",
 }  # of Llama 3.1: NeMo's key -> ours
+STRETCHED = re.compile(r"\.Llama3[1-9]Config")  # classes that stretch rotary positions
 # Keys that have to have a value that changes nothing.
 ONLY: dict[str, Any] = {
     "activation_func_clamp_value": None,
@@ -177,8 +196,9 @@ def _refuse(said: Mapping[str, Any], origin: str) -> None:
     problems += [
         f"{origin}: the key {key!r} is not known, so it is not known what the model is"
         for key in said
-        if key not in known and not key.startswith(UNIMPORTANT_STARTS)
+        if key not in known and not str(key).startswith(UNIMPORTANT_STARTS)
     ]
+    problems += _of_other_kinds(said, origin)
     if said.get("position_embedding_type") not in ("learned_absolute", "rope"):
         problems.append(f"{origin}: position_embedding_type = {said.get('position_embedding_type')!r} is not known")
     problems += _odd_layers(said.get(SPEC), origin)
@@ -186,9 +206,25 @@ def _refuse(said: Mapping[str, Any], origin: str) -> None:
         raise UserError(*problems)
 
 
+def _of_other_kinds(said: Mapping[str, Any], origin: str) -> list[str]:
+    """A problem for each value of another kind: Python takes the text "False" for true."""
+    kinds = {key: kind for key, kind in (KINDS | _KINDS).items() if key in (*REQUIRED, *SCALING)}
+    return [
+        f"{origin}: {key} = {said[key]!r} is not {kind}"
+        for key, kind in kinds.items()
+        if key in said and not (is_of(kind, said[key]) or (said[key] is None and key in MAY_BE_NULL))
+    ]
+
+
+def _named(function: Any) -> Any:
+    """The name of a function as NeMo dumps it; what else it dumps, such as one with arguments, is returned as it is."""
+    alone = isinstance(function, Mapping) and function.keys() <= {"_target_", "_call_"} and not function.get("_call_")
+    return function.get("_target_") if alone else function
+
+
 def _odd_layers(spec: Any, origin: str) -> list[str]:
     """A problem, if layers are made by a function that NeMo does not have: nothing says what it makes."""
-    name = spec.get("_target_") if isinstance(spec, Mapping) else spec
+    name = _named(spec)
     known = (None, *(f"{MODULE}base.{layer}" for layer in LAYERS))
     return [] if name in known else [f"{origin}: {SPEC} = {name!r} is not known: {', '.join(LAYERS)} are"]
 
@@ -202,24 +238,25 @@ def _norm(said: Mapping[str, Any], origin: str) -> str:
 
 def _mlp(said: Mapping[str, Any], gated: bool, origin: str) -> str:
     """The feed-forward. Megatron-core's fused GELU is the tanh approximation, the other is not (fusions/)."""
-    activation = said["activation_func"]
-    name = activation.get("_target_", "") if isinstance(activation, Mapping) else str(activation)
-    kind = name.rpartition(".")[2]
+    name = _named(said["activation_func"])
+    kind = ACTIVATIONS.get(name) if isinstance(name, str) else None
     if (kind, gated) == ("silu", True):
         return "swiglu"
     if (kind, gated) == ("gelu", False):
         return "gelu" if said["bias_activation_fusion"] else "gelu_exact"
     gate = "a gate" if gated else "no gate"
-    raise UserError(f"{origin}: activation_func {name!r} with {gate} is not known: silu with one and gelu without are")
+    raise UserError(
+        f"{origin}: activation_func {name!r} with {gate} is not known: torch's silu with one and gelu without are"
+    )
 
 
 def _scaling(said: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return the scaling of rotary positions: the four keys of Llama 3.1, all or none."""
     given = {ours: said[key] for key, ours in SCALING.items() if key in said}
-    if not given:
+    if not given and not STRETCHED.search(said["_target_"]):
         return {}
     if len(given) < len(SCALING):
         raise UserError(
-            f"{origin} has some of {', '.join(SCALING)}: all of them say how rotary positions are stretched"
+            f"{origin} lacks some of {', '.join(SCALING)}: all of them say how rotary positions are stretched"
         )
     return {"kind": "llama3", **given}

@@ -22,9 +22,21 @@ from tools.convert.core.names import BUFFERS, HUGGING_FACE
 from tools.convert.core.rules import matches
 from tools.convert.core.source import Facts, Source
 from tools.convert.core.tensors import Stored
-from tools.convert.core.torch_files import Reference, contents
-from tools.convert.hf.config import from_hugging_face
-from tools.convert.hf.folder import CONFIG, check_tensors, check_tied, has_weights, hf_tokenizer, origin_of, read_json
+from tools.convert.core.torch_files import Reference, contents, state_in
+from tools.convert.hf.config import from_hugging_face, special_ids
+from tools.convert.hf.folder import (
+    CONFIG,
+    check_tensors,
+    check_tied,
+    has_weights,
+    hf_tokenizer,
+    origin_of,
+    read_generation,
+    read_json,
+)
+from tools.convert.hf.notes import notes
+from tools.convert.hf.write_config import ARCHITECTURES
+from tools.convert.megatron.ranks import copied
 from tools.convert.systems.nxd_tensors import hugging_face
 from tools.convert.systems.shards import parts_of
 
@@ -71,7 +83,8 @@ def open_nxd(path: Path) -> Source:
     """Opens a checkpoint's folder. UserError for what is missing, surplus or not known."""
     if (path / "checkpoint").is_file() and not (path / "done").is_file():
         raise UserError(f"{path} was not saved whole: NxD writes {path / 'done'} last, and it is missing")
-    model, kind = _described(path)
+    file, config = _config(path)
+    model, kind = _described(file, config)
     files = _files(path)
     held, beside = _tensors(path, files)
     tp, pp = (1 + max(rank[axis] for rank in held) for axis in range(2))
@@ -81,19 +94,32 @@ def open_nxd(path: Path) -> Source:
     check_tied(path, model, weights, found)
     check_tensors(path, found, weights)
     origins = [origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found]
-    facts = Facts(layout={"tensor": tp, "pipeline": pp}, unread=_unread(path, beside))
-    return Source(path, "nxd", model, origins, facts, hf_tokenizer(path))
+    facts = Facts(
+        layout={"tensor": tp, "pipeline": pp},
+        unread=_unread(path, beside),
+        special=special_ids(config),
+        generation=read_generation(file.parent),
+        notes=(
+            *(f"{file}: {note}" for note in notes(config, ARCHITECTURES[kind], False)),
+            *copied(path, {rank: [own] for rank, own in held.items()}),
+        ),
+    )
+    return Source(path, "nxd", model, origins, facts, hf_tokenizer(path) or hf_tokenizer(file.parent))
 
 
-def _described(path: Path) -> tuple[ModelConfig, str]:
-    """The model of config.json, and its family there."""
+def _config(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The config.json of the model, and what it says but for NxD's own keys."""
     file = next((folder / CONFIG for folder in (path, path.parent) if (folder / CONFIG).is_file()), None)
     if file is None:
         raise UserError(
             f"{path / CONFIG} is missing: an NxD checkpoint does not say what the model is; put the Hugging Face "
             "config.json there that the model was made of"
         )
-    config = {key: value for key, value in read_json(file).items() if key not in OWN_KEYS}
+    return file, {key: value for key, value in read_json(file).items() if key not in OWN_KEYS}
+
+
+def _described(file: Path, config: dict[str, Any]) -> tuple[ModelConfig, str]:
+    """The model of config.json, and its family there."""
     if config.get("quantization_config") is not None:
         raise UserError(f"{file} has quantization_config, which NxD's checkpoints do not go by: take it out")
     try:
@@ -112,8 +138,8 @@ def _files(path: Path) -> dict[tuple[int, int], Path]:
     names = sorted(file.name for file in folder.iterdir())
     if experts := [name for name in names if EXPERTS.fullmatch(name)]:
         raise UserError(f"{folder / experts[0]} holds experts of a rank, which cannot be read here: {EXPORT}")
-    new = {_rank(m[2], m[3]): folder / name for name in names if (m := FILE.fullmatch(name)) and not int(m[1])}
-    old = {_rank(m[1], m[2]): folder / name for name in names if (m := OLD.fullmatch(name))}
+    new = _by_rank(folder, {name: m.groups()[1:] for name in names if (m := FILE.fullmatch(name)) and not int(m[1])})
+    old = _by_rank(folder, {name: m.groups() for name in names if (m := OLD.fullmatch(name))})
     if new and old:
         raise UserError(f"{folder} has files of two versions of NxD: leave in it what is meant")
     found = new or {rank: at / MERGED if at.is_dir() else at for rank, at in old.items()}
@@ -123,6 +149,16 @@ def _files(path: Path) -> dict[tuple[int, int], Path]:
         expected = found.get((t, p), folder / f"{dp}tp_rank_{t:02d}_pp_rank_{p:02d}{'' if old else '.pt'}")
         if not expected.is_file():
             raise UserError(f"{expected} is missing")
+    return found
+
+
+def _by_rank(folder: Path, named: Mapping[str, Sequence[str]]) -> dict[tuple[int, int], Path]:
+    """(tp, pp) -> its file. UserError if two are of one rank."""
+    found: dict[tuple[int, int], Path] = {}
+    for name, (tensor, pipeline) in named.items():
+        if other := found.get(_rank(tensor, pipeline)):
+            raise UserError(f"{folder / name} and {other.name} are both of one rank: move one away")
+        found[_rank(tensor, pipeline)] = folder / name
     return found
 
 
@@ -155,6 +191,7 @@ def _tensors(
 
 def _stored(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors of a file, those included that lie in files of their own."""
+    state = state_in(file, state, apart=True)
     apart = {name: value for name, value in state.items() if isinstance(value, Reference)}
     at = {name: file.with_name(f"{file.name}.tensors") / f"tensor_{one.number}.pt" for name, one in apart.items()}
     if lost := next((one for one in at.values() if not one.is_file()), None):
@@ -163,9 +200,7 @@ def _stored(file: Path, state: Mapping[str, Any]) -> dict[str, Stored]:
             "optimizer's state alone, which is not read: have NxD save it without"
         )
     found = dict(zip(at, contents(list(at.values())), strict=True)) if at else {}
-    if odd := [name for name, value in {**state, **found}.items() if not isinstance(value, Stored)]:
-        raise UserError(f"{file}: {odd[0]} is no tensor")
-    return {**state, **found}
+    return state_in(file, {**state, **found})
 
 
 def _unread(path: Path, beside: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from tools.convert.core.finite import same_values
 from tools.convert.core.tensors import Stored
 from tools.convert.megatron.ranks import Held, Whole, alike
 
@@ -43,7 +44,7 @@ class Copies:
     def once(self, x: Tensor) -> Tensor | None:
         """Rows of key/value heads, each head once; None if its copies differ."""
         copies = self._apart(x)
-        return copies[:, 0].flatten(0, 1) if (copies == copies[:, :1]).all() else None
+        return copies[:, 0].flatten(0, 1) if same_values(copies, copies[:, :1].expand_as(copies)) else None
 
     def in_order(self, x: Tensor) -> Tensor:
         """Rows of query heads, those of a key/value head together."""
@@ -60,7 +61,7 @@ def hugging_face(path: Path, by_name: Mapping[str, Sequence[Held]], model: Model
     """Hugging Face's names -> the whole tensors. by_name: NxD's names -> the parts of the tensor-parallel ranks."""
     pieces: dict[str, Sequence[Held]] = {}
     for name, parts in by_name.items():
-        for own, held in _unfused(name, parts, model).items():
+        for own, held in _unfused(path, name, parts, model).items():
             if own in pieces:
                 raise UserError(f"{path} has {own} alone and in {name}")
             pieces[own] = held
@@ -69,8 +70,11 @@ def hugging_face(path: Path, by_name: Mapping[str, Sequence[Held]], model: Model
     return wholes if copies is None else {name: _single(path, name, held, copies) for name, held in wholes.items()}
 
 
-def _unfused(name: str, parts: Sequence[Held], model: ModelConfig) -> dict[str, Sequence[Held]]:
-    """The tensors that NxD keeps as one, on each rank."""
+def _unfused(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) -> dict[str, Sequence[Held]]:
+    """The tensors that NxD keeps as one, on each rank. UserError if ranks have it in several shapes."""
+    if (GATE_UP.fullmatch(name) or QKV.fullmatch(name)) and len({part.shape for part in parts}) > 1:
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        raise UserError(f"{path}: {name} is {shapes} on the tensor-parallel ranks, which do not fit each other")
     if match := GATE_UP.fullmatch(name):
         half = parts[0].shape[0] // 2
         cuts = {"gate": (0, half), "up": (half, 2 * half)}
@@ -81,6 +85,10 @@ def _unfused(name: str, parts: Sequence[Held], model: ModelConfig) -> dict[str, 
         return {f"{match[1]}{match[3]}_proj.{match[2]}": parts}
     query = model.heads * model.head_dim // len(parts)
     rest = (parts[0].shape[0] - query) // 2
+    if rest < 1:
+        raise UserError(
+            f"{path}: {name} has {parts[0].shape[0]} rows on a rank, and config.json asks for {query} queries alone"
+        )
     cuts = {"q": (0, query), "k": (query, query + rest), "v": (query + rest, query + 2 * rest)}
     return {f"{match[1]}{part}_proj.{match[2]}": [_rows(p, *at) for p in parts] for part, at in cuts.items()}
 
@@ -98,7 +106,8 @@ def _joined(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) ->
         return alike(path, name, parts)
     across = "embed_tokens" in name and parts[0].shape[-1] != model.hidden  # shard_across_embedding
     dim = 1 if across or COLUMNS.fullmatch(name) else 0
-    if len({(*p.shape[:dim], *p.shape[dim + 1 :], p.dtype) for p in parts}) > 1:
+    others = {(len(p.shape), *p.shape[:dim], *p.shape[dim + 1 :], p.dtype) for p in parts}
+    if len(others) > 1 or len(parts[0].shape) <= dim:
         raise UserError(f"{path}: the parts of {name} on the ranks do not fit each other")
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
@@ -111,7 +120,7 @@ def _copies(path: Path, wholes: Mapping[str, Held], model: ModelConfig) -> Copie
     """
     key = wholes.get("model.layers.0.self_attn.k_proj.weight")
     rows = model.kv_heads * model.head_dim
-    if key is None or key.shape[0] == rows or key.shape[0] % rows or model.heads % (key.shape[0] // model.head_dim):
+    if key is None or key.shape[0] <= rows or key.shape[0] % rows or model.heads % (key.shape[0] // model.head_dim):
         return None  # as many as there must be, or for `check_tensors` to speak of
     count, values = key.shape[0] // rows, key.read()
     fits = [c for grouped in (False, True) if (c := Copies(count, model.kv_heads, grouped)).once(values) is not None]

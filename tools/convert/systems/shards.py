@@ -29,6 +29,8 @@ def parts_of(
     counts: dict[str, int] = {}
     for place, held in ranks:
         for name, stored in held.items():
+            if not stored.shape:
+                raise UserError(f"{path}: {name} is a single number, and no tensor of a model is")
             number, counts[name] = place(name)
             copies.setdefault(name, {}).setdefault(number, []).append(stored)
     for name, parts in copies.items():
@@ -64,8 +66,8 @@ def _whole(path: Path, match: Match, parts: list[Held]) -> Held:
 def _joined(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """Shape of the parts put together; None if they do not fit each other."""
     dim = 1 if cut == "columns" else 0
-    others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
-    if len(others) != 1 or any(shape[0] % BLOCKS.get(cut, 1) for shape in shapes):
+    others = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if len(others) != 1 or len(shapes[0]) <= dim or any(shape[0] % BLOCKS.get(cut, 1) for shape in shapes):
         return None
     first = shapes[0]
     return (*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :])

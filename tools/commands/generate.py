@@ -74,6 +74,8 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(*problems)
     prompts = [*_prompts(args)]
     model = load_model(args.model, CachedStage, tokenizer=args.tokenizer)
+    for note in model.notes:
+        print(f"note: {note}", file=sys.stderr)
     made = [Generation(model, prompt, args.tokens, sampling, args.seed, args.stop) for prompt in prompts]
     for number, (prompt, text) in enumerate(zip(prompts, made, strict=True), 1):
         if args.json:

@@ -15,6 +15,7 @@ from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.ranges import blocks, stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
+from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
 from megaprec.optim.update_rules import MUON_MOMENTUM
@@ -28,6 +29,7 @@ from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
+from tools.convert.hf.vocabulary import main_file
 from tools.convert.train_state import (
     TrainState,
     read_ids,
@@ -71,7 +73,7 @@ def open_native(path: Path) -> Source:
         for key, e in sorted(logical.items(), key=lambda item: item[0].split("/", 1)[::-1])
     ]
     tokenizer = read_tokenizer(store) if index.get("tokenizer") else None
-    names = [tokenizer.name, "tokenizer_config.json"] if tokenizer else []
+    names = [tokenizer.name, *SETTINGS] if tokenizer else []
     facts = Facts(
         index["optimizer"]["steps"],
         index["optimizer"]["scaler"],
@@ -158,7 +160,7 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
         return writes
 
     def finish(folder: Path) -> None:
-        for file in source.tokenizer:
+        for file in source.tokenizer if main_file(source.tokenizer) else ():
             (folder / file.name).write_bytes(file.read_bytes())
         _write_index(folder, source, dtypes)
 
@@ -186,7 +188,7 @@ def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
 def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -> None:
     facts = source.facts
     progress = facts.progress or asdict(TrainState(facts.steps, facts.steps))
-    tokenizer = [file.name for file in source.tokenizer if file.name in ("tokenizer.json", "tokenizer.model")]
+    tokenizer = main_file(source.tokenizer)
     tensors = {
         key: {
             "dtype": str(dtype).removeprefix("torch."),
@@ -205,7 +207,7 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "precision": facts.precision,
         "special_ids": facts.special,
         "generation": facts.generation,
-        "tokenizer": (tokenizer or [file.name for file in source.tokenizer][:1] or [""])[0],
+        "tokenizer": tokenizer.name if tokenizer else "",
         "torch": torch.__version__,
         "converted_from": {"format": source.kind, "folder": source.path.name},
         "step": progress["step"],

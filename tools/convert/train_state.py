@@ -87,11 +87,16 @@ def read_table(store: Store, key: str) -> dict[str, Any]:
     return saved
 
 
-def read_ids(store: Store, key: str) -> dict[str, int | None]:
-    """Return the table of token ids stored as `key`, empty if there is none. Raises UserError if it holds others."""
+def read_ids(store: Store, key: str) -> dict[str, int | list[int] | None]:
+    """Return the table of token ids stored as `key`, empty if there is none: an id or several, as in config.json.
+
+    Raises UserError if it holds something else.
+    """
     saved = read_table(store, key)
-    if not all(value is None or (type(value) is int and 0 <= value < 2**31) for value in saved.values()):
-        raise _damaged(store, key)
+    for value in saved.values():
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(one) is int and abs(one) < 2**31 for one in ids):  # -1 stands for none
+            raise _damaged(store, key)
     return saved
 
 

@@ -98,7 +98,7 @@ def _build(data: Data, one: _Named, tokenizer: Tokenizer | None, cache: Path) ->
     if tokenizer is None:
         raise UserError("it is text, and the run has no tokenizer: set data.tokenizer, or build a data set of it")
     source = _text(data, one)
-    if reusable(one.prefix, source, tokenizer.path):
+    if reusable(one.prefix, source, tokenizer):
         return
     with alone(cache / ".lock", partial(_say_busy, cache)), building(source) as report:
         prepare(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megaprec.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from models.config import ModelConfig
@@ -41,8 +42,7 @@ WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  #
 )
 NO_FACTS = Facts()
 SHARD_BYTES = 5_000_000_000
-TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *TOKENIZER_SETTINGS)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *SETTINGS)
 
 
 def find_hf(path: Path) -> Path | None:
@@ -98,7 +98,7 @@ def in_fp8(path: Path) -> bool:
 
 def hf_tokenizer(path: Path) -> list[Path]:
     """Return the tokenizer files of a folder. Raises UserError for settings that are no JSON objects."""
-    for name in TOKENIZER_SETTINGS:
+    for name in SETTINGS:
         if (path / name).is_file():
             read_json(path / name)
     return [path / name for name in TOKENIZER_FILES if (path / name).is_file()]

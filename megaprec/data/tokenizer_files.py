@@ -38,7 +38,7 @@ _CONTRADICTED = {  # key of tokenizer_config.json -> part and key of tokenizer.j
 
 @dataclass(frozen=True)
 class Settings:
-    """What the files beside a tokenizer say. notes: lines for the user on what is not followed.
+    """The settings in the files beside a tokenizer. notes: lines for the user on what is not followed.
 
     named: tokens by their role, such as "eos_token". further: other tokens that are named, without a role here.
     added: ids of tokens that were added. Each token has the file that says it.

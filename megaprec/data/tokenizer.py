@@ -14,6 +14,7 @@ from typing import Protocol
 from megaprec.data.encoding import hugging_face_encoder, is_json, sentencepiece_encoder
 from megaprec.data.tokenizer_files import (
     CONFIG,
+    ROLES,
     Settings,
     another_kind,
     neither,
@@ -80,7 +81,7 @@ class SentencePieceTokenizer:
             settings = read_settings(path, {})
             vocabulary = self.vocabulary()
             require_agreeing(path, settings, vocabulary)
-            ids = (_id_of(role, settings, vocabulary) for role in ("eos_token", "bos_token", "pad_token"))
+            ids = (_id_of(role, settings, vocabulary) for role in ROLES)
             own = (self.eos, self.bos, self.pad)
             self.eos, self.bos, self.pad = (one if said is None else said for said, one in zip(ids, own, strict=True))
             self.notes = settings.notes

@@ -17,6 +17,7 @@ from megaprec.parsing import parse_json, read_text
 
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SETTINGS = (CONFIG, SPECIAL_MAP, ADDED)
+ROLES = ("eos_token", "bos_token", "pad_token")
 MOST_TOKENS = 10_000_000  # of a vocabulary
 SAVE_ANEW = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes files that agree"
 _KINDS = {  # how a file of another kind begins, or what its JSON has -> what it is
@@ -70,7 +71,7 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
     at = {name: path.with_name(name) for name in SETTINGS}
     notes = [*_not_followed(path, config, definition)]
     named, later = dict(_named(config, at[CONFIG])), dict(_named(special, at[SPECIAL_MAP]))
-    for role in sorted(named.keys() & later.keys()):
+    for role in sorted(named.keys() & later.keys() & set(ROLES)):
         if named[role][0] != later[role][0]:
             first, other = (named, later) if "added_tokens_decoder" in config else (later, named)  # as transformers
             said_there = f"{first[role][1].name} says {first[role][0]!r}"
@@ -151,6 +152,8 @@ def another_kind(path: Path, content: bytes) -> str:
     lines = [line.split() for line in content[:4096].split(b"\n")[:-1]]
     if not found and lines and all(len(line) == 2 and line[1].isdigit() for line in lines):
         found = "it is a vocabulary of tiktoken: convert it to a tokenizer.json (TikTokenConverter of transformers)"
+    if not found and path.suffix == ".json":
+        found = "it holds no JSON object; tokenizers of Keras and lists of tokens are not read"
     if not found and path.suffix in (".txt", ".vocab"):
         found = "it is a list of words, which says nothing of how texts are split: give the tokenizer.json beside it"
     return found
@@ -207,7 +210,7 @@ def _named(said: Mapping[str, Any], file: Path) -> Iterator[tuple[str, tuple[str
     """Yield each role with its token. The token may be a text, or a table with its `content`; null names none."""
     for role, value in said.items():
         token = value.get("content") if isinstance(value, dict) else value
-        if role in ("eos_token", "bos_token", "pad_token") and value is not None and not isinstance(token, str):
+        if role in ROLES and value is not None and not isinstance(token, str):
             raise UserError(f"{file}: {role} = {value!r}: give a token, as text")
         if role.endswith("_token") and isinstance(token, str) and token:
             yield role, (token, file)
@@ -268,6 +271,8 @@ def _kind_of_json(said: Any) -> str:
         return f"it has the settings of a tokenizer ({CONFIG}): give the tokenizer.json beside it"
     if said and all(type(value) is int for value in said.values()):
         return "it is a vocabulary (vocab.json) without merges: give the tokenizer.json that is made of both"
+    if "class_name" in said:
+        return "it is a tokenizer of Keras, which is not read"
     if "model_type" in said:
         return "it is the configuration of a model (config.json): give the tokenizer.json beside it"
     if isinstance(said.get("vocab"), list) and "config" in said:

@@ -207,6 +207,8 @@ KINDS = {
     "tokenizer_config.json": (b'{"tokenizer_class": "X"}', "the settings of a tokenizer"),
     "config.json": (b'{"model_type": "llama"}', "the configuration of a model"),
     "tekken.json": (b'{"config": {}, "vocab": []}', "a tekken.json of Mistral"),
+    "keras.json": (b'{"class_name": "Tokenizer", "config": {}}', "a tokenizer of Keras"),
+    "keras_text.json": (b'"{}"', "holds no JSON object; tokenizers of Keras"),
     "bom.json": (b'\xef\xbb\xbf{"model": {}}', "a byte order mark"),
     "page.json": (b"<!DOCTYPE html>", "HTML"),
     "empty.model": (b"", "is empty"),

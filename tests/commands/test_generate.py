@@ -182,6 +182,20 @@ def test_a_hugging_face_folder_says_what_the_checkpoint_says(
     assert generate("--tokens", 12, path=tmp_path / "hf") == generate("--tokens", 12)
 
 
+def test_a_run_and_its_export_begin_documents_alike_whatever_the_tokenizer_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training puts the token that ends a document between two, and never the begin token of a tokenizer."""
+    file = write_run(tmp_path)
+    definition = train_hugging_face([(tmp_path / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 290)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "t", "eos_token": "<|endoftext|>"}')
+    keys = [f"data.tokenizer={definition}", f"data.cache={tmp_path}/other", "train.steps=1"]
+    run = train_on(file, *keys)
+    assert main(["convert", str(run), str(tmp_path / "hf"), "--no-verify"]) == 0
+    assert "name token 84 as bos_token, which nothing says to stand before documents" in capsys.readouterr().out
+    assert load_model(run, CachedStage).begin == load_model(tmp_path / "hf", CachedStage).begin == 0
+
+
 def test_what_transformers_says_of_the_exported_model_is_what_generate_says(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

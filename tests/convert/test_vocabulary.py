@@ -4,11 +4,13 @@ import io
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
 
 from megaprec.data.tokenizer import load_tokenizer
+from megaprec.data.training import train_hugging_face
 from tests.other_systems import write_folder
 from tools.cli import main
 from tools.convert.hf.vocabulary import folder_notes, write_tokenizer
@@ -88,3 +90,31 @@ def test_the_tokens_that_end_a_document_come_back_through_every_format(
         assert main(["convert", str(folder), str(tmp_path / f"{number}"), "--to", to, "--no-verify"]) == 0
         folder = tmp_path / f"{number}"
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == ids
+
+
+END_OF: dict[str, dict[str, dict[str, str]]] = {
+    "nothing beside": {},
+    "only a map": {"special_tokens_map.json": {"eos_token": "t", "bos_token": "h"}},
+    "a configuration": {"tokenizer_config.json": {"eos_token": "t"}},
+    "both": {"tokenizer_config.json": {"eos_token": "t"}, "special_tokens_map.json": {"eos_token": "t"}},
+}
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["added", "in the vocabulary"])
+@pytest.mark.parametrize("case", END_OF)
+def test_an_exported_tokenizer_ends_documents_as_it_did_also_for_transformers(
+    case: str, plain: bool, tmp_path: Path
+) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
+    file = train_hugging_face(LINES, tmp_path / "tokenizer.json", 270)
+    if plain:  # a token of the model that nothing calls special
+        said = json.loads(file.read_text("utf-8"))
+        file.write_text(json.dumps(said | {"added_tokens": []}), encoding="utf-8")
+    for name, said in END_OF[case].items():
+        (tmp_path / name).write_text(json.dumps(said))
+    tokenizer = load_tokenizer(file)
+    (tmp_path / "hf").mkdir()
+    write_tokenizer([file, *(tmp_path / name for name in END_OF[case])], tmp_path / "hf", begin=tokenizer.eos)
+    exported = load_tokenizer(tmp_path / "hf/tokenizer.json")
+    assert (exported.eos, exported.notes) == (tokenizer.eos, ())
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == tokenizer.eos

@@ -21,7 +21,7 @@ from tools.convert.core.source import Source
 from tools.convert.core.target import Target, convert
 from tools.convert.formats import TARGETS, open_intact
 from tools.convert.hf.folder import CONFIG, hf_target, read_config
-from tools.convert.hf.vocabulary import check_tokenizer, folder_notes
+from tools.convert.hf.vocabulary import begin_note, check_tokenizer, folder_notes
 from tools.convert.hf.write_config import to_hugging_face
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
@@ -102,6 +102,7 @@ def write_model(
         raise UserError(f"{destination} exists already: give another folder, or remove it")
     tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
     tokenizer_notes = [*folder_notes(source.path, source.tokenizer), *(tokenizer.notes if tokenizer else ())]
+    tokenizer_notes += begin_note(source.facts.special, tokenizer)
     target = _target(source, to, dtype, layout or MegatronLayout())
     for line in _verified(source, to, destination) if verify else ():
         print(line)

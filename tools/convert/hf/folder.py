@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
@@ -296,14 +296,13 @@ def _shards(kept: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, li
 def tokenizer_ids(source: Source) -> dict[str, int | None]:
     """Return the ids of the tokens that begin and end a document, as far as the tokenizer has them.
 
-    A model trained by megaprec without a begin token has seen the end token before each document.
+    A model trained by megaprec has seen the end token before each document, whatever begin token the tokenizer names.
     """
     file = main_file(source.tokenizer)
     if file is None:
         return {"bos_token_id": None, "eos_token_id": None}
     tokenizer = load_tokenizer(file)
-    begins = tokenizer.bos if isinstance(tokenizer, HuggingFaceTokenizer) else None
-    return {"bos_token_id": tokenizer.eos if begins is None else begins, "eos_token_id": tokenizer.eos}
+    return {"bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ format brings with it: special tokens such as `</s>` that are spelled out in a t
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -79,6 +79,16 @@ def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
         )
 
 
+def begin_note(special: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
+    """Return a note if a tokenizer names a begin token that is not the one of the model. special: as in config.json."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or special or tokenizer.bos in (None, tokenizer.eos):
+        return []
+    return [
+        f"{tokenizer.path}: the settings beside it name token {tokenizer.bos} as bos_token, which nothing says to "
+        f"stand before documents: they begin after the token that ends one, {tokenizer.eos}"
+    ]
+
+
 def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = None) -> None:
     """Writes into `folder` what AutoTokenizer needs. Raises UserError for a model that a tokenizer.json cannot say.
 
@@ -93,12 +103,15 @@ def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = Non
     else:
         content = _as_tokenizer_json(file)
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
-    given = next((f for f in files if f.name == CONFIG), None)
+    given, extras = next((f for f in files if f.name == CONFIG), None), [f for f in files if f.name == SPECIAL_MAP]
     if given:
         (folder / CONFIG).write_bytes(given.read_bytes())
     else:
-        (folder / CONFIG).write_text(json.dumps(_config(content, tokenizer, begin), indent=2, ensure_ascii=False))
-    for extra in (f for f in files if f.name == SPECIAL_MAP):
+        named = [role for extra in extras for role in parse_json(read_text(extra))]
+        (folder / CONFIG).write_text(
+            json.dumps(_config(content, tokenizer, begin, named), indent=2, ensure_ascii=False)
+        )
+    for extra in extras:
         (folder / extra.name).write_bytes(extra.read_bytes())
     probe = PROBE + _spelled(file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
@@ -127,20 +140,16 @@ def _user_defined(file: Path) -> list[str]:
     return sorted(found, key=lambda symbol: (-len(symbol), symbol))
 
 
-def _config(content: dict[str, Any], tokenizer: Tokenizer, begin: int | None) -> dict[str, Any]:
-    """tokenizer_config.json of a tokenizer that came without one.
+def _config(content: dict[str, Any], tokenizer: Tokenizer, begin: int | None, named: Collection[str]) -> dict[str, Any]:
+    """Return tokenizer_config.json of a tokenizer that came without one. named: roles that another file names.
 
     The begin token is that of the model, and not a piece `<s>` that the model may never have seen.
     """
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for token in content.get("added_tokens") or ():
-        if token["id"] == tokenizer.eos:
-            config["eos_token"] = token["content"]
-        if token["id"] == begin:
-            config["bos_token"] = token["content"]
-        if token["content"] == "<unk>":
-            config["unk_token"] = token["content"]
-    return config
+    tokens = {id: token for token, id in tokenizer.vocabulary().items()}
+    added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+    ids = {"eos_token": tokenizer.eos, "bos_token": begin, "unk_token": added.get("<unk>")}
+    return config | {role: tokens[id] for role, id in ids.items() if id is not None and role not in named}
 
 
 def _as_tokenizer_json(file: Path) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def read_definition(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the text of a tokenizer.json, and what it says. Raises UserError."""
     try:
         text = read_text(path)
-        said = parse_json(text)
+        said = parse_json(text, read_again=True)
     except (JSONDecodeError, UnicodeDecodeError) as error:
         raise neither(path, f"{error}") from error
     except (OSError, ValueError) as error:

@@ -294,6 +294,27 @@ def test_another_tokenizer_than_the_models_own_is_noted(
         assert capsys.readouterr().err.count(f"note: {file} is used, not {trained}/text.model") == notes
 
 
+@pytest.mark.parametrize("option", ["--prompts", "--prompt"])
+def test_prompts_are_texts_as_those_of_a_data_set(
+    option: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.txt"
+
+    def run(content: bytes) -> int:
+        file.write_bytes(content)
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors="surrogateescape")
+        monkeypatch.setattr(sys, "stdin", text)
+        given = str(file) if option == "--prompts" else "-"
+        return main(["generate", str(trained), option, given, "--tokens", "1", "--json"])
+
+    assert run(b"\xef\xbb\xbfthe model\n") == 0
+    assert [one["prompt"] for one in lines(capsys)] == ["the model"]
+    for content, why in ((b"the \xff\n", "give UTF-8 text"), ("the".encode("utf-16-le"), "it has zero bytes")):
+        assert run(content) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"{option} {file if option == '--prompts' else '-'}: ") and why in said
+
+
 def test_no_prompt_and_no_model_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(trained)]) == 2
     assert capsys.readouterr().err == "give --prompt TEXT, --prompt - for standard input, or --prompts FILE\n"

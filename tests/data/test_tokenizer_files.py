@@ -93,6 +93,13 @@ def test_a_key_given_twice_is_refused_by_name(definition: str, tmp_path: Path) -
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
+@pytest.mark.parametrize("value", ['"\\ud800"', "1" * 60, "[" * 5000 + "]" * 5000])
+def test_values_that_no_tokenizer_has_are_refused(value: str, definition: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(definition.replace('"dropout": null', f'"dropout": {value}', 1))
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
 SETTINGS: dict[str, tuple[Json, str]] = {
     "an end that is no token": ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, "eos_token = '<|im_end|>'"),
     "another token": ({"special_tokens_map": {"cls_token": {"content": "[CLS]"}}}, "cls_token = '[CLS]'"),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
+from megaprec.checkpoint.saving import require_own_names
 from megaprec.data.blend import Blend
 from megaprec.data.build import BuildResult, prepare, reusable
 from megaprec.data.files import alone, beside, write_whole
@@ -203,6 +204,7 @@ def _find_tokenizer(config: RunConfig) -> None:
         named = next((part for part in parts if beside(part.prefix, ".model") == given), None)
         with _about(config, named, *([] if named else ["data.tokenizer"])):
             _vocab(config, load_tokenizer(given))
+            require_own_names([given])  # it is copied into checkpoints
     elif ready := [part for part in parts if part.ready]:
         _vocab(config, None)
         key = ready[0].key

@@ -24,6 +24,7 @@ from megaprec.data.tokenizer_files import (
     require_as_written,
     require_whole,
     settings_of,
+    unread_keys,
 )
 from megaprec.errors import UserError
 
@@ -129,7 +130,9 @@ class HuggingFaceTokenizer:
         model = definition["model"]
         unk = model.get("unk_id") if "unk_id" in model else vocabulary.get(model.get("unk_token") or "")
         self.unk: int | None = unk
-        self.notes = (*settings.notes, *self._losses())
+        unread = unread_keys(definition, self._tokenizer)
+        left_out = [f"{path}: {', '.join(unread)}: the package tokenizers does not read it"] if unread else []
+        self.notes = (*settings.notes, *left_out, *self._losses())
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text, or if it has what no

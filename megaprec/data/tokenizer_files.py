@@ -6,6 +6,7 @@ transformers reads beside a tokenizer: they name the tokens that begin and end a
 may contradict the tokenizer.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from json import JSONDecodeError
@@ -29,6 +30,9 @@ _KINDS = {  # how a file of another kind begins, or what its JSON has -> what it
     b"<!": "it is HTML or XML: perhaps a page of a download that failed",
     b"#version:": "it is the merges of a tokenizer (merges.txt): give the tokenizer.json that is made of them",
 }
+_OF_MODELS = ("type", "vocab", "merges", "unk_id", "byte_fallback")  # beside what a model has as attributes
+_OF_TOKENS = ("id", "content", "single_word", "lstrip", "rstrip", "normalized", "special")
+_OLD_METASPACE = ("add_prefix_space", "str_rep")  # taken over as prepend_scheme and replacement
 _CONTRADICTED = {  # key of tokenizer_config.json -> part and key of tokenizer.json that it stands for
     "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
     "do_lower_case": ("normalizer", "lowercase"),
@@ -137,6 +141,33 @@ def require_as_written(path: Path, definition: Mapping[str, Any], vocabulary: Ma
         raise UserError(f"{path} has no token")
     if (largest := max(owner)) >= MOST_TOKENS:
         raise UserError(f"{path}: {owner[largest]!r} is token {largest}: ids below {MOST_TOKENS:,} are possible")
+
+
+def unread_keys(definition: Mapping[str, Any], tokenizer: Any) -> list[str]:
+    """Return the keys of a tokenizer.json that the library's `tokenizer` has not taken over, with their places.
+
+    Post-processors are left out: no text gets the tokens that they add.
+    """
+    found = list[str]()
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        part = getattr(tokenizer, name)
+        found += _lacking(definition.get(name), json.loads(part.__getstate__()) if part else None, name)
+    model = definition["model"]
+    found += [f"model.{key}" for key in model if key not in _OF_MODELS and not hasattr(tokenizer.model, key)]
+    flags = (key for one in definition.get("added_tokens") or () for key in one if key not in _OF_TOKENS)
+    return [*found, *(f"added_tokens.{key}" for key in dict.fromkeys(flags))]
+
+
+def _lacking(said: Any, kept: Any, at: str) -> Iterator[str]:
+    if isinstance(said, dict):
+        for key, value in said.items():
+            if isinstance(kept, dict) and key in kept:
+                yield from _lacking(value, kept[key], f"{at}.{key}")
+            elif not (isinstance(kept, dict) and "prepend_scheme" in kept and key in _OLD_METASPACE):
+                yield f"{at}.{key}"
+    elif isinstance(said, list) and isinstance(kept, list):
+        for number, (one, other) in enumerate(zip(said, kept, strict=False)):
+            yield from _lacking(one, other, f"{at}[{number}]")
 
 
 def neither(path: Path, why: str) -> UserError:

@@ -165,6 +165,12 @@ def test_the_usual_end_is_sought_among_special_tokens_first(html: bool, definiti
 NOTES: dict[str, tuple[Callable[[Json], object], Json, str]] = {
     "code of its own": (dict, {"auto_map": {"AutoTokenizer": ["a.B", None]}}, "code of the folder's own is not run"),
     "a space before texts": (dict, {"add_prefix_space": True}, "add_prefix_space = true is not followed, for pre_tok"),
+    "a key of another version": (
+        lambda said: (said["model"].update(heat=3), said["pre_tokenizer"].update(cold=1)),
+        {},
+        "pre_tokenizer.cold, model.heat: the package tokenizers does not read it",
+    ),
+    "a flag of another version": (lambda said: said["added_tokens"][0].update(hot=1), {}, "added_tokens.hot: the pack"),
     "characters without a token": (
         lambda said: said.update(pre_tokenizer=None, decoder=None),
         {},
@@ -179,6 +185,14 @@ def test_what_other_programs_follow_and_what_gets_lost_is_noted(case: str, defin
     (note,) = load_tokenizer(written(tmp_path, definition, change, tokenizer_config=config)).notes
     assert why in note
     assert load_tokenizer(written(tmp_path, definition, tokenizer_config={"add_prefix_space": False})).notes == ()
+
+
+def test_an_old_spelling_that_the_library_takes_over_is_not_noted(definition: str, tmp_path: Path) -> None:
+    old = {"type": "Metaspace", "replacement": "_", "str_rep": "_", "add_prefix_space": True}
+    path = written(tmp_path, definition, lambda said: said.update(pre_tokenizer=old, decoder=old))
+    tokenizer = load_tokenizer(path)
+    assert [note for note in tokenizer.notes if "does not read" in note] == []
+    assert tokenizer.encode("the")[0] == tokenizer.vocabulary()["_"]
 
 
 def test_a_sentencepiece_model_that_is_cut_off_is_refused(pieces: bytes, tmp_path: Path) -> None:

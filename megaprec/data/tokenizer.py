@@ -25,6 +25,7 @@ from megaprec.data.tokenizer_files import (
     require_whole,
     settings_of,
     unread_keys,
+    with_other_names,
 )
 from megaprec.errors import UserError
 
@@ -80,12 +81,12 @@ class SentencePieceTokenizer:
         self.notes: tuple[str, ...] = ()
         if settings_of(path):
             settings = read_settings(path, {})
-            vocabulary = self.vocabulary()
+            vocabulary, renamed = with_other_names(settings, self.vocabulary())
             require_agreeing(path, settings, vocabulary)
             ids = (_id_of(role, settings, vocabulary) for role in ROLES)
             own = (self.eos, self.bos, self.pad)
             self.eos, self.bos, self.pad = (one if said is None else said for said, one in zip(ids, own, strict=True))
-            self.notes = settings.notes
+            self.notes = (*settings.notes, *renamed)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text."""

@@ -46,12 +46,14 @@ class Settings:
     """The settings in the files beside a tokenizer. notes: lines for the user on what is not followed.
 
     named: tokens by their role, such as "eos_token". further: other tokens that are named, without a role here.
-    added: ids of tokens that were added. Each token has the file that says it.
+    added: ids of tokens that were added. special: those of them that no text can hold. Each token has the file that
+    says it.
     """
 
     named: Mapping[str, tuple[str, Path]]
     further: Mapping[str, Path]
     added: Mapping[str, tuple[int, Path]]
+    special: frozenset[str]
     notes: tuple[str, ...]
 
 
@@ -84,8 +86,24 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
     further = dict.fromkeys(_listed(config, at[CONFIG]), at[CONFIG])
     further |= dict.fromkeys(_listed(special, at[SPECIAL_MAP]), at[SPECIAL_MAP])
     added = {token: (number, at[ADDED]) for token, number in _numbers(said.get(ADDED, {}), at[ADDED])}
-    added |= {token: (number, at[CONFIG]) for token, number in _decoder(config, at[CONFIG])}
-    return Settings(later | named, further, added, tuple(notes))
+    decoder = [*_decoder(config, at[CONFIG])]
+    added |= {token: (number, at[CONFIG]) for token, number, _ in decoder}
+    special_ones = frozenset(token for token, _, is_special in decoder if is_special)
+    return Settings(later | named, further, added, special_ones, tuple(notes))
+
+
+def with_other_names(settings: Settings, vocabulary: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
+    """Return the vocabulary with the names that settings give to some of its tokens, and a note on them.
+
+    Only special tokens may have another name: no text holds them, so ids are the same by either name.
+    """
+    tokens, known, notes = {id: token for token, id in vocabulary.items()}, dict(vocabulary), list[str]()
+    for token in sorted(settings.special - vocabulary.keys()):
+        number, file = settings.added[token]
+        if number in tokens:
+            known[token] = number
+            notes.append(f"{file}: {token!r} is token {number}, which is {tokens[number]!r} in the tokenizer itself")
+    return known, [f"{notes[0]}; {len(notes) - 1} others have another name too"] if notes[1:] else notes
 
 
 def require_agreeing(path: Path, settings: Settings, vocabulary: Mapping[str, int]) -> None:
@@ -263,7 +281,7 @@ def _numbers(said: Mapping[str, Any], file: Path) -> Iterator[tuple[str, int]]:
         yield token, number
 
 
-def _decoder(config: Mapping[str, Any], file: Path) -> Iterator[tuple[str, int]]:
+def _decoder(config: Mapping[str, Any], file: Path) -> Iterator[tuple[str, int, bool]]:
     said = config.get("added_tokens_decoder") or {}
     if not isinstance(said, dict):
         raise UserError(f"{file}: added_tokens_decoder is no table of tokens by their ids")
@@ -271,7 +289,7 @@ def _decoder(config: Mapping[str, Any], file: Path) -> Iterator[tuple[str, int]]
         token = one.get("content") if isinstance(one, dict) else one
         if not number.isdecimal() or not isinstance(token, str):
             raise UserError(f"{file}: added_tokens_decoder has {number!r} = {one!r}: give tokens by their ids")
-        yield token, int(number)
+        yield token, int(number), isinstance(one, dict) and one.get("special") is True
 
 
 def _not_followed(path: Path, config: Mapping[str, Any], definition: Mapping[str, Any]) -> Iterator[str]:

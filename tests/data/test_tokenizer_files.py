@@ -217,6 +217,23 @@ def test_settings_beside_a_tokenizer_model_count_as_beside_a_tokenizer_json(piec
         load_tokenizer(tmp_path / "tokenizer.model")
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_a_piece_that_settings_give_another_name_is_noted_if_no_text_can_hold_it(
+    special: bool, pieces: bytes, tmp_path: Path
+) -> None:
+    """InternLM2's settings call unused pieces `<|im_end|>` and the like; special tokens are never read from a text."""
+    (tmp_path / "tokenizer.model").write_bytes(pieces)
+    said = {"eos_token": "<|im_end|>", "added_tokens_decoder": {"300": {"content": "<|im_end|>", "special": special}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+    if not special:
+        with pytest.raises(UserError, match=r"adds token 300, '<\|im_end\|>', which tokenizer.model does not have"):
+            load_tokenizer(tmp_path / "tokenizer.model")
+        return
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
+    (note,) = tokenizer.notes
+    assert tokenizer.eos == 300 and "tokenizer_config.json: '<|im_end|>' is token 300, which is " in note
+
+
 KINDS = {
     "a.model": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS"),
     "b.model": (b"\x1f\x8b\x08\x00", "packed by gzip"),

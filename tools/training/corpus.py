@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
@@ -34,7 +35,7 @@ from tools.console.progress_bar import building
 from tools.console.toml import toml
 from tools.convert.train_state import newest, read_tokenizer
 from tools.training.data_identity import DataSet, Identity, read_identity
-from tools.training.tokenizer_notes import tokenizer_notes
+from tools.training.tokenizer_notes import tokenizer_notes, unlike_notes
 from tools.training.validation_sets import build_validation, check_validation, open_validation
 
 
@@ -102,24 +103,26 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     model_file = _build(config, texts, given, allowed) if texts else given
     corpus = looked_at(config, open_made(config, [part.prefix for part in parts], model_file))
     notes = build_validation(config, corpus.tokenizer, corpus.ids, cache_of(config))
-    return replace(corpus, notes=(*corpus.notes, *notes), validation=open_validation(config, cache_of(config)))
+    said = tuple(dict.fromkeys((*corpus.notes, *notes)))
+    return replace(corpus, notes=said, validation=open_validation(config, cache_of(config)))
 
 
 def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
     """Return the corpus with its identity, after checking its files. Raises UserError for damaged data."""
-    sets, notes = list[DataSet](), list[str]()
+    sets, notes, records = list[DataSet](), list[str](), dict[Path, dict[str, Any] | None]()
     tokenizer = corpus.tokenizer.path if corpus.tokenizer else None
     for part, dataset in zip(_parts(config), corpus.datasets, strict=True):
         again = f"remove {beside(part.prefix, '.idx')} and the same command makes it anew"
         with _about(config, part):
             seen = contents_of(dataset, *([] if part.ready else [again]))
-            record = read_record(dataset.prefix)
+            record = records[part.prefix] = read_record(dataset.prefix)
             notes += tokenizer_notes(dataset.prefix, record, corpus.tokenizer)
         with _about(config, part, *(["model.vocab", "data.tokenizer"] if part.ready else [])):
             check_vocabulary(dataset, seen, corpus.ids)
         what = {key: value for key, value in asdict(seen).items() if key in DataSet.model_fields}
         text = record.get("source") if record else None
         sets.append(DataSet(source=part.name, weight=part.weight, text=text, **what))
+    notes += unlike_notes(records) if corpus.tokenizer is None else ()
     data, digest = config.data, file_digest(tokenizer) if tokenizer else ""
     identity = Identity(
         sets=sets, tokenizer=digest, held_out=data.held_out, shuffle=data.shuffle, seed=config.train.seed

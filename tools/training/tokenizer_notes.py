@@ -1,6 +1,6 @@
 """Notes on the tokenizer of a run, and on data sets that another one, or the same with other settings, has built."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,14 @@ def tokenizer_notes(prefix: Path, record: dict[str, Any] | None, tokenizer: Toke
             f"{prefix} was built with {_end(record['eos'])} at the end of each document, but {tokenizer.path} and the "
             f"settings beside it now say {_end(tokenizer.eos)}: build it again, or set them back"
         )
+
+
+def unlike_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
+    """Yield a note if data sets (prefix: record) were built with different tokenizers; without a record they may be."""
+    built = {prefix: record.get("tokenizer_sha256") for prefix, record in records.items() if record}
+    first, *others = built or [None]
+    if other := next((prefix for prefix in others if built[prefix] != built[first]), None):
+        yield f"{first} and {other} were built with different tokenizers: their tokens must mean the same"
 
 
 def _end(eos: int | None) -> str:

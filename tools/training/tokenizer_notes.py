@@ -37,10 +37,11 @@ def tokenizer_notes(prefix: Path, record: dict[str, Any] | None, tokenizer: Toke
 
 def unlike_notes(records: Mapping[Path, dict[str, Any] | None]) -> Iterator[str]:
     """Yield a note if data sets (prefix: record) were built with different tokenizers; without a record they may be."""
-    built = {prefix: record.get("tokenizer_sha256") for prefix, record in records.items() if record}
-    first, *others = built or [None]
-    if other := next((prefix for prefix in others if built[prefix] != built[first]), None):
-        yield f"{first} and {other} were built with different tokenizers: their tokens must mean the same"
+    built = [(prefix, record.get("tokenizer_sha256")) for prefix, record in records.items() if record]
+    for prefix, digest in built:
+        if digest != built[0][1]:
+            yield f"{built[0][0]} and {prefix} were built with different tokenizers: their tokens must mean the same"
+            return
 
 
 def _end(eos: int | None) -> str:

@@ -193,7 +193,11 @@ def test_a_run_and_its_export_begin_documents_alike_whatever_the_tokenizer_names
     run = train_on(file, *keys)
     assert main(["convert", str(run), str(tmp_path / "hf"), "--no-verify"]) == 0
     assert "name token 84 as bos_token, which nothing says to stand before documents" in capsys.readouterr().out
+    kept = checkpoint(run, 1) / "tokenizer_config.json"
     assert load_model(run, CachedStage).begin == load_model(tmp_path / "hf", CachedStage).begin == 0
+    kept.write_text(kept.read_text().replace('"t"', '"h"'))  # settings of a checkpoint stay as they were saved
+    assert main(["generate", str(run), "--prompt", "the"]) == 2
+    assert "tokenizer_config.json is not what was saved" in capsys.readouterr().err
 
 
 def test_what_transformers_says_of_the_exported_model_is_what_generate_says(

@@ -15,7 +15,6 @@ from megaprec.checkpoint.digests import OTHERS, file_digest, sealed
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.ranges import blocks, stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
-from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
 from megaprec.optim.update_rules import MUON_MOMENTUM
@@ -38,6 +37,7 @@ from tools.convert.train_state import (
     read_table,
     read_tokenizer,
     read_watch,
+    tokenizer_files,
 )
 
 SCALES = "fp8/"  # prefix of scales and amax histories, which belong to products, not to logical tensors
@@ -48,7 +48,7 @@ def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     """Return the model of a checkpoint and its tokenizer file, if there is one."""
     store = Store(path)
     tokenizer = read_tokenizer(store) if "tokenizer" in store.index else None
-    require_intact(store, [tokenizer.name] if tokenizer else [])
+    require_intact(store, tokenizer_files(store))
     return read_model(store), tokenizer
 
 
@@ -72,8 +72,7 @@ def open_native(path: Path) -> Source:
         )
         for key, e in sorted(logical.items(), key=lambda item: item[0].split("/", 1)[::-1])
     ]
-    tokenizer = read_tokenizer(store) if index.get("tokenizer") else None
-    names = [tokenizer.name, *SETTINGS] if tokenizer else []
+    names = tokenizer_files(store)
     facts = Facts(
         index["optimizer"]["steps"],
         index["optimizer"]["scaler"],
@@ -86,7 +85,7 @@ def open_native(path: Path) -> Source:
         special=read_ids(store, "special_ids"),
         generation=read_table(store, "generation"),
     )
-    return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
+    return Source(path, "megaprec", model, origins, facts, [store.file(name) for name in names])
 
 
 def _check(path: Path, model: ModelConfig, store: Store, logical: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from megaprec.checkpoint.atomic import latest, remedy
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store, newer_version
+from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
 from megaprec.precision.plan import LossScaling
@@ -77,6 +78,12 @@ def read_tokenizer(store: Store) -> Path | None:
     if not isinstance(name, str):
         raise _damaged(store, "tokenizer")
     return store.file(name) if name else None
+
+
+def tokenizer_files(store: Store) -> list[str]:
+    """Return the names of the tokenizer's file, if there is one, and of the settings that were saved beside it."""
+    tokenizer = read_tokenizer(store) if "tokenizer" in store.index else None
+    return [tokenizer.name, *(name for name in SETTINGS if name in store.index["files"])] if tokenizer else []
 
 
 def read_table(store: Store, key: str) -> dict[str, Any]:

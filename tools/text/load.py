@@ -27,7 +27,7 @@ from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS
 from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file
 from tools.convert.initial import open_weights
-from tools.convert.train_state import read_model, read_tokenizer
+from tools.convert.train_state import read_model, tokenizer_files
 from tools.convert.verify import read_weights
 
 S = TypeVar("S", bound=Stage)
@@ -109,8 +109,7 @@ def _open(path: Path) -> Source:
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
         require_builtin(read_model(store), "text from a checkpoint")
-        own = read_tokenizer(store)
-        require_intact(store, store.files_of("weight") | ({own.name} if own else set()))
+        require_intact(store, store.files_of("weight") | {*tokenizer_files(store)})
     return open_weights(path)
 
 

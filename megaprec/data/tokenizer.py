@@ -30,6 +30,7 @@ from megaprec.data.tokenizer_files import (
 from megaprec.errors import UserError
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
 RARE = "\U00012000"  # a letter of a script that few texts have
 
 
@@ -168,7 +169,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     if not path.is_file():
         what = " is a folder" if path.is_dir() else ": no such file"
-        raise UserError(f"{path}{what}; give a SentencePiece .model or a Hugging Face tokenizer.json")
+        inside = next((file for name in NAMES if (file := path / name).is_file()), None)
+        give = f"{inside}" if inside else "a SentencePiece .model or a Hugging Face tokenizer.json"
+        raise UserError(f"{path}{what}; give {give}")
     with open(path, "rb") as file:
         content = file.read(4096)
     try:

@@ -271,6 +271,14 @@ def test_text_without_a_token_is_refused_in_any_number_of_processes(
         list(encode_chunks(chunks, tokenizer, workers))
 
 
+def test_in_a_folder_the_file_to_give_is_named(definition: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder; give a SentencePiece .model or"):
+        load_tokenizer(tmp_path)
+    written(tmp_path, definition)
+    with pytest.raises(UserError, match=f"{tmp_path} is a folder; give {tmp_path}/tokenizer.json"):
+        load_tokenizer(tmp_path)
+
+
 def test_tokens_of_unknown_text_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.model").write_bytes(_pieces(byte_fallback=False, vocab_size=60))
     (tmp_path / "a.txt").write_text("the 数 text 字 says", encoding="utf-8")

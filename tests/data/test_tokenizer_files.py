@@ -272,7 +272,7 @@ def test_text_without_a_token_is_refused_in_any_number_of_processes(
 
 
 def test_in_a_folder_the_file_to_give_is_named(definition: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is a folder; give a SentencePiece .model or"):
+    with pytest.raises(UserError, match=r"is a folder; give a SentencePiece \.model or"):
         load_tokenizer(tmp_path)
     written(tmp_path, definition)
     with pytest.raises(UserError, match=f"{tmp_path} is a folder; give {tmp_path}/tokenizer.json"):

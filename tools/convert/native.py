@@ -48,7 +48,7 @@ def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     """Return the model of a checkpoint and its tokenizer file, if there is one."""
     store = Store(path)
     tokenizer = read_tokenizer(store) if "tokenizer" in store.index else None
-    require_intact(store, tokenizer_files(store))
+    require_intact(store, tokenizer_files(store) if "tokenizer" in store.index else [])
     return read_model(store), tokenizer
 
 
@@ -72,7 +72,7 @@ def open_native(path: Path) -> Source:
         )
         for key, e in sorted(logical.items(), key=lambda item: item[0].split("/", 1)[::-1])
     ]
-    names = tokenizer_files(store)
+    names = tokenizer_files(store) if index.get("tokenizer") else []
     facts = Facts(
         index["optimizer"]["steps"],
         index["optimizer"]["scaler"],

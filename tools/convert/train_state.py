@@ -81,8 +81,11 @@ def read_tokenizer(store: Store) -> Path | None:
 
 
 def tokenizer_files(store: Store) -> list[str]:
-    """Return the names of the tokenizer's file, if there is one, and of the settings that were saved beside it."""
-    tokenizer = read_tokenizer(store) if "tokenizer" in store.index else None
+    """Return the names of the tokenizer's file, if there is one, and of the settings that were saved beside it.
+
+    Raises UserError if the checkpoint does not say whether there is one.
+    """
+    tokenizer = read_tokenizer(store)
     return [tokenizer.name, *(name for name in SETTINGS if name in store.index["files"])] if tokenizer else []
 
 

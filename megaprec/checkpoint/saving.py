@@ -73,6 +73,7 @@ class Saving:
         fp8: FP8State | None = None,
         background: bool = False,
     ) -> None:
+        require_own_names(files)
         self.folder, self.step, self._keep, self._background = folder, step, keep, background
         self._world, self._device, self._files = optimizer.world, optimizer.device, tuple(files)
         self._warnings: list[str] = []
@@ -196,6 +197,17 @@ class Saving:
             own = {str(self._world.rank): file_error(self._error)} if isinstance(self._error, OSError) else {}
             problem = next(iter(everyones(own, self._world, self._device).values()))
         return Outcome(checkpoint_path(self.folder, self.step), problem, tuple(dict.fromkeys(self._warnings)))
+
+
+def require_own_names(files: Sequence[Path]) -> None:
+    """Raise UserError for files to copy into a checkpoint that have one name, or the name of a file of its own."""
+    names = [file.name for file in files]
+    for file in files:
+        of_index = file.name == INDEX or (file.name.startswith("index-") and file.suffix == ".json")
+        if of_index or file.suffix == ".safetensors" or names.count(file.name) > 1:
+            raise UserError(
+                f"{file}: another file of a checkpoint has the name {file.name}: give this one another name"
+            )
 
 
 def unsaved_buffers(optimizer: ParallelAMPOptimizer) -> list[str]:

@@ -18,6 +18,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megaprec.data import intact
 from megaprec.data.files import beside, write_whole
 from megaprec.data.indexed import IndexedDataset, IndexedWriter, Mark
@@ -39,7 +42,10 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of a build. `tokenizer` is the path of its file; counts include the end-of-document tokens."""
+    """The result of a build. `tokenizer` is the path of its file; counts include the end-of-document tokens.
+
+    unknown: number of tokens that stand for text which the tokenizer does not know.
+    """
 
     prefix: Path
     tokenizer: Path
@@ -48,6 +54,7 @@ class BuildResult:
     documents: int
     tokens: int
     chars: int
+    unknown: int = 0
     reused: bool = False
 
 
@@ -56,6 +63,7 @@ class _Counts:
     documents: int = 0
     tokens: int = 0
     chars: int = 0
+    unknown: int = 0
 
 
 def prepare(
@@ -75,9 +83,11 @@ def prepare(
     """
     if (tokenizer is None) == (vocab_size is None):
         raise UserError("give either a tokenizer file or a vocabulary size to train one, not both or neither")
-    given = load_tokenizer(tokenizer) if tokenizer else None
+    given, left = load_tokenizer(tokenizer) if tokenizer else None, beside(prefix, ".model")
     with suppress(*([UserError] if overwrite else [])):  # a damaged one is replaced then
-        if result := reusable(prefix, source, tokenizer or beside(prefix, ".model"), vocab_size):
+        there = beside(prefix, ".idx").exists() and left.is_file()
+        known = given or (load_tokenizer(left) if there else None)
+        if known and (result := reusable(prefix, source, known, vocab_size)):
             return result
     _refuse_overwriting(prefix, overwrite)
     if vocab_size is not None:
@@ -137,14 +147,14 @@ def _digests(prefix: Path) -> dict[str, Any]:
     return digests
 
 
-def reusable(prefix: Path, source: Source, tokenizer: Path, vocab_size: int | None = None) -> BuildResult | None:
-    """Return the data set at `prefix` if it exists and was built from this source with this tokenizer file, else None.
+def reusable(prefix: Path, source: Source, tokenizer: Tokenizer, vocab_size: int | None = None) -> BuildResult | None:
+    """Return the data set at `prefix` if it exists and was built from this source with this tokenizer, else None.
 
     vocab_size: if set, the tokenizer must have exactly this size. Raises UserError if file sizes show that the data set
     is damaged; `megaprec.data.intact` checks its content.
     """
     idx = beside(prefix, ".idx")
-    if not idx.exists() or not tokenizer.is_file():
+    if not idx.exists():
         return None
     try:
         record = intact.read_record(prefix)
@@ -156,14 +166,15 @@ def reusable(prefix: Path, source: Source, tokenizer: Path, vocab_size: int | No
         again = f"remove {idx} and the same command makes it anew"
         raise UserError(*(f"{line}; {again}" for line in error.problems)) from error
     counts = {name: record[name] for name in ("vocab_size", "eos", "documents", "tokens", "chars")}
-    return BuildResult(prefix, tokenizer, **counts, reused=True)
+    unknown = record.get("unknown", 0)  # earlier versions did not count them
+    return BuildResult(prefix, tokenizer.path, **counts, unknown=unknown, reused=True)
 
 
-def _is_of(record: dict[str, Any], source: Source, tokenizer: Path, vocab_size: int | None) -> bool:
+def _is_of(record: dict[str, Any], source: Source, tokenizer: Tokenizer, vocab_size: int | None) -> bool:
     if lacking := {"source", "vocab_size", "eos", "documents", "tokens", "chars"} - record.keys():
         raise UserError(f"its record lacks {', '.join(sorted(lacking))}")
-    same = record["source"] == source.identity() and record.get("tokenizer_sha256") == _sha256(tokenizer)
-    return same and vocab_size in (None, record["vocab_size"])
+    same = record["source"] == source.identity() and record.get("tokenizer_sha256") == _sha256(tokenizer.path)
+    return same and record["eos"] == tokenizer.eos and vocab_size in (None, record["vocab_size"])
 
 
 def made_of(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -251,6 +262,7 @@ def _write(
             state.chunks += 1
             counts.documents += len(ends)
             counts.tokens += len(ids)
+            counts.unknown += _unknown(tokenizer, ids, len(ends))
             counts.chars += sum(map(len, chunk.texts))
             report(counts.documents, counts.chars, counts.tokens)
             if counts.chars - noted >= RESUME_CHARS:
@@ -262,6 +274,13 @@ def _write(
         # An old record must not remain beside the new data set.
         beside(prefix, ".json").unlink(missing_ok=True)
     return writer.ids
+
+
+def _unknown(tokenizer: Tokenizer, ids: NDArray[np.int32], documents: int) -> int:
+    """Return the number of ids that stand for unknown text. documents: number of documents that end among them."""
+    if tokenizer.unk is None:
+        return 0
+    return int((ids == tokenizer.unk).sum()) - (documents if tokenizer.unk == tokenizer.eos else 0)
 
 
 def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:

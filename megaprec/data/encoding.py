@@ -9,6 +9,7 @@ A worker reads requests from standard input and answers each on standard output,
     answer    u64 T, u64 D       number of tokens, and of documents that end among them
               i64[D]             number of tokens up to the end of each document
               i32[T]             the tokens
+    refusal   u64 REFUSED, u64 B number of bytes; B bytes: why a text cannot be encoded, UTF-8
 
 This module imports no other module of the project, so that a worker starts fast and needs little more memory than its
 tokenizer.
@@ -26,6 +27,7 @@ import sentencepiece
 from numpy.typing import NDArray
 
 HEAD = struct.Struct("<QQ")
+REFUSED = 2**64 - 1
 
 Encode = Callable[[str], list[int]]
 Encoded = tuple[NDArray[np.int32], NDArray[np.int64]]
@@ -78,8 +80,13 @@ def send_request(stream: IO[bytes], texts: Sequence[str], ends: Sequence[bool]) 
 
 
 def read_answer(stream: IO[bytes]) -> Encoded:
-    """Return a worker's answer; called in the main process. Raises EOFError if the worker has ended."""
+    """Return a worker's answer; called in the main process.
+
+    Raises EOFError if the worker has ended, and ValueError, with the reason, if a text cannot be encoded.
+    """
     tokens, documents = HEAD.unpack(_read(stream, HEAD.size))
+    if tokens == REFUSED:
+        raise ValueError(_read(stream, documents).decode())
     until = np.frombuffer(_read(stream, 8 * documents), "<i8")
     return np.frombuffer(_read(stream, 4 * tokens), "<i4"), until
 
@@ -92,7 +99,13 @@ def serve(encode: Encode, eos: int | None, requests: IO[bytes], answers: IO[byte
         ends = np.frombuffer(_read(requests, pieces), "u1").astype(bool).tolist()
         text = _read(requests, size)
         texts = [text[a:b].decode() for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
-        ids, until = encode_pieces(encode, texts, ends, eos)
+        try:
+            ids, until = encode_pieces(encode, texts, ends, eos)
+        except Exception as problem:  # the libraries raise bare Exception
+            reason = str(problem).encode()
+            answers.write(HEAD.pack(REFUSED, len(reason)) + reason)
+            answers.flush()
+            continue
         answers.write(HEAD.pack(len(ids), len(until)))
         answers.write(until.astype("<i8", copy=False).tobytes())
         answers.write(ids.astype("<i4", copy=False).tobytes())

@@ -6,21 +6,39 @@ those of the original libraries: of `sentencepiece`, and of `tokenizers` and `tr
 `split_special_tokens=True`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 from megaprec.data.encoding import hugging_face_encoder, is_json, sentencepiece_encoder
+from megaprec.data.tokenizer_files import (
+    CONFIG,
+    ROLES,
+    Settings,
+    another_kind,
+    neither,
+    read_definition,
+    read_settings,
+    require_agreeing,
+    require_as_written,
+    require_whole,
+    settings_of,
+    unread_keys,
+    with_other_names,
+)
 from megaprec.errors import UserError
-from megaprec.parsing import parse_json, read_text
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
+RARE = "\U00012000"  # a letter of a script that few texts have
 
 
 class Tokenizer(Protocol):
     """The interface of tokenizers for data and generation. `path` is the file that defines the tokenizer completely.
 
-    eos, bos, pad: ids that end a document, begin one and pad; None if the tokenizer has none.
+    eos, bos, pad, unk: ids that end a document, begin one, pad, and stand for what is not known; None if the tokenizer
+    has none. holes: ids below `vocab_size` that no token has. notes: lines for the user on what is not followed.
     """
 
     path: Path
@@ -28,91 +46,180 @@ class Tokenizer(Protocol):
     eos: int | None
     bos: int | None
     pad: int | None
+    unk: int | None
+    holes: frozenset[int]
+    notes: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids of all tokens, as they are spelled in the file."""
+        ...
+
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model` file."""
+    """A SentencePiece `.model` file. If it is named `tokenizer.model`, the settings of transformers beside it count."""
+
+    holes: frozenset[int] = frozenset()
 
     def __init__(self, path: Path) -> None:
-        self._encode, self._processor = sentencepiece_encoder(path.read_bytes())
+        content = path.read_bytes()
+        self._encode, self._processor = sentencepiece_encoder(content)
+        require_whole(path, content)
         self.path = path
         self.vocab_size = self._processor.get_piece_size()
-        self.eos, self.bos, self.pad = (
+        self.eos, self.bos, self.pad, self.unk = (
             id if id >= 0 else None
-            for id in (self._processor.eos_id(), self._processor.bos_id(), self._processor.pad_id())
+            for id in (
+                self._processor.eos_id(),
+                self._processor.bos_id(),
+                self._processor.pad_id(),
+                self._processor.unk_id(),
+            )
         )
+        self.notes: tuple[str, ...] = ()
+        if settings_of(path):
+            settings = read_settings(path, {})
+            vocabulary, renamed = with_other_names(settings, self.vocabulary())
+            require_agreeing(path, settings, vocabulary)
+            ids = (_id_of(role, settings, vocabulary) for role in ROLES)
+            own = (self.eos, self.bos, self.pad)
+            self.eos, self.bos, self.pad = (one if said is None else said for said, one in zip(ids, own, strict=True))
+            self.notes = (*settings.notes, *renamed)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
         return self._encode(_unicode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens have none."""
-        return self._processor.decode([int(i) for i in ids])
+        """Text of token ids; special tokens have none. Raises UserError for an id that no token has."""
+        return self._processor.decode(_known(self, ids))
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids of all pieces."""
+        return {self._processor.id_to_piece(i): i for i in range(self.vocab_size)}
 
 
 class HuggingFaceTokenizer:
     """A Hugging Face `tokenizer.json` file, read with the optional package `tokenizers`.
 
-    `eos`, `bos` and `pad` are the tokens named in `tokenizer_config.json` beside it. If that names no `eos`, `eos` is
-    the first of USUAL_EOS in the vocabulary.
+    `eos`, `bos` and `pad` are the tokens named in the settings beside it (`tokenizer_config.json`,
+    `special_tokens_map.json`). If they name no `eos`, it is the one of USUAL_EOS among the special tokens, or else in
+    the vocabulary.
     """
 
     def __init__(self, path: Path) -> None:
+        text, definition = read_definition(path)
+        settings = read_settings(path, definition)
         try:
-            self._encode, self._tokenizer = hugging_face_encoder(read_text(path))
+            self._encode, self._tokenizer = hugging_face_encoder(text)
         except ImportError as problem:
             raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
+        except Exception as problem:  # the library raises bare Exception
+            raise UserError(f"{path}: the package tokenizers cannot read it: {problem}") from problem
         self.path = path
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = self.vocabulary()
+        require_as_written(path, definition, vocabulary)
+        require_agreeing(path, settings, vocabulary)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
-        self.eos, self.bos, self.pad = (
-            next((vocabulary[name] for name in (_declared(path, kind), *usual) if name in vocabulary), None)
-            for kind, usual in (("eos_token", USUAL_EOS), ("bos_token", ()), ("pad_token", ()))
-        )
+        self.holes = frozenset(range(self.vocab_size)) - set(vocabulary.values())
+        self.bos, self.pad = (_id_of(role, settings, vocabulary) for role in ("bos_token", "pad_token"))
+        said = _id_of("eos_token", settings, vocabulary)
+        special = {one["content"] for one in definition.get("added_tokens") or () if one.get("special")}
+        self.eos = _usual_eos(path, vocabulary, special) if said is None else said
+        model = definition["model"]
+        unk = model.get("unk_id") if "unk_id" in model else vocabulary.get(model.get("unk_token") or "")
+        self.unk: int | None = unk
+        unread = unread_keys(definition, self._tokenizer)
+        left_out = [f"{path}: {', '.join(unread)}: the package tokenizers does not read it"] if unread else []
+        self.notes = (*settings.notes, *left_out, *self._losses())
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text."""
-        return self._encode(_unicode(text))
+        """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text, or if it has what no
+        token is for.
+        """
+        text = _unicode(text)
+        try:
+            return self._encode(text)
+        except Exception as problem:  # the library raises bare Exception
+            raise UserError(f"{self.path} cannot encode the text: {problem}") from problem
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens have none."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        """Text of token ids; special tokens have none. Raises UserError for an id beyond the vocabulary."""
+        return self._tokenizer.decode(_known(self, ids), skip_special_tokens=True)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids of all tokens, added ones too."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def _losses(self) -> list[str]:
+        try:
+            lost = self.unk is None and not self._encode(RARE)
+        except Exception:  # such texts are refused
+            return []
+        return [f"{self.path} leaves out of texts what it has no token for: it has no unknown token"] if lost else []
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer in this file: JSON is Hugging Face's, anything else SentencePiece's.
 
-    Raises UserError if the file is neither.
+    Raises UserError if the file is neither, or if it and the settings beside it do not fit together.
     """
     if not path.is_file():
         what = " is a folder" if path.is_dir() else ": no such file"
-        raise UserError(f"{path}{what}; give a SentencePiece .model or a Hugging Face tokenizer.json")
+        inside = next((file for name in NAMES if (file := path / name).is_file()), None)
+        give = f"{inside}" if inside else "a SentencePiece .model or a Hugging Face tokenizer.json"
+        raise UserError(f"{path}{what}; give {give}")
     with open(path, "rb") as file:
-        kind = HuggingFaceTokenizer if is_json(file.read(64)) else SentencePieceTokenizer
+        content = file.read(4096)
     try:
-        return kind(path)
+        return HuggingFaceTokenizer(path) if is_json(content) else SentencePieceTokenizer(path)
     except UserError:
         raise
     except Exception as problem:  # both libraries raise bare Exception or RuntimeError on a file they cannot read
-        reason = " ".join(str(problem).split())
-        raise UserError(
-            f"{path} is neither a SentencePiece .model nor a Hugging Face tokenizer.json ({reason})"
-        ) from problem
+        raise neither(path, another_kind(path, content) or " ".join(str(problem).split())) from problem
 
 
-def _declared(path: Path, kind: str) -> str | None:
-    """Return the token that `tokenizer_config.json` beside `path` names as `kind`, if any (a string or an added
-    token)."""
-    config = path.with_name("tokenizer_config.json")
-    if not config.is_file():
+def loaded_once(path: Path) -> Tokenizer | None:
+    """Return the tokenizer in this file, loaded only once while it and the settings beside it stay the same.
+
+    None if there is no file, or none that can be loaded.
+    """
+    try:
+        return _loaded(path, tuple(file.read_bytes() for file in (path, *settings_of(path))))
+    except (OSError, UserError):
         return None
-    token = parse_json(read_text(config)).get(kind)
-    return token.get("content") if isinstance(token, dict) else token
+
+
+@lru_cache(maxsize=2)
+def _loaded(path: Path, contents: tuple[bytes, ...]) -> Tokenizer:
+    return load_tokenizer(path)
+
+
+def _id_of(role: str, settings: Settings, vocabulary: Mapping[str, int]) -> int | None:
+    return vocabulary[settings.named[role][0]] if role in settings.named else None
+
+
+def _usual_eos(path: Path, vocabulary: Mapping[str, int], special: set[str]) -> int | None:
+    """Return the id of the token that ends a document by its usual name. Raises UserError if there are several."""
+    there = [name for name in USUAL_EOS if name in vocabulary]
+    there = [name for name in there if name in special] or there
+    if len(there) > 1:
+        raise UserError(
+            f"{path} has {' and '.join(there)}, and nothing says which of them ends a document: name it in {CONFIG} "
+            f'beside it: {{"eos_token": "{there[0]}"}}'
+        )
+    return vocabulary[there[0]] if there else None
+
+
+def _known(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    whole = [int(one) for one in ids]
+    if whole and not (min(whole) >= 0 and max(whole) < tokenizer.vocab_size):
+        wrong = next(one for one in whole if not 0 <= one < tokenizer.vocab_size)
+        raise UserError(f"{tokenizer.path} has no token {wrong}: it has {tokenizer.vocab_size}")
+    return whole
 
 
 def _unicode(text: str) -> str:

@@ -40,7 +40,7 @@ def most_processes() -> int:
 def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Iterator[tuple[Chunk, Encoded]]:
     """Yield each chunk and its ids, in order. With one worker, this process encodes; more workers are new processes.
 
-    Raises UserError if a worker is killed.
+    Raises UserError if a worker is killed, and for a text that has what no token is for.
     """
     if workers == 1:
         yield from (
@@ -53,6 +53,8 @@ def encode_chunks(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -
             process = idle.get()
             try:
                 return _exchange(process, chunk)
+            except ValueError as problem:
+                raise UserError(f"{tokenizer.path} cannot encode the text: {problem}") from problem
             finally:
                 idle.put(process)
 

@@ -31,6 +31,25 @@ def full(descriptor: int, content: memoryview) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def save_beside(mesh: DeviceMesh, folder: Path, files: list[Path]) -> str:
+    try:
+        save(folder, 1, make_engine(mesh, Run(MODEL, "bf16")).optimizer, {}, files=files)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "model-00000.safetensors", "index-00001.json", "words.txt"])
+def test_a_file_that_is_copied_into_a_checkpoint_takes_the_name_of_no_other(name: str, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text("x")
+    files = [tmp_path / folder / name for folder in (("one", "two") if name == "words.txt" else ("one",))]
+    (said,) = run_ranks(save_beside, {}, folder=tmp_path / "saved", files=files)
+    assert said == f"{files[0]}: another file of a checkpoint has the name {name}: give this one another name"
+    assert not (tmp_path / "saved").exists()
+
+
 def fail_on_one_rank(mesh: DeviceMesh, folder: Path, rank: int, background: bool) -> str:
     """The problem of a save whose disk is full on one rank, after which nothing is left of it and the next is whole."""
     optimizer = make_engine(mesh, Run(MODEL, "bf16")).optimizer

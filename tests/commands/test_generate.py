@@ -13,6 +13,7 @@ import torch
 
 from megaprec.checkpoint.reader import Store
 from megaprec.data.tokenizer import load_tokenizer
+from megaprec.data.training import train_hugging_face
 from models.config import ModelConfig
 from models.kv_cache import CachedStage
 from tests import oracle
@@ -77,6 +78,30 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(generate: Ge
     texts = [generate("--seed", seed, "--tokens", 20) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert all(text.startswith(PROMPT) for text in texts)
+
+
+@pytest.mark.parametrize("hugging_face", [False, True])
+def test_no_token_is_chosen_that_the_tokenizer_does_not_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hugging_face: bool
+) -> None:
+    """A vocabulary is often padded: the model computes logits of ids that stand for nothing."""
+    file, keys = write_run(tmp_path), ["model.vocab=700"]
+    if hugging_face:
+        definition = train_hugging_face([(tmp_path / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 290)
+        said = json.loads(definition.read_text("utf-8"))
+        said["model"]["vocab"] |= {"far away": 400}
+        definition.write_text(json.dumps(said), encoding="utf-8")
+        keys += [f"data.tokenizer={definition}", f"data.cache={tmp_path}/other"]
+    path = checkpoint(train_on(file, "train.steps=1", *keys), 1)
+    tokenizer = load_model(path, CachedStage).tokenizer
+    assert tokenizer and tokenizer.vocab_size == (401 if hugging_face else 330)
+    known = set(tokenizer.vocabulary().values())
+    assert len(known) == (291 if hugging_face else 330)
+    for seed in range(3):
+        made = Generation(load_model(path, CachedStage), "the", 20, Sampling(temperature=50, top_k=0), seed)
+        assert "".join(made) and set(made.ids) <= known
+    assert main(["generate", str(path), "--prompt", "the", "--temperature", "50", "--top-k", "0"]) == 0
+    capsys.readouterr()
 
 
 def test_one_likeliest_token_is_greedy_whatever_the_temperature(generate: Generate) -> None:
@@ -157,6 +182,24 @@ def test_a_hugging_face_folder_says_what_the_checkpoint_says(
     assert generate("--tokens", 12, path=tmp_path / "hf") == generate("--tokens", 12)
 
 
+def test_a_run_and_its_export_begin_documents_alike_whatever_the_tokenizer_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training puts the token that ends a document between two, and never the begin token of a tokenizer."""
+    file = write_run(tmp_path)
+    definition = train_hugging_face([(tmp_path / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 290)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "t", "eos_token": "<|endoftext|>"}')
+    keys = [f"data.tokenizer={definition}", f"data.cache={tmp_path}/other", "train.steps=1"]
+    run = train_on(file, *keys)
+    assert main(["convert", str(run), str(tmp_path / "hf"), "--no-verify"]) == 0
+    assert "name token 84 as bos_token, which nothing says to stand before documents" in capsys.readouterr().out
+    kept = checkpoint(run, 1) / "tokenizer_config.json"
+    assert load_model(run, CachedStage).begin == load_model(tmp_path / "hf", CachedStage).begin == 0
+    kept.write_text(kept.read_text().replace('"t"', '"h"'))  # settings of a checkpoint stay as they were saved
+    assert main(["generate", str(run), "--prompt", "the"]) == 2
+    assert "tokenizer_config.json is not what was saved" in capsys.readouterr().err
+
+
 def test_what_transformers_says_of_the_exported_model_is_what_generate_says(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +236,87 @@ def test_wrong_options_are_refused_by_name(options: str, trained: Path, capsys: 
     assert main(["generate", str(trained), "--prompt", "x", *options.split()]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(WRONG[options]) and said.err.count("\n") == 1 and not said.out
+
+
+def edited(folder: Path, name: str, **said: object) -> None:
+    content = json.loads((folder / name).read_text("utf-8"))
+    (folder / name).write_text(json.dumps(content | said))
+
+
+IDS: dict[str, tuple[str, dict[str, object], str]] = {
+    "beyond the model": ("config.json", {"bos_token_id": 99999}, "bos_token_id = 99999 is not followed: no token has"),
+    "beyond the tokenizer": ("config.json", {"bos_token_id": 340}, "bos_token_id = 340 is not followed"),
+    "several": (
+        "config.json",
+        {"bos_token_id": [5, 6]},
+        "bos_token_id has 2 tokens: documents begin with the first, 5",
+    ),
+    "no number": (
+        "generation_config.json",
+        {"eos_token_id": "x"},
+        "eos_token_id = 'x' of generation_config.json is not",
+    ),
+    "none": ("generation_config.json", {"eos_token_id": -1}, ""),
+    "files of no tokenizer.json": (
+        "tokenizer.json",
+        {},
+        "of merges.txt, tokenizer_config.json, vocab.json no tokenizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_what_a_folder_says_of_its_tokens_and_is_not_followed_is_noted(
+    case: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, (name, said, why) = tmp_path / "hf", IDS[case]
+    assert main(["convert", str(trained), str(folder), "--no-verify"]) == 0
+    edited(folder, name, **said)
+    if name == "tokenizer.json":
+        (folder / name).rename(folder / "vocab.json")
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+    for path in (folder, tmp_path / "again"):
+        capsys.readouterr()
+        assert main(["generate", str(path), "--prompt", "the", "--tokens", "1"]) == (
+            2 if name == "tokenizer.json" else 0
+        )
+        notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+        assert len(notes) == bool(why) and all(why in note and str(path) in note for note in notes)
+        if path == folder:
+            assert main(["convert", str(folder), str(tmp_path / "again"), "--to", "megaprec", "--no-verify"]) == 0
+            if name == "tokenizer.json":
+                assert why in capsys.readouterr().out
+                return
+
+
+def test_another_tokenizer_than_the_models_own_is_noted(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = train_hugging_face(["the model says what it has seen\n" * 9], tmp_path / "tokenizer.json", 260)
+    for file, notes in ((shutil.copy(trained / "text.model", tmp_path / "own.model"), 0), (other, 1)):
+        assert main(["generate", str(trained), "--prompt", "the", "--tokens", "1", "--tokenizer", str(file)]) == 0
+        assert capsys.readouterr().err.count(f"note: {file} is used, not {trained}/text.model") == notes
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--prompt"])
+def test_prompts_are_texts_as_those_of_a_data_set(
+    option: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.txt"
+
+    def run(content: bytes) -> int:
+        file.write_bytes(content)
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors="surrogateescape")
+        monkeypatch.setattr(sys, "stdin", text)
+        given = str(file) if option == "--prompts" else "-"
+        return main(["generate", str(trained), option, given, "--tokens", "1", "--json"])
+
+    assert run(b"\xef\xbb\xbfthe model\n") == 0
+    assert [one["prompt"] for one in lines(capsys)] == ["the model"]
+    for content, why in ((b"the \xff\n", "give UTF-8 text"), ("the".encode("utf-16-le"), "it has zero bytes")):
+        assert run(content) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"{option} {file if option == '--prompts' else '-'}: ") and why in said
 
 
 def test_no_prompt_and_no_model_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

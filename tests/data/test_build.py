@@ -29,12 +29,18 @@ class Bytes:
     eos: int | None = 256
     bos: int | None = None
     pad: int | None = None
+    unk: int | None = None
+    holes: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode()
+
+    def vocabulary(self) -> dict[str, int]:
+        return {chr(id): id for id in range(self.vocab_size)}
 
 
 @pytest.fixture
@@ -182,14 +188,14 @@ def test_a_data_set_is_reused_only_for_the_same_text_and_tokenizer(
 ) -> None:
     out = tmp_path / "out"
     result = build(open_source(str(lines)), tokenizer, out)
-    again = reusable(out, open_source(str(lines)), tokenizer.path)
+    again = reusable(out, open_source(str(lines)), tokenizer)
     assert again is not None and again.reused
     assert (again.documents, again.tokens, again.chars) == (result.documents, result.tokens, result.chars)
     assert (again.vocab_size, again.eos, again.tokenizer) == (257, 256, tokenizer.path)
-    assert reusable(out, open_source(str(lines), max_chars=3), tokenizer.path) is None
-    assert reusable(out, open_source(str(lines)), tokenizer.path, vocab_size=300) is None
+    assert reusable(out, open_source(str(lines), max_chars=3), tokenizer) is None
+    assert reusable(out, open_source(str(lines)), tokenizer, vocab_size=300) is None
     tokenizer.path.write_text("other")
-    assert reusable(out, open_source(str(lines)), tokenizer.path) is None
+    assert reusable(out, open_source(str(lines)), tokenizer) is None
 
 
 @pytest.mark.parametrize(
@@ -203,9 +209,9 @@ def test_a_damaged_data_set_is_refused_and_its_remedy_works(
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=r"; remove .*out\.idx and the same command makes it anew"):
-        reusable(tmp_path / "out", open_source(str(lines)), tokenizer.path)
+        reusable(tmp_path / "out", open_source(str(lines)), tokenizer)
     (tmp_path / "out.idx").unlink()
-    assert reusable(tmp_path / "out", open_source(str(lines)), tokenizer.path) is None
+    assert reusable(tmp_path / "out", open_source(str(lines)), tokenizer) is None
     build(open_source(str(lines)), tokenizer, tmp_path / "out")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -215,7 +221,7 @@ def test_a_pair_that_others_put_there_is_not_reused(tmp_path: Path, tokenizer: B
     with IndexedWriter(tmp_path / "out", 257) as writer:
         writer.add_document([1, 2])
     with pytest.raises(UserError, match=r"out has 2 tokens where out\.json says 7"):
-        reusable(tmp_path / "out", open_source(str(lines)), tokenizer.path)
+        reusable(tmp_path / "out", open_source(str(lines)), tokenizer)
 
 
 def test_a_record_never_vouches_for_a_data_set_made_later(
@@ -233,7 +239,7 @@ def test_a_record_never_vouches_for_a_data_set_made_later(
     with pytest.raises(KeyboardInterrupt):
         build(two, tokenizer, tmp_path / "out", overwrite=True)
     assert IndexedDataset(tmp_path / "out").document(0).tolist() == [*b"two.txt", 256]
-    assert reusable(tmp_path / "out", one, tokenizer.path) is None
+    assert reusable(tmp_path / "out", one, tokenizer) is None
 
 
 def test_prepare_trains_builds_and_then_reuses(tmp_path: Path) -> None:

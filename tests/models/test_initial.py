@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megaprec.checkpoint.atomic import checkpoint_path
+from megaprec.data.training import train_hugging_face
 from megaprec.errors import UserError
 from models.engine import Engine
 from parallel import layers
@@ -71,6 +72,27 @@ def test_the_model_and_the_tokenizer_come_from_the_checkpoint(file: Path) -> Non
     assert Path(config.data.tokenizer) == found / "text.model"
     with pytest.raises(UserError, match=r"^model.ffn = 40 .*: it is 32 in .*checkpoint.json; remove this key"):
         load_run(bare, [f"train.init_from={found}", "model.ffn=40"])
+
+
+def test_a_vocabulary_that_is_left_open_is_that_of_the_weights_which_may_be_padded(file: Path, tmp_path: Path) -> None:
+    padded = checkpoint(train_on(file, "model.vocab=400", f"train.folder={tmp_path}/padded", "train.steps=1"), 1)
+    keys = [f"train.init_from={padded}", f"train.folder={tmp_path}/run", "train.steps=1"]
+    assert load_run(file, keys).model.vocab == load_run(file, [*keys, "model.vocab=0"]).model.vocab == 400
+    assert train(file, *keys, "model.vocab=0") == 0
+
+
+def test_another_tokenizer_than_that_of_the_weights_is_named(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    initial = checkpoint(file.parent / "run", 6)
+    shutil.copy(initial / "text.model", tmp_path / "same.model")
+    other = train_hugging_face([(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 300)
+    for number, (tokenizer, named) in enumerate(((tmp_path / "same.model", False), (other, True))):
+        place = f"{tmp_path}/{number}"
+        keys = [f"data.tokenizer={tokenizer}", f"train.init_from={initial}", "train.steps=1"]
+        assert train(file, *keys, f"train.folder={place}", f"data.cache={place}/data") == 0
+        said = f"{tokenizer} is another tokenizer than {initial}/text.model, with which the weights of train.init_from"
+        assert (f"warning    {said}" in capsys.readouterr().out) == named
 
 
 def test_a_run_does_not_go_on_from_weights_alone_and_says_what_to_do(

@@ -56,7 +56,7 @@ def test_draws_come_as_often_as_their_probability() -> None:
 def test_temperature_zero_is_the_likeliest_and_so_is_the_smallest_above() -> None:
     logits, generator = some_logits(3).float(), torch.Generator().manual_seed(0)
     likeliest = int(logits.argmax())
-    for temperature in (0.0, 1e-45, 1e-30, 1e-6):
+    for temperature in (0.0, 5e-324, 1e-45, 1e-30, 1e-6):
         assert Sampling(temperature, 0).choose(logits, generator) == likeliest
 
 

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from megaprec.checkpoint.reader import Store
+from megaprec.data.build import prepare
+from megaprec.data.text import open_source
+from megaprec.data.tokenizer import load_tokenizer
+from megaprec.data.training import train_hugging_face
 from tests.runs import checkpoint, rewind, steps, tensors, train, write_run
 from tools.config.run_file import known_keys, load_run
 from tools.journal.records import read_events
@@ -205,6 +209,34 @@ def test_another_tokenizer_of_the_same_size_is_refused(
     said = capfd.readouterr().err
     assert "is not the tokenizer that the checkpoint was trained with" in said and "--allow tokenizer" in said
     assert train(file, *tokenizer, "--allow", "tokenizer") == 0
+
+
+def test_a_checkpoint_keeps_the_settings_beside_its_tokenizer_and_data_that_they_do_not_fit_are_noted(
+    file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The end of a document that a data set was built with is in its tokens, so it stays when settings change."""
+    tokenizer = train_hugging_face([(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 300)
+    settings, prefix = tmp_path / "special_tokens_map.json", tmp_path / "tokens"
+    settings.write_text('{"eos_token": "t"}')
+    prepare(open_source(str(file.parent / "text.txt")), prefix, tokenizer=tokenizer)
+    arguments = [f"data.source={prefix}", f"data.tokenizer={tokenizer}", "train.steps=1"]
+    assert train(file, *arguments, f"train.folder={tmp_path}/one") == 0
+    assert (checkpoint(tmp_path / "one", 1) / settings.name).read_bytes() == settings.read_bytes()
+    assert "built with token" not in capfd.readouterr().out
+    settings.write_text('{"eos_token": "h"}')
+    assert train(file, *arguments, f"train.folder={tmp_path}/two") == 0
+    ids = load_tokenizer(tokenizer).vocabulary()
+    said = f"{prefix} was built with token {ids['t']} at the end of each document, but {tokenizer} and the settings"
+    assert f"{said} beside it now say token {ids['h']}" in capfd.readouterr().out
+
+
+def test_a_data_set_with_ids_that_the_tokenizer_does_not_have_is_refused_though_the_model_has_them(
+    file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = train_hugging_face([(file.parent / "text.txt").read_text("utf-8")], tmp_path / "tokenizer.json", 270)
+    keys = [f"data.tokenizer={small}", "model.vocab=400", f"train.folder={tmp_path}/run"]
+    assert train(file, f"data.source={file.parent}/run/data/text", *keys) == 2
+    assert "which a vocabulary of 270 does not hold" in capfd.readouterr().err
 
 
 def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(

@@ -10,6 +10,7 @@ from megaprec.checkpoint.reader import Store
 from megaprec.data.build import prepare
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.text import open_source
+from megaprec.data.training import train_sentencepiece
 from tests import oracle
 from tests.runs import RUN, checkpoint, steps, train, train_on, write_run
 from tools.config.run_file import load_run
@@ -82,6 +83,27 @@ def test_sets_can_be_all_that_is_evaluated_and_may_change_when_a_run_resumes(
         ["eval_loss/counting", "eval_loss/letters.1"],
         ["eval_loss/new"],
     ]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_data_sets_of_other_tokenizers_are_noted(given: bool, file: Path, tmp_path: Path) -> None:
+    """Their ids may be possible and mean something else, so that a loss says nothing."""
+    other = train_sentencepiece([(tmp_path / "text.txt").read_text(encoding="utf-8")[::-1]], tmp_path / "other", 330)
+    for name, tokenizer in (("one", tmp_path / "data/text.model"), ("two", other)):
+        prepare(open_source(f"{tmp_path}/letters.txt"), tmp_path / name, tokenizer=tokenizer)
+    if given:
+        sets = f'data.validation=[{{name="two", source="{tmp_path}/two"}}]'
+        keys = [f"data.source={tmp_path}/one", f"data.tokenizer={tmp_path}/data/text.model", sets, "train.eval_every=1"]
+    else:
+        parts = (f'{{source="{tmp_path}/{name}", weight=1}}' for name in ("one", "two"))
+        keys = [f"data.blend=[{', '.join(parts)}]", "data.source=python", "model.vocab=330"]
+    (note,) = open_corpus(load_run(file, keys)).notes
+    if given:
+        assert note.endswith(
+            f"text.model is not the file that {tmp_path}/two was built with: their tokens must mean the same"
+        )
+    else:
+        assert note.startswith(f"{tmp_path}/one and {tmp_path}/two were built with different tokenizers")
 
 
 def test_sets_that_are_never_evaluated_are_noted(file: Path) -> None:

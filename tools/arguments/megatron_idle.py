@@ -230,7 +230,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "null_tokenizer_pad_id= num_dataset_builder_threads= num_workers= per_dataset_sequences_path= "
         "start_eval_at_iter= tiktoken_num_special_tokens= tiktoken_pattern= tiktoken_special_tokens* "
         "tokenizer_hf_include_special_tokens tokenizer_hf_no_include_special_tokens tokenizer_hf_no_use_fast "
-        "tokenizer_hf_use_fast tokenizer_metadata= tokenizer_sentencepiece_legacy tokenizer_special_tokens* "
+        "tokenizer_hf_use_fast tokenizer_metadata= tokenizer_sentencepiece_legacy "
         "trust_remote_code use_gigatoken use_same_sampling_seed_across_dp_ranks",
     ),
 )

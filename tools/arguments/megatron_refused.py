@@ -93,7 +93,12 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "data.source or data.blend name the training data, and data.held_out what is held out of it",
         "data_args_path= dataloader_inter_document_masking dataloader_type=single iterations_to_skip* mock_data "
         "multiple_validation_sets no_data_sharding per_split_data_args_path= test_data_path* train_data_path* "
-        "valid_data_path* validation_set_names* vocab_extra_ids=0",
+        "valid_data_path* validation_set_names*",
+    ),
+    (
+        "it adds tokens to the vocabulary: leave it out, and give a tokenizer.json that has them (data.tokenizer) or "
+        "the number of all tokens (model.vocab)",
+        "tokenizer_special_tokens* vocab_extra_ids=0",
     ),
     (
         "give the YAML file itself to megaprec import-args",

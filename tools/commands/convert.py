@@ -22,7 +22,7 @@ from tools.convert.core.source import Source
 from tools.convert.core.target import Target, convert
 from tools.convert.formats import TARGETS, check_vocab, open_intact
 from tools.convert.hf.folder import CONFIG, hf_target, read_config
-from tools.convert.hf.vocabulary import check_tokenizer
+from tools.convert.hf.vocabulary import begin_note, check_tokenizer, folder_notes
 from tools.convert.hf.write_config import to_hugging_face
 from tools.convert.megatron.write import MegatronLayout, megatron_target
 from tools.convert.native import native_target
@@ -114,7 +114,9 @@ def write_model(
     """
     if os.path.lexists(destination):
         raise UserError(f"{destination} exists already: give another folder, or remove it")
-    check_tokenizer(source.tokenizer, source.model.vocab)
+    tokenizer = check_tokenizer(source.tokenizer, source.model.vocab)
+    tokenizer_notes = [*folder_notes(source.path, source.tokenizer), *(tokenizer.notes if tokenizer else ())]
+    tokenizer_notes += begin_note(source.facts.special, tokenizer)
     target = _target(source, to, dtype, layout or MegatronLayout())
     for line in _verified(source, to, destination) if verify else ():
         print(line)
@@ -127,7 +129,7 @@ def write_model(
         + (f"; left out: {', '.join(left)}" if left else "")
         + (f"; not read: {source.facts.unread}" if source.facts.unread else "")
     )
-    for note in source.facts.notes:
+    for note in (*source.facts.notes, *tokenizer_notes):
         print(f"note: {note}")
     for line in damage:
         print(f"warning: {line}")

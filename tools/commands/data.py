@@ -133,7 +133,7 @@ def build(args: argparse.Namespace) -> int:
         raise UserError(f"{args.prefix}: a data set needs a name: give FOLDER/NAME, without .bin")
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
     if args.tokenizer:
-        load_tokenizer(args.tokenizer)  # refused before there is a lock
+        _tell_notes(load_tokenizer(args.tokenizer))  # refused before there is a lock
     lock = args.prefix.with_name(f".{args.prefix.name}.lock")
     start = time.perf_counter()
     with alone(lock, partial(_say_busy, args.prefix)), building(source) as on_progress:
@@ -152,6 +152,11 @@ def build(args: argparse.Namespace) -> int:
         speed = f"{result.tokens / seconds:,.0f} tokens/s, {result.chars / seconds / 1e6:,.1f} M characters/s"
         print(f"{seconds:,.1f} s, {speed}")
     return 0
+
+
+def _tell_notes(tokenizer: Tokenizer) -> None:
+    for note in tokenizer.notes:
+        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def _say_busy(prefix: Path) -> None:
@@ -183,6 +188,7 @@ def inspect(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(model) if args.tokenizer or model.exists() else None
     seen = contents_of(dataset)
     if tokenizer:
+        _tell_notes(tokenizer)
         check_vocabulary(dataset, seen, tokenizer.vocab_size)
     samples = _spread(dataset.num_documents, args.samples)
     return put(args, lambda: _document(dataset, samples, tokenizer), lambda: _show(dataset, samples, tokenizer))
@@ -204,7 +210,8 @@ def _document(dataset: IndexedDataset, samples: Sequence[int], tokenizer: Tokeni
 
 def _summary(source: Source, result: BuildResult) -> str:
     state = "already there, unchanged" if result.reused else "built"
-    end = "" if result.eos is not None else "; the tokenizer has no end-of-document token, so none was written"
+    end = f"; {result.unknown:,} tokens stand for text that the tokenizer does not know" if result.unknown else ""
+    end += "" if result.eos is not None else "; the tokenizer has no end-of-document token, so none was written"
     return (
         f"{result.prefix}: {state} from {source.name}: {result.documents:,} documents, {result.chars:,} characters, "
         f"{result.tokens:,} tokens, vocabulary {result.vocab_size:,}{end}"

@@ -89,6 +89,7 @@ def _of_data_set(prefix: Path, given: Path | None) -> Iterator[Finding]:
     file = given or (left if left.is_file() else None)
     try:
         tokenizer = load_tokenizer(file) if file else None
+        yield from ((NOTE, "tokenizer", note) for note in (tokenizer.notes if tokenizer else ()))
     except UserError as error:
         yield from ((BAD, "tokenizer", problem) for problem in error.problems)
         tokenizer = None
@@ -154,6 +155,8 @@ def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator
         yield from ((BAD, "record", problem) for problem in error.problems)
         return
     assert record is not None
+    if unknown := record.get("unknown"):
+        yield NOTE, "unknown", f"{unknown:,} tokens stand for text that the tokenizer does not know"
     for suffix in ("bin", "idx"):
         file = beside(dataset.prefix, f".{suffix}")
         ids = dataset.dtype if suffix == "bin" and dataset.dtype.kind != "f" else None
@@ -163,5 +166,7 @@ def _of_record(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator
             yield BAD, "hash", f"{file.name} is not what was built: copy it again or build it again"
     if tokenizer and record.get("tokenizer_sha256") != file_digest(tokenizer.path):
         yield BAD, "tokenizer", f"{tokenizer.path} is not the one that the data set was built with"
+    elif tokenizer and record.get("eos", tokenizer.eos) != tokenizer.eos:
+        yield NOTE, "tokenizer", f"the settings beside {tokenizer.path} name another end of documents than at the build"
     elif tokenizer:
         yield OK, "tokenizer", f"{tokenizer.path} is the one that the data set was built with"

@@ -163,6 +163,7 @@ def _window(args: argparse.Namespace, positions: int) -> tuple[int, int]:
 
 
 def _notes(model: Loaded[Stage], sets: dict[str, str]) -> Iterator[str]:
+    yield from model.notes
     if model.begin is None:
         yield (
             "the model has no token to begin a document with: the first token of each document is not predicted, and "

@@ -7,8 +7,7 @@ reads. The text appears as it is generated. The same seed gives the same text, w
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,8 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(*problems)
     prompts = [*_prompts(args)]
     model = load_model(args.model, CachedStage, tokenizer=args.tokenizer)
+    for note in model.notes:
+        print(f"note: {note}", file=sys.stderr)
     made = [Generation(model, prompt, args.tokens, sampling, args.seed, args.stop) for prompt in prompts]
     for number, (prompt, text) in enumerate(zip(prompts, made, strict=True), 1):
         if args.json:
@@ -103,22 +104,25 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _prompts(args: argparse.Namespace) -> Iterator[str]:
     for text in args.prompt:
-        with _text_of("--prompt -"):
-            yield sys.stdin.read().removesuffix("\n") if text == "-" else text
+        yield _read("--prompt -", sys.stdin.read).removesuffix("\n") if text == "-" else text
     if args.prompts is not None:
-        with _text_of(f"--prompts {args.prompts}"):
-            lines = [line for line in read_text(args.prompts).split("\n") if line.strip()]
+        option = f"--prompts {args.prompts}"
+        lines = [line for line in _read(option, lambda: read_text(args.prompts)).split("\n") if line.strip()]
         if not lines:
-            raise UserError(f"--prompts {args.prompts}: the file has no line with a prompt")
+            raise UserError(f"{option}: the file has no line with a prompt")
         yield from lines
 
 
-@contextmanager
-def _text_of(option: str) -> Iterator[None]:
+def _read(option: str, read: Callable[[], str]) -> str:
+    """Return a text as `data build` reads one: UTF-8, without the byte order mark that it may begin with."""
     try:
-        yield
-    except UnicodeDecodeError as error:
+        text = read()
+        text.encode()  # standard input may hold halves of surrogates in place of bytes
+    except UnicodeError as error:
         raise UserError(f"{option}: {error}; give UTF-8 text") from error
+    if "\0" in text:
+        raise UserError(f"{option}: it has zero bytes, as UTF-16 has; give UTF-8 text")
+    return text.removeprefix("\ufeff")
 
 
 def _stream(prompt: str, text: Generation) -> None:

@@ -23,6 +23,7 @@ from tools.console.progress_bar import moving
 from tools.console.tables import add_json, put, table_console
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS, check_vocab, open_intact
+from tools.convert.hf.vocabulary import folder_notes
 
 SHOWN = ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "ffn", "vocab", "max_positions", "norm", "tied")
 WIDTH = 100  # columns that a line takes at most, unless it is one long word
@@ -85,7 +86,7 @@ def _document(source: Source, found: Sequence[_Tensor], wholes: Mapping[str, str
         "layout": facts.layout,
         "precision": facts.precision,
         "scaler": facts.scaler,
-        "notes": list(facts.notes),
+        "notes": [*facts.notes, *folder_notes(source.path, source.tokenizer)],
         "tokenizer": [file.name for file in source.tokenizer],
         "digests": wholes,
         "tensors": [asdict(one) for one in found],
@@ -114,7 +115,7 @@ def describe(source: Source) -> str:
         if said:
             lines.append(f"{name:11}{', '.join(f'{key} {value}' for key, value in said.items())}")
     lines += [f"not read   {facts.unread}"] if facts.unread else []
-    lines += [f"note       {note}" for note in facts.notes]
+    lines += [f"note       {note}" for note in (*facts.notes, *folder_notes(source.path, source.tokenizer))]
     lines.append(f"tokenizer  {', '.join(file.name for file in source.tokenizer) or 'none'}")
     return "\n".join(fill(line, WIDTH, subsequent_indent=" " * 11, **UNBROKEN) for line in lines)
 

@@ -365,6 +365,8 @@ def _add_initial(given: dict[str, Given], contradicted: list[str]) -> Iterator[s
     for name, value in said.model_dump(exclude=follows).items():
         chosen = given.setdefault(f"model.{name}", Given(value, origin))
         left_open = name in ZERO_LEAVES and chosen.value == 0
+        if left_open and name == "vocab":  # the tokenizer may have fewer tokens, beside which the weights are padded
+            given[f"model.{name}"] = Given(value, origin)
         if not _same(getattr(said, name), chosen.value) and name not in free and not left_open:
             there = f"it is {toml(value)} in {origin}; remove this key or train.init_from"
             yield f"model.{name} = {toml(chosen.value)} ({chosen.origin}): {there}"

@@ -89,8 +89,9 @@ class Slices:
     def read_range(self, kind: str, part: Part, first: int, last: int) -> Tensor:
         """Return elements [first, last) of the flattened slice `part`."""
         key = f"{kind}/{part.name}"
-        if self.source.shapes.get(key) != part.shape:
-            raise UserError(f"{self.source.path} holds no {part.name} of {list(part.shape)}, which the model has")
+        if (there := self.source.shapes.get(key)) != part.shape:
+            has = f"holds {part.name} of {list(there)}" if there else f"does not hold {part.name}"
+            raise UserError(f"{self.source.path} {has}, but the model has it of {list(part.shape)}")
         row = prod(part.local[1:])
         top, bottom = first // row, -(-last // row)
         above = part.start if part.dim == 0 else 0

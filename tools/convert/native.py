@@ -28,6 +28,7 @@ from tools.convert.core.target import Place, Target, Write
 from tools.convert.core.tensors import Stored, reserve_safetensors, safetensors_in
 from tools.convert.core.transforms import SAME
 from tools.convert.hf.folder import check_tensors
+from tools.convert.hf.vocabulary import main_file
 from tools.convert.train_state import (
     TrainState,
     read_ids,
@@ -36,6 +37,7 @@ from tools.convert.train_state import (
     read_table,
     read_tokenizer,
     read_watch,
+    tokenizer_files,
 )
 
 SCALES = "fp8/"  # prefix of scales and amax histories, which belong to products, not to logical tensors
@@ -46,7 +48,7 @@ def native_model(path: Path) -> tuple[ModelConfig, Path | None]:
     """Return the model of a checkpoint and its tokenizer file, if there is one."""
     store = Store(path)
     tokenizer = read_tokenizer(store) if "tokenizer" in store.index else None
-    require_intact(store, [tokenizer.name] if tokenizer else [])
+    require_intact(store, tokenizer_files(store) if "tokenizer" in store.index else [])
     return read_model(store), tokenizer
 
 
@@ -70,8 +72,7 @@ def open_native(path: Path) -> Source:
         )
         for key, e in sorted(logical.items(), key=lambda item: item[0].split("/", 1)[::-1])
     ]
-    tokenizer = read_tokenizer(store) if index.get("tokenizer") else None
-    names = [tokenizer.name, "tokenizer_config.json"] if tokenizer else []
+    names = tokenizer_files(store) if index.get("tokenizer") else []
     facts = Facts(
         index["optimizer"]["steps"],
         index["optimizer"]["scaler"],
@@ -84,7 +85,7 @@ def open_native(path: Path) -> Source:
         special=read_ids(store, "special_ids"),
         generation=read_table(store, "generation"),
     )
-    return Source(path, "megaprec", model, origins, facts, [store.file(n) for n in names if n in index["files"]])
+    return Source(path, "megaprec", model, origins, facts, [store.file(name) for name in names])
 
 
 def _check(path: Path, model: ModelConfig, store: Store, logical: Iterable[str]) -> None:
@@ -158,7 +159,7 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
         return writes
 
     def finish(folder: Path) -> None:
-        for file in source.tokenizer:
+        for file in source.tokenizer if main_file(source.tokenizer) else ():
             (folder / file.name).write_bytes(file.read_bytes())
         _write_index(folder, source, dtypes)
 
@@ -186,7 +187,7 @@ def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
 def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -> None:
     facts = source.facts
     progress = facts.progress or asdict(TrainState(facts.steps, facts.steps))
-    tokenizer = [file.name for file in source.tokenizer if file.name in ("tokenizer.json", "tokenizer.model")]
+    tokenizer = main_file(source.tokenizer)
     tensors = {
         key: {
             "dtype": str(dtype).removeprefix("torch."),
@@ -205,7 +206,7 @@ def _write_index(folder: Path, source: Source, dtypes: dict[str, torch.dtype]) -
         "precision": facts.precision,
         "special_ids": facts.special,
         "generation": facts.generation,
-        "tokenizer": (tokenizer or [file.name for file in source.tokenizer][:1] or [""])[0],
+        "tokenizer": tokenizer.name if tokenizer else "",
         "torch": torch.__version__,
         "converted_from": {"format": source.kind, "folder": source.path.name},
         "step": progress["step"],

@@ -10,6 +10,7 @@ from typing import Any
 from megaprec.checkpoint.atomic import latest, remedy
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import INDEX, Store, newer_version
+from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
 from megaprec.errors import UserError
 from megaprec.precision.plan import LossScaling
@@ -79,6 +80,15 @@ def read_tokenizer(store: Store) -> Path | None:
     return store.file(name) if name else None
 
 
+def tokenizer_files(store: Store) -> list[str]:
+    """Return the names of the tokenizer's file, if there is one, and of the settings that were saved beside it.
+
+    Raises UserError if the checkpoint does not say whether there is one.
+    """
+    tokenizer = read_tokenizer(store)
+    return [tokenizer.name, *(name for name in SETTINGS if name in store.index["files"])] if tokenizer else []
+
+
 def read_table(store: Store, key: str) -> dict[str, Any]:
     """Return the table stored as `key`, empty if there is none. Raises UserError if it is no table."""
     saved = store.index.get(key) or {}
@@ -87,11 +97,16 @@ def read_table(store: Store, key: str) -> dict[str, Any]:
     return saved
 
 
-def read_ids(store: Store, key: str) -> dict[str, int | None]:
-    """Return the table of token ids stored as `key`, empty if there is none. Raises UserError if it holds others."""
+def read_ids(store: Store, key: str) -> dict[str, int | list[int] | None]:
+    """Return the table of token ids stored as `key`, empty if there is none: an id or several, as in config.json.
+
+    Raises UserError if it holds something else.
+    """
     saved = read_table(store, key)
-    if not all(value is None or (type(value) is int and 0 <= value < 2**31) for value in saved.values()):
-        raise _damaged(store, key)
+    for value in saved.values():
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(one) is int and abs(one) < 2**31 for one in ids):  # -1 stands for none
+            raise _damaged(store, key)
     return saved
 
 

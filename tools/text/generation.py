@@ -4,6 +4,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from megaprec.data.tokenizer import Tokenizer
 from megaprec.errors import UserError
@@ -26,6 +27,7 @@ class Generation:
     slid: True if the text has outgrown the model's positions. Each further token then sees only the newest tokens that
     fit, and the cache is of no use.
 
+    Only tokens that the tokenizer has are chosen, though a model's vocabulary is often padded with others.
     Raises UserError for an empty prompt if the model has no token to begin a document with.
     """
 
@@ -40,6 +42,7 @@ class Generation:
     ) -> None:
         self._model, self._limit, self._sampling = model, tokens, sampling
         self._tokenizer, self._stop = _tokenizer(model), tuple(stop)
+        self._barred = _barred(self._tokenizer, model.stage.config.vocab)
         self._generator = torch.Generator().manual_seed(seed)
         self._ids = ([] if model.begin is None else [model.begin]) + self._tokenizer.encode(prompt)
         self._prompt = len(self._ids)
@@ -48,8 +51,13 @@ class Generation:
             raise UserError("the prompt is empty and the model has no token to begin a document with: give a prompt")
 
     @property
+    def ids(self) -> list[int]:
+        """Return the tokens generated so far."""
+        return self._ids[self._prompt :]
+
+    @property
     def tokens(self) -> int:
-        return len(self._ids) - self._prompt
+        return len(self.ids)
 
     def __iter__(self) -> Iterator[str]:
         """Yield text as soon as it is certain: whole characters, and no beginning of a stop string."""
@@ -86,7 +94,7 @@ class Generation:
                 stage.start(positions)
                 new = self._ids[-positions:]
             logits = stage.extend(torch.tensor(new)[:, None])[0]
-            new = [self._sampling.choose(logits, self._generator)]
+            new = [self._sampling.choose(logits, self._generator, self._barred)]
             self._ids += new
             if new[0] in self._model.ends:
                 self.finish = "end"
@@ -99,6 +107,12 @@ def _tokenizer(model: Loaded[CachedStage]) -> Tokenizer:
     if model.tokenizer is None:
         raise UserError("the model has no tokenizer, so it cannot read a prompt: give --tokenizer FILE")
     return model.tokenizer
+
+
+def _barred(tokenizer: Tokenizer, vocab: int) -> Tensor | None:
+    """Return [vocab], True for ids that the tokenizer has no token for; None if it has one for each."""
+    strange = [*range(tokenizer.vocab_size, vocab), *tokenizer.holes]
+    return torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(strange), True) if strange else None
 
 
 def _earliest(text: str, stop: Sequence[str]) -> int | None:

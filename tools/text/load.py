@@ -5,7 +5,7 @@ token of the document before. The folder's config.json says it, or the checkpoin
 neither does, it is the tokenizer's end token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,9 +25,9 @@ from models.stages import Stage, cuts
 from parallel.context import Context
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS
-from tools.convert.hf.vocabulary import check_tokenizer
+from tools.convert.hf.vocabulary import check_tokenizer, folder_notes, main_file
 from tools.convert.initial import open_weights
-from tools.convert.train_state import read_model, read_tokenizer
+from tools.convert.train_state import read_model, tokenizer_files
 from tools.convert.verify import read_weights
 
 S = TypeVar("S", bound=Stage)
@@ -35,12 +35,16 @@ S = TypeVar("S", bound=Stage)
 
 @dataclass(frozen=True)
 class Loaded(Generic[S]):
-    """A model with its tokenizer. begin: id of the token before a document, if any. ends: ids that end a document."""
+    """A model with its tokenizer. begin: id of the token before a document, if any. ends: ids that end a document.
+
+    notes: lines for the user on what is not followed.
+    """
 
     stage: S
     tokenizer: Tokenizer | None
     begin: int | None
     ends: frozenset[int]
+    notes: tuple[str, ...] = ()
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -65,6 +69,7 @@ def load_model(
     rank; None: the whole model is on this process. Raises UserError.
     """
     source = _open(path)
+    own = main_file(source.tokenizer)
     words = load_tokenizer(tokenizer) if tokenizer else check_tokenizer(source.tokenizer, source.model.vocab)
     if words and words.vocab_size > source.model.vocab:
         raise UserError(f"{words.path} has {words.vocab_size} tokens, but the model knows {source.model.vocab}")
@@ -74,7 +79,12 @@ def load_model(
     tied = (0, pp.size - 1) if config.tied and pp.size > 1 else ()
     stage = kind(config, Context(plan(compute), tp), cut, tied)
     read_weights(stage, source)
-    return Loaded(stage, words, _begin(source, words), _ends(source, words))
+    notes = [*folder_notes(source.path, source.tokenizer), *(words.notes if words else ()), *_left_out(source, words)]
+    if tokenizer and own and own.read_bytes() != tokenizer.read_bytes():
+        notes.append(
+            f"{tokenizer} is used, not {own}, which the model was trained with: their tokens must mean the same"
+        )
+    return Loaded(stage, words, _begin(source, words), _ends(source, words), tuple(notes))
 
 
 def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
@@ -99,26 +109,45 @@ def _open(path: Path) -> Source:
     if checkpoint := checkpoint_at(path):
         store = Store(checkpoint)
         require_builtin(read_model(store), "text from a checkpoint")
-        own = read_tokenizer(store)
-        require_intact(store, store.files_of("weight") | ({own.name} if own else set()))
+        require_intact(store, store.files_of("weight") | {*tokenizer_files(store)})
     return open_weights(path)
 
 
 def _begin(source: Source, tokenizer: Tokenizer | None) -> int | None:
-    said = _ids(source.facts.special, "bos_token_id", source.model.vocab)
+    said = _ids(source.facts.special, "bos_token_id", _known(source, tokenizer))
     return next(iter(said), tokenizer.eos if tokenizer else None)
 
 
 def _ends(source: Source, tokenizer: Tokenizer | None) -> frozenset[int]:
     """Return the ids that end a document: those of config.json, of generation_config.json and of the tokenizer."""
-    vocab, facts = source.model.vocab, source.facts
+    known, facts = _known(source, tokenizer), source.facts
     own = [] if tokenizer is None or tokenizer.eos is None else [tokenizer.eos]
-    said = [id for table in (facts.special, facts.generation) for id in _ids(table, "eos_token_id", vocab)]
+    said = [id for table in (facts.special, facts.generation) for id in _ids(table, "eos_token_id", known)]
     return frozenset((*own, *said))
 
 
-def _ids(said: Mapping[str, Any], key: str, vocab: int) -> list[int]:
-    """Return the ids under a key, which may hold one, a list or none. Ids outside of the vocabulary are left out."""
+def _known(source: Source, tokenizer: Tokenizer | None) -> int:
+    """Return the number of ids that a token may have."""
+    return min(source.model.vocab, tokenizer.vocab_size) if tokenizer else source.model.vocab
+
+
+def _ids(said: Mapping[str, Any], key: str, known: int) -> list[int]:
+    """Return the ids under a key, which may hold one, a list or none. Ids that no token has are left out."""
+    return [id for id in _listed(said, key) if type(id) is int and 0 <= id < known]
+
+
+def _listed(said: Mapping[str, Any], key: str) -> list[Any]:
     value = said.get(key)
-    listed = value if isinstance(value, list) else [value]
-    return [id for id in listed if type(id) is int and 0 <= id < vocab]
+    return value if isinstance(value, list) else [value]
+
+
+def _left_out(source: Source, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Yield a note for each id that is said to begin or end a document, but that no token has. -1 stands for none."""
+    facts, known = source.facts, _known(source, tokenizer)
+    said = [("bos_token_id", facts.special, ""), ("eos_token_id", facts.special, "")]
+    for key, table, where in (*said, ("eos_token_id", facts.generation, " of generation_config.json")):
+        kept = _ids(table, key, known)
+        if wrong := [one for one in _listed(table, key) if one not in (*kept, None, -1)]:
+            yield f"{source.path}: {key} = {wrong[0]!r}{where} is not followed: no token has this number"
+        if key == "bos_token_id" and len(kept) > 1:
+            yield f"{source.path}: {key} has {len(kept)} tokens: documents begin with the first, {kept[0]}"

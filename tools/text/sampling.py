@@ -39,11 +39,16 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             yield f"--min-p {self.min_p:g}: give a number from 0, which is no limit, to 1"
 
-    def choose(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Return the id of the next token. logits: [vocab]. Raises UserError if they are not finite."""
+    def choose(self, logits: Tensor, generator: torch.Generator, barred: Tensor | None = None) -> int:
+        """Return the id of the next token. logits: [vocab]. barred: True for ids that are never chosen; None bars none.
+
+        Raises UserError if the logits are not finite.
+        """
         if not logits.isfinite().all():
             raise UserError("the model computes inf or NaN: its weights are of no use")
-        if self.temperature == 0:
+        if barred is not None:
+            logits = logits.masked_fill(barred, -math.inf)
+        if self.temperature < torch.finfo(logits.dtype).tiny:  # a smaller one is 0 in the arithmetic of the logits
             return int(logits.argmax())
         ids, probabilities = self.candidates(logits)
         return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

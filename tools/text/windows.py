@@ -68,7 +68,8 @@ def documents(path: str, model: Loaded[Stage], text_field: str, max_chars: int |
         if max_chars is not None:
             raise UserError(f"{path} is a data set of tokens: --max-chars is for texts")
         dataset = IndexedDataset(Path(path))
-        check_vocabulary(dataset, contents_of(dataset), model.stage.config.vocab)
+        words, vocab = model.tokenizer, model.stage.config.vocab
+        check_vocabulary(dataset, contents_of(dataset), min(words.vocab_size, vocab) if words else vocab)
         return _of_tokens(dataset, model)
     source = open_source(path, text_field=text_field, max_chars=max_chars)
     if model.tokenizer is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megaprec.checkpoint.digests import file_digest
 from megaprec.checkpoint.reader import Store
+from megaprec.checkpoint.saving import require_own_names
 from megaprec.data.blend import Blend
 from megaprec.data.build import BuildResult, prepare, reusable
 from megaprec.data.files import alone, beside, write_whole
@@ -22,7 +23,7 @@ from megaprec.data.indexed import IndexedDataset
 from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.samples import Resets, Samples, count_samples, split
 from megaprec.data.text import Source, open_source
-from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.data.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
 from megaprec.resources import cores
@@ -34,6 +35,7 @@ from tools.console.progress_bar import building
 from tools.console.toml import toml
 from tools.convert.train_state import newest, read_tokenizer
 from tools.training.data_identity import DataSet, Identity, read_identity
+from tools.training.tokenizer_notes import tokenizer_notes, unlike_notes
 from tools.training.validation_sets import build_validation, check_validation, open_validation
 
 
@@ -54,6 +56,11 @@ class Corpus:
     identity: Identity | None = None
     notes: tuple[str, ...] = ()
     validation: Mapping[str, Samples] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> int:
+        """Return the number of ids that data may have: that of the tokenizer, or of the model if there is none."""
+        return self.tokenizer.vocab_size if self.tokenizer else self.model.vocab
 
     @property
     def evaluated(self) -> dict[str, Samples | Blend]:
@@ -95,41 +102,32 @@ def open_corpus(config: RunConfig, allowed: Collection[str] = ()) -> Corpus:
     texts = [part for part in parts if not part.ready]
     model_file = _build(config, texts, given, allowed) if texts else given
     corpus = looked_at(config, open_made(config, [part.prefix for part in parts], model_file))
-    notes = build_validation(config, corpus.tokenizer, corpus.model.vocab, cache_of(config))
-    return replace(corpus, notes=(*corpus.notes, *notes), validation=open_validation(config, cache_of(config)))
+    notes = build_validation(config, corpus.tokenizer, corpus.ids, cache_of(config))
+    said = tuple(dict.fromkeys((*corpus.notes, *notes)))
+    return replace(corpus, notes=said, validation=open_validation(config, cache_of(config)))
 
 
 def looked_at(config: RunConfig, corpus: Corpus) -> Corpus:
     """Return the corpus with its identity, after checking its files. Raises UserError for damaged data."""
-    sets, notes = list[DataSet](), list[str]()
+    sets, notes, records = list[DataSet](), list[str](), dict[Path, dict[str, Any] | None]()
     tokenizer = corpus.tokenizer.path if corpus.tokenizer else None
     for part, dataset in zip(_parts(config), corpus.datasets, strict=True):
         again = f"remove {beside(part.prefix, '.idx')} and the same command makes it anew"
         with _about(config, part):
             seen = contents_of(dataset, *([] if part.ready else [again]))
-            record = read_record(dataset.prefix)
-            notes += _other_tokenizer(dataset.prefix, record, tokenizer)
+            record = records[part.prefix] = read_record(dataset.prefix)
+            notes += tokenizer_notes(dataset.prefix, record, corpus.tokenizer)
         with _about(config, part, *(["model.vocab", "data.tokenizer"] if part.ready else [])):
-            check_vocabulary(dataset, seen, corpus.model.vocab)
+            check_vocabulary(dataset, seen, corpus.ids)
         what = {key: value for key, value in asdict(seen).items() if key in DataSet.model_fields}
         text = record.get("source") if record else None
         sets.append(DataSet(source=part.name, weight=part.weight, text=text, **what))
+    notes += unlike_notes(records) if corpus.tokenizer is None else ()
     data, digest = config.data, file_digest(tokenizer) if tokenizer else ""
     identity = Identity(
         sets=sets, tokenizer=digest, held_out=data.held_out, shuffle=data.shuffle, seed=config.train.seed
     )
-    return replace(corpus, identity=identity, notes=tuple(notes))
-
-
-def _other_tokenizer(prefix: Path, record: dict[str, Any] | None, tokenizer: Path | None) -> Iterator[str]:
-    """Yield a note if the data set was built with another tokenizer. Raises UserError if that tokenizer lies
-    beside it.
-    """
-    if record is None or tokenizer is None or record.get("tokenizer_sha256") == file_digest(tokenizer):
-        return
-    if tokenizer == beside(prefix, ".model"):
-        raise UserError(f"{tokenizer} is not the one that the data set was built with: copy both again or build again")
-    yield f"{tokenizer} is not the file that {prefix} was built with: their tokens must mean the same"
+    return replace(corpus, identity=identity, notes=tuple(dict.fromkeys(notes)))
 
 
 def open_made(config: RunConfig, prefixes: Sequence[Path], model_file: Path | None) -> Corpus:
@@ -209,6 +207,7 @@ def _find_tokenizer(config: RunConfig) -> None:
         named = next((part for part in parts if beside(part.prefix, ".model") == given), None)
         with _about(config, named, *([] if named else ["data.tokenizer"])):
             _vocab(config, load_tokenizer(given))
+            require_own_names([given])  # it is copied into checkpoints
     elif ready := [part for part in parts if part.ready]:
         _vocab(config, None)
         key = ready[0].key
@@ -269,7 +268,8 @@ class _Encoding:
 
     def reusable(self, part: _Part, source: Source) -> BuildResult | None:
         """Return the existing data set of a text if it is the one that would be built, otherwise None."""
-        return reusable(part.prefix, source, self.file, self.vocab_size)
+        tokenizer = loaded_once(self.file)
+        return reusable(part.prefix, source, tokenizer, self.vocab_size) if tokenizer else None
 
     @property
     def there(self) -> bool:

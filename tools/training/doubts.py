@@ -5,16 +5,19 @@ are training documents too, whose loss then says nothing about new text; a key t
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megaprec.checkpoint.atomic import latest
 from megaprec.data.blend import Blend
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples
 from megaprec.resources import cores
 from models.router import PLAIN
 from tools.config.run_file import RunConfig
+from tools.convert.initial import initial_model
 from tools.training.corpus import Corpus
 
 MANY_EPOCHS = 40  # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
@@ -28,6 +31,7 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     yield from _repetitions(config, corpus)
     yield from _warmup(config)
     yield from _groups(config)
+    yield from _other_words(config, corpus)
     if device == "cpu" and local_ranks > cores():
         share = f"{local_ranks} ranks share {cores()} CPU core{'s' * (cores() > 1)} and wait for each other"
         yield f"{share}: this shows that the layout works, but one process is faster here"
@@ -73,6 +77,18 @@ def _groups(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.router.group_best = {router.group_best} has no effect: it compares groups, of which "
             f"groups_per_token = {router.groups_per_token} takes all"
+        )
+
+
+def _other_words(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    initial = config.train.init_from
+    if not initial or not corpus.tokenizer or latest(config.checkpoint_folder):
+        return
+    _, own, _ = initial_model(Path(initial))
+    if own and own.read_bytes() != corpus.tokenizer.path.read_bytes():
+        yield (
+            f"{corpus.tokenizer.path} is another tokenizer than {own}, with which the weights of train.init_from were "
+            "trained: equal ids must mean the same tokens"
         )
 
 

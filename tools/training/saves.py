@@ -12,6 +12,7 @@ from typing import Any
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.checkpoint.saving import Outcome, Saving, unsaved_buffers
+from megaprec.data.tokenizer_files import settings_of
 from megaprec.errors import UserError
 from models.engine import Engine
 from tools.config.run_file import RunConfig
@@ -115,11 +116,11 @@ def beside_the_state(
 
 
 def tokenizer_files(corpus: Corpus) -> list[Path]:
-    """Return the tokenizer's file, and tokenizer_config.json, which names the token that ends a document."""
+    """Return the tokenizer's file, and the settings beside it, which name the token that ends a document."""
     if not corpus.tokenizer:
         return []
     path = corpus.tokenizer.path
-    return [file for file in (path, path.with_name("tokenizer_config.json")) if file.is_file()]
+    return [file for file in (path, *settings_of(path)) if file.is_file()]
 
 
 def _goes_on(folder: Path) -> str:

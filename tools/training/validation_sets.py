@@ -15,7 +15,7 @@ from pathlib import Path
 from megaprec.data.build import prepare, reusable
 from megaprec.data.files import alone, beside
 from megaprec.data.indexed import IndexedDataset
-from megaprec.data.intact import check_vocabulary, contents_of
+from megaprec.data.intact import check_vocabulary, contents_of, read_record
 from megaprec.data.samples import Resets, Samples
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ from tools.config.relative_paths import beside_run_file
 from tools.config.run_file import RunConfig
 from tools.console.progress_bar import building
 from tools.console.toml import toml
+from tools.training.tokenizer_notes import tokenizer_notes
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def build_validation(config: RunConfig, tokenizer: Tokenizer | None, vocab: int,
                 _build(config.data, one, tokenizer, cache)
             dataset = IndexedDataset(one.prefix)
             check_vocabulary(dataset, contents_of(dataset), vocab)
+            yield from tokenizer_notes(one.prefix, read_record(one.prefix), tokenizer)
 
 
 def open_validation(config: RunConfig, cache: Path) -> Mapping[str, Samples]:
@@ -98,7 +100,7 @@ def _build(data: Data, one: _Named, tokenizer: Tokenizer | None, cache: Path) ->
     if tokenizer is None:
         raise UserError("it is text, and the run has no tokenizer: set data.tokenizer, or build a data set of it")
     source = _text(data, one)
-    if reusable(one.prefix, source, tokenizer.path):
+    if reusable(one.prefix, source, tokenizer):
         return
     with alone(cache / ".lock", partial(_say_busy, cache)), building(source) as report:
         prepare(

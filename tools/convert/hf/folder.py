@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaprec.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megaprec.data.tokenizer import load_tokenizer
+from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 from models.config import ModelConfig
@@ -42,8 +43,7 @@ WEIGHTS: tuple[tuple[str, str, Callable[[Path], dict[str, Stored]]], ...] = (  #
 )
 NO_FACTS = Facts()
 SHARD_BYTES = 5_000_000_000
-TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *TOKENIZER_SETTINGS)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *SETTINGS)
 
 
 def find_hf(path: Path) -> Path | None:
@@ -99,7 +99,7 @@ def in_fp8(path: Path) -> bool:
 
 def hf_tokenizer(path: Path) -> list[Path]:
     """Return the tokenizer files of a folder. Raises UserError for settings that are no JSON objects."""
-    for name in TOKENIZER_SETTINGS:
+    for name in SETTINGS:
         if (path / name).is_file():
             read_json(path / name)
     return [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
@@ -305,14 +305,13 @@ def _shards(kept: Mapping[Match, torch.dtype], shard_bytes: int) -> dict[str, li
 def tokenizer_ids(source: Source) -> dict[str, int | None]:
     """Return the ids of the tokens that begin and end a document, as far as the tokenizer has them.
 
-    A model trained by megaprec without a begin token has seen the end token before each document.
+    A model trained by megaprec has seen the end token before each document, whatever begin token the tokenizer names.
     """
     file = main_file(source.tokenizer)
     if file is None:
         return {"bos_token_id": None, "eos_token_id": None}
     tokenizer = load_tokenizer(file)
-    begins = tokenizer.bos if isinstance(tokenizer, HuggingFaceTokenizer) else None
-    return {"bos_token_id": tokenizer.eos if begins is None else begins, "eos_token_id": tokenizer.eos}
+    return {"bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -6,18 +6,32 @@ format brings with it: special tokens such as `</s>` that are spelled out in a t
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import sentencepiece
 
+from megaprec.data.encoding import sentencepiece_encoder
 from megaprec.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megaprec.data.tokenizer_files import CONFIG, SAVE_ANEW, SETTINGS, SPECIAL_MAP, protobuf_fields
 from megaprec.errors import UserError
+from megaprec.parsing import parse_json, read_text
 
 SPACE = "\u2581"  # SentencePiece's sign for a space
-CONFIG = "tokenizer_config.json"
+UNREAD = (  # other files that a tokenizer may be in
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "spiece.model",
+    "spm.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model.*",
+    "*.tiktoken",
+    "tekken.json",
+    "tokenization_*.py",
+)
 BPE = 2  # model_type in SentencePiece's trainer_spec
 USER_DEFINED = 4  # type of a piece
 PROBE = 'Ünï — 数字 😀\u200d👩 \t  def f(x):\n\n    return {"a": 1.5e-3}  # x\x00\x07\r\n' + "aaa   " * 9 + "\u0301é"
@@ -25,7 +39,7 @@ PROBE = 'Ünï — 数字 😀\u200d👩 \t  def f(x):\n\n    return {"a": 1.5e-
 
 def main_file(files: Sequence[Path]) -> Path | None:
     """The file among a tokenizer's that defines it whole."""
-    named = [f for f in files if f.name not in (CONFIG, "special_tokens_map.json")]
+    named = [f for f in files if f.name not in SETTINGS]
     return min(named, key=lambda f: f.suffix != ".json", default=None)
 
 
@@ -40,6 +54,41 @@ def check_tokenizer(files: Sequence[Path], vocab: int) -> Tokenizer | None:
     return tokenizer
 
 
+def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
+    """Yield notes on files of a tokenizer that are not read, and on two that disagree. files: those that are read."""
+    file = main_file(files)
+    if file is None:
+        names = sorted({found.name for name in UNREAD for found in folder.glob(name)} | {one.name for one in files})
+        if names:
+            yield f"{folder}: of {', '.join(names)} no tokenizer is read, but of a tokenizer.json: {SAVE_ANEW}"
+        return
+    pieces = next((f for f in files if f.suffix == ".model" and f != file), None)
+    if pieces is None:
+        return
+    try:
+        model = sentencepiece_encoder(pieces.read_bytes())[1]
+    except RuntimeError:
+        yield f"{file} is read, not {pieces.name} beside it, which is no SentencePiece model"
+        return
+    tokens = {id: token for token, id in load_tokenizer(file).vocabulary().items()}
+    other = (id for id in range(model.get_piece_size()) if tokens.get(id) != model.id_to_piece(id))
+    if (id := next(other, None)) is not None:
+        yield (
+            f"{file} is read, not {pieces.name} beside it, which disagrees: token {id} is {tokens.get(id)!r} in "
+            f"the first and {model.id_to_piece(id)!r} in the other"
+        )
+
+
+def begin_note(special: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
+    """Return a note if a tokenizer names a begin token that is not the one of the model. special: as in config.json."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or special or tokenizer.bos in (None, tokenizer.eos):
+        return []
+    return [
+        f"{tokenizer.path}: the settings beside it name token {tokenizer.bos} as bos_token, which nothing says to "
+        f"stand before documents: they begin after the token that ends one, {tokenizer.eos}"
+    ]
+
+
 def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = None) -> None:
     """Writes into `folder` what AutoTokenizer needs. Raises UserError for a model that a tokenizer.json cannot say.
 
@@ -50,16 +99,19 @@ def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = Non
         return
     tokenizer = load_tokenizer(file)
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        content = json.loads(file.read_text("utf-8"))
+        content = parse_json(read_text(file))
     else:
         content = _as_tokenizer_json(file)
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
-    given = next((f for f in files if f.name == CONFIG), None)
+    given, extras = next((f for f in files if f.name == CONFIG), None), [f for f in files if f.name == SPECIAL_MAP]
     if given:
         (folder / CONFIG).write_bytes(given.read_bytes())
     else:
-        (folder / CONFIG).write_text(json.dumps(_config(content, tokenizer, begin), indent=2, ensure_ascii=False))
-    for extra in (f for f in files if f.name == "special_tokens_map.json"):
+        named = [role for extra in extras for role in parse_json(read_text(extra))]
+        (folder / CONFIG).write_text(
+            json.dumps(_config(content, tokenizer, begin, named), indent=2, ensure_ascii=False)
+        )
+    for extra in extras:
         (folder / extra.name).write_bytes(extra.read_bytes())
     probe = PROBE + _spelled(file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
@@ -83,25 +135,21 @@ def _spelled(file: Path) -> str:
 
 def _user_defined(file: Path) -> list[str]:
     """Pieces that a SentencePiece model splits off wherever they stand, the longest first."""
-    pieces = [dict(_fields(value)) for number, value in _fields(file.read_bytes()) if number == 1]
+    pieces = [dict(protobuf_fields(value)) for number, value in protobuf_fields(file.read_bytes()) if number == 1]
     found = [piece[1].decode() for piece in pieces if piece.get(3) == USER_DEFINED]
     return sorted(found, key=lambda symbol: (-len(symbol), symbol))
 
 
-def _config(content: dict[str, Any], tokenizer: Tokenizer, begin: int | None) -> dict[str, Any]:
-    """tokenizer_config.json of a tokenizer that came without one.
+def _config(content: dict[str, Any], tokenizer: Tokenizer, begin: int | None, named: Collection[str]) -> dict[str, Any]:
+    """Return tokenizer_config.json of a tokenizer that came without one. named: roles that another file names.
 
     The begin token is that of the model, and not a piece `<s>` that the model may never have seen.
     """
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    for token in content.get("added_tokens") or ():
-        if token["id"] == tokenizer.eos:
-            config["eos_token"] = token["content"]
-        if token["id"] == begin:
-            config["bos_token"] = token["content"]
-        if token["content"] == "<unk>":
-            config["unk_token"] = token["content"]
-    return config
+    tokens = {id: token for token, id in tokenizer.vocabulary().items()}
+    added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
+    ids = {"eos_token": tokenizer.eos, "bos_token": begin, "unk_token": added.get("<unk>")}
+    return config | {role: tokens[id] for role, id in ids.items() if id is not None and role not in named}
 
 
 def _as_tokenizer_json(file: Path) -> dict[str, Any]:
@@ -160,36 +208,10 @@ def _merges(plain: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
 
 def _check_model(file: Path) -> bool:
     """Return True if a space is put before texts. Raises UserError for unsupported kinds of models."""
-    whole = dict(_fields(file.read_bytes()))
-    trainer, normalizer = dict(_fields(whole.get(2, b""))), dict(_fields(whole.get(3, b"")))
+    whole = dict(protobuf_fields(file.read_bytes()))
+    trainer, normalizer = dict(protobuf_fields(whole.get(2, b""))), dict(protobuf_fields(whole.get(3, b"")))
     if trainer.get(3, 1) != BPE:
         raise UserError(f"{file} is no byte-pair model; others cannot be put as a tokenizer.json here")
     if normalizer.get(2) or normalizer.get(4, 1):
         raise UserError(f"{file} rewrites texts before it splits them, which a tokenizer.json cannot say exactly")
     return bool(normalizer.get(3, 1))
-
-
-def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of the fields of a protobuf message, of which a SentencePiece model is one."""
-    place = 0
-
-    def number() -> int:
-        nonlocal place
-        value = shift = 0
-        while True:
-            byte = content[place]
-            place += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while place < len(content):
-        key = number()
-        if key & 7 == 0:
-            yield key >> 3, number()
-            continue
-        length = {1: 8, 2: -1, 5: 4}[key & 7]
-        length = number() if length < 0 else length
-        yield key >> 3, content[place : place + length]
-        place += length

@@ -105,9 +105,10 @@ def _loss_in_replacing(layer: nn.Module) -> str:
         return f"{type(layer).__name__} is a subclass, whose own behaviour a parallel layer does not have"
     if others := {name for name, _ in layer.named_parameters()} - {"weight", "bias"}:
         return f"the parameter {min(others)} has no parallel form"
-    hooked = (layer, *layer.parameters())
-    if any(getattr(one, hooks, None) for one in hooked for hooks in HOOKS):
-        return "hooks of a layer and of its parameters would be lost: register them after parallelize"
+    if any(getattr(layer, hooks, None) for hooks in HOOKS):
+        return "hooks of a layer would be lost: register them after parallelize"
+    if any(getattr(one, hooks, None) for one in layer.parameters() for hooks in HOOKS):
+        return "hooks of its parameters would be lost, and a parallel layer calls none with gradients: remove them"
     if module_has_fp32_attr(layer):
         return "the FP32 mark would be lost: mark the layer after parallelize"
     given = [name for name in ("padding_idx", "max_norm") if getattr(layer, name, None) is not None]

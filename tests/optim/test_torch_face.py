@@ -279,3 +279,40 @@ def test_building_and_stepping_import_no_compiler() -> None:
         "sys.exit('torch._dynamo' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_a_gradient_of_this_step_is_neither_discarded_nor_replaced_in_vain() -> None:
+    """Where torch would begin anew, or take what it is given, the sum in the optimizer's memory goes on."""
+    model, optimizer = made(lr=LR)
+    weight = model.get_parameter("0.weight")
+    for value in (None, torch.zeros_like(weight)):
+        loss_of(model, 7).backward()
+        with pytest.raises(UserError, match=r"^0\.weight\.grad is set, but .*optimizer\.zero_grad\(\)"):
+            weight.grad = value
+        optimizer.zero_grad()
+        weight.grad = value
+    weight.grad = None
+    expected, other = made(lr=LR)
+    loss_of(expected).backward()
+    loss_of(model).backward()
+    assert str(optimizer.step()) == str(other.step())
+
+
+def test_gradients_of_rows_alone_and_gradients_with_a_graph_are_added_as_they_are() -> None:
+    torch.manual_seed(0)
+    table, twin = nn.Embedding(6, 3, sparse=True), nn.Embedding(6, 3)
+    twin.load_state_dict(table.state_dict())
+    attach_whole(table)
+    optimizer = ParallelAMPOptimizer([table], plan("fp32"), lr=LR, rule=SGD(0.0), weight_decay=0.0, clip=0.0)
+    ids = torch.tensor([1, 1, 2])
+    for _ in range(2):
+        table(ids).square().mean().backward()
+        twin(ids).square().mean().backward()
+    table(ids).square().mean().backward(inputs=[table.weight])
+    twin(ids).square().mean().backward(create_graph=False)
+    optimizer.step()
+    torch.optim.SGD(twin.parameters(), LR).step()
+    torch.testing.assert_close(table.weight, twin.weight)
+    model, optimizer = made(lr=LR)
+    loss_of(model).backward(create_graph=True)
+    assert all(not p.main_grad.requires_grad for p in model.parameters())  # type: ignore[union-attr]

@@ -63,7 +63,7 @@ class Linear(torch.autograd.Function):
         goes = destination(ctx, 1, weight) if ctx.needs_input_grad[1] else Destination.NOWHERE
         # Detached: deferred work would otherwise keep the whole graph alive, down to the stage's input.
         saved: Factor = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        kept = _start_keeping(ctx, saved) if goes is not Destination.NOWHERE else _none
+        kept = _start_keeping(ctx, saved) if goes is not Destination.NOWHERE else lambda: saved
         rows = _rows(grad)
         for_input, for_weight = products.gradient(rows)
         finish = _start_input_gradient(ctx, for_input, grad.shape) if ctx.needs_input_grad[0] else _none

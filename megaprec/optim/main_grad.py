@@ -50,23 +50,29 @@ class Guarded(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if has_gradient(self):
-            name = layout_of(self).parts[0].name
-            raise UserError(
-                f"{name}.grad is set, but ParallelAMPOptimizer has the gradient of this step in main_grad, which that "
-                "neither discards nor replaces: call optimizer.zero_grad() first"
-            )
+        _require_none_of_this_step(self)
         _grad.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.grad = None
+        _require_none_of_this_step(self)
+        _grad.__set__(self, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle an ordinary parameter with its layout: a copy's gradients are not those of the optimizer."""
         plain = nn.Parameter(self.detach(), self.requires_grad)
         plain.megaprec_layout = layout_of(self)  # type: ignore[attr-defined]
         return plain.__reduce_ex__(protocol)
+
+
+def _require_none_of_this_step(parameter: nn.Parameter) -> None:
+    """Raise UserError for a gradient that `grad` would neither discard nor replace."""
+    if has_gradient(parameter):
+        name = layout_of(parameter).parts[0].name
+        raise UserError(
+            f"{name}.grad is set, but ParallelAMPOptimizer has the gradient of this step in main_grad, which that "
+            "neither discards nor replaces: call optimizer.zero_grad() first"
+        )
 
 
 def collect(parameter: nn.Parameter, main: Tensor) -> None:

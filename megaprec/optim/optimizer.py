@@ -27,7 +27,6 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
-from megaprec.errors import UserError
 from megaprec.optim import grad_presence
 from megaprec.optim.alike import require_alike
 from megaprec.optim.attribution import attribute_nonfinite
@@ -52,15 +51,16 @@ from megaprec.optim.model_intake import (
 )
 from megaprec.optim.native import kernels_for
 from megaprec.optim.observer import StepObserver
-from megaprec.optim.param_groups import param_groups, rates, saved, take_up
-from megaprec.optim.scaler import TWO_SCALERS, disagreement, make_scaler
+from megaprec.optim.param_groups import param_groups, rates, require_own, saved, take_up
+from megaprec.optim.scaler import disagreement, make_scaler
 from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
+from megaprec.optim.torch_face import TorchFace
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, moments_of, update_padded
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.plan import PrecisionPlan
 
 
-class ParallelAMPOptimizer(torch.optim.Optimizer):
+class ParallelAMPOptimizer(TorchFace):
     """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts. Flat buffers take over their
@@ -256,19 +256,6 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self._sums.drop()
         self._memory.forget_gradients()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, in torch's constructor only. Raise UserError later: the buffers are then fixed."""
-        if hasattr(self, "buffers"):
-            raise UserError("parameters cannot be added to an existing optimizer: build it over all of them")
-        # Not torch's own method: it imports torch._dynamo, which takes every rank over a second.
-        param_group["params"] = list(param_group["params"])
-        self.param_groups.append(param_group)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Raise UserError: only torch.amp.GradScaler reads this attribute."""
-        raise UserError(TWO_SCALERS)
-
     @torch.no_grad()
     def step(self, lr: float | None = None, loss: Tensor | None = None) -> StepReport:  # pyright: ignore
         """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are reduced first.
@@ -286,6 +273,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
 
     def _prepare(self, lr: float | None, loss: Tensor | None) -> None:
         """Refuse what no step can be made of, complete all reductions and show the gradients to observers."""
+        require_own(self.param_groups, self._groups)
         self._rate = rates(self._groups, lr)[1.0, 1.0][0]
         require_loss(loss, self.canonical)
         require_scaled(self._scale_read, self.plan.scaling)

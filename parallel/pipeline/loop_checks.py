@@ -1,4 +1,4 @@
-"""Checks of what a loop of one's own gives to `Pipeline`: its arguments, its batches and the losses of its function.
+"""Checks of what a user's loop gives to `Pipeline`: its arguments, its batches and the losses of its function.
 
 Ranks that were given different schedules wait for each other forever, and ranks that compute one micro-batch together
 from different samples train on numbers that belong to none of them. So what must be equal is compared over all ranks:

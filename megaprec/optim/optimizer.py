@@ -35,6 +35,7 @@ from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
 from megaprec.optim.consensus import Consensus, StepConsensus, digest
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
+from megaprec.optim.given_kinds import require_kinds, require_same_plan
 from megaprec.optim.given_numbers import claimed, require_loss, require_saved, require_scaled, require_settings
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
@@ -116,19 +117,21 @@ class ParallelAMPOptimizer(TorchFace):
         canonical: bool = False,
         observers: Sequence[StepObserver] = (),
     ) -> None:
+        switches = {"average": average, "overlap": overlap, "native": native, "canonical": canonical}
+        require_kinds(parts, plan, mesh, rule or AdamW(), groups, observers, virtual, experts, **switches)
         self.observers, self.stop = [*observers], False  # stop: any rank may set it, and all learn of it
         self.clip, self.weight_decay, self.seed, self.overlap = clip, weight_decay, seed, overlap
         self.rule: UpdateRule = rule or AdamW()
         given = {"clip": clip, "norm": norm, "bucket": bucket, "zero_size": zero_size, "seed": seed}
         require_settings(**given, lr=lr, weight_decay=weight_decay)
-        given |= {"lr": lr, "weight_decay": weight_decay, "overlap": overlap, "average": average, "groups": groups}
+        given |= {"lr": lr, "weight_decay": weight_decay, "groups": groups, **switches}
         ranks = self._ranks = Ranks.of(mesh, parts, experts)
         self.pp, self.dp, self.tp, self.world, self.device = ranks.pp, ranks.dp, ranks.tp, ranks.world, ranks.device
+        require_same_plan(parts, plan)
         require_known(parts, virtual.size if virtual else self.tp.size, experts)
         self.average, self.canonical = averages(parts, self.dp, average), canonical
-        plan, self.marked = with_marked(
-            parts, plan, [g.pattern for g in groups], self.world, self.device
-        )  # logical names
+        patterns = [group.pattern for group in groups]
+        plan, self.marked = with_marked(parts, plan, patterns, self.world, self.device)  # logical names
         require_understood(self.rule, parts, ranks)
         require_alike(parts, ranks, plan, {**given, "rule": self.rule})
         if canonical:

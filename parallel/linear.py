@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
+from megaprec.errors import UserError
 from megaprec.optim.main_grad import Destination, begin_accumulation, cleared, destination, has_main_grad
 from megaprec.precision.gemm import Factor, Gemm, GemmProvider
 from parallel.weight_grad_queue import WeightGradQueue
@@ -48,6 +49,11 @@ class Linear(torch.autograd.Function):
         deferred: WeightGradQueue | None = None,
         products: GemmProvider | None = None,
     ) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            raise UserError(
+                "torch.autocast is on, but parallel layers compute in the dtypes of their plan, such as "
+                'megaprec.plan("bf16"): leave autocast out, or switch it off around them (enabled=False)'
+            )
         ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
         ctx.deferred, ctx.dtype = deferred or WeightGradQueue(), x.dtype
         ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)

@@ -16,7 +16,7 @@ from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import SGD, AdamW, Torch
+from megaprec.optim.update_rules import SGD, AdamW, Muon, Torch
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from parallel.context import Context
 from parallel.plain_modules import parallelize
@@ -536,3 +536,41 @@ def test_layers_and_optimizer_of_different_plans_are_refused(layers: str, optimi
     model = parallelize(make_model(), Context(plan(layers)), {"0": "column", "2": "row"})
     with pytest.raises(UserError, match=r"^0 was built with a plan that has compute = .*the same plan"):
         made(optimizer, model=model)
+
+
+@pytest.mark.parametrize("options", [{}, {"rounding": "stochastic"}, {"masters": "split"}], ids=str)
+def test_weights_that_a_loop_clamps_after_each_step_are_clamped_or_named(options: dict[str, Any]) -> None:
+    """As WGAN's loop does through `data`, which leaves no trace: the next step would round the masters over it."""
+    model, optimizer = made(plan("bf16", **options), rule=SGD(0.0), clip=0.0)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()  # what is not written to is never accused
+    if "masters" in options:
+        return
+    model, optimizer = made(plan("bf16", **options), rule=SGD(0.0), clip=0.0)
+    backward(model)
+    optimizer.step()
+    for p in model.parameters():
+        p.data.clamp_(-0.01, 0.01)
+    backward(model)
+    with pytest.raises(UserError, match=r"^0\.weight .*was written to after"):
+        optimizer.step()
+
+
+def test_a_step_within_autocast_is_the_step_without() -> None:
+    for rule in (lambda: AdamW(), lambda: Muon(by_adamw=(), ns_dtype="fp32")):
+        models = []
+        for on in (False, True):
+            model, optimizer = made(rule=rule())
+            torch.manual_seed(1)
+            backward(model)
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                optimizer.step()
+            models.append(model)
+        assert all(map(torch.equal, held(models[0]), held(models[1])))
+
+
+def test_parallel_layers_within_autocast_are_refused() -> None:
+    model = parallelize(make_model(), Context(plan("fp32")), {"0": "column", "2": "row"})
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match=r"^torch\.autocast is on, but"):
+        model(torch.randn(4, 5))

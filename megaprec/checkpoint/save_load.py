@@ -38,8 +38,8 @@ def save(
 ) -> Path:
     """Write a checkpoint of `step` into `folder` and remove all but the newest `keep`. Collective over the world.
 
-    extra: more JSON values for checkpoint.json, the same on every rank, such as a scheduler's state_dict(). files: files
-    to copy into the checkpoint.
+    extra: more JSON values for checkpoint.json, the same on every rank, such as a scheduler's state_dict().
+    files: files to copy into the checkpoint.
     fp8: state whose scales and amax histories are saved, if there is any. Returns the checkpoint's path.
     Raises UserError on every rank, with nothing left of the checkpoint, if one of them could not write. Rank 0 warns of
     an old checkpoint that cannot be removed.

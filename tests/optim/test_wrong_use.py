@@ -526,7 +526,8 @@ def test_frozen_whole_and_complex_numbers_stay_as_they_are(compute: str, tmp_pat
 
 def test_a_name_that_is_not_for_attach_whole_is_refused() -> None:
     model: Any = make_model()
-    for arguments in (([model],), (model.parameters(),), (model, "generator."), (model, None, 3)):
+    wrong: list[tuple[Any, ...]] = [([model],), (model.parameters(),), (model, "generator."), (model, None, 3)]
+    for arguments in wrong:
         with pytest.raises(UserError, match="attach_whole"):
             attach_whole(*arguments)
 

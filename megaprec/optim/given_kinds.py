@@ -31,7 +31,7 @@ def require_kinds(
     experts: object,
     **switches: object,
 ) -> None:
-    """Raise UserError, naming all that are wrong, for arguments of the optimizer of another kind.
+    """Raise UserError, naming all that are wrong, for arguments of another kind, and for layers of another plan.
 
     switches: those that are True or False; `average` may be left open. Also raised in inference mode, where the
     optimizer's memory could not be trained.
@@ -62,6 +62,7 @@ def require_kinds(
     }
     if broken := [line for line, holds in rules.items() if not holds]:
         raise UserError(*broken)
+    _require_same_plan(parts, plan)  # type: ignore[arg-type]
 
 
 def _are(values: object, kind: type) -> bool:
@@ -73,7 +74,7 @@ def _said(value: object) -> str:
     return f"{value!r:.60}" if plain else f"a {type(value).__name__}" if not isinstance(value, type) else value.__name__
 
 
-def require_same_plan(parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
+def _require_same_plan(parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:
     """Raise UserError, naming a module, if layers were built with a context of another plan.
 
     They would compute in dtypes of their own, from weights that the optimizer holds in others. Contexts of parts that

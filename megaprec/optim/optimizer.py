@@ -35,7 +35,7 @@ from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
 from megaprec.optim.consensus import Consensus, StepConsensus, digest
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
-from megaprec.optim.given_kinds import require_kinds, require_same_plan
+from megaprec.optim.given_kinds import require_kinds
 from megaprec.optim.given_numbers import claimed, require_loss, require_saved, require_scaled, require_settings
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
@@ -58,6 +58,7 @@ from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
 from megaprec.optim.torch_face import TorchFace
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, moments_of, update_padded
 from megaprec.optim.update_tile import Tile
+from megaprec.optim.whole_copies import require_same_copies
 from megaprec.precision.plan import PrecisionPlan
 
 
@@ -94,6 +95,9 @@ class ParallelAMPOptimizer(TorchFace):
     Raises UserError for inconsistent arguments.
     """
 
+    compares_copies = True  # in the steps number 1, 2, 4, 8, ...: copies of gradients on tensor-parallel ranks
+    _prepared = 0  # number of steps that were tried
+
     def __init__(
         self,
         parts: Sequence[nn.Module],
@@ -127,11 +131,9 @@ class ParallelAMPOptimizer(TorchFace):
         given |= {"lr": lr, "weight_decay": weight_decay, "groups": groups, **switches}
         ranks = self._ranks = Ranks.of(mesh, parts, experts)
         self.pp, self.dp, self.tp, self.world, self.device = ranks.pp, ranks.dp, ranks.tp, ranks.world, ranks.device
-        require_same_plan(parts, plan)
         require_known(parts, virtual.size if virtual else self.tp.size, experts)
         self.average, self.canonical = averages(parts, self.dp, average), canonical
-        patterns = [group.pattern for group in groups]
-        plan, self.marked = with_marked(parts, plan, patterns, self.world, self.device)  # logical names
+        plan, self.marked = with_marked(parts, plan, [g.pattern for g in groups], self.world, self.device)
         require_understood(self.rule, parts, ranks)
         require_alike(parts, ranks, plan, {**given, "rule": self.rule})
         if canonical:
@@ -285,6 +287,9 @@ class ParallelAMPOptimizer(TorchFace):
         self._memory.take_gradients()
         self._sums.finish()
         self._memory.sum_copies()
+        self._prepared += 1
+        if self.compares_copies and self._prepared & (self._prepared - 1) == 0:  # costs nothing in the long run
+            require_same_copies(self.all_buffers(), self._sums.tp, self.world, self.device)
         for observer in self.observers:
             observer.gradients_ready(self.all_buffers(), self.scaler.scale)
 

@@ -60,8 +60,9 @@ def test_what_would_not_come_back_as_it_is_is_refused_by_name(which: str, tmp_pa
 
 def test_what_is_no_checkpoint_or_no_source_of_weights_is_refused_by_name(tmp_path: Path) -> None:
     model, optimizer = made()
-    path: Any = save(tmp_path, 1, optimizer, {})
-    for weights in (path, model.state_dict(), None):
+    path = save(tmp_path, 1, optimizer, {})
+    none: list[Any] = [path, model.state_dict(), None]
+    for weights in none:
         with pytest.raises(UserError, match=r"^weights: a .* has no slices of logical tensors"):
             load_weights(weights, optimizer)
     wrong: Any = model

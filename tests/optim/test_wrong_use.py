@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.save_load import load, save
+from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
@@ -453,7 +454,8 @@ def test_an_argument_of_another_kind_is_refused_by_name(name: str) -> None:
 
 
 def test_a_weight_decay_of_none_and_a_rate_in_a_tensor_are_refused_by_name() -> None:
-    for name, value in (("weight_decay", None), ("lr", torch.tensor(0.1))):
+    cases: list[tuple[str, Any]] = [("weight_decay", None), ("lr", torch.tensor(0.1))]
+    for name, value in cases:
         with pytest.raises(UserError, match=f"^{name} = .*must be a finite number from 0 on, an int or a float"):
             made(**{name: value})
 
@@ -508,7 +510,7 @@ def test_frozen_whole_and_complex_numbers_stay_as_they_are(compute: str, tmp_pat
         model = make_model()
         for name, value in values.items():
             model.register_parameter(name, nn.Parameter(value.clone(), requires_grad=False))
-        return made(compute, model=model)
+        return made(compute, model)
 
     model, optimizer = build(kept)
     for name, value in kept.items():
@@ -575,3 +577,36 @@ def test_parallel_layers_within_autocast_are_refused() -> None:
     model = parallelize(make_model(), Context(plan("fp32")), {"0": "column", "2": "row"})
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match=r"^torch\.autocast is on, but"):
         model(torch.randn(4, 5))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(5), nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def on_tensor_ranks(mesh: DeviceMesh, apart: int) -> list[str]:
+    """What each of four steps says, from step `apart` on with samples of this rank's own."""
+    tp, said = Axis.of(mesh, "tp"), list[str]()
+    torch.manual_seed(0)
+    model = parallelize(Block(), Context(plan("fp32"), tp), {"up": "column", "down": "row"})
+    optimizer = ParallelAMPOptimizer([model], plan("fp32"), mesh, lr=0.1, average=False)
+    for step in range(1, 5):
+        seed = step + (tp.rank * 100 if step >= apart else 0)
+        x = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        said.append(said_of(optimizer.step))
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("apart", [1, 3, 9])
+def test_tensor_ranks_with_samples_of_their_own_are_refused_soon_and_others_never(apart: int) -> None:
+    first, second = run_ranks(on_tensor_ranks, {"tp": 2}, apart=apart)
+    assert first == second
+    refused = [step for step, words in enumerate(first, 1) if "on each tensor-parallel rank, but" in words]
+    assert refused == {1: [1, 2, 4], 3: [4], 9: []}[apart]
+    assert all(not words for step, words in enumerate(first, 1) if step not in refused)

@@ -14,7 +14,7 @@ from megaprec.fp8.state import FP8State
 from megaprec.kinds import is_number
 from megaprec.precision.gemm import Gemm, GemmProvider
 from megaprec.precision.plan import PrecisionPlan
-from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.leaves import PLAIN, Leaves
 from parallel.weight_grad_queue import WeightGradQueue
 
@@ -85,6 +85,12 @@ class Context:
         rules[f"plan = {self.plan!r:.40}: must be a PrecisionPlan, like megaprec.plan('bf16')"] = isinstance(
             self.plan, PrecisionPlan
         )
+        ways = self.recompute
+        right = isinstance(ways, Recompute) and {*ways.modules} <= {*MODULES} and 0 <= ways.fraction <= 1
+        rules[
+            f"recompute = {ways!r:.60}: must be a Recompute(modules=..., fraction=0 to 1, layers=...), of the modules "
+            f"{', '.join(MODULES)}"
+        ] = right and ways.layers >= 0
         rules[f"seed = {self.seed!r:.40}: must be a whole number"] = is_number(self.seed, whole=True)
         if wrong := [rule for rule, holds in rules.items() if not holds]:
             raise UserError(*wrong)

@@ -336,8 +336,9 @@ def require_in_place(among: Iterable[Buffer]) -> None:
     if strayed := [name for buffer in among for name in buffer.strayed()]:
         more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
         raise RuntimeError(
-            f"{strayed[0]}{more} was cast or moved after the optimizer had taken over its memory, so no step would "
-            "update it: cast and move a model (to, half, cuda) before building the optimizer; nothing was changed"
+            f"{strayed[0]}{more} was cast or moved after the optimizer had taken over its memory, or is another "
+            "optimizer's by now, so no step would update it: cast and move a model (to, half, cuda) before building "
+            "its only optimizer; nothing was changed"
         )
 
 

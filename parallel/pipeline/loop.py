@@ -157,6 +157,10 @@ class Pipeline:
         plan = self.optimizer.plan
         x = self._inputs[microbatch] if received is None else received.to(plan.residual)
         y = self._stages[stage](x)
+        if stage < self._last and not isinstance(y, Tensor):
+            raise UserError(
+                f"stage {stage} returned a {type(y).__name__}, but must return one tensor for the next stage"
+            )
         return y.to(plan.pipeline) if stage < self._last else self._scaled_loss(y, self._targets[microbatch])
 
     def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:

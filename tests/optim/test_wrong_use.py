@@ -232,7 +232,10 @@ def test_a_rate_of_a_step_is_refused_before_anything_changes(value: Any) -> None
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1e-8", True])
 def test_a_number_of_a_rule_is_refused_by_name(value: Any) -> None:
-    for rule in (lambda: AdamW(eps=value), lambda: SGD(value), lambda: AdamW((value, 0.9)), lambda: Group("*", value)):
+    wrong: Any = value
+    fields = (lambda: AdamW(eps=value), lambda: SGD(value), lambda: AdamW((value, 0.9)), lambda: Group("*", value))
+    kinds = (lambda: AdamW(wrong), lambda: SGD(0.9, str(wrong)), lambda: Group([wrong]), lambda: Torch(wrong))  # type: ignore[arg-type]
+    for rule in (*fields, *kinds):
         with pytest.raises(UserError):
             rule()
 

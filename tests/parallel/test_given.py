@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec import UserError, plan
-from parallel import Context, make_mesh, parallelize, vocab_parallel_loss, world
+from megaprec import Axis, UserError, plan
+from parallel import Context, Recompute, make_mesh, parallelize, vocab_parallel_loss, world
 from tests.ranks import run_ranks
 
 
@@ -63,7 +63,8 @@ def test_a_world_is_needed_and_joined_for_a_device_that_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("plan", "bf16"), ("plan", None), ("tp", "tp"), ("tp", 2), ("sequence", "no"), ("seed", "x"), ("blank", 1)],
+    [("plan", "bf16"), ("plan", None), ("tp", "tp"), ("tp", 2), ("sequence", "no"), ("seed", "x"), ("blank", 1)]
+    + [("recompute", value) for value in (True, Recompute("all"), Recompute(fraction=2.0), Recompute(layers=-1))],  # type: ignore[arg-type]
 )
 def test_a_setting_of_a_context_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"^{name} = .*: must be "):
@@ -88,3 +89,12 @@ def test_what_parallelize_cannot_take_is_refused_by_name() -> None:
     head: Any = nn.Linear(2, 2)
     with pytest.raises(UserError, match=r"^head: must be a ColumnParallelLinear"):
         vocab_parallel_loss(head)
+
+
+def test_an_axis_of_another_name_is_refused_and_not_one_of_a_single_rank() -> None:
+    """All ranks would be number 0 of it, and read the same samples."""
+    wrong: Any = "cpu"
+    for mesh, name in ((None, "data"), (None, "x"), (wrong, "tp")):
+        with pytest.raises(UserError, match=r"^Axis\.of\(.*one of pp, dp, cp, tp"):
+            Axis.of(mesh, name)
+    assert Axis.of(None, "dp").size == 1

@@ -49,7 +49,7 @@ class Linear(torch.autograd.Function):
         deferred: WeightGradQueue | None = None,
         products: GemmProvider | None = None,
     ) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             raise UserError(
                 "torch.autocast is on, but parallel layers compute in the dtypes of their plan, such as "
                 'megaprec.plan("bf16"): leave autocast out, or switch it off around them (enabled=False)'

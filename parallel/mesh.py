@@ -32,7 +32,7 @@ PARTING = 10.0  # seconds that a failed rank waits for its communication in prog
 def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: int = 1) -> DeviceMesh:
     """Return a mesh of pp * dp * cp * tp ranks over all ranks of the joined world.
 
-    device: the type of device, "cpu" or "cuda", without a number.
+    device: the type of device, like "cpu" or "cuda", without a number.
     Raises UserError if the world has another size, or was not joined, and for degrees that are no numbers.
     """
     degrees = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
@@ -55,9 +55,13 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: in
 
 
 def _require_type_of_device(device: object) -> None:
-    """Raise UserError for what names no type of device. One of another name would be a CPU in silence."""
-    if device not in ("cpu", "cuda"):
-        raise UserError(f'device = {device!r:.40}: must be the type "cpu" or "cuda", without a number')
+    """Raise UserError for what names no type of device. One with a number would be a CPU in silence."""
+    try:
+        known = isinstance(device, str) and torch.device(device).type == device
+    except RuntimeError:
+        known = False
+    if not known:
+        raise UserError(f'device = {device!r:.40}: must be a type of device, like "cpu" or "cuda", without a number')
 
 
 def _group(runs: torch.Tensor) -> dist.ProcessGroup:

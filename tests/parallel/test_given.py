@@ -55,7 +55,7 @@ def test_a_world_is_needed_and_joined_for_a_device_that_is_known() -> None:
         make_mesh()
     for device in ("gpu", "cuda:0", torch.device("cuda")):
         wrong: Any = device
-        with pytest.raises(UserError, match=r"^device = .*must be the type"), world(wrong):
+        with pytest.raises(UserError, match=r"^device = .*must be a type"), world(wrong):
             pass
     with pytest.raises(UserError, match=r"^minutes = 0: must be"), world(minutes=0):
         pass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
-from megaprec.optim.main_grad import cleared, has_main_grad
+from megaprec.optim.main_grad import Destination, cleared, destination
 from parallel.context import Context
 from parallel.layers import parameter
 
@@ -52,7 +52,9 @@ class _AddBiases(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return grad, None, None, *_bias_gradients(grad[:, ctx.own], ctx.experts, ctx.biases)
+        first = 1 if ctx.experts is None else 2
+        goes = [destination(ctx, first + n, bias) for n, bias in enumerate(ctx.biases)]
+        return grad, None, None, *_bias_gradients(grad[:, ctx.own], ctx.experts, ctx.biases, goes)
 
 
 def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
@@ -60,19 +62,22 @@ def _expert_of_rows(ends: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
 
-def _bias_gradients(rows: Tensor, experts: Tensor | None, biases: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Add the sums of each expert's rows [m, n] to the main gradients of the biases, or return them."""
+def _bias_gradients(
+    rows: Tensor, experts: Tensor | None, biases: Sequence[nn.Parameter], goes: Sequence[Destination]
+) -> list[Tensor | None]:
+    """Add the sums of each expert's rows [m, n] to the main gradients of the biases, or return them, as `goes` says."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     if experts is None:
         sums = rows.sum(0, dtype=wide).unsqueeze(0)
     else:  # accumulation into indexed rows has a fixed order on every device
         sums = rows.new_zeros(len(biases), rows.shape[1], dtype=wide)
         sums.index_put_((experts,), rows.to(wide), accumulate=True)
-    return [_added(bias, own) for bias, own in zip(biases, sums, strict=True)]
+    return [_added(bias, own, where) for bias, own, where in zip(biases, sums, goes, strict=True)]
 
 
-def _added(bias: nn.Parameter, gradient: Tensor) -> Tensor | None:
-    kept = has_main_grad(bias)
-    total = cleared(bias) if kept else torch.zeros_like(bias)
+def _added(bias: nn.Parameter, gradient: Tensor, goes: Destination) -> Tensor | None:
+    if goes is Destination.NOWHERE:
+        return None
+    total = cleared(bias) if goes is Destination.MAIN else torch.zeros_like(bias)
     total[: len(gradient)].add_(gradient)
-    return None if kept else total
+    return None if goes is Destination.MAIN else total

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from megaprec.optim.main_grad import begin_accumulation, has_main_grad
+from megaprec.optim.main_grad import Destination, begin_accumulation, destination
 from parallel.weight_grad_queue import WeightGradQueue
 
 _GRANULE = 16  # bytes: torch's grouped product wants rows and columns that start at multiples of it
@@ -55,9 +55,11 @@ class GroupedLinear(torch.autograd.Function):
         x, ends = (tensor.detach() for tensor in ctx.saved_tensors)
         grad, weights = grad.contiguous(), ctx.weights
         grad_x = _grouped(grad, together(weights), ends) if ctx.needs_input_grad[0] else None
-        if not all(has_main_grad(weight) for weight in weights):
+        goes = {destination(ctx, 2 + n, weight) for n, weight in enumerate(weights)}
+        if Destination.AUTOGRAD in goes:
             return grad_x, None, None, *_weight_gradients(grad, x, ends)
-        ctx.deferred.run(partial(_add_weight_gradients, weights, grad, x, ends))
+        if Destination.MAIN in goes:
+            ctx.deferred.run(partial(_add_weight_gradients, weights, grad, x, ends))
         return grad_x, None, None, *(None for _ in weights)
 
 

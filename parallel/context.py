@@ -11,9 +11,10 @@ from megaprec.errors import UserError
 from megaprec.fp8.linear import FP8Gemm
 from megaprec.fp8.params import FP8Param, hold
 from megaprec.fp8.state import FP8State
+from megaprec.kinds import is_number
 from megaprec.precision.gemm import Gemm, GemmProvider
 from megaprec.precision.plan import PrecisionPlan
-from parallel.activation_checkpoint import KEEP, Recompute
+from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.leaves import PLAIN, Leaves
 from parallel.weight_grad_queue import WeightGradQueue
 
@@ -38,7 +39,7 @@ class Context:
     leaves: the form in which norms, rotations, gates, dropout and losses are computed.
 
     Raises ValueError if `fp8` has another recipe than the plan, and UserError if whole layers are recomputed although
-    FP8 scales advance with every micro-batch.
+    FP8 scales advance with every micro-batch, and for values of another kind.
     """
 
     plan: PrecisionPlan
@@ -56,6 +57,7 @@ class Context:
     leaves: Leaves = field(default=PLAIN, compare=False)
 
     def __post_init__(self) -> None:
+        self._require_kinds()
         if self.plan.fp8 != self.fp8.recipe:
             raise ValueError("the plan and fp8 have different recipes: give the context an FP8State of the same recipe")
         recipe = self.plan.fp8
@@ -69,6 +71,29 @@ class Context:
                 'fp8.history = "te" advances the scales before a layer is recomputed: recompute modules instead of '
                 'whole layers, or set fp8.history = "step"'
             )
+
+    def _require_kinds(self) -> None:
+        """Raise UserError for a plan, an axis or a switch of another kind: a text "no" would count as true."""
+        switches = {name: getattr(self, name) for name in ("sequence", "blank", "of_experts", "ring")}
+        rules = {
+            f"{name} = {value!r:.40}: must be True or False": type(value) is bool for name, value in switches.items()
+        }
+        rules |= {
+            f"{name} = {axis!r:.40}: must be an Axis, like Axis.of(mesh, {name!r})": hasattr(axis, "size")
+            for name, axis in (("tp", self.tp), ("cp", self.cp))
+        }
+        rules[f"plan = {self.plan!r:.40}: must be a PrecisionPlan, like megaprec.plan('bf16')"] = isinstance(
+            self.plan, PrecisionPlan
+        )
+        ways = self.recompute
+        right = isinstance(ways, Recompute) and {*ways.modules} <= {*MODULES} and 0 <= ways.fraction <= 1
+        rules[
+            f"recompute = {ways!r:.60}: must be a Recompute(modules=..., fraction=0 to 1, layers=...), of the modules "
+            f"{', '.join(MODULES)}"
+        ] = right and ways.layers >= 0
+        rules[f"seed = {self.seed!r:.40}: must be a whole number"] = is_number(self.seed, whole=True)
+        if wrong := [rule for rule, holds in rules.items() if not holds]:
+            raise UserError(*wrong)
 
     def products(self, weight: nn.Parameter) -> GemmProvider:
         """Return the provider of the matrix products with a layer's weight [n, k]. Their results are activations."""

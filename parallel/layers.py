@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import Layout, Part, attach, layout_of
 from megaprec.comm.random import normal_part
-from megaprec.optim.main_grad import cleared, has_main_grad
+from megaprec.optim.main_grad import Destination, cleared, destination
 from parallel import collectives
 from parallel.context import Context
 from parallel.linear import Add, Input, Linear
@@ -198,12 +198,14 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None, None]:  # type: ignore[override]
         ids, foreign = ctx.saved_tensors
-        kept = has_main_grad(ctx.weight)
-        total = cleared(ctx.weight) if kept else torch.zeros_like(ctx.weight)
+        goes = destination(ctx, 1, ctx.weight)
+        if goes is Destination.NOWHERE:
+            return None, None, None, None, None
+        total = cleared(ctx.weight) if goes is Destination.MAIN else torch.zeros_like(ctx.weight)
         if foreign is not None:
             grad = grad.masked_fill(foreign.unsqueeze(-1), 0)
         total.index_put_((ids.reshape(-1),), grad.reshape(-1, grad.shape[-1]).to(total.dtype), accumulate=True)
-        return None, None if kept else total, None, None, None
+        return None, None if goes is Destination.MAIN else total, None, None, None
 
 
 def parameter(

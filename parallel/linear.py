@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.main_grad import begin_accumulation, cleared, has_main_grad
+from megaprec.errors import UserError
+from megaprec.optim.main_grad import Destination, begin_accumulation, cleared, destination, has_main_grad
 from megaprec.precision.gemm import Factor, Gemm, GemmProvider
 from parallel.weight_grad_queue import WeightGradQueue
 
@@ -48,6 +49,11 @@ class Linear(torch.autograd.Function):
         deferred: WeightGradQueue | None = None,
         products: GemmProvider | None = None,
     ) -> Tensor:
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            raise UserError(
+                "torch.autocast is on, but parallel layers compute in the dtypes of their plan, such as "
+                'megaprec.plan("bf16"): leave autocast out, or switch it off around them (enabled=False)'
+            )
         ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
         ctx.deferred, ctx.dtype = deferred or WeightGradQueue(), x.dtype
         ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
@@ -59,23 +65,21 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weight, products = ctx.weight, ctx.products
+        goes = destination(ctx, 1, weight) if ctx.needs_input_grad[1] else Destination.NOWHERE
         # Detached: deferred work would otherwise keep the whole graph alive, down to the stage's input.
         saved: Factor = tuple(tensor.detach() for tensor in ctx.saved_tensors)
-        weight, products = ctx.weight, ctx.products
-        kept = _start_keeping(ctx, saved)
+        kept = _start_keeping(ctx, saved) if goes is not Destination.NOWHERE else lambda: saved
         rows = _rows(grad)
         for_input, for_weight = products.gradient(rows)
         finish = _start_input_gradient(ctx, for_input, grad.shape) if ctx.needs_input_grad[0] else _none
 
-        def make_weight_gradient() -> Tensor | None:
-            return weight_gradient(products, weight, for_weight, kept())
-
         grad_weight = None
-        if not has_main_grad(weight):
-            grad_weight = make_weight_gradient()  # autograd needs it now
-        else:
-            ctx.deferred.run(make_weight_gradient)
-        grad_bias = None if ctx.bias is None else add_gradient(ctx.bias, rows)
+        if goes is Destination.AUTOGRAD:  # which needs it now
+            grad_weight = products.weight_gradient(for_weight, kept()).to(weight.dtype)
+        elif goes is Destination.MAIN:
+            ctx.deferred.run(lambda: add_weight_gradient(products, weight, for_weight, kept()))
+        grad_bias = None if ctx.bias is None else add_gradient(ctx.bias, rows, destination(ctx, 2, ctx.bias))
         return finish(), grad_weight, grad_bias, None, None, None, None
 
 
@@ -112,25 +116,21 @@ def _start_input_gradient(ctx: Any, grad: Factor, shape: torch.Size) -> Callable
     return lambda: (wait(), grad_x)[1]
 
 
-def weight_gradient(products: GemmProvider, weight: nn.Parameter, grad: Factor, x: Factor) -> Tensor | None:
-    """Return the weight gradient.
-
-    If the weight has a main gradient, the weight gradient is added to it instead, and None is returned.
-    """
-    if not has_main_grad(weight):
-        return products.weight_gradient(grad, x).to(weight.dtype)
+def add_weight_gradient(products: GemmProvider, weight: nn.Parameter, grad: Factor, x: Factor) -> None:
+    """Add the weight gradient to the main gradient."""
     main, first = begin_accumulation(weight)
     products.add_weight_gradient_(main, grad, x, first)
-    return None
 
 
-def add_gradient(vector: nn.Parameter, rows: Tensor) -> Tensor | None:
-    """Return the sum of `rows` [tokens, n], the gradient of `vector` [n].
+def add_gradient(vector: nn.Parameter, rows: Tensor, goes: Destination) -> Tensor | None:
+    """Return the sum of `rows` [tokens, n], the gradient of `vector` [n], if autograd wants it.
 
-    If `vector` has a main gradient, the sum is added to it instead, and None is returned.
+    Otherwise return None; a sum that goes to the main gradient is added there.
     """
+    if goes is Destination.NOWHERE:
+        return None
     summed = rows.sum(0, dtype=sum_dtype(vector, rows.dtype))
-    if not has_main_grad(vector):
+    if goes is Destination.AUTOGRAD:
         return summed.to(vector.dtype)
     cleared(vector).add_(summed)
     return None
@@ -157,15 +157,17 @@ class Add(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        kept = has_main_grad(ctx.parameter)
-        total = cleared(ctx.parameter) if kept else torch.zeros_like(ctx.parameter)
+        goes = destination(ctx, 1, ctx.parameter)
+        if goes is Destination.NOWHERE:
+            return grad, None, None
+        total = cleared(ctx.parameter) if goes is Destination.MAIN else torch.zeros_like(ctx.parameter)
         if ctx.rows is None:
             total.add_(grad.flatten(0, -2).sum(0, dtype=total.dtype))
         elif isinstance(ctx.rows, Tensor):
             total.index_add_(0, ctx.rows.flatten(), grad.flatten(0, 1).to(total.dtype))
         else:
             total[ctx.rows].add_(grad.sum(1, dtype=total.dtype))
-        return grad, None if kept else total, None
+        return grad, None if goes is Destination.MAIN else total, None
 
 
 class Widen(torch.autograd.Function):
@@ -178,7 +180,9 @@ class Widen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        if not has_main_grad(ctx.parameter):
+        goes = destination(ctx, 0, ctx.parameter)
+        if goes is Destination.AUTOGRAD:
             return grad.to(ctx.parameter.dtype), None
-        cleared(ctx.parameter).add_(grad)
+        if goes is Destination.MAIN:
+            cleared(ctx.parameter).add_(grad)
         return None, None

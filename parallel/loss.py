@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
+from megaprec.errors import UserError
 from parallel.layers import ColumnParallelLinear
 from parallel.leaves import PLAIN, Leaves
 
@@ -48,6 +49,11 @@ def cross_entropy(
 
 def vocab_parallel_loss(head: ColumnParallelLinear) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the loss function of a head whose outputs are logits: (its output, targets) -> the loss of each target."""
+    if not isinstance(head, ColumnParallelLinear):
+        raise UserError(
+            f"head: must be a ColumnParallelLinear, as parallelize makes it of a layer of style 'column', not a "
+            f"{type(head).__name__}; for a head that each rank holds whole use nn.functional.cross_entropy"
+        )
     part, context = layout_of(head.weight).parts[0], head.context
     tp, sensitive, leaves = context.tp, context.plan.sensitive, context.leaves
     return lambda logits, targets: cross_entropy(logits, targets, part, tp, sensitive, leaves=leaves)

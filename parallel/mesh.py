@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import AXES
 from megaprec.comm.groups import split
 from megaprec.errors import UserError
+from megaprec.kinds import is_number
 from parallel.described_world import slurm_environment
 from parallel.joining import NEWS, join
 
@@ -31,8 +32,15 @@ PARTING = 10.0  # seconds that a failed rank waits for its communication in prog
 def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: int = 1) -> DeviceMesh:
     """Return a mesh of pp * dp * cp * tp ranks over all ranks of the joined world.
 
-    Raises UserError if the world has another size.
+    device: the type of device, like "cpu" or "cuda", without a number.
+    Raises UserError if the world has another size, or was not joined, and for degrees that are no numbers.
     """
+    degrees = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    if wrong := [f"{name} = {n!r:.40}" for name, n in degrees.items() if not is_number(n, whole=True) or n < 1]:
+        raise UserError(*(f"{said}: must be a whole number from 1 on" for said in wrong))
+    _require_type_of_device(device)
+    if not dist.is_initialized():
+        raise UserError("make_mesh needs a world of ranks: call it within `with parallel.world():`")
     world, needed = dist.get_world_size(), pp * dp * cp * tp
     if world != needed:
         context = f"context {cp} x " if cp > 1 else ""
@@ -40,11 +48,20 @@ def make_mesh(pp: int = 1, dp: int = 1, tp: int = 1, device: str = "cpu", cp: in
             f"{world} ranks joined, but pipeline {pp} x data {dp} x {context}tensor {tp} needs {needed}: "
             f"start {needed} ranks or change [parallel]"
         )
-    sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
     names = tuple(name for name in AXES if name != "cp" or cp > 1)
-    ranks = torch.arange(world, dtype=torch.int).view([sizes[name] for name in names])
+    ranks = torch.arange(world, dtype=torch.int).view([degrees[name] for name in names])
     groups = [_group(ranks.movedim(dim, -1).flatten(0, -2)) for dim in range(ranks.ndim)]
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=names)
+
+
+def _require_type_of_device(device: object) -> None:
+    """Raise UserError for what names no type of device. One with a number would be a CPU in silence."""
+    try:
+        known = isinstance(device, str) and torch.device(device).type == device
+    except RuntimeError:
+        known = False
+    if not known:
+        raise UserError(f'device = {device!r:.40}: must be a type of device, like "cpu" or "cuda", without a number')
 
 
 def _group(runs: torch.Tensor) -> dist.ProcessGroup:
@@ -65,9 +82,17 @@ def world(
     in all groups that `make_mesh` and `megaprec.comm.groups` make too. failed(error): called before the world is left
     after an exception, while it is handled.
 
-    Raises UserError if not all ranks join (`joining.py`). After an exception the world is left if that is possible
-    within a few seconds (see `_part`).
+    Raises UserError if not all ranks join (`joining.py`), and if this process has joined a world before. After an
+    exception the world is left if that is possible within a few seconds (see `_part`).
     """
+    _require_type_of_device(device)
+    if not is_number(minutes) or minutes <= 0:
+        raise UserError(f"minutes = {minutes!r:.40}: must be a number above 0")
+    if dist.is_initialized():
+        raise UserError(
+            f"this process has joined torch.distributed already, over {dist.get_backend()}: use make_mesh without "
+            "world(), or leave init_process_group to world()"
+        )
     os.environ.update(slurm_environment(os.environ))
     own = _own_device() if device == "cuda" else None
     timeout = timedelta(minutes=minutes)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
+from megaprec.optim.main_grad import destination
 from parallel.context import Context
 from parallel.layers import parameter
 from parallel.leaves import PLAIN, Leaves
@@ -73,7 +74,7 @@ class _Normalize(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         wide = sum_dtype(ctx.weight, inverse.dtype)
         grad_x, summed = ctx.leaves(_norm_gradients, grad, x, inverse, ctx.weight, ctx.offset, wide)
-        return grad_x, add_gradient(ctx.weight, summed), None, None, None, None, None
+        return grad_x, add_gradient(ctx.weight, summed, destination(ctx, 1, ctx.weight)), None, None, None, None, None
 
 
 def _norm(
@@ -167,7 +168,7 @@ class _NormalizeSharded(torch.autograd.Function):
         inner = grad * _factor(ctx.weight, ctx.offset, inverse.dtype)
         along = ctx.tp.sum_((inner * normal).sum(-1, keepdim=True)).div_(ctx.part.shape[0] * ctx.part.copies)
         grad_x = inner.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype)
-        grad_weight = add_gradient(ctx.weight, normal.mul_(grad).flatten(0, -2))
+        grad_weight = add_gradient(ctx.weight, normal.mul_(grad).flatten(0, -2), destination(ctx, 1, ctx.weight))
         return grad_x, grad_weight, None, None, None, None, None
 
 

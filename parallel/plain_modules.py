@@ -49,6 +49,7 @@ def parallelize(module: nn.Module, context: Context, styles: Mapping[str, Style]
     layer, and layers of which a parallel layer would lose something: tied parameters, a forward of their own, hooks,
     FP32 marks.
     """
+    _require_kinds(module, context, styles, prefix)
     if _has_parallel_form(module):
         raise UserError(f"{type(module).__name__} cannot be replaced in place: wrap it, e.g. in nn.Sequential")
     modules = module.named_modules(remove_duplicate=False)
@@ -67,6 +68,26 @@ def parallelize(module: nn.Module, context: Context, styles: Mapping[str, Style]
         module.set_submodule(path, _replacement(layer, chosen[path], context, prefix + path))
     attach_whole(module, context.tp, prefix)
     return module
+
+
+def _require_kinds(module: object, context: object, styles: object, prefix: object) -> None:
+    """Raise UserError for arguments of another kind, and for a module without values, of which ranks keep slices."""
+    wrong = {
+        f"module: must be a torch module, not a {type(module).__name__}": not isinstance(module, nn.Module),
+        f"context = {context!r:.40}: must be a Context(plan, Axis.of(mesh, 'tp'))": not isinstance(context, Context),
+        f"styles = {styles!r:.40}: must be a dict of patterns and styles, like {{'*.up': 'column'}}": not isinstance(
+            styles, Mapping
+        ),
+        f"prefix = {prefix!r:.40}: must be text": not isinstance(prefix, str),
+    }
+    if problems := [line for line, broken in wrong.items() if broken]:
+        raise UserError(*problems)
+    assert isinstance(module, nn.Module)
+    if empty := [name for name, p in module.named_parameters() if p.device.type == "meta" or nn.parameter.is_lazy(p)]:
+        raise UserError(
+            f"{empty[0]} has no values yet (meta or lazy), of which each rank would keep a slice: materialise and "
+            "initialise the module before parallelize"
+        )
 
 
 class _Column(ColumnParallelLinear):
@@ -105,9 +126,10 @@ def _loss_in_replacing(layer: nn.Module) -> str:
         return f"{type(layer).__name__} is a subclass, whose own behaviour a parallel layer does not have"
     if others := {name for name, _ in layer.named_parameters()} - {"weight", "bias"}:
         return f"the parameter {min(others)} has no parallel form"
-    hooked = (layer, *layer.parameters())
-    if any(getattr(one, hooks, None) for one in hooked for hooks in HOOKS):
-        return "hooks of a layer and of its parameters would be lost: register them after parallelize"
+    if any(getattr(layer, hooks, None) for hooks in HOOKS):
+        return "hooks of a layer would be lost: register them after parallelize"
+    if any(getattr(one, hooks, None) for one in layer.parameters() for hooks in HOOKS):
+        return "hooks of its parameters would be lost, and a parallel layer calls none with gradients: remove them"
     if module_has_fp32_attr(layer):
         return "the FP32 mark would be lost: mark the layer after parallelize"
     given = [name for name in ("padding_idx", "max_norm") if getattr(layer, name, None) is not None]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint.fp8_scales import Scales, read_fp8, take_up
+from megaprec.checkpoint.given import require_saveable, required_path
 from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
 from megaprec.checkpoint.saving import Saving
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 def save(
-    folder: Path,
+    folder: Path | str,
     step: int,
     optimizer: ParallelAMPOptimizer,
     extra: dict[str, Any],
@@ -37,11 +38,14 @@ def save(
 ) -> Path:
     """Write a checkpoint of `step` into `folder` and remove all but the newest `keep`. Collective over the world.
 
-    extra: more JSON values for checkpoint.json, the same on every rank. files: files to copy into the checkpoint.
+    extra: more JSON values for checkpoint.json, the same on every rank, such as a scheduler's state_dict().
+    files: files to copy into the checkpoint.
     fp8: state whose scales and amax histories are saved, if there is any. Returns the checkpoint's path.
     Raises UserError on every rank, with nothing left of the checkpoint, if one of them could not write. Rank 0 warns of
     an old checkpoint that cannot be removed.
     """
+    folder = required_path(folder, optimizer, "folder")
+    require_saveable(step, extra, keep)
     outcome = Saving(folder, step, optimizer, extra, keep, files, fp8).finish()
     for warning in outcome.warnings:
         warnings.warn(warning, stacklevel=2)
@@ -50,7 +54,7 @@ def save(
     return outcome.path
 
 
-def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> dict[str, Any]:
+def load(path: Path | str, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = None) -> dict[str, Any]:
     """Load weights, moments, step count and scaler into an optimizer of any layout, and return checkpoint.json.
 
     fp8: state into which scales and amax histories are loaded, as far as the checkpoint has them.
@@ -59,6 +63,7 @@ def load(path: Path, optimizer: ParallelAMPOptimizer, fp8: FP8State | None = Non
     is of another model, every rank raises UserError before anything is changed. Each file is hashed once, by one rank.
     Rank 0 warns if the weights in the checkpoint are narrower than the masters.
     """
+    path = required_path(path, optimizer, "path")
     store, scales = _open_on_all_ranks(path, optimizer, fp8 or FP8State())
     if optimizer.world.rank == 0 and (lost := _precision_loss(store, optimizer.plan)):
         warnings.warn(lost, stacklevel=2)
@@ -97,7 +102,15 @@ class Weights(Protocol):
 
 @torch.no_grad()
 def load_weights(weights: Weights, optimizer: ParallelAMPOptimizer) -> None:
-    """Load only weights, from any source; moments, step count and scaler stay. Each rank reads its own slices."""
+    """Load only weights, from any source; moments, step count and scaler stay. Each rank reads its own slices.
+
+    weights: for a checkpoint, `Store(path)` of `megaprec.checkpoint.reader`.
+    """
+    if not callable(getattr(weights, "read_range", None)):
+        raise UserError(
+            f"weights: a {type(weights).__name__} has no slices of logical tensors to read: for a checkpoint use "
+            "megaprec.checkpoint.reader.Store(Path(...)); load a state_dict of the model before the optimizer is built"
+        )
     for buffer in optimizer.all_buffers():
         _read_into(weights, "weight", buffer)
     _read_frozen(weights, optimizer)

@@ -42,8 +42,11 @@ class Axis:
     def of(mesh: DeviceMesh | None, name: str) -> "Axis":
         """Return the axis `name` of `mesh`; an axis of size one without a mesh, or if the mesh has no such axis.
 
-        Raises UserError if the mesh has an axis that is not in AXES, or has its axes in another order.
+        Raises UserError for another name than those in AXES, which every mesh would lack, and if the mesh has such an
+        axis, or has its axes in another order.
         """
+        if name not in AXES or not isinstance(mesh, DeviceMesh | None):
+            raise UserError(f"Axis.of({mesh!r:.40}, {name!r}): give a DeviceMesh or None, and one of {', '.join(AXES)}")
         if mesh is None or name not in _axes_of(mesh):
             return Axis(name)
         dim = (mesh.mesh_dim_names or ()).index(name)

@@ -17,6 +17,7 @@ from math import prod
 from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
+from megaprec.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,15 @@ def attach_whole(module: nn.Module, tp: Axis | None = None, prefix: str = "") ->
     """Attach the layout "replicated on every rank of `tp`" to every parameter of `module` that has no layout.
 
     A parameter's logical name is `prefix` and its path. prefix: pipeline stages need different prefixes, because
-    logical names must be unique in the whole model.
+    logical names must be unique in the whole model. Raises UserError for what is no module, and for a parameter of a
+    lazy module, which has no shape before the first forward pass.
     """
+    if not isinstance(module, nn.Module):
+        raise UserError(f"attach_whole takes a torch module, not a {type(module).__name__}: call it for each model")
+    if not (isinstance(prefix, str) and isinstance(tp, Axis | None)):
+        raise UserError(f"attach_whole(tp={tp!r:.40}, prefix={prefix!r:.40}): tp must be an Axis, prefix text")
+    if lazy := [name for name, p in module.named_parameters() if nn.parameter.is_lazy(p)]:
+        raise UserError(f"{lazy[0]} is of a lazy module and has no shape yet: run the model once before attach_whole")
     for name, parameter in module.named_parameters():
         if not has_layout(parameter):
             part = Part.cut(prefix + name, tuple(parameter.shape), None, tp or Axis("tp"))

@@ -1,8 +1,9 @@
 """Checks, when an optimizer is built, that all ranks build the same one over the same model.
 
 Ranks that begin with other weights, clip at another norm or hold their parameters in another order would add up
-gradients of different models. Under ZeRO-1 the first all-gather would even mix their weights into one. No later check
-sees it: gradients, scales and norms are then equal on all ranks.
+gradients of different models. Under ZeRO-1 the first all-gather would even mix their weights into one. Stages that give
+one name to different tensors would share a place in every state. No later check sees it: gradients, scales and norms
+are then equal on all ranks.
 """
 
 import json
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.comm.everyones import everyones_texts
-from megaprec.comm.layout import layout_of, parameters_of
+from megaprec.comm.layout import has_layout, layout_of, parameters_of
 from megaprec.errors import UserError
 from megaprec.optim.dtensors import is_dtensor
 from megaprec.optim.model_intake import Ranks
@@ -33,7 +34,30 @@ def require_alike(
     if _differ(own["settings"], own["parameters"], ranks):
         texts = everyones_texts(json.dumps(own).encode(), ranks.world, ranks.device)
         raise UserError(*_differences([json.loads(text) for text in texts]))
+    _require_apart(parts, ranks)
     _require_same_weights(parts, ranks)
+
+
+def _require_apart(parts: Sequence[nn.Module], ranks: Ranks) -> None:
+    """Raise UserError, on every rank of a pipeline, if stages give one name to different tensors.
+
+    A state would hold one of them, or their sum. Tied parameters have one name on purpose. Collective over pp.
+    """
+    if ranks.pp.size == 1:
+        return
+    laid = (layout_of(p) for part in parts for p in part.parameters() if has_layout(p))
+    names = sorted({part.name for layout in laid if not layout.tied for part in layout.parts})
+    texts = everyones_texts(json.dumps([ranks.pp.rank, names]).encode(), ranks.pp, ranks.device)
+    seen: dict[str, int] = {}
+    for stage, of_stage in map(json.loads, texts):
+        for name in of_stage:
+            if name in seen:
+                raise UserError(
+                    f"{name} is the logical name of two parameters, of pipeline ranks {seen[name]} and {stage}: give "
+                    "each stage a prefix of its own, megaprec.attach_whole(stage, prefix=...) or "
+                    "parallelize(..., prefix=...)"
+                )
+            seen[name] = stage
 
 
 def _differ(settings: Mapping[str, str], parameters: Sequence[str], ranks: Ranks) -> bool:

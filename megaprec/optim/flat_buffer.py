@@ -114,7 +114,7 @@ class Buffer:
             self._move_in(parameter, start)
         self.owned = tuple(self._owned()) if self.in_codes else ()  # the codes that this rank computes
         self._rounded = self.masters is not None and wide != held and not self.in_codes
-        self._fresh, self._versions = self._rounded, [p._version for p in self.parameters]
+        self._changes, self._versions = 0, [p._version for p in self.parameters]
 
     def _owned(self) -> Iterator[FP8ParamShard]:
         assert self.masters is not None
@@ -255,7 +255,7 @@ class Buffer:
         the flat memory do not do. Layers that cache casts of weights then know that their casts are outdated.
         """
         increment_version(self.parameters)
-        self._fresh, self._versions = False, [p._version for p in self.parameters]
+        self._changes, self._versions = self._changes + 1, [p._version for p in self.parameters]
         return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
 
     def strayed(self) -> list[str]:
@@ -271,13 +271,15 @@ class Buffer:
     def written(self) -> list[str]:
         """Return the names of parameters that someone else has written to, if they are rounded from masters.
 
-        Versions tell it, except for what was written through `data`; before the first step weights are compared too.
+        Versions tell it, except for what was written through `data`. So the weights are also compared with the masters
+        after 0, 1, 2, 4, 8, ... changes of theirs: a loop that writes in each step is found at its second step, and
+        comparing costs nothing in the long run.
         """
         if not self._rounded:
             return []
         versions = [p._version for p in self.parameters]
         found = [p for p, now, seen in zip(self.parameters, versions, self._versions, strict=True) if now != seen]
-        if self._fresh and not found:
+        if not found and self._changes & (self._changes - 1) == 0:
             found = [p for p, start in zip(self.parameters, self.starts, strict=True) if self._differs(p, start)]
         return [layout_of(p).parts[0].name for p in found]
 
@@ -334,8 +336,9 @@ def require_in_place(among: Iterable[Buffer]) -> None:
     if strayed := [name for buffer in among for name in buffer.strayed()]:
         more = f" (and {len(strayed) - 1} others)" if len(strayed) > 1 else ""
         raise RuntimeError(
-            f"{strayed[0]}{more} was cast or moved after the optimizer had taken over its memory, so no step would "
-            "update it: cast and move a model (to, half, cuda) before building the optimizer; nothing was changed"
+            f"{strayed[0]}{more} was cast or moved after the optimizer had taken over its memory, or is another "
+            "optimizer's by now, so no step would update it: cast and move a model (to, half, cuda) before building "
+            "its only optimizer; nothing was changed"
         )
 
 

@@ -35,13 +35,13 @@ def require_settings(
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise UserError(*broken)
-    require_rates(**{name: rate for name, rate in rates.items() if rate is not None})
+    require_rates(**{name: rate for name, rate in rates.items() if rate is not None or name != "lr"})  # type: ignore[arg-type]
 
 
 def require_rates(**rates: float) -> None:
     """Raise UserError for a learning rate or a weight decay that is not a finite number from 0 on."""
     if wrong := [f"{name} = {rate!r}" for name, rate in rates.items() if not (is_number(rate) and rate >= 0)]:
-        raise UserError(*(f"{said}: must be a finite number from 0 on" for said in wrong))
+        raise UserError(*(f"{said}: must be a finite number from 0 on, an int or a float" for said in wrong))
 
 
 def claimed(rule: Any) -> Any:

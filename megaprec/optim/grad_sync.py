@@ -49,7 +49,7 @@ class GradReducer:
     ) -> None:
         self.microbatches = microbatches
         self.num_microbatches = 0  # of the last step that was reduced, if they are summed by a tree
-        self._chunks, self._tp, self._early = [list(reversed(chunk)) for chunk in chunks], tp, early
+        self._chunks, self.tp, self._early = [list(reversed(chunk)) for chunk in chunks], tp, early
         self._ends: dict[int, list[Callable[[], None]]] = {}  # wait functions of the started reductions, by chunk
         self._reduced: set[int] = set()
         self._awaited: dict[int, list[set[nn.Parameter]]] = {}  # by chunk and buffer: not final
@@ -91,7 +91,7 @@ class GradReducer:
             zero_missing_grads(buffer.parameters)
             if self.before is not None:
                 self.before(buffer)
-            sum_partial(buffer.parameters, self._tp)
+            sum_partial(buffer.parameters, self.tp)
             ends.append(buffer.start_reduce())
 
     def reduce(self, chunk: int) -> None:

@@ -32,6 +32,10 @@ class Group:
     weight_decay: float | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            raise UserError(
+                f"optimizer.groups: pattern = {self.pattern!r:.60}: must be text, a pattern of logical names"
+            )
         for name, factor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
             if factor is not None and not (is_number(factor) and factor >= 0):
                 raise UserError(f'optimizer.groups: {name} = {factor} of pattern "{self.pattern}" must be 0 or more')

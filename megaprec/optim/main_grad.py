@@ -6,10 +6,15 @@ some rows of a table, has the view cleared first; and the views of parameters th
 before gradients are reduced over ranks.
 
 `parameter.grad`, the destination of autograd's gradients, is empty outside a backward pass. Code that reads it there,
-to clip or to unscale, would find nothing and continue with a norm of 0; a `Guarded` parameter raises an error instead.
+to clip or to unscale, would find nothing and continue with a norm of 0; code that discards or replaces it would do so
+in vain. A `Guarded` parameter raises an error instead.
+
+Layers add gradients to `main_grad` by themselves, in the backward pass of an autograd function. `destination` says
+whether they may: `torch.autograd.grad` runs the same function, but asks for other gradients or wants them returned.
 """
 
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,6 +24,14 @@ from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
 
 _grad: Any = torch.Tensor.grad  # autograd's own attribute, even if a subclass overrides `grad`
+
+
+class Destination(Enum):
+    """The place of a parameter's gradient that a layer computes in its own backward function."""
+
+    MAIN = "it is added to main_grad"
+    AUTOGRAD = "it is returned to autograd"
+    NOWHERE = "nobody asked for it"
 
 
 class Guarded(nn.Parameter):
@@ -37,11 +50,29 @@ class Guarded(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        _require_none_of_this_step(self)
         _grad.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        _require_none_of_this_step(self)
         _grad.__set__(self, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle an ordinary parameter with its layout: a copy's gradients are not those of the optimizer."""
+        plain = nn.Parameter(self.detach(), self.requires_grad)
+        plain.megaprec_layout = layout_of(self)  # type: ignore[attr-defined]
+        return plain.__reduce_ex__(protocol)
+
+
+def _require_none_of_this_step(parameter: nn.Parameter) -> None:
+    """Raise UserError for a gradient that `grad` would neither discard nor replace."""
+    if has_gradient(parameter):
+        name = layout_of(parameter).parts[0].name
+        raise UserError(
+            f"{name}.grad is set, but ParallelAMPOptimizer has the gradient of this step in main_grad, which that "
+            "neither discards nor replaces: call optimizer.zero_grad() first"
+        )
 
 
 def collect(parameter: nn.Parameter, main: Tensor) -> None:
@@ -60,6 +91,34 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
 def has_main_grad(parameter: nn.Parameter) -> bool:
     """Return True if gradients of the parameter accumulate in a buffer, and not in `grad`."""
     return getattr(parameter, "main_grad", None) is not None
+
+
+def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
+    """Return where the backward function of `ctx` is to put the gradient of a parameter.
+
+    number: of the parameter among those arguments that are tensors.
+    Raises UserError for what a gradient that is added to `main_grad` cannot be: seen by a hook, or differentiated.
+    """
+    if not has_main_grad(parameter):
+        return Destination.AUTOGRAD
+    node = ctx.next_functions[number][0]
+    try:
+        if node is None or not torch._C._will_engine_execute_node(node):
+            return Destination.NOWHERE
+    except RuntimeError:  # how torch says that the gradient of a leaf is to be returned by torch.autograd.grad
+        return Destination.AUTOGRAD
+    if parameter._backward_hooks:
+        raise UserError(
+            f"{layout_of(parameter).parts[0].name} has a hook (register_hook), which is never called with a gradient, "
+            "because its layer adds gradients to main_grad by itself: change main_grad before the step, or use a layer "
+            "of torch.nn"
+        )
+    if torch.is_grad_enabled():
+        raise UserError(
+            f"backward(create_graph=True) reaches {layout_of(parameter).parts[0].name}, whose gradient is added to "
+            "main_grad and cannot be differentiated: use layers of torch.nn for a loss that contains gradients"
+        )
+    return Destination.MAIN
 
 
 def has_gradient(parameter: nn.Parameter) -> bool:
@@ -91,9 +150,11 @@ def cleared(parameter: nn.Parameter) -> Tensor:
 def accumulate_autograd_grad(parameter: nn.Parameter) -> None:
     """Move a gradient from autograd's `grad` to `main_grad`. Layers that accumulate by themselves leave no `grad`."""
     if (grad := _grad.__get__(parameter)) is not None:
+        _grad.__set__(parameter, None)
+        grad = grad.detach() if grad.requires_grad else grad  # of backward(create_graph=True)
+        grad = grad.to_dense() if grad.is_sparse else grad  # of nn.Embedding(sparse=True)
         main, first = begin_accumulation(parameter)
         main.copy_(grad) if first else main.add_(grad)
-        parameter.grad = None
 
 
 def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
@@ -111,4 +172,4 @@ def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:
     """Mark the parameters as having no gradient, to begin a new step."""
     for parameter in parameters:
         parameter.megaprec_given = False  # type: ignore[attr-defined]
-        parameter.grad = None
+        _grad.__set__(parameter, None)

@@ -99,8 +99,9 @@ class MatrixUpdates:
         Collective over the stage.
         """
         results, rule = self._collected(step_of), self.rule
-        for number in results:
-            results[number] = orthogonalized(results[number], rule.ns_coefficients, rule.ns_steps, rule.ns_eps)
+        for number, matrix in results.items():
+            with torch.autocast(matrix.device.type, enabled=False):  # a loop may step within its own
+                results[number] = orthogonalized(matrix, rule.ns_coefficients, rule.ns_steps, rule.ns_eps)
         for turn, buffer in enumerate(self.buffers):
             for held, result in zip(self._held[turn], self._exchange.start_return(turn, results)(), strict=True):
                 _move(held, result, step_of(held.factors))

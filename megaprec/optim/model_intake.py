@@ -97,6 +97,9 @@ def require_known(parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | Non
             "shapes: use fully_shard (FSDP2), or pass the model unwrapped, because the optimizer shards its state over "
             "dp by itself"
         )
+    everything = {name: p for part in parts for name, p in part.named_parameters()}
+    if unheld := [line for name, p in everything.items() if (line := _without_values(name, p))]:
+        raise UserError(*unheld)
     if impossible := [line for name, p in named(parts) if (line := _untrainable(name, p))]:
         raise UserError(*impossible)
     if bare := [(name, p) for name, p in named(parts) if not has_layout(p)]:
@@ -107,6 +110,8 @@ def require_known(parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | Non
             "megaprec.attach_whole(model), which names parameters by their paths (after fully_shard, if it is used), "
             f"or with megaprec.attach for a part of a parallel layer{more}"
         )
+    if reshaped := [line for name, p in named(parts) if (line := _reshaped(name, p))]:
+        raise UserError(*reshaped)
     _require_apart(parts)
     for layout in map(layout_of, parameters_of(parts)):
         if layout.expert and experts is None:
@@ -119,6 +124,28 @@ def require_known(parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | Non
             if part.shards * part.copies != ranks:
                 made = f"{part.shards} slices x {part.copies} copies"
                 raise UserError(f"{part.name} is laid out for {made}, but there are {ranks} tensor-parallel ranks")
+
+
+def _without_values(name: str, parameter: nn.Parameter) -> str:
+    """Return why a parameter, trained or frozen, cannot be moved or held; empty if it can."""
+    if parameter.device.type == "meta":
+        return f"{name} is on the device meta and has no values: call model.to_empty and initialise or load it first"
+    if is_dtensor(parameter) or (parameter.layout == torch.strided and not parameter.is_nested):
+        return ""
+    kind = "nested" if parameter.is_nested else str(parameter.layout).removeprefix("torch.")
+    return f"{name} is a {kind} tensor, and the optimizer has dense ones only: make it dense"
+
+
+def _reshaped(name: str, parameter: nn.Parameter) -> str:
+    """Return how a parameter differs from its layout; empty if it does not, or if torch has sharded it."""
+    parts = layout_of(parameter).parts
+    laid_out = (sum(part.padded[0] for part in parts), *parts[0].padded[1:]) if parts[0].padded else ()
+    if is_dtensor(parameter) or tuple(parameter.shape) == laid_out:
+        return ""
+    return (
+        f"{name} has the shape {tuple(parameter.shape)}, but {laid_out} when its layout was attached: replace the "
+        "parameter, not its data, and call megaprec.attach_whole again"
+    )
 
 
 def _untrainable(name: str, parameter: nn.Parameter) -> str:
@@ -231,7 +258,8 @@ def move_rest(part: nn.Module, plan: PrecisionPlan, device: torch.device, marked
         usual = param_dtype(frozen, plan) if has_layout(frozen) else plan.parameters
         held = plan.sensitive if frozen in marked else usual
         if not is_dtensor(frozen):
-            frozen.data = frozen.data.to(device, held).contiguous()
+            as_held = held if frozen.is_floating_point() else frozen.dtype  # whole and complex numbers as they are
+            frozen.data = frozen.data.to(device, as_held).contiguous()
         elif frozen.dtype != held:
             raise UserError(
                 f"{name} is held in {dtype_name(frozen.dtype)} by fully_shard, but the plan has parameters = "

@@ -27,7 +27,6 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.layout import parameters_of
 from megaprec.comm.virtual import VirtualAxis
-from megaprec.errors import UserError
 from megaprec.optim import grad_presence
 from megaprec.optim.alike import require_alike
 from megaprec.optim.attribution import attribute_nonfinite
@@ -36,6 +35,7 @@ from megaprec.optim.canonical_consensus import CanonicalConsensus, in_slots
 from megaprec.optim.consensus import Consensus, StepConsensus, digest
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.full_state import gather_tensors, load_tensors
+from megaprec.optim.given_kinds import require_kinds
 from megaprec.optim.given_numbers import claimed, require_loss, require_saved, require_scaled, require_settings
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
@@ -52,15 +52,17 @@ from megaprec.optim.model_intake import (
 )
 from megaprec.optim.native import kernels_for
 from megaprec.optim.observer import StepObserver
-from megaprec.optim.param_groups import param_groups, rates, saved, take_up
-from megaprec.optim.scaler import TWO_SCALERS, disagreement, make_scaler
+from megaprec.optim.param_groups import param_groups, rates, require_own, saved, take_up
+from megaprec.optim.scaler import disagreement, make_scaler
 from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
+from megaprec.optim.torch_face import TorchFace
 from megaprec.optim.update_rules import AdamW, Step, UpdateRule, moments_of, update_padded
 from megaprec.optim.update_tile import Tile
+from megaprec.optim.whole_copies import require_same_copies
 from megaprec.precision.plan import PrecisionPlan
 
 
-class ParallelAMPOptimizer(torch.optim.Optimizer):
+class ParallelAMPOptimizer(TorchFace):
     """An optimizer with loss scaling, clipping and exact statistics over a (pp, dp, tp) mesh.
 
     parts: the model chunks that this rank holds, in order. Their parameters carry layouts. Flat buffers take over their
@@ -93,6 +95,9 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
     Raises UserError for inconsistent arguments.
     """
 
+    compares_copies = True  # in the steps number 1, 2, 4, 8, ...: copies of gradients on tensor-parallel ranks
+    _prepared = 0  # number of steps that were tried
+
     def __init__(
         self,
         parts: Sequence[nn.Module],
@@ -116,19 +121,19 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         canonical: bool = False,
         observers: Sequence[StepObserver] = (),
     ) -> None:
+        switches = {"average": average, "overlap": overlap, "native": native, "canonical": canonical}
+        require_kinds(parts, plan, mesh, rule or AdamW(), groups, observers, virtual, experts, **switches)
         self.observers, self.stop = [*observers], False  # stop: any rank may set it, and all learn of it
         self.clip, self.weight_decay, self.seed, self.overlap = clip, weight_decay, seed, overlap
         self.rule: UpdateRule = rule or AdamW()
         given = {"clip": clip, "norm": norm, "bucket": bucket, "zero_size": zero_size, "seed": seed}
         require_settings(**given, lr=lr, weight_decay=weight_decay)
-        given |= {"lr": lr, "weight_decay": weight_decay, "overlap": overlap, "average": average, "groups": groups}
+        given |= {"lr": lr, "weight_decay": weight_decay, "groups": groups, **switches}
         ranks = self._ranks = Ranks.of(mesh, parts, experts)
         self.pp, self.dp, self.tp, self.world, self.device = ranks.pp, ranks.dp, ranks.tp, ranks.world, ranks.device
         require_known(parts, virtual.size if virtual else self.tp.size, experts)
         self.average, self.canonical = averages(parts, self.dp, average), canonical
-        plan, self.marked = with_marked(
-            parts, plan, [g.pattern for g in groups], self.world, self.device
-        )  # logical names
+        plan, self.marked = with_marked(parts, plan, [g.pattern for g in groups], self.world, self.device)
         require_understood(self.rule, parts, ranks)
         require_alike(parts, ranks, plan, {**given, "rule": self.rule})
         if canonical:
@@ -256,19 +261,6 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self._sums.drop()
         self._memory.forget_gradients()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, in torch's constructor only. Raise UserError later: the buffers are then fixed."""
-        if hasattr(self, "buffers"):
-            raise UserError("parameters cannot be added to an existing optimizer: build it over all of them")
-        # Not torch's own method: it imports torch._dynamo, which takes every rank over a second.
-        param_group["params"] = list(param_group["params"])
-        self.param_groups.append(param_group)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Raise UserError: only torch.amp.GradScaler reads this attribute."""
-        raise UserError(TWO_SCALERS)
-
     @torch.no_grad()
     def step(self, lr: float | None = None, loss: Tensor | None = None) -> StepReport:  # pyright: ignore
         """Apply or skip the step and discard the gradients. Chunks without a call of `reduce` are reduced first.
@@ -286,6 +278,7 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
 
     def _prepare(self, lr: float | None, loss: Tensor | None) -> None:
         """Refuse what no step can be made of, complete all reductions and show the gradients to observers."""
+        require_own(self.param_groups, self._groups)
         self._rate = rates(self._groups, lr)[1.0, 1.0][0]
         require_loss(loss, self.canonical)
         require_scaled(self._scale_read, self.plan.scaling)
@@ -294,6 +287,9 @@ class ParallelAMPOptimizer(torch.optim.Optimizer):
         self._memory.take_gradients()
         self._sums.finish()
         self._memory.sum_copies()
+        self._prepared += 1
+        if self.compares_copies and self._prepared & (self._prepared - 1) == 0:  # costs nothing in the long run
+            require_same_copies(self.all_buffers(), self._sums.tp, self.world, self.device)
         for observer in self.observers:
             observer.gradients_ready(self.all_buffers(), self.scaler.scale)
 

@@ -9,6 +9,7 @@ reading it, as a scheduler does, raises an error that says so.
 import inspect
 from collections.abc import Iterable, Sequence
 from functools import cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ Rates = tuple[float, float]  # learning rate and weight decay
 
 
 class ParamGroup(dict[str, Any]):
-    """A group as torch.optim has them: "params", "weight_decay" and, if the optimizer was built with one, "lr"."""
+    """A group as torch.optim has them: "params", "weight_decay" and, if the optimizer was built with one, "lr".
+
+    members: the parameters that the optimizer updates by these rates, whatever is done to "params".
+    """
+
+    members: tuple[nn.Parameter, ...] = ()
 
     def __missing__(self, key: str) -> Any:
         if key == "lr":
@@ -50,7 +56,21 @@ def param_groups(
             made[pair] = ParamGroup(params=[], weight_decay=weight_decay * pair[1], **rate)
     for parameter, (first, *_) in pairs.items():
         made[first]["params"].append(parameter)
+    for group in made.values():
+        group.members = tuple(group["params"])
     return made
+
+
+def require_own(now: Sequence[object], of: dict[Factors, ParamGroup]) -> None:
+    """Raise UserError unless `now`, the list that everybody sees, has the optimizer's own groups as they were made."""
+    own = list(of.values())
+    same = len(now) == len(own) and all(map(is_, now, own))
+    if not same or any(len(g["params"]) != len(g.members) or not all(map(is_, g["params"], g.members)) for g in own):
+        raise UserError(
+            "param_groups or their params were replaced, added or removed, but a step reads only lr and weight_decay "
+            'of the groups that the optimizer made: change these, as group["lr"] = ..., or build a new optimizer with '
+            "groups=[megaprec.Group(...)]"
+        )
 
 
 def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rates]:

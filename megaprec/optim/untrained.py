@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Layout, Part, has_layout, layout_of
 from megaprec.errors import UserError
 from megaprec.optim.dtensors import is_dtensor
+
+_IN_NO_FILE = (torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Untrained:
     def slices(self) -> Iterator[FrozenSlice]:
         """Yield the slices of all frozen parameters. Raises UserError for one that no checkpoint can hold."""
         for name, parameter in self._frozen():
-            if is_dtensor(parameter) or not has_layout(parameter):
+            if is_dtensor(parameter) or not has_layout(parameter) or parameter.dtype in _IN_NO_FILE:
                 raise UserError(f"{name} is frozen and cannot be saved or loaded: {_lacking(parameter)}")
             layout, values = layout_of(parameter), parameter.data.view(-1)
             counts = layout.counts(self._pp_rank) and self._first(layout)
@@ -78,4 +81,6 @@ class Untrained:
 def _lacking(parameter: nn.Parameter) -> str:
     if is_dtensor(parameter):
         return "fully_shard cuts it, and only trained ones are put together; leave it out of fully_shard"
+    if parameter.dtype in _IN_NO_FILE:
+        return f"files hold no {str(parameter.dtype).removeprefix('torch.')}; make it a buffer, or of another dtype"
     return "it has no layout; give it one with megaprec.comm.layout.attach_whole(model)"

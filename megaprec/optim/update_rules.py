@@ -83,8 +83,9 @@ class AdamW(_Stateless):
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"betas = {list(self.betas)} must be two numbers from 0 to below 1")
+        two = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        if not two or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas = {list(self.betas) if two else self.betas} must be two numbers from 0 to below 1")
         if not is_number(self.eps) or self.eps <= 0:
             raise UserError(f"eps = {self.eps!r} must be above 0: padding and unseen tokens have gradients of 0")
 
@@ -227,8 +228,8 @@ class SGD(_Stateless):
     def __post_init__(self) -> None:
         if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise UserError(f"momentum = {self.momentum!r} must lie from 0 to below 1")
-        if self.nesterov and not self.momentum:
-            raise UserError("nesterov needs a momentum above 0")
+        if not isinstance(self.nesterov, bool) or (self.nesterov and not self.momentum):
+            raise UserError(f"nesterov = {self.nesterov!r}: True or False, and nesterov needs a momentum above 0")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -263,6 +264,8 @@ class Torch:
     """
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: dict[str, Any] | None = None) -> None:
+        if not isinstance(kind, type) or not isinstance(options, dict | None):
+            raise UserError(f"TorchRule({kind!r:.40}, {options!r:.40}): give a class of torch.optim and a dict")
         self.kind, self.options = kind, dict(options or {})
         if given := {"lr", "weight_decay", "params"} & self.options.keys():
             raise UserError(f"{self._says}: {sorted(given)[0]} is not one of its options here; it comes with each step")
@@ -329,7 +332,7 @@ class Torch:
                 for n, (weights, grad) in enumerate(zip([whole, *slices], [grads, *cut], strict=True)):
                     states[n] = self._step_once(weights, grad, states[n], 1e-2, 0.1)
                 states[3] = self._step_once(nothing, torch.zeros_like(nothing), states[3], 1.0, 0.0)
-        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        except (TypeError, ValueError, RuntimeError, KeyError, AssertionError) as error:
             raise UserError(f"{self._says} cannot step a flat slice of a parameter: {error}") from error
         kept, unmoved = states[0] or {}, states[3] or {}
         names = tuple(name for name, value in kept.items() if value.shape == whole.shape)

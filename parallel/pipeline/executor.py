@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaprec.diagnose.position import Position
+from megaprec.errors import UserError
 from parallel.pipeline.instructions import RECEIVES, WEIGHT_GRADIENTS, Instruction, Message, MessageType, Op, picture
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.simulation import Span
@@ -92,7 +93,8 @@ class Executor:
     def run(self) -> None:
         """Run one step or one evaluation: every instruction, in order, over the pipeline axis of `links`.
 
-        Raises RuntimeError, chained to the original exception, that names the instruction and the rank.
+        Raises RuntimeError, or UserError if that was raised, chained to the original exception, that names the
+        instruction and the rank.
         """
         self._posts = self._posts_of_run
         self.carry_out(0, len(self.program))
@@ -112,6 +114,9 @@ class Executor:
                 self._post_next(at)
                 with torch.profiler.record_function(str(i)):
                     self._carry_out[i.op](i)
+            except UserError as error:
+                where = f"{i} on pipeline rank {self.links.axis.rank}"
+                raise UserError(*(f"{where}: {problem}" for problem in error.problems)) from error
             except Exception as error:
                 raise RuntimeError(self._failure(at, error)) from error
             if self.spans is not None:
@@ -127,6 +132,7 @@ class Executor:
         """
         self._mail.clear()
         self._begun.clear()
+        self._put_off.clear()
         for i in unread:
             self.links.receive(i)
 

@@ -17,11 +17,19 @@ from torch import Tensor, nn
 
 from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.step_report import StepReport
+from megaprec.optim.step_report import NonFiniteStep, StepReport
 from parallel.context import Context
 from parallel.pipeline.builders import schedule as make_schedule
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import Instruction, Op, forward_only
+from parallel.pipeline.loop_checks import (
+    require_alike,
+    require_arguments,
+    require_batch,
+    require_losses,
+    require_same_parts,
+    require_same_samples,
+)
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.simulation import sends_under_way
 
@@ -53,6 +61,9 @@ class Pipeline:
         schedule: str = "1f1b",
         ignore_index: int = -100,
     ) -> None:
+        require_arguments(stages, optimizer, loss_fn, microbatches, activation, ignore_index)
+        shared = {"schedule": schedule, "ignore_index": ignore_index, "number of stages": len(stages)}
+        require_alike(optimizer, shared, {"microbatches": microbatches, "activation": tuple(activation)})
         pp = optimizer.pp
         plan = make_schedule(schedule, pp.size, microbatches, len(stages) if len(stages) > 1 else 0)
         numbers = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == pp.rank]
@@ -60,8 +71,9 @@ class Pipeline:
             raise UserError(f"{schedule} puts {len(numbers)} stages on this rank, but {len(stages)} are given")
         if len(plan.rank_of_stage) > 1 and not activation:
             raise UserError("activation: give the shape of what a stage sends to the next, e.g. (sequence, 1, hidden)")
+        require_same_parts(stages, optimizer)
         self.optimizer, self.loss_fn, self.ignore_index = optimizer, loss_fn, ignore_index
-        self.microbatches = microbatches
+        self.microbatches, self._batches, self._failed = microbatches, 0, False
         self._stages = dict(zip(numbers, stages, strict=True))
         self._chunk = {stage: chunk for chunk, stage in enumerate(numbers)}
         self._last = len(plan.rank_of_stage) - 1
@@ -87,23 +99,48 @@ class Pipeline:
         inputs, targets: [sequence, samples, ...] of this data-parallel rank, the same on all its tensor and pipeline
             ranks. The samples are cut evenly into micro-batches.
         lr: the learning rate, unless the optimizer was built with one.
-        Raises NonFiniteStep if a step is not finite and the precision plan asks for an error.
+        Raises NonFiniteStep if a step is not finite and the precision plan asks for an error. After another error in
+        the middle of a step, one process alone has discarded its gradients; ranks of several cannot go on.
         """
+        if not torch.is_grad_enabled():
+            raise UserError("step was called under no_grad or inference_mode, where nothing has gradients")
         self._begin(inputs, targets, self.optimizer.scale)
-        with self._context.fp8.autocast() if self._context else nullcontext():
-            self._train.run()
-        return self.optimizer.step(lr, self._loss)
+        try:
+            with self._context.fp8.autocast() if self._context else nullcontext():
+                self._train.run()
+            return self.optimizer.step(lr, self._loss)
+        except NonFiniteStep:
+            raise
+        except Exception:
+            self._give_up()
+            raise
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> float:
-        """Return the mean loss over the targets of all data-parallel ranks. Collective over the whole mesh."""
+        """Return the mean loss over the targets of all data-parallel ranks. Collective over the whole mesh.
+
+        Modules compute in the mode that they are in: call `eval` of each stage first, and `train` afterwards, if they
+        have dropout or batch norms.
+        """
         self._begin(inputs, targets, torch.ones((), device=self.optimizer.device))
-        self._evaluate.run()
+        try:
+            self._evaluate.run()
+        except Exception:
+            self._give_up()
+            raise
         total = self.optimizer.world.sum_(self._loss.clone())
         return float(total) / (self.optimizer.dp.size if self.optimizer.average else 1)
 
     def _begin(self, inputs: Tensor, targets: Tensor, scale: Tensor) -> None:
-        _require_batch(inputs, targets, self.microbatches)
+        if self._failed:
+            raise UserError(
+                "a step of this pipeline has failed, and other ranks wait for its messages: end the program on all "
+                "ranks and start again from a checkpoint"
+            )
+        require_batch(inputs, targets, self.microbatches)
+        self._batches += 1
+        if self._batches & (self._batches - 1) == 0:
+            require_same_samples(inputs, targets, self.optimizer)
         device, dp = self.optimizer.device, self.optimizer.dp
         self._inputs = inputs.to(device).chunk(self.microbatches, 1)
         self._targets = targets.to(device).chunk(self.microbatches, 1)
@@ -120,34 +157,30 @@ class Pipeline:
         plan = self.optimizer.plan
         x = self._inputs[microbatch] if received is None else received.to(plan.residual)
         y = self._stages[stage](x)
+        if stage < self._last and not isinstance(y, Tensor):
+            raise UserError(
+                f"stage {stage} returned a {type(y).__name__}, but must return one tensor for the next stage"
+            )
         return y.to(plan.pipeline) if stage < self._last else self._scaled_loss(y, self._targets[microbatch])
 
     def _scaled_loss(self, output: Tensor, targets: Tensor) -> Tensor:
         counted = targets != self.ignore_index
         losses = self.loss_fn(output, targets.masked_fill(~counted, 0))
-        if losses.shape != targets.shape:
-            raise UserError(
-                f"loss_fn returned {list(losses.shape)}, but must return the loss of each target, "
-                f'{list(targets.shape)}: do not average it, e.g. use reduction="none"'
-            )
+        require_losses(losses, targets)
         loss = (losses * counted).sum() * self._share.to(losses.dtype)
         if self.optimizer.tp.rank == 0:  # the other tp ranks hold the same loss
             self._loss += loss.detach()
         return loss * self._scale
 
+    def _give_up(self) -> None:
+        """Forget what is left of a failed step, or, if other ranks take part in it, that there can be another."""
+        if self.optimizer.world.size > 1:
+            self._failed = True
+            return
+        self._train.abandon(())
+        self._evaluate.abandon(())
+        self.optimizer.zero_grad()
+
     def _after(self, i: Instruction) -> None:
         if self._context and i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             self._context.fp8.advance()
-
-
-def _require_batch(inputs: Tensor, targets: Tensor, microbatches: int) -> None:
-    """Raise UserError unless both are tensors of the same samples, which make whole micro-batches."""
-    for name, given in (("inputs", inputs), ("targets", targets)):
-        if not isinstance(given, Tensor) or given.dim() < 2:
-            said = f"of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-            raise UserError(f"{name} {said}: must be a tensor [sequence, samples, ...]")
-    if inputs.shape[1] % microbatches or inputs.shape[1] != targets.shape[1]:
-        raise UserError(
-            f"inputs have {inputs.shape[1]} samples (dim 1), targets {targets.shape[1]}: both must have the same "
-            f"number, a multiple of the {microbatches} micro-batches"
-        )

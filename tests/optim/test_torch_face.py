@@ -1,6 +1,7 @@
 """The optimizer where a torch optimizer is expected: what loops reach for works, or is refused with what to do."""
 
 import copy
+import pickle
 import re
 import subprocess
 import sys
@@ -279,3 +280,103 @@ def test_building_and_stepping_import_no_compiler() -> None:
         "sys.exit('torch._dynamo' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_a_gradient_of_this_step_is_neither_discarded_nor_replaced_in_vain() -> None:
+    """Where torch would begin anew, or take what it is given, the sum in the optimizer's memory goes on."""
+    model, optimizer = made(lr=LR)
+    weight = model.get_parameter("0.weight")
+    for value in (None, torch.zeros_like(weight)):
+        loss_of(model, 7).backward()
+        with pytest.raises(UserError, match=r"^0\.weight\.grad is set, but .*optimizer\.zero_grad\(\)"):
+            weight.grad = value
+        optimizer.zero_grad()
+        weight.grad = value
+    weight.grad = None
+    expected, other = made(lr=LR)
+    loss_of(expected).backward()
+    loss_of(model).backward()
+    assert str(optimizer.step()) == str(other.step())
+
+
+def test_gradients_of_rows_alone_and_gradients_with_a_graph_are_added_as_they_are() -> None:
+    torch.manual_seed(0)
+    table, twin = nn.Embedding(6, 3, sparse=True), nn.Embedding(6, 3)
+    twin.load_state_dict(table.state_dict())
+    attach_whole(table)
+    optimizer = ParallelAMPOptimizer([table], plan("fp32"), lr=LR, rule=SGD(0.0), weight_decay=0.0, clip=0.0)
+    ids = torch.tensor([1, 1, 2])
+    for _ in range(2):
+        table(ids).square().mean().backward()
+        twin(ids).square().mean().backward()
+    table(ids).square().mean().backward(inputs=[table.weight])
+    twin(ids).square().mean().backward(create_graph=False)
+    optimizer.step()
+    torch.optim.SGD(twin.parameters(), LR).step()
+    torch.testing.assert_close(table.weight, twin.weight)
+    model, optimizer = made(lr=LR)
+    with pytest.warns(UserWarning, match="create_graph=True will create a reference cycle"):  # torch's own
+        loss_of(model).backward(create_graph=True)
+    assert all(not p.main_grad.requires_grad for p in model.parameters())  # type: ignore[union-attr]
+
+
+def deep(model: nn.Module, optimizer: ParallelAMPOptimizer) -> object:
+    return copy.deepcopy(optimizer)
+
+
+def reset(model: nn.Module, optimizer: ParallelAMPOptimizer) -> None:
+    optimizer.state = {}
+
+
+ELSEWHERE: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "deepcopy": (deep, "cannot be copied or pickled"),
+    "copy": (lambda model, optimizer: copy.copy(optimizer), "cannot be copied or pickled"),
+    "pickle": (lambda model, optimizer: pickle.dumps(optimizer), "cannot be copied or pickled"),
+    "state": (lambda model, optimizer: optimizer.state[model[0].weight], r"optimizer\.state is empty.*state_dict"),
+    "reset": (reset, r"optimizer\.state is set"),
+    "hook": (lambda _, optimizer: optimizer.register_state_dict_pre_hook(print), "no such hook would be called"),
+    "hook of loading": (lambda _, optimizer: optimizer.register_load_state_dict_post_hook(print), "no such hook"),
+}
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_what_only_torchs_optimizers_have_is_refused_and_never_found_empty(what: str) -> None:
+    reach, says = ELSEWHERE[what]
+    with pytest.raises(UserError, match=says):
+        reach(*made(lr=LR))
+
+
+def replaced(optimizer: ParallelAMPOptimizer) -> None:
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.param_groups[0]["lr"] = 99.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replaced,
+        lambda optimizer: optimizer.param_groups.append({"params": [], "lr": 1.0}),
+        lambda optimizer: optimizer.param_groups.pop(),
+        lambda optimizer: optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(1))),
+        lambda optimizer: optimizer.param_groups[0]["params"].pop(),
+        lambda optimizer: optimizer.param_groups[0].update(params=[nn.Parameter(torch.ones(1))]),
+    ],
+)
+def test_groups_that_are_not_those_of_the_optimizer_are_refused_and_no_step_is_made_without_them(
+    change: Callable[[ParallelAMPOptimizer], object],
+) -> None:
+    model, optimizer = made(lr=LR)
+    loss_of(model).backward()
+    change(optimizer)
+    with pytest.raises(UserError, match=r"^param_groups or their params were replaced, added or removed"):
+        optimizer.step()
+
+
+def test_hooks_of_a_step_are_called() -> None:
+    model, optimizer = made(lr=LR)
+    called: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    loss_of(model).backward()
+    optimizer.step()
+    assert called == ["before", "after"]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaprec.checkpoint.save_load import load, save
+from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import SGD, AdamW, Torch
+from megaprec.optim.update_rules import SGD, AdamW, Muon, Torch
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
+from parallel.context import Context
+from parallel.plain_modules import parallelize
 from tests.ranks import run_ranks
 
 Model = nn.Sequential
@@ -227,7 +232,10 @@ def test_a_rate_of_a_step_is_refused_before_anything_changes(value: Any) -> None
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1e-8", True])
 def test_a_number_of_a_rule_is_refused_by_name(value: Any) -> None:
-    for rule in (lambda: AdamW(eps=value), lambda: SGD(value), lambda: AdamW((value, 0.9)), lambda: Group("*", value)):
+    wrong: Any = value
+    fields = (lambda: AdamW(eps=value), lambda: SGD(value), lambda: AdamW((value, 0.9)), lambda: Group("*", value))
+    kinds = (lambda: AdamW(wrong), lambda: SGD(0.9, str(wrong)), lambda: Group([wrong]), lambda: Torch(wrong))  # type: ignore[arg-type]
+    for rule in (*fields, *kinds):
         with pytest.raises(UserError):
             rule()
 
@@ -414,3 +422,194 @@ def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> 
     for name in ("alike", "a rule of torch"):
         assert (first[name], second[name]) == ("", "")
     assert first.keys() == {*must_say, "alike", "a rule of torch"}
+
+
+# Kinds of arguments.
+
+KINDS: dict[str, list[Any]] = {
+    "parts": [make_model(), (part for part in [make_model()]), list(make_model().parameters()), {"a": 1}, None],
+    "plan": ["bf16", {"compute": "bf16"}, None, torch.bfloat16],
+    "mesh": ["cpu", (1, 1), 0.1],
+    "rule": [
+        "adamw",
+        AdamW,
+        torch.optim.AdamW,
+        {"betas": (0.9, 0.99)},
+        torch.optim.SGD(make_model().parameters(), 0.1),
+    ],
+    "groups": [[{"pattern": "0.*"}], Group("0.*"), "0.*", None],
+    "observers": [print, [print], None, "x"],
+    "average": ["yes", 1],
+    "overlap": ["no", 1, None],
+    "native": ["no", 1],
+    "canonical": ["no", 1],
+    "virtual": [True],
+    "experts": [3],
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_argument_of_another_kind_is_refused_by_name(name: str) -> None:
+    """A text "no" would count as true, and a generator would be empty when it is read a second time."""
+    for value in KINDS[name]:
+        with pytest.raises(UserError, match=f"^{name} = .*: must be "):
+            ParallelAMPOptimizer(**{"parts": [make_model()], "plan": plan("fp32"), name: value})
+
+
+def test_a_weight_decay_of_none_and_a_rate_in_a_tensor_are_refused_by_name() -> None:
+    cases: list[tuple[str, Any]] = [("weight_decay", None), ("lr", torch.tensor(0.1))]
+    for name, value in cases:
+        with pytest.raises(UserError, match=f"^{name} = .*must be a finite number from 0 on, an int or a float"):
+            made(**{name: value})
+
+
+def test_an_optimizer_is_not_built_in_inference_mode() -> None:
+    model = make_model()
+    with torch.inference_mode(), pytest.raises(UserError, match="inference_mode"):
+        made(model=model)
+
+
+# Models.
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(4))
+
+
+def resized() -> nn.Module:
+    model = nn.Linear(3, 3)
+    attach_whole(model)
+    model.weight.data = torch.ones(5, 3)
+    return model
+
+
+HELD: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "meta": (lambda: nn.Linear(3, 3, device="meta"), r"^weight is on the device meta"),
+    "frozen on meta": (lambda: nn.Linear(3, 3, device="meta").requires_grad_(False), r"^weight is on the device meta"),
+    "sparse": (lambda: with_parameter(torch.eye(3).to_sparse()), r"^w is a sparse_coo tensor"),
+    "lazy": (lazy, r"^0\.weight is of a lazy module"),
+    "resized": (resized, r"^weight has the shape \(5, 3\), but \(3, 3\) when its layout was attached"),
+}
+
+
+@pytest.mark.parametrize("which", HELD)
+def test_a_parameter_without_values_or_of_another_shape_than_its_layout_is_named(which: str) -> None:
+    make, says = HELD[which]
+    with pytest.raises(UserError, match=says):
+        made(model=make())
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_frozen_whole_and_complex_numbers_stay_as_they_are(compute: str, tmp_path: Path) -> None:
+    """They may be indices, codes or phases, which a dtype of weights cannot hold."""
+    kept = {
+        "codes": torch.tensor([2**25 + 1, -3]),
+        "bytes": torch.tensor([250, 1], dtype=torch.uint8),
+        "mask": torch.tensor([True, False]),
+        "phases": torch.tensor([1j, 2.0]),
+    }
+
+    def build(values: dict[str, Tensor]) -> Any:
+        model = make_model()
+        for name, value in values.items():
+            model.register_parameter(name, nn.Parameter(value.clone(), requires_grad=False))
+        return made(compute, model)
+
+    model, optimizer = build(kept)
+    for name, value in kept.items():
+        assert torch.equal(model.get_parameter(name), value)
+    with pytest.raises(UserError, match=r"^phases is frozen and cannot be saved or loaded: files hold no complex64"):
+        save(tmp_path, 1, optimizer, {})
+    del kept["phases"]
+    _, optimizer = build(kept)
+    path = save(tmp_path, 1, optimizer, {})
+    other, resumed = build({name: torch.zeros_like(value) for name, value in kept.items()})
+    load(path, resumed)
+    for name, value in kept.items():
+        assert torch.equal(other.get_parameter(name), value)
+
+
+def test_a_name_that_is_not_for_attach_whole_is_refused() -> None:
+    model: Any = make_model()
+    wrong: list[tuple[Any, ...]] = [([model],), (model.parameters(),), (model, "generator."), (model, None, 3)]
+    for arguments in wrong:
+        with pytest.raises(UserError, match="attach_whole"):
+            attach_whole(*arguments)
+
+
+@pytest.mark.parametrize(("layers", "optimizer"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_layers_and_optimizer_of_different_plans_are_refused(layers: str, optimizer: str) -> None:
+    model = parallelize(make_model(), Context(plan(layers)), {"0": "column", "2": "row"})
+    with pytest.raises(UserError, match=r"^0 was built with a plan that has compute = .*the same plan"):
+        made(optimizer, model=model)
+
+
+@pytest.mark.parametrize("options", [{}, {"rounding": "stochastic"}, {"masters": "split"}], ids=str)
+def test_weights_that_a_loop_clamps_after_each_step_are_clamped_or_named(options: dict[str, Any]) -> None:
+    """As WGAN's loop does through `data`, which leaves no trace: the next step would round the masters over it."""
+    model, optimizer = made(plan("bf16", **options), rule=SGD(0.0), clip=0.0)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()  # what is not written to is never accused
+    if "masters" in options:
+        return
+    model, optimizer = made(plan("bf16", **options), rule=SGD(0.0), clip=0.0)
+    backward(model)
+    optimizer.step()
+    for p in model.parameters():
+        p.data.clamp_(-0.01, 0.01)
+    backward(model)
+    with pytest.raises(UserError, match=r"^0\.weight .*was written to after"):
+        optimizer.step()
+
+
+def test_a_step_within_autocast_is_the_step_without() -> None:
+    for rule in (lambda: AdamW(), lambda: Muon(by_adamw=(), ns_dtype="fp32")):
+        models = []
+        for on in (False, True):
+            model, optimizer = made(rule=rule())
+            torch.manual_seed(1)
+            backward(model)
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                optimizer.step()
+            models.append(model)
+        assert all(map(torch.equal, held(models[0]), held(models[1])))
+
+
+def test_parallel_layers_within_autocast_are_refused() -> None:
+    model = parallelize(make_model(), Context(plan("fp32")), {"0": "column", "2": "row"})
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError, match=r"^torch\.autocast is on, but"):
+        model(torch.randn(4, 5))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(5), nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def on_tensor_ranks(mesh: DeviceMesh, apart: int) -> list[str]:
+    """What each of four steps says, from step `apart` on with samples of this rank's own."""
+    tp, said = Axis.of(mesh, "tp"), list[str]()
+    torch.manual_seed(0)
+    model = parallelize(Block(), Context(plan("fp32"), tp), {"up": "column", "down": "row"})
+    optimizer = ParallelAMPOptimizer([model], plan("fp32"), mesh, lr=0.1, average=False)
+    for step in range(1, 5):
+        seed = step + (tp.rank * 100 if step >= apart else 0)
+        x = torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        said.append(said_of(optimizer.step))
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("apart", [1, 3, 9])
+def test_tensor_ranks_with_samples_of_their_own_are_refused_soon_and_others_never(apart: int) -> None:
+    first, second = run_ranks(on_tensor_ranks, {"tp": 2}, apart=apart)
+    assert first == second
+    refused = [step for step, words in enumerate(first, 1) if "on each tensor-parallel rank, but" in words]
+    assert refused == {1: [1, 2, 4], 3: [4], 9: []}[apart]
+    assert all(not words for step, words in enumerate(first, 1) if step not in refused)

@@ -208,7 +208,7 @@ def marked() -> nn.Module:
         (lambda: nn.Embedding(4, 4, padding_idx=1), "vocab", "0: padding_idx of an embedding"),
         (lambda: nn.Embedding(4, 4, scale_grad_by_freq=True), "vocab", "0: scale_grad_by_freq of an embedding"),
         (hooked, "column", "0: hooks of a layer"),
-        (hooked_weight, "column", "0: hooks of a layer"),
+        (hooked_weight, "column", "0: hooks of its parameters"),
         (marked, None, "0: the FP32 mark"),
     ],
 )

@@ -1,0 +1,76 @@
+"""Attributes of torch's optimizers that this project's has not, or has elsewhere, and that say so.
+
+torch keeps moments in `state`, copies and pickles an optimizer, and calls hooks around its state. Here moments lie in
+flat buffers that share memory with the model. An empty `state`, a copy without buffers or a hook that is never called
+would be a silent loss.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+
+from megaprec.errors import UserError
+from megaprec.optim.scaler import TWO_SCALERS
+
+
+class TorchFace(torch.optim.Optimizer):
+    """The part of an optimizer that only loops for torch's optimizers look at.
+
+    An optimizer is complete, and no longer in torch's constructor, when it has the attribute `buffers`.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, in torch's constructor only. Raise UserError later: the buffers are then fixed."""
+        if hasattr(self, "buffers"):
+            raise UserError("parameters cannot be added to an existing optimizer: build it over all of them")
+        # Not torch's own method: it imports torch._dynamo, which takes every rank over a second.
+        param_group["params"] = list(param_group["params"])
+        self.param_groups.append(param_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Raise UserError: only torch.amp.GradScaler reads this attribute."""
+        raise UserError(TWO_SCALERS)
+
+    @property
+    def state(self) -> Any:
+        """Raise UserError: the moments of a parameter are not found here."""
+        raise UserError(
+            "optimizer.state is empty: moments lie in the optimizer's buffers, and optimizer.state_dict() returns them "
+            'by name, like "exp_avg/NAME"; to reset them, build a new optimizer'
+        )
+
+    @state.setter
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if hasattr(self, "buffers"):
+            raise UserError(
+                "optimizer.state is set, but moments lie in the optimizer's buffers: use optimizer.load_state_dict, or "
+                "build a new optimizer to reset them"
+            )
+
+    def __getstate__(self) -> NoReturn:
+        """Raise UserError for a copy or a pickle of the optimizer."""
+        raise UserError(
+            f"{type(self).__name__} cannot be copied or pickled, because it shares memory with its model and its "
+            "ranks: save optimizer.state_dict() or megaprec.save, and load it into a new optimizer"
+        )
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        """Raise UserError: no hook is called around the state."""
+        _refuse("register_state_dict_pre_hook")
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        """Raise UserError: no hook is called around the state."""
+        _refuse("register_state_dict_post_hook")
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        """Raise UserError: no hook is called around the state."""
+        _refuse("register_load_state_dict_pre_hook")
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> NoReturn:
+        """Raise UserError: no hook is called around the state."""
+        _refuse("register_load_state_dict_post_hook")
+
+
+def _refuse(name: str) -> NoReturn:
+    raise UserError(f"{name}: no such hook would be called; change the state before load_state_dict, or its result")

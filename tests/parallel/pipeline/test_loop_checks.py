@@ -1,0 +1,163 @@
+"""What a loop of one's own gives to `Pipeline` is used as it is meant, or refused in one line on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec import SGD, Axis, ParallelAMPOptimizer, UserError, attach_whole, plan
+from parallel import Pipeline
+from tests.ranks import run_ranks
+
+PLAN = plan("fp32")
+RULE: dict[str, Any] = {"lr": 0.1, "rule": SGD(0.0), "weight_decay": 0.0, "clip": 0.0}
+SQUARES = nn.MSELoss(reduction="none")
+X, Y = (torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+
+
+def stage(number: int = 0) -> nn.Linear:
+    torch.manual_seed(number)
+    model = nn.Linear(5, 5)
+    attach_whole(model, prefix=f"{number}.")
+    return model
+
+
+def made(loss_fn: Any = SQUARES, model: nn.Module | None = None, **options: Any) -> Pipeline:
+    model = model or stage()
+    attach_whole(model)
+    given: dict[str, Any] = {"stages": [model], "optimizer": ParallelAMPOptimizer([model], PLAN, **RULE)}
+    return Pipeline(**given | {"loss_fn": loss_fn, "microbatches": 2} | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("stages", [stage(), [stage(), None], iter([stage()]), [[0.5]]]),
+        ("optimizer", [None, torch.optim.SGD(stage().parameters(), 0.1)]),
+        ("loss_fn", [None, "mse", nn.MSELoss]),
+        ("microbatches", [1.5, "2", True, None, iter([X]), torch.tensor(2)]),
+        ("activation", [3, (2, 1.5), "2", (0,)]),
+        ("ignore_index", [None, "x", True]),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_by_name(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(UserError, match=f"^{name} = .*: must be "):
+            made(**{name: value})
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "a tuple": (lambda y, t: (SQUARES(y, t), 1), "loss_fn returned a tuple"),
+    "nothing": (lambda y, t: None, "loss_fn returned a NoneType"),
+    "a mean": (lambda y, t: SQUARES(y, t).mean(), r"loss_fn returned \[\].*reduction="),
+    "detached": (lambda y, t: SQUARES(y, t).detach(), "a loss without a gradient"),
+    "whole numbers": (lambda y, t: SQUARES(y, t).round().long(), "loss_fn returned torch.int64"),
+    "complex": (lambda y, t: SQUARES(y, t) * 1j, "loss_fn returned torch.complex64"),
+}
+
+
+@pytest.mark.parametrize("which", LOSSES)
+def test_a_loss_that_is_none_is_refused_where_it_was_computed(which: str) -> None:
+    loss_fn, says = LOSSES[which]
+    with pytest.raises(UserError, match=rf"^F0\.0 on pipeline rank 0: .*{says}"):
+        made(loss_fn).step(X, Y)
+
+
+def test_float_targets_train_what_torch_trains_and_a_loss_of_nan_is_skipped() -> None:
+    pipeline, twin = made(), stage()
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    loss = nn.functional.mse_loss(twin(X), Y)
+    loss.backward()
+    optimizer.step()
+    assert pipeline.step(X, Y).loss == pytest.approx(loss.item(), rel=1e-6)
+    assert all(map(torch.allclose, twin.parameters(), pipeline._stages[0].parameters()))
+    assert made(lambda y, t: SQUARES(y, t) * torch.nan).step(X, Y).outcome == "skipped_overflow"
+
+
+@pytest.mark.parametrize("values", [X.to("meta"), X.to_sparse(), X[0, 0], [X], {"x": X}])
+def test_inputs_that_are_no_batch_are_refused(values: Any) -> None:
+    with pytest.raises(UserError, match=r"^inputs .*: must be "):
+        made().step(values, Y)
+
+
+def test_a_step_where_nothing_has_gradients_is_refused() -> None:
+    pipeline = made()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(UserError, match="no_grad or inference_mode"):
+            pipeline.step(X, Y)
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next_one() -> None:
+    calls: list[int] = []
+
+    def failing(y: Tensor, t: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("mine")
+        return SQUARES(y, t)
+
+    pipeline, twin = made(failing), made()
+    with pytest.raises(RuntimeError, match="mine"):
+        pipeline.step(X, Y)
+    with pytest.raises(UserError, match="one place only"):
+        pipeline.step(X, Y, lr=0.5)
+    assert str(pipeline.step(X, Y)) == str(twin.step(X, Y))
+
+
+def test_stages_that_are_not_the_parts_of_the_optimizer_are_refused() -> None:
+    first, second = stage(0), stage(1)
+    both = ParallelAMPOptimizer([first, second], PLAN, lr=0.1)
+    for stages in ([second], [stage(2)]):
+        with pytest.raises(UserError, match=r"^0\.(weight|bias) is in part 0 of the optimizer, but not in stage 0"):
+            Pipeline(stages, both, SQUARES, microbatches=2)
+    with pytest.raises(UserError, match=r"^stage 0 has parameters that the optimizer does not train"):
+        Pipeline([nn.Sequential(first, second, nn.Linear(5, 5))], both, SQUARES, microbatches=2)
+    assert Pipeline([nn.Sequential(first, second)], both, SQUARES, microbatches=2).step(X, Y).outcome == "applied"
+
+
+def test_an_optimizer_with_canonical_sums_is_refused() -> None:
+    model = stage()
+    optimizer = ParallelAMPOptimizer([model], PLAN, canonical=True, average=False)
+    with pytest.raises(UserError, match=r"^canonical = True"):
+        Pipeline([model], optimizer, SQUARES, microbatches=2)
+
+
+def unlike(mesh: DeviceMesh) -> dict[str, str]:
+    pp = Axis.of(mesh, "pp").rank
+
+    def said_of(build: Callable[[], object]) -> str:
+        try:
+            build()
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def pipeline(prefix: int = pp, **options: Any) -> Pipeline:
+        model = stage(prefix)
+        optimizer = ParallelAMPOptimizer([model], PLAN, mesh, average=False, **RULE)
+        return Pipeline([model], optimizer, SQUARES, **{"microbatches": 2, "activation": (2, 2, 5)} | options)
+
+    return {
+        "microbatches": said_of(lambda: pipeline(microbatches=2 + 2 * pp)),
+        "activation": said_of(lambda: pipeline(activation=(2, 2, 5 + pp))),
+        "schedule": said_of(lambda: pipeline(schedule="gpipe" if pp else "1f1b")),
+        "ignore_index": said_of(lambda: pipeline(ignore_index=-1 - pp)),
+        "inputs": said_of(lambda: pipeline().step(X + pp, Y)),
+        "targets": said_of(lambda: pipeline().step(X, Y + pp)),
+        "0.bias": said_of(lambda: pipeline(prefix=0)),
+        "alike": said_of(lambda: pipeline().step(X, Y)),
+    }
+
+
+def test_ranks_that_would_wait_forever_or_train_on_a_mixture_are_refused_on_every_rank() -> None:
+    first, second = run_ranks(unlike, {"pp": 2})
+    assert first == second
+    for name in ("microbatches", "activation", "schedule", "ignore_index"):
+        assert first[name].startswith(f"{name} = ")
+    for name in ("inputs", "targets"):
+        assert first[name].startswith(f"{name} differ between the pipeline and tensor-parallel ranks of replica 0")
+    assert "is the logical name of two parameters, of pipeline ranks 0 and 1" in first["0.bias"]
+    assert not first["alike"]

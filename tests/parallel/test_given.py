@@ -1,0 +1,100 @@
+"""The world, the mesh, the context and the modules that a loop of one's own gives: used, or refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaprec import Axis, UserError, plan
+from parallel import Context, Recompute, make_mesh, parallelize, vocab_parallel_loss, world
+from tests.ranks import run_ranks
+
+
+def said_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def joined() -> None:
+    with world():
+        pass
+
+
+def of_ranks(mesh: DeviceMesh) -> dict[str, str]:
+    sizes: list[dict[str, Any]] = [{"dp": 2.0}, {"dp": "2"}, {"tp": -2, "dp": -1}, {"dp": 0}, {"tp": True, "dp": 2}]
+    said = {str(size): said_of(lambda size=size: make_mesh(**size)) for size in sizes}
+    devices: list[Any] = ["gpu", "cuda:0", "cpu:0", torch.device("cpu"), None]
+    said |= {str(device): said_of(lambda device=device: make_mesh(dp=2, device=device)) for device in devices}
+    return said | {
+        "again": said_of(joined),
+        "three": said_of(lambda: make_mesh(dp=3)),
+        "": said_of(lambda: make_mesh(dp=2)),
+    }
+
+
+def test_degrees_and_devices_that_are_none_are_refused_on_every_rank() -> None:
+    first, second = run_ranks(of_ranks, {"dp": 2})
+    assert first == second
+    assert not first.pop("")
+    assert first.pop("again").startswith("this process has joined torch.distributed already, over gloo: use make_mesh")
+    assert "needs 3: start 3 ranks" in first.pop("three")
+    for given, said in first.items():
+        assert ": must be " in said, given
+
+
+def test_a_world_is_needed_and_joined_for_a_device_that_is_known() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(UserError, match=r"with parallel\.world\(\)"):
+        make_mesh()
+    for device in ("gpu", "cuda:0", torch.device("cuda")):
+        wrong: Any = device
+        with pytest.raises(UserError, match=r"^device = .*must be a type"), world(wrong):
+            pass
+    with pytest.raises(UserError, match=r"^minutes = 0: must be"), world(minutes=0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("plan", "bf16"), ("plan", None), ("tp", "tp"), ("tp", 2), ("sequence", "no"), ("seed", "x"), ("blank", 1)]
+    + [("recompute", value) for value in (True, Recompute("all"), Recompute(fraction=2.0), Recompute(layers=-1))],  # type: ignore[arg-type]
+)
+def test_a_setting_of_a_context_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"^{name} = .*: must be "):
+        Context(**{"plan": plan("fp32"), name: value})
+
+
+def test_what_parallelize_cannot_take_is_refused_by_name() -> None:
+    context, model = Context(plan("fp32")), nn.Sequential(nn.Linear(2, 2))
+    cases: list[tuple[str, tuple[Any, ...]]] = [
+        ("module", ([model], context, {})),
+        ("context", (model, plan("fp32"), {})),
+        ("styles", (model, context, None)),
+        ("styles", (model, context, [("0", "column")])),
+        ("prefix", (model, context, {"0": "column"}, None)),
+    ]
+    for name, arguments in cases:
+        with pytest.raises(UserError, match=f"^{name}.*: must be "):
+            parallelize(*arguments)
+    for empty in (nn.Linear(2, 2, device="meta"), nn.LazyLinear(2)):
+        with pytest.raises(UserError, match=r"^0\.weight has no values yet"):
+            parallelize(nn.Sequential(empty), context, {"0": "column"})
+    head: Any = nn.Linear(2, 2)
+    with pytest.raises(UserError, match=r"^head: must be a ColumnParallelLinear"):
+        vocab_parallel_loss(head)
+
+
+def test_an_axis_of_another_name_is_refused_and_not_one_of_a_single_rank() -> None:
+    """All ranks would be number 0 of it, and read the same samples."""
+    wrong: Any = "cpu"
+    for mesh, name in ((None, "data"), (None, "x"), (wrong, "tp")):
+        with pytest.raises(UserError, match=r"^Axis\.of\(.*one of pp, dp, cp, tp"):
+            Axis.of(mesh, name)
+    assert Axis.of(None, "dp").size == 1

@@ -280,20 +280,24 @@ class Buffer:
         versions = [p._version for p in self.parameters]
         found = [p for p, now, seen in zip(self.parameters, versions, self._versions, strict=True) if now != seen]
         if not found and self._changes & (self._changes - 1) == 0:
-            found = [p for p, start in zip(self.parameters, self.starts, strict=True) if self._differs(p, start)]
+            differ = [self._differs(p, start) for p, start in zip(self.parameters, self.starts, strict=True)]
+            found = [p for p, one in zip(self.parameters, torch.stack(differ).tolist(), strict=True) if one]
         return [layout_of(p).parts[0].name for p in found]
 
-    def _differs(self, parameter: nn.Parameter, start: int) -> bool:
-        """Return True if this rank's elements of the parameter are not those of the masters, but for rounding."""
+    def _differs(self, parameter: nn.Parameter, start: int) -> Tensor:
+        """Return whether this rank's elements of the parameter are not those of the masters, but for rounding.
+
+        bool [], on the device: the host waits once for all parameters, not for each.
+        """
         first, last = max(start, self.first), min(start + parameter.numel(), self.last)
         if first >= last or self.masters is None:
-            return False
+            return torch.zeros((), dtype=torch.bool, device=self.weights.device)
         held, kept = (
             self.weights[first:last],
             self.masters[first - self.first : last - self.first].to(self.weights.dtype),
         )
         unit = torch.finfo(held.dtype).eps  # the masters may have been rounded before
-        return not torch.allclose(held.float(), kept.float(), rtol=unit, atol=0.0, equal_nan=True)
+        return ~torch.isclose(held.float(), kept.float(), rtol=unit, atol=0.0, equal_nan=True).all()
 
     def num_bytes(self) -> int:
         """Return the memory of all tensors of this buffer, in bytes."""

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.layout import attach_whole
-from megaprec.fp8.matmul import ways
+from megaprec.fp8.matmul import SLOW, ways
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import StepReport
@@ -103,9 +103,15 @@ def require_same(one: Run, ours: Trained, expected: Trained) -> None:
     assert same_parts(ours.after, expected.after), f"{one}: weights differ"
 
 
+def emulate() -> None:
+    """The device computes products of FP8 codes as the CPU does, whose bits its own are compared with."""
+    SLOW[pretend.NAME] = SLOW["cpu"]
+
+
 def train_both(mesh: DeviceMesh, runs: Sequence[Run]) -> None:
     """On the CPU, and then on the device."""
     pretend.install()
+    emulate()
     with sdpa_kernel(SDPBackend.MATH):  # a CPU has a fused kernel of its own
         expected = train_rank(mesh, [replace(one, before=None) for one in runs])
         mesh = pretend.join(mesh)
@@ -298,6 +304,7 @@ def train_module(device: str, name: str) -> dict[str, Any]:
 def test_fp8_products_are_made_by_the_kernels_that_make_them_on_the_cpu(mesh: DeviceMesh) -> None:
     """A kernel that raises for whatever reason is taken for one that the device lacks."""
     pretend.install()
+    del SLOW["cpu"]  # both are tried
     made = [
         [ways(recipe, torch.device(device), torch.bfloat16, torch.float32) for device in ("cpu", pretend.NAME)]
         for recipe in map(FP8Recipe, ("delayed", "current", "rowwise", "blockwise", "mx"))
@@ -347,6 +354,7 @@ def used(mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path, first
 def use_both(mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path) -> None:
     """On the CPU; on the device; on the device from the middle of the CPU's way on."""
     pretend.install()
+    emulate()
     with sdpa_kernel(SDPBackend.MATH):
         expected = used(mesh, file, overrides, folder / "cpu", 0)
         mesh = pretend.join(mesh)

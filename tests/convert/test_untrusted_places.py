@@ -61,6 +61,21 @@ def test_a_file_that_was_packed_anew_is_refused(change: Any, how: int, said: str
         described(tmp_path / "file.pt")
 
 
+def test_a_file_that_is_cut_short_is_told_so(tmp_path: Path) -> None:
+    torch.save({"a": torch.randn(100, 9)}, tmp_path / "file.pt")
+    content = (tmp_path / "file.pt").read_bytes()
+    for kept in (len(content) - 30, len(content) // 2, 40):
+        (tmp_path / "file.pt").write_bytes(content[:kept])
+        with pytest.raises(ValueError, match="it was not saved or fetched whole"):
+            described(tmp_path / "file.pt")
+
+
+def test_values_that_are_conjugated_when_they_are_read_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.tensor([1j]).conj()}, tmp_path / "file.pt")
+    with pytest.raises(ValueError, match="no values that could be read as they lie"):
+        described(tmp_path / "file.pt")
+
+
 class Crafted:
     """A tensor of a storage of six numbers, of any shape and place that a pickle may give it."""
 

@@ -120,7 +120,11 @@ def _storages(file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
     Nothing is read by `zipfile` itself: of a file that torch saved without checksums it would say that it is damaged.
     """
     found: dict[int, tuple[int, int]] = {}
-    with zipfile.ZipFile(file) as archive, file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
+    try:
+        directory = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        raise ValueError("it lacks its end, which lists its parts: it was not saved or fetched whole") from error
+    with directory as archive, file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
         for entry in archive.infolist():
             order = entry.filename.endswith("/byteorder")
             if not (order or STORAGE.fullmatch(entry.filename)):
@@ -144,7 +148,7 @@ def _place(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tupl
     """
     storage: Any = value.untyped_storage()
     start, size = getattr(storage, "_checkpoint_offset", None), storage.nbytes()
-    if start is None or value.is_neg():
+    if start is None or value.is_neg() or value.is_conj():
         raise ValueError("a tensor in it has no values that could be read as they lie")
     there, crc = storages.get(start, (0, 0))
     if size != there and size:

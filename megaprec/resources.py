@@ -45,11 +45,13 @@ def _groups(controller: str, system: Path) -> Iterator[Path]:
     In a container the file of its groups may give their place outside of it; the outermost folder then is its own.
     """
     with suppress(OSError):
-        for line in (system / "proc/self/cgroup").read_text().splitlines():
+        for line in os.fsdecode((system / "proc/self/cgroup").read_bytes()).splitlines():
             _, controllers, place = line.split(":", 2)
             if controllers and controller not in controllers.split(","):
                 continue
-            root = system / "sys/fs/cgroup" / (controller if controllers else "")
+            root = system / "sys/fs/cgroup" / controllers  # one folder for all that are mounted together
+            if not root.is_dir():
+                root = root.with_name(controller)
             within = PurePosixPath(place.lstrip("/"))
             yield from (root / group for group in (within, *within.parents) if ".." not in group.parts)
 

@@ -34,7 +34,7 @@ PRODUCTS: dict[str, tuple[Role, Role]] = {
     "weight gradient": ("gradient", "input"),
 }
 EMULATED = "emulated in FP32"
-SLOW = {"cpu": "torch's FP8 kernel for CPUs is no faster, and on some CPUs a thousand times as slow"}  # by device type
+SLOW = {"cpu": "torch's kernel for CPUs is no faster, and on some far slower"}  # by device type
 REFUSALS = (RuntimeError, ValueError, AssertionError)  # errors of kernels that a device lacks
 _TRIED = 256  # rows and columns of a trial product
 

@@ -1,5 +1,6 @@
 """InternEvo's checkpoints: every layout is the same model, with the logits of a plain one; nothing is left unsaid."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,20 @@ import torch
 
 from megaprec.errors import UserError
 from tests.convert.test_untrusted import Malice
-from tests.internevo import HIDDEN, VOCAB, Form, config_class, logits, save, stages, state, uneven, weights
+from tests.internevo import (
+    HIDDEN,
+    VOCAB,
+    Form,
+    config_class,
+    logits,
+    save,
+    stages,
+    state,
+    tensor_parallel,
+    uneven,
+    weight_parallel,
+    weights,
+)
 from tests.other_systems import slow
 from tools.cli import main
 from tools.convert.formats import open_source
@@ -279,6 +293,25 @@ def test_a_copy_of_another_ranks_file_is_noted(tmp_path: Path) -> None:
     (folder / "model_tp0_pp1.pt").write_bytes((folder / "model_tp1_pp1.pt").read_bytes())
     (note,) = open_source(folder).facts.notes
     assert "hold the same numbers throughout: one may be a copy of the other" in note
+
+
+@here
+def test_ranks_that_hold_the_same_layers_by_design_are_no_copies(tmp_path: Path) -> None:
+    """Four ranks along tp cut the ends of the model, two along wp its layers: ranks 0 to 3 are 00, 11, 20, 31."""
+    form, pp = Form(), 3
+    whole = weights(form)
+    folder = save(tmp_path / "pairs", form, whole, pp=pp)
+    for file in folder.glob("*_pp*"):
+        file.unlink()
+
+    def cut(rank: int, name: str, values: torch.Tensor) -> torch.Tensor | None:
+        kind, count = (weight_parallel, 2) if name.startswith("blocks.") else (tensor_parallel, 4)
+        return kind(form, count, rank % count, name, values)
+
+    for rank, p in product(range(4), range(pp)):
+        own = state(form, whole, stages(pp, 1)[p], lambda n, v, r=rank: cut(r, n, v))
+        torch.save(own, folder / f"model_tp{rank}_wp{rank % 2}_pp{p}.pt")
+    assert not open_source(folder).facts.notes
 
 
 @here

@@ -186,5 +186,5 @@ def test_files_of_stages_with_each_others_names_are_refused(written: Path, tmp_p
         first.rename(folder / "kept")
         last.rename(first)
         (folder / "kept").rename(last)
-    with pytest.raises(UserError, match=r"belongs to the first pipeline stage.*each other's names"):
+    with pytest.raises(UserError, match=r"belongs to pipeline stage 1 of 2.*each other's names"):
         open_source(folder)

@@ -172,3 +172,34 @@ def test_modules_that_are_none_of_ours_are_refused_by_name(changes: dict[str, An
     with pytest.raises(UserError) as refused:
         model_of(args | changes, 64)
     assert says in str(refused.value)
+
+
+def test_modules_may_have_a_stage_of_their_own_and_the_last_norm_stands_with_the_last_layer(tmp_path: Path) -> None:
+    """TransformerBlock.has_final_layernorm_in_this_stage of Megatron-core."""
+    hf = write_folder(tmp_path / "hf", "deepseek_v3", num_nextn_predict_layers=MODULES, **FOR_MEGATRON["deepseek_v3"])
+    run(hf, tmp_path / "there", "--to", "megatron", "--no-verify", "--pp", "2")
+    expected = held(tmp_path / "there")
+    (tmp_path / "there").rename(tmp_path / "apart")
+    whole = tmp_path / "apart/iter_0000000"
+    files = [whole / f"mp_rank_00_00{stage}/model_optim_rng.pt" for stage in range(3)]
+    content = torch.load(files[1], weights_only=False)
+    of_decoder = {name for name in content["model"] if name.startswith("decoder.")}
+    files[2].parent.mkdir()
+    for file, own in ((files[1], of_decoder), (files[2], content["model"].keys() - of_decoder)):
+        torch.save({**content, "model": {name: content["model"][name].clone() for name in own}}, file)
+    found = held(tmp_path / "apart")
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+    files[1].rename(whole / "kept")
+    files[2].rename(files[1])
+    (whole / "kept").rename(files[2])
+    with pytest.raises(UserError, match="files of stages have each other's names"):
+        open_source(tmp_path / "apart")
+
+
+def test_expert_ranks_of_a_stage_without_experts_are_no_copies(tmp_path: Path) -> None:
+    hf = write_folder(tmp_path / "hf", "deepseek_v3", **FOR_MEGATRON["deepseek_v3"])
+    run(hf, tmp_path / "there", "--to", "megatron", "--no-verify", "--pp", "4", "--ep", "2")
+    for file in (tmp_path / "there").rglob("*.pt"):  # as Megatron-LM writes them: with checksums
+        content = torch.load(file, weights_only=False)
+        torch.save({**content, "model": {name: values.clone() for name, values in content["model"].items()}}, file)
+    assert not open_source(tmp_path / "there").facts.notes

@@ -18,6 +18,7 @@ from tests.nemo import OTHERS, SILU, config_of, write_context
 from tests.other_systems import usually, write_folder
 from tools.cli import main
 from tools.convert.formats import open_source
+from tools.convert.systems.nemo import read_yaml
 from tools.convert.systems.nemo_model import SPEC
 from tools.convert.verify import load_stage
 
@@ -159,6 +160,21 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         open_source(folder, 131)
     (folder / "weights/.metadata").rename(tmp_path / "kept")
     assert ".metadata is missing: only distributed checkpoints (torch_dist) are read" in refused(folder)
+
+
+@here
+def test_numbers_and_keys_may_be_spelled_in_any_way_that_yaml_has(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    file = folder / "context/model.yaml"
+    text = file.read_text()
+    number = next(line for line in text.splitlines() if "layernorm_epsilon:" in line)
+    file.write_text(text.replace(number, "  layernorm_epsilon: 1e-05"))
+    assert open_source(folder, 131).model.norm_eps == 1e-5
+    merged = "a: &a {x: 1}\ndeep: {b: &b {<<: *a, x: 2}}\nd: {<<: *b}\n1: one\n'1': text\n"
+    file.write_text(text + merged)
+    assert read_yaml(file)["d"] == {"x": 2} and open_source(folder, 131).model.layers
+    file.write_text(text + "? [a, b]\n: 1\n")
+    assert f"{file} cannot be read" in refused(folder)
 
 
 @here

@@ -286,6 +286,18 @@ def test_fused_parts_that_do_not_fit_each_other_are_refused(rows: int, name: str
 
 
 @here
+@pytest.mark.parametrize("name", ["mlp.gate_up_proj.weight", "self_attn.qkv_proj.weight"])
+def test_a_row_that_belongs_to_neither_of_two_fused_parts_is_refused(name: str, tmp_path: Path) -> None:
+    config, whole = wholes(tmp_path, **EVEN)
+    run = save(tmp_path / "run", config, whole, Form(tp=2, fused=True))
+    key = f"model.layers.1.{name}"
+    for file in (run / "step_100/model").iterdir():
+        state = torch.load(file)
+        torch.save({**state, key: torch.cat([state[key], state[key][:1]])}, file)
+    assert f"{key} leaves" in refused(run) and "rows on a rank for two parts of one size" in refused(run)
+
+
+@here
 def test_copies_of_a_damaged_tensor_are_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, whole = wholes(tmp_path, "llama-tied", **MANY)
     whole["lm_head.weight"] = whole["model.embed_tokens.weight"]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch._utils import _rebuild_tensor_v2
 
 from megaprec.errors import UserError
 from tests.other_systems import write_folder
-from tools.convert.core.torch_files import tensors_in
-from tools.convert.core.untrusted import described
+from tools.convert.core.torch_files import distributed_contents, tensors_in
+from tools.convert.core.untrusted import Part, described
 from tools.convert.formats import open_source
 
 here = pytest.mark.usefixtures("torch_files_read_here")
@@ -57,6 +58,21 @@ def test_a_file_that_was_packed_anew_is_refused(change: Any, how: int, said: str
     torch.save({"a": torch.randn(100, 9), "b": torch.randn(50, 7)}, tmp_path / "file.pt")
     packed_anew(tmp_path / "file.pt", change, how)
     with pytest.raises(ValueError, match=said):
+        described(tmp_path / "file.pt")
+
+
+def test_a_file_that_is_cut_short_is_told_so(tmp_path: Path) -> None:
+    torch.save({"a": torch.randn(100, 9)}, tmp_path / "file.pt")
+    content = (tmp_path / "file.pt").read_bytes()
+    for kept in (len(content) - 30, len(content) // 2, 40):
+        (tmp_path / "file.pt").write_bytes(content[:kept])
+        with pytest.raises(ValueError, match="it was not saved or fetched whole"):
+            described(tmp_path / "file.pt")
+
+
+def test_values_that_are_conjugated_when_they_are_read_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.tensor([1j]).conj()}, tmp_path / "file.pt")
+    with pytest.raises(ValueError, match="no values that could be read as they lie"):
         described(tmp_path / "file.pt")
 
 
@@ -160,3 +176,23 @@ def test_files_without_checksums_are_read(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     assert torch.equal(tensors_in(tmp_path / "file.pt")["a"].read(), values)
+
+
+@here
+@pytest.mark.filterwarnings("ignore")  # torch's, about saving without ranks
+def test_the_values_of_a_distributed_checkpoint_are_not_read_to_find_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, read, plain = {"a": torch.randn(1 << 18), "b": torch.randn(300, 7).t()}, 0, Part.readinto
+    dcp.save(held, checkpoint_id=tmp_path / "there", no_dist=True)
+
+    def counting(self: Part, buffer: Any) -> int:
+        nonlocal read
+        done = plain(self, buffer)
+        read += done
+        return done
+
+    monkeypatch.setattr(Part, "readinto", counting)
+    found, _ = distributed_contents(tmp_path / "there")
+    assert 0 < read < held["a"].nbytes / 4
+    assert all(torch.equal(entry["chunks"][0][1].read(), held[name]) for name, entry in found.items())

@@ -17,7 +17,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def system(folder: Path, groups: str, **files: str) -> Path:
-    """A machine with these files of cgroups; __ stands for / and for . in names, in this order."""
+    """A machine with these files of cgroups; __ stands for / and DOT for . in names."""
     (folder / "proc/self").mkdir(parents=True)
     (folder / "proc/self/cgroup").write_text(groups)
     for name, text in files.items():
@@ -45,6 +45,17 @@ def test_a_quota_of_cpu_time_counts_as_cores_rounded_up(quota: str, expected: in
 def test_so_does_one_of_the_first_version_of_cgroups(quota: str, expected: int, tmp_path: Path) -> None:
     files = {"cpu__job__cpuDOTcfs_quota_us": quota, "cpu__job__cpuDOTcfs_period_us": "100000\n"}
     assert cores(system(tmp_path, "4:memory:/other\n3:cpu,cpuacct:/job\n0::/\n", **files)) == expected
+
+
+def test_controllers_that_are_mounted_together_have_one_folder(tmp_path: Path) -> None:
+    files = {"cpu,cpuacct__job__cpuDOTcfs_quota_us": "150000\n", "cpu,cpuacct__job__cpuDOTcfs_period_us": "100000\n"}
+    assert cores(system(tmp_path, "3:cpu,cpuacct:/job\n", **files)) == 2
+
+
+def test_a_group_may_have_any_name(tmp_path: Path) -> None:
+    here = system(tmp_path, "0::/job\n", cpuDOTmax="200000 100000")
+    (here / "proc/self/cgroup").write_bytes(b"0::/job \xe9\n")
+    assert cores(here) == 2
 
 
 def test_the_smallest_limit_of_all_enclosing_groups_counts(tmp_path: Path) -> None:

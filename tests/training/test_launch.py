@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megaprec.resources import cores
 from parallel.described_world import joined_world
 from tools.training.launch import (
     PROGRAM,
@@ -85,7 +86,7 @@ def test_ranks_are_told_their_world_and_get_the_arguments_untouched(tmp_path: Pa
 def test_threads_are_those_asked_for_or_a_share_of_the_cores(
     threads: int, asked: str | None, given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    monkeypatch.setattr("tools.training.launch.cores", lambda: 9)
     if asked:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert start_ranks(python(REPORT, tmp_path), 2, threads) == 0
@@ -93,9 +94,9 @@ def test_threads_are_those_asked_for_or_a_share_of_the_cores(
 
 
 def test_ranks_never_get_more_threads_than_there_are_cores_while_there_are_enough() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert all(ranks * share_of_cores(ranks) <= cores for ranks in range(1, cores + 1))
-    assert share_of_cores(cores + 1) == 1
+    here = cores()
+    assert all(ranks * share_of_cores(ranks) <= here for ranks in range(1, here + 1))
+    assert share_of_cores(here + 1) == 1
 
 
 @pytest.mark.cases(1)

@@ -28,6 +28,7 @@ from megaprec.checkpoint import shard_file as checkpoint_file
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.training import train_sentencepiece
 from megaprec.errors import UserError
+from megaprec.resources import cores
 from parallel.mesh import told_by_first
 from tests.other_systems import slow
 from tests.ranks import run_ranks
@@ -385,8 +386,8 @@ def children(pid: int) -> Iterator[tuple[int, dict[str, str]]]:
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_and_is_named_last(launched: Launched) -> None:
-    cores, ranks = len(os.sched_getaffinity(0)), dict(children(launched.process.pid))
-    assert [variables["OMP_NUM_THREADS"] for variables in ranks.values()] == [str(max(1, cores // 2))] * 2
+    here, ranks = cores(), dict(children(launched.process.pid))
+    assert [variables["OMP_NUM_THREADS"] for variables in ranks.values()] == [str(max(1, here // 2))] * 2
     os.kill(launched.ranks["1"], signal.SIGKILL)
     code, said = launched.end()
     assert code == 128 + signal.SIGKILL

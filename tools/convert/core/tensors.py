@@ -104,7 +104,10 @@ class Stored:
 
     def _compare(self, crc: int) -> None:
         if self.crc is not None and crc != self.crc:
-            raise UserError(f"{self.file} is damaged: a tensor of {list(self.shape)} in it has another CRC-32 now")
+            raise UserError(
+                f"{self.file} is damaged: a tensor of {list(self.shape)} in it has another CRC-32 now: fetch or save "
+                "the file again; if its values were changed in place, load it with torch and save it anew"
+            )
 
     def _elements(self, count: int) -> Tensor:
         size = count * self.dtype.itemsize

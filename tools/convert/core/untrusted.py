@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -72,7 +72,7 @@ def limit(seconds: int = SECONDS) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def described(file: Path | io.BytesIO) -> Any:
+def described(file: Path | BinaryIO) -> Any:
     """Return the contents of a torch file as a JSON value: [kind, content].
 
     Raises ValueError for more than MOST values and characters, for a small file that refers to the same list again and
@@ -114,13 +114,17 @@ def _key(key: Any) -> str | int:
     return key if isinstance(key, str | int) else ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def _storages(file: Path | io.BytesIO) -> dict[int, tuple[int, int]]:
+def _storages(file: Path | BinaryIO) -> dict[int, tuple[int, int]]:
     """Return where values begin in a torch file, how many bytes from there on are of one storage, and their CRC-32.
 
     Nothing is read by `zipfile` itself: of a file that torch saved without checksums it would say that it is damaged.
     """
     found: dict[int, tuple[int, int]] = {}
-    with zipfile.ZipFile(file) as archive, file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
+    try:
+        directory = zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        raise ValueError("it lacks its end, which lists its parts: it was not saved or fetched whole") from error
+    with directory as archive, file.open("rb") if isinstance(file, Path) else nullcontext(file) as opened:
         for entry in archive.infolist():
             order = entry.filename.endswith("/byteorder")
             if not (order or STORAGE.fullmatch(entry.filename)):
@@ -144,7 +148,7 @@ def _place(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tupl
     """
     storage: Any = value.untyped_storage()
     start, size = getattr(storage, "_checkpoint_offset", None), storage.nbytes()
-    if start is None or value.is_neg():
+    if start is None or value.is_neg() or value.is_conj():
         raise ValueError("a tensor in it has no values that could be read as they lie")
     there, crc = storages.get(start, (0, 0))
     if size != there and size:
@@ -157,11 +161,11 @@ def _place(value: torch.Tensor, storages: Mapping[int, tuple[int, int]]) -> tupl
     return start + value.storage_offset() * value.dtype.itemsize, crc or None if whole else None
 
 
-def _unpickled(file: Path | io.BytesIO) -> Any:
+def _unpickled(file: Path | BinaryIO) -> Any:
     """Return the contents of a torch file, tensors without values. Raises if it is damaged or refers to anything
     harmful.
     """
-    if isinstance(file, io.BytesIO):
+    if not isinstance(file, Path):
         file.seek(0)
     names = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # reads the names, makes nothing
     known = ("argparse.Namespace", *DICTS, *REFERENCES)
@@ -170,7 +174,7 @@ def _unpickled(file: Path | io.BytesIO) -> Any:
     stands: list[Callable | tuple[Callable, str]] = [(Inert, name) for name in names if name not in known]
     stands += [(dict, name) for name in names if name in DICTS]
     stands += [(Reference, name) for name in names if name in REFERENCES]
-    if isinstance(file, io.BytesIO):
+    if not isinstance(file, Path):
         file.seek(0)
     with torch.serialization.safe_globals([argparse.Namespace, *stands]):
         return torch.load(file, map_location="meta", weights_only=True)
@@ -239,6 +243,29 @@ def plain(value: Any) -> Any:
     return value
 
 
+class Part(io.RawIOBase):
+    """Some bytes of an open file as a file of their own: only those that are asked for are read."""
+
+    def __init__(self, file: io.RawIOBase, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.length}[whence])
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        self.file.seek(self.start + self.at)
+        done = self.file.readinto(memoryview(buffer)[: max(0, self.length - self.at)]) or 0
+        self.at += done
+        return done
+
+
 def distributed(folder: Path) -> Any:
     """Return the tensors of a distributed checkpoint: name -> shape and chunks, each with its dtype and its place in a
     file.
@@ -279,10 +306,9 @@ def _inside(folder: Path, info: Any) -> dict[str, Any]:
         raise ValueError(f"{file.name} holds values that are transformed, such as compressed, which are not read")
     if not 0 <= info.offset <= info.offset + info.length <= file.stat().st_size:
         raise ValueError(f".metadata names bytes of {file.name} that it does not have: it is not whole")
-    with open(file, "rb") as opened:
-        opened.seek(info.offset)
-        inside = io.BytesIO(opened.read(info.length))
-    return {"file": file.name, "start": info.offset, "content": described(inside)}
+    with open(file, "rb", buffering=0) as opened:
+        inside = io.BufferedReader(Part(opened, info.offset, info.length))
+        return {"file": file.name, "start": info.offset, "content": described(inside)}
 
 
 def _chunk(folder: Path, info: Any, offset: list[int], shape: list[int]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ RANK = re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?(?:_(\d\d\d))?")
 CHUNK = re.compile(r"model\d+")
 OF_MODEL = {*ONLY, *READ.split()}
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
-ENDS = ("embedding.",), ("decoder.final_layernorm.", "output_layer.")  # begins of names: of the first stage, the last
 
 
 @dataclass(frozen=True)
@@ -149,8 +148,8 @@ def contradicted(ranks: Ranks) -> Iterator[str]:
 def copied(path: Path, held: Mapping[Any, Sequence[Mapping[str, Stored]]]) -> Iterator[str]:
     """Yield a note for each rank whose file holds what that of another does, by their checksums.
 
-    held: of each rank, the tensors of each of its chunks. No two ranks hold the same unless all began with the same
-    random numbers.
+    held: of each rank, the tensors of each of its chunks, without ranks that hold what another does by design. No two
+    of these hold the same unless all began with the same random numbers.
     """
     seen: dict[Any, Path] = {}
     for chunks in held.values():
@@ -195,8 +194,20 @@ def named_over_all(ranks: Ranks, held: Callable[[Rank], Sequence[Mapping[str, St
     """
     virtual, pp = len(ranks.first.chunks), ranks.sizes[1]
     stages = [_of_stage(ranks, held, p, v) for v in range(virtual) for p in range(pp)]
-    twice = (EMBEDDING,) if ranks.args.get("mtp_num_layers") else ()
-    return numbered_over_stages(ranks.path, stages, LAYER, ENDS, twice)
+    modules = bool(ranks.args.get("mtp_num_layers"))
+    return numbered_over_stages(ranks.path, stages, LAYER, _ends(stages, modules), (EMBEDDING,) if modules else ())
+
+
+def _ends(stages: Sequence[Mapping[str, list[Held]]], modules: bool) -> dict[str, int]:
+    """Return begins of names -> the one stage that has them.
+
+    modules: there is multi-token prediction, whose layers may have stages of their own. Then the last norm is that of
+    the stage with the decoder's last layer (megatron/core/transformer/transformer_block.py).
+    """
+    last = len(stages) - 1
+    with_layers = [n for n, stage in enumerate(stages) if any(LAYER.match(name) for name in stage)]
+    norm = with_layers[-1] if modules and with_layers else last
+    return {"embedding.": 0, "decoder.final_layernorm.": norm, "output_layer.": last}
 
 
 def _of_stage(
@@ -248,22 +259,23 @@ def numbered_over_stages(
     path: Path,
     stages: Sequence[Mapping[str, list[Held]]],
     layer: re.Pattern[str],
-    ends: tuple[Sequence[str], Sequence[str]],
+    ends: Mapping[str, int],
     twice: Sequence[str] = (),
 ) -> dict[str, list[Held]]:
     """Name, with layers counted over all stages -> its parts.
 
-    layer: matches what is before a layer's number, the number and the rest of a name. ends: begins of the names that
-    only the first stage has, and only the last; UserError if another has them, for then files have each other's names.
+    layer: matches what is before a layer's number, the number and the rest of a name. ends: begins of names -> the
+    stage that alone has them; UserError if another has them, for then files have each other's names.
     twice: names that several stages may have, which must then be alike.
     """
-    for place, begins, at in (("first", ends[0], 0), ("last", ends[1], len(stages) - 1)):
-        for n, stage in enumerate(stages):
-            if n != at and (odd := [name for name in stage if name.startswith(tuple(begins)) and name not in twice]):
-                raise UserError(
-                    f"{path}: {odd[0]} belongs to the {place} pipeline stage, and stage {n} of {len(stages)}, counted "
-                    "from 0, has it: files of stages have each other's names"
-                )
+    for n, stage in enumerate(stages):
+        others = tuple(begin for begin, at in ends.items() if at != n)
+        if odd := [name for name in stage if name.startswith(others) and name not in twice]:
+            at = next(at for begin, at in ends.items() if odd[0].startswith(begin))
+            raise UserError(
+                f"{path}: {odd[0]} belongs to pipeline stage {at} of {len(stages)}, counted from 0, and stage {n} has "
+                "it: files of stages have each other's names"
+            )
     by_name: dict[str, list[Held]] = {}
     before = 0
     for stage in stages:

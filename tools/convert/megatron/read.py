@@ -18,10 +18,11 @@ from tools.convert.core.finite import same_values
 from tools.convert.core.names import megatron
 from tools.convert.core.rules import Cut, Match, matches
 from tools.convert.core.source import Facts, Source
+from tools.convert.core.tensors import Stored
 from tools.convert.hf.folder import check_tensors, origin_of, read_generation
 from tools.convert.megatron.buckets import GATHERED, RESHARDABLE, Saved, bucketed_state, sharding_of
 from tools.convert.megatron.distributed import Contents, read_chunked, read_common, whole_tensors
-from tools.convert.megatron.experts import is_trained
+from tools.convert.megatron.experts import is_expert, is_trained
 from tools.convert.megatron.keys import unknown
 from tools.convert.megatron.kinds import require_kinds
 from tools.convert.megatron.layout import EMBEDDING, HEAD, TRACKER, model_of
@@ -196,7 +197,11 @@ def _facts(first: Mapping[str, Any], args: Mapping[str, Any], sizes: tuple[int, 
 def _notes(ranks: Ranks) -> Iterator[str]:
     """Yield notes on what the files of ranks are, other than their args say or than they should be."""
     yield from contradicted(ranks)
-    yield from copied(ranks.path, {place: rank.chunks for place, rank in ranks.files.items()})
+    held: dict[tuple[int, int, int], list[dict[str, Stored]]] = {}
+    for (t, p, e), rank in ranks.files.items():  # those of one ep axis hold the same if their stage has no experts
+        experts = any(is_expert(name) for chunk in rank.chunks for name in chunk)
+        held.setdefault((t, p, e if experts else 0), rank.chunks)
+    yield from copied(ranks.path, held)
 
 
 def _other_padding(args: Mapping[str, Any], rows: int) -> Iterator[str]:

@@ -33,7 +33,6 @@ RANK = re.compile(r"(?:model|topo|optimizer)_(?:tp(\d+)_)?(?:wp(\d+)_)?pp(\d+)(?
 SHARDED = re.compile(r"model_tp\d+_pp\d+_(?:dp|zo)\d+\.pt")
 EXPERT = re.compile(r"model_moe_layer\d+_expert\d+_\w+\.pt")
 LAYER = re.compile(r"^(blocks\.)(\d+)(\..*)$")
-ENDS = ("embedding.",), ("norm.", "head.")  # begins of names: of the first stage, the last
 CHUNK = re.compile(r"(\d+)\.(?:model\.)?(.*)")
 LONE = (".out_proj.bias",)
 EXPORT = "InternEvo's transformers/convert2hf_internlm.py makes a Hugging Face folder of it"
@@ -76,7 +75,7 @@ def open_internevo(path: Path) -> Source:
     origins = [origin_of(m, weights[m.foreign].read, weights[m.foreign].dtype, model) for m in found]
     tp, wp, pp = files.sizes
     layout = {"tensor": tp, "pipeline": pp} | ({"weight": wp} if files.weight_parallel else {})
-    facts = Facts(layout=layout, unread=_unread(path), notes=(*filter(None, (note,)), *copied(path, files.held)))
+    facts = Facts(layout=layout, unread=_unread(path), notes=(*filter(None, (note,)), *copied(path, _distinct(files))))
     return Source(path, "internevo", model, origins, facts, hf_tokenizer(path))
 
 
@@ -150,7 +149,18 @@ def _by_name(files: Files) -> dict[str, list[Held]]:
     if len(set(chunks.values())) > 1:
         raise UserError(f"{files.path}: its files do not hold equally many chunks of the model")
     stages = [_stage(files, p, c) for c in range(max(chunks.values())) for p in range(files.sizes[2])]
-    return numbered_over_stages(files.path, stages, LAYER, ENDS)
+    last = len(stages) - 1
+    return numbered_over_stages(files.path, stages, LAYER, {"embedding.": 0, "norm.": last, "head.": last})
+
+
+def _distinct(files: Files) -> dict[tuple[int, int, int], list[dict[str, Stored]]]:
+    """The ranks' tensors, without ranks that hold what another does by design: where weight parallelism cuts layers,
+    those with the same part of a stage that has nothing but layers."""
+    found: dict[tuple[int, int, int], list[dict[str, Stored]]] = {}
+    for (t, w, p), chunks in files.held.items():
+        layers = files.weight_parallel and all(LAYER.match(name) for chunk in chunks for name in chunk)
+        found.setdefault((0 if layers else t, w, p), chunks)
+    return found
 
 
 def _stage(files: Files, stage: int, chunk: int) -> dict[str, list[Held]]:

@@ -9,6 +9,7 @@ optimizer's state is not. YAML is read by a loader that makes plain values only;
 (`tools.convert.core.untrusted`).
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -108,14 +109,17 @@ def read_yaml(file: Path) -> dict[str, Any]:
     class Once(yaml.SafeLoader):
         """A loader of plain values that refuses a key that a mapping has twice."""
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if key.value in seen and isinstance(key.value, str):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node, seen = super().compose_mapping_node(anchor), set[tuple[str, str]]()
+            for key, _ in node.value:  # as they are written: merged ones (<<) may be given again
+                said = key.tag, str(key.value)
+                if said in seen:
                     raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is given twice; keep one of them")
-                seen |= {key.value} if isinstance(key.value, str) else set()
-            return super().construct_mapping(node, deep)
+                seen.add(said)
+            return node
 
+    # What YAML 1.2 and all other languages take for a number, PyYAML takes for text.
+    Once.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), [*"-+0123456789"])
     try:
         content = yaml.load(read_text(file), Once)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -76,6 +76,7 @@ def _unfused(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) -
         shapes = ", ".join(str(list(part.shape)) for part in parts)
         raise UserError(f"{path}: {name} is {shapes} on the tensor-parallel ranks, which do not fit each other")
     if match := GATE_UP.fullmatch(name):
+        _require_halves(path, name, parts[0].shape[0])
         half = parts[0].shape[0] // 2
         cuts = {"gate": (0, half), "up": (half, 2 * half)}
         return {f"{match[1]}{part}_proj.{match[2]}": [_rows(p, *at) for p in parts] for part, at in cuts.items()}
@@ -89,8 +90,15 @@ def _unfused(path: Path, name: str, parts: Sequence[Held], model: ModelConfig) -
         raise UserError(
             f"{path}: {name} has {parts[0].shape[0]} rows on a rank, and config.json asks for {query} queries alone"
         )
+    _require_halves(path, name, parts[0].shape[0] - query)
     cuts = {"q": (0, query), "k": (query, query + rest), "v": (query + rest, query + 2 * rest)}
     return {f"{match[1]}{part}_proj.{match[2]}": [_rows(p, *at) for p in parts] for part, at in cuts.items()}
+
+
+def _require_halves(path: Path, name: str, rows: int) -> None:
+    """Raise UserError unless rows are those of two parts of one size: half of one row would belong to none."""
+    if rows % 2:
+        raise UserError(f"{path}: {name} leaves {rows} rows on a rank for two parts of one size")
 
 
 def _rows(held: Held, top: int, bottom: int) -> Whole:

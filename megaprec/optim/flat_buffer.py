@@ -268,18 +268,18 @@ class Buffer:
             if p.dtype != self.weights.dtype or (p.numel() and p.data_ptr() != place)
         ]
 
-    def written(self) -> list[str]:
+    def written(self, after_steps: bool) -> list[str]:
         """Return the names of parameters that someone else has written to, if they are rounded from masters.
 
         Versions tell it, except for what was written through `data`. So the weights are also compared with the masters
-        after 0, 1, 2, 4, 8, ... changes of theirs: a loop that writes in each step is found at its second step, and
-        comparing costs nothing in the long run.
+        before they first change, and, if `after_steps`, after 1, 2, 4, 8, ... changes: a loop that writes in each step
+        is found at its second step, and comparing costs nothing in the long run.
         """
         if not self._rounded:
             return []
         versions = [p._version for p in self.parameters]
         found = [p for p, now, seen in zip(self.parameters, versions, self._versions, strict=True) if now != seen]
-        if not found and self._changes & (self._changes - 1) == 0:
+        if not found and self._changes & (self._changes - 1) == 0 and (after_steps or not self._changes):
             differ = [self._differs(p, start) for p, start in zip(self.parameters, self.starts, strict=True)]
             found = [p for p, one in zip(self.parameters, torch.stack(differ).tolist(), strict=True) if one]
         return [layout_of(p).parts[0].name for p in found]

@@ -170,11 +170,14 @@ class ModelBuffers:
         """Yield the buffers whose gradients are those of a loss."""
         return (buffer for buffer in self.all if not buffer.balances)
 
-    def require_same_model(self) -> None:
-        """Raise an error that names parameters if the model is not the one that the buffers were made for."""
+    def require_same_model(self, after_steps: bool) -> None:
+        """Raise an error that names parameters if the model is not the one that the buffers were made for.
+
+        after_steps: compare weights with their masters after some steps too, not only before the first one.
+        """
         self._model.require_same()
         require_in_place(self.all)
-        require_unwritten(self.all)
+        require_unwritten(self.all, after_steps)
 
     def take_gradients(self) -> None:
         """Copy the gradients of DTensors to the buffers."""

@@ -95,7 +95,7 @@ class ParallelAMPOptimizer(TorchFace):
     Raises UserError for inconsistent arguments.
     """
 
-    compares_copies = True  # in the steps number 1, 2, 4, 8, ...: copies of gradients on tensor-parallel ranks
+    checks_loop = True  # in steps 1, 2, 4, 8, ...: weights that someone wrote to, and copies of gradients that differ
     _prepared = 0  # number of steps that were tried
 
     def __init__(
@@ -283,12 +283,12 @@ class ParallelAMPOptimizer(TorchFace):
         require_loss(loss, self.canonical)
         require_scaled(self._scale_read, self.plan.scaling)
         self.wait()
-        self._memory.require_same_model()
+        self._memory.require_same_model(self.checks_loop)
         self._memory.take_gradients()
         self._sums.finish()
         self._memory.sum_copies()
         self._prepared += 1
-        if self.compares_copies and self._prepared & (self._prepared - 1) == 0:  # costs nothing in the long run
+        if self.checks_loop and self._prepared & (self._prepared - 1) == 0:  # costs nothing in the long run
             require_same_copies(self.all_buffers(), self._sums.tp, self.world, self.device)
         for observer in self.observers:
             observer.gradients_ready(self.all_buffers(), self.scaler.scale)

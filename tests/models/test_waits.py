@@ -26,10 +26,7 @@ from tests.ranks import run_ranks
 
 
 def waits_of_steps(mesh: DeviceMesh, runs: list[Run]) -> list[list[str]]:
-    """Operators that the host waited for in the fourth step of each run.
-
-    It waits for more before the steps number 1, 2, 3, 5, 9, ..., which look for weights that someone else has written.
-    """
+    """Operators that the host waited for in the last of some steps, of each run."""
     pretend.install()
     mesh = pretend.join(mesh)
     found = []
@@ -37,7 +34,7 @@ def waits_of_steps(mesh: DeviceMesh, runs: list[Run]) -> list[list[str]]:
         if one.before is not None:
             one.before()
         engine = make_engine(mesh, one)
-        for number, batch in enumerate(batches(replace(one, steps=4))):
+        for number, batch in enumerate(batches(one)):
             share = share_of(mesh, batch)
             pretend.waits.clear()
             assert engine.step(share, one.lr, number).changed

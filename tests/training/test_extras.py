@@ -92,7 +92,7 @@ def prepare_work(folder: Path) -> None:
 def prepare_needs(folder: Path) -> None:
     for name in ("x.parquet", "x.jsonl.zst"):
         (folder / name).write_bytes(b"x")
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {}}')
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     (folder / "run.toml").write_text(
         '[model]\npreset = "llama-demo"\n[train]\nsteps = 1\nglobal_batch = 1\nmicro_batch = 1\nseq_length = 8\n'

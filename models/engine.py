@@ -113,9 +113,7 @@ class Engine:
         for stage in self.stages.values():
             compute_marked_in_fp32(stage, plan)
         self.optimizer = _told(make_optimizer, self.virtual, self.experts)(list(self.stages.values()), plan, mesh)
-        self.optimizer.checks_loop = (
-            False  # ours: parity and the sentinel compare the work of ranks in full
-        )
+        self.optimizer.checks_loop = False  # ours: parity and the sentinel compare the work of ranks in full
         if self.optimizer.average:
             raise ValueError("the engine's optimizer must sum over dp: build it with average=False")
         links = self._connect((seq_length, micro_batch, config.hidden), context, (schedule, evaluation))

@@ -38,6 +38,12 @@ def is_number(value: object, whole: bool = False) -> bool:
         return False
 
 
+def quoted(value: object) -> str:
+    """Return an argument as an error line quotes it: a plain value as it is written, anything else by its kind."""
+    plain = value is None or isinstance(value, str | int | float | list | tuple | dict)
+    return f"{value!r:.60}" if plain else f"a {type(value).__name__}" if not isinstance(value, type) else value.__name__
+
+
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)

@@ -14,6 +14,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from megaprec.errors import UserError
+
 NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
 MOST_BITS = 128  # of an integer, which every float64 then can hold; states of random number generators have 128
 MOST_BYTES = 1 << 30  # of a file that is read whole
@@ -101,6 +103,17 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """Return the text of a regular UTF-8 file of at most `most` bytes. Raises OSError or UnicodeDecodeError."""
     return io.TextIOWrapper(io.BytesIO(read_regular(path, most)), encoding="utf-8").read()  # any line end is \n
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises UserError if the file is missing or holds something else."""
+    try:
+        content = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} does not hold a JSON object")
+    return content
 
 
 def path_problem(path: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
-from megaprec.parsing import parse_json, read_text
+from megaprec.parsing import parse_json, read_json, read_text
 
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SETTINGS = (CONFIG, SPECIAL_MAP, ADDED)
@@ -72,7 +72,7 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
 
     Raises UserError, with the name of the file, for settings that cannot be read or have values of another kind.
     """
-    said = {file.name: _table(file) for file in settings_of(path)}
+    said = {file.name: read_json(file) for file in settings_of(path)}
     config, special = said.get(CONFIG, {}), said.get(SPECIAL_MAP, {})
     at = {name: path.with_name(name) for name in SETTINGS}
     notes = [*_not_followed(path, config, definition)]
@@ -243,16 +243,6 @@ def require_whole(path: Path, content: bytes) -> None:
             f"{path} has no {' and no '.join(parts[one] for one in sorted(lacking))}, which is the end of every "
             "SentencePiece model: it is cut off; copy it again"
         )
-
-
-def _table(file: Path) -> dict[str, Any]:
-    try:
-        said = parse_json(read_text(file))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
-    if not isinstance(said, dict):
-        raise UserError(f"{file} does not hold a JSON object")
-    return said
 
 
 def _named(said: Mapping[str, Any], file: Path) -> Iterator[tuple[str, tuple[str, Path]]]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
+from megaprec.kinds import quoted
 from megaprec.optim.group_factors import Group
 from megaprec.optim.observer import StepObserver
 from megaprec.precision.plan import PrecisionPlan
@@ -39,24 +40,24 @@ def require_kinds(
     if torch.is_inference_mode_enabled():
         raise UserError("the optimizer is built under torch.inference_mode, whose tensors no backward pass can use")
     listed = isinstance(parts, list | tuple | nn.ModuleList) and all(isinstance(part, nn.Module) for part in parts)
-    made = isinstance(rule, type) or not (hasattr(rule, "names") and hasattr(rule, "update_"))
+    is_rule = not isinstance(rule, type) and hasattr(rule, "names") and hasattr(rule, "update_")
     rules = {
-        f"parts = {_said(parts)}: must be a list of torch modules, like [model]; parameters are found in them": listed,
-        f"plan = {_said(plan)}: must be a PrecisionPlan, like megaprec.plan('bf16')": isinstance(plan, PrecisionPlan),
-        f"mesh = {_said(mesh)}: must be a DeviceMesh or None": isinstance(mesh, DeviceMesh | None),
-        f"rule = {_said(rule)}: must be an update rule, like megaprec.AdamW(betas=(0.9, 0.95)) or "
-        "megaprec.TorchRule(torch.optim.RAdam)": not made,
-        f"groups = {_said(groups)}: must be a list of megaprec.Group(pattern, lr=..., weight_decay=...)": _are(
+        f"parts = {quoted(parts)}: must be a list of torch modules, like [model]; parameters are found in them": listed,
+        f"plan = {quoted(plan)}: must be a PrecisionPlan, like megaprec.plan('bf16')": isinstance(plan, PrecisionPlan),
+        f"mesh = {quoted(mesh)}: must be a DeviceMesh or None": isinstance(mesh, DeviceMesh | None),
+        f"rule = {quoted(rule)}: must be an update rule, like megaprec.AdamW(betas=(0.9, 0.95)) or "
+        "megaprec.TorchRule(torch.optim.RAdam)": is_rule,
+        f"groups = {quoted(groups)}: must be a list of megaprec.Group(pattern, lr=..., weight_decay=...)": _are(
             groups, Group
         ),
-        f"observers = {_said(observers)}: must be a list of StepObservers": _are(observers, StepObserver),
-        f"virtual = {_said(virtual)}: must be a VirtualAxis or None": isinstance(virtual, VirtualAxis | None),
-        f"experts = {_said(experts)}: must be the experts= of a Context, or None": isinstance(
+        f"observers = {quoted(observers)}: must be a list of StepObservers": _are(observers, StepObserver),
+        f"virtual = {quoted(virtual)}: must be a VirtualAxis or None": isinstance(virtual, VirtualAxis | None),
+        f"experts = {quoted(experts)}: must be the experts= of a Context, or None": isinstance(
             experts, ExpertAxes | None
         ),
     }
     rules |= {
-        f"{name} = {_said(value)}: must be True or False": isinstance(value, bool)
+        f"{name} = {quoted(value)}: must be True or False": isinstance(value, bool)
         for name, value in switches.items()
         if name != "average" or value is not None
     }
@@ -67,11 +68,6 @@ def require_kinds(
 
 def _are(values: object, kind: type) -> bool:
     return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
-
-
-def _said(value: object) -> str:
-    plain = value is None or isinstance(value, str | int | float | list | tuple | dict)
-    return f"{value!r:.60}" if plain else f"a {type(value).__name__}" if not isinstance(value, type) else value.__name__
 
 
 def _require_same_plan(parts: Sequence[nn.Module], plan: PrecisionPlan) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megaprec.comm.everyones import everyones_texts
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
-from megaprec.kinds import is_number
+from megaprec.kinds import is_number, quoted
 from megaprec.optim.dtensors import is_dtensor
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 
@@ -35,19 +35,19 @@ def require_arguments(
     listed = isinstance(stages, list | tuple | nn.ModuleList)
     shape = isinstance(activation, list | tuple) and all(is_number(n, whole=True) and n > 0 for n in activation)
     rules = {
-        f"stages = {_said(stages)}: must be a list of torch modules, as the optimizer's, like [model]": listed
+        f"stages = {quoted(stages)}: must be a list of torch modules, as the optimizer's, like [model]": listed
         and all(isinstance(stage, nn.Module) for stage in stages),
-        f"optimizer = {_said(optimizer)}: must be a megaprec.ParallelAMPOptimizer over the same stages": isinstance(
+        f"optimizer = {quoted(optimizer)}: must be a megaprec.ParallelAMPOptimizer over the same stages": isinstance(
             optimizer, ParallelAMPOptimizer
         ),
-        f"loss_fn = {_said(loss_fn)}: must be a function of (output, targets), like "
+        f"loss_fn = {quoted(loss_fn)}: must be a function of (output, targets), like "
         'nn.MSELoss(reduction="none")': callable(loss_fn) and not isinstance(loss_fn, type),
-        f"microbatches = {_said(microbatches)}: must be a whole number, into how many a batch is cut": is_number(
+        f"microbatches = {quoted(microbatches)}: must be a whole number, into how many a batch is cut": is_number(
             microbatches, whole=True
         ),
-        f"activation = {_said(activation)}: must be the shape of what a stage sends to the next, like "
+        f"activation = {quoted(activation)}: must be the shape of what a stage sends to the next, like "
         "(sequence, 1, hidden)": shape,
-        f"ignore_index = {_said(ignore_index)}: must be a number": is_number(ignore_index),
+        f"ignore_index = {quoted(ignore_index)}: must be a number": is_number(ignore_index),
     }
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise UserError(*broken)
@@ -56,11 +56,6 @@ def require_arguments(
             "canonical = True: a Pipeline takes an optimizer without canonical sums; train by megaprec train "
             "(train.canonical), or call backward and end_microbatch in a loop of your own"
         )
-
-
-def _said(value: object) -> str:
-    named = isinstance(value, nn.Module | torch.optim.Optimizer) or callable(value)
-    return type(value).__name__ if named else f"{value!r:.60}"
 
 
 def require_same_parts(stages: Sequence[nn.Module], optimizer: ParallelAMPOptimizer) -> None:

@@ -1,6 +1,5 @@
 """The world, the mesh, the context and the modules that a loop of one's own gives: used, or refused by name."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec import Axis, UserError, plan
 from parallel import Context, Recompute, make_mesh, parallelize, vocab_parallel_loss, world
 from tests.ranks import run_ranks
-
-
-def said_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except UserError as error:
-        return str(error)
-    return ""
+from tests.refusals import said_of
 
 
 def joined() -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec import SGD, Axis, ParallelAMPOptimizer, UserError, attach_whole, plan
 from parallel import Pipeline
 from tests.ranks import run_ranks
+from tests.refusals import said_of
 
 PLAN = plan("fp32")
 RULE: dict[str, Any] = {"lr": 0.1, "rule": SGD(0.0), "weight_decay": 0.0, "clip": 0.0}
@@ -127,13 +128,6 @@ def test_an_optimizer_with_canonical_sums_is_refused() -> None:
 
 def unlike(mesh: DeviceMesh) -> dict[str, str]:
     pp = Axis.of(mesh, "pp").rank
-
-    def said_of(build: Callable[[], object]) -> str:
-        try:
-            build()
-        except UserError as error:
-            return str(error)
-        return ""
 
     def pipeline(prefix: int = pp, **options: Any) -> Pipeline:
         model = stage(prefix)

@@ -16,7 +16,7 @@ from torch import Tensor
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.tokenizer_files import SETTINGS
 from megaprec.errors import UserError
-from megaprec.parsing import parse_json, read_text
+from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.finite import same_values
 from tools.convert.core.names import BUFFERS, HUGGING_FACE, IN_HALVES, PREFIXES
@@ -49,17 +49,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", *SETTINGS)
 def find_hf(path: Path) -> Path | None:
     """Return `path` if it is a Hugging Face folder."""
     return path if (path / CONFIG).is_file() else None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object. Raises UserError if the file is missing or holds something else."""
-    try:
-        content = parse_json(read_text(path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} does not hold a JSON object")
-    return content
 
 
 def read_generation(path: Path) -> dict[str, Any]:

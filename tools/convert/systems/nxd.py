@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.errors import UserError
+from megaprec.parsing import read_json
 from models.config import ModelConfig
 from tools.convert.core.names import BUFFERS, HUGGING_FACE
 from tools.convert.core.rules import matches
@@ -32,7 +33,6 @@ from tools.convert.hf.folder import (
     hf_tokenizer,
     origin_of,
     read_generation,
-    read_json,
 )
 from tools.convert.hf.notes import notes
 from tools.convert.hf.write_config import ARCHITECTURES

@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from tests import oracle, runs
 from tests.convert.test_megatron import PADDED, build, core, place, pretend_there_is_a_gpu, run, save_in_chunks
 from tests.convert.test_mtp_folders import folder_of
-from tests.other_systems import FOR_MEGATRON, MEGATRON, megatrons, slow, write_folder
+from tests.other_systems import FOR_MEGATRON, MEGATRON, NEEDS_MEGATRON, megatrons, slow, write_folder
 from tests.ranks import run_ranks
 from tools.convert.formats import open_source
 from tools.convert.hf.config import from_hugging_face
@@ -74,6 +74,7 @@ def losses(mesh: DeviceMesh, kind: str, folder: Path) -> tuple[Tensor, Tensor]:
     return own.detach(), ahead.detach()
 
 
+@NEEDS_MEGATRON
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["deepseek_v3", *slow(("glm4_moe",))])
 def test_megatron_core_loads_the_modules_and_loses_as_much(kind: str, tmp_path: Path) -> None:
@@ -139,6 +140,7 @@ def save(mesh: DeviceMesh, kind: str, folder: Path, pp: int, in_chunks: bool) ->
     return {n: v for n, v in model.state_dict().items() if v is not None}
 
 
+@NEEDS_MEGATRON
 @pytest.mark.slow
 @pytest.mark.cases(1, slow=2)
 @pytest.mark.parametrize("in_chunks", [False, True])

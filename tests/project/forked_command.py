@@ -54,8 +54,13 @@ server.sendmsg([len(asked).to_bytes(8, "big")], [streams])
 server.sendall(asked)
 answers = server.makefile()
 process = int(answers.readline())
+def forward(number, _):
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:  # it has just ended, and the next answer says how
+        pass
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
-    signal.signal(number, lambda number, _: os.kill(process, number))
+    signal.signal(number, forward)
 code = int(answers.readline() or 1)
 if code < 0:
     if code != -signal.SIGKILL:

@@ -51,3 +51,16 @@ def test_servers_and_what_they_started_end_with_a_process_that_is_killed(server:
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
         started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         until(lambda: not any(map(runs, started)))
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_command_that_has_just_ended_says_nothing(tmp_path: Path) -> None:
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True)"
+    with served(tmp_path, late=()) as programs:
+        for _ in range(40):  # most signals come too early or too late
+            with subprocess.Popen([programs / "python", "-c", deaf], stdout=-1, stderr=-1, text=True) as client:
+                assert client.stdout and client.stderr
+                client.stdout.readline()
+                while client.poll() is None:
+                    client.send_signal(signal.SIGTERM)
+                assert (client.returncode, client.stderr.read()) in [(0, ""), (-signal.SIGTERM, "")]

@@ -15,7 +15,7 @@ import pytest
 
 from tools.cli import main, parser_of_all
 from tools.commands import keys
-from tools.commands.completion import SHELLS, _bash, _words
+from tools.commands.completion import SHELLS, _bash, _fish, _words
 from tools.commands.keys import described
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +139,19 @@ def test_the_script_of_a_shell_is_one_that_the_shell_reads(
     (tmp_path / "script").write_text(capsys.readouterr().out)
     done = subprocess.run([shell, "-n", tmp_path / "script"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [("megaprec prec", "precision"), ("megaprec data bu", "build"), ("megaprec plan --gpu-", "--gpu-memory")],
+)
+def test_fish_completes_commands_and_options(line: str, completed: str, tmp_path: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("needs fish")
+    (tmp_path / "script").write_text(_fish(dict(_words(parser_of_all(), ""))))
+    said = f'source ./script; complete -C "{line}"'
+    done = subprocess.run(["fish", "-c", said], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert [found.partition("\t")[0] for found in done.stdout.splitlines()] == [completed]
 
 
 def test_ctrl_c_while_modules_are_read_leaves_no_traceback(tmp_path: Path) -> None:

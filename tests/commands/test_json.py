@@ -91,6 +91,7 @@ TABLES = [name for name in leaves(cli.parser_of_all()) if name not in WITHOUT]
 
 
 @pytest.mark.parametrize("command", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in TABLES])
+@pytest.mark.usefixtures("forked_python")
 def test_stdout_is_one_document_with_json_and_none_without(
     command: str, room: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def test_the_page_of_a_run_has_its_parts_in_order_and_needs_nothing_else(folder:
     assert "the learning rate jumps from 0.01 in step 6 to 0.001 in step 7" in page.text
     assert "7 of 7" in page.text and "all steps are taken" in page.text
     assert "megaprec parity RUN.toml" in page.text
-    assert re.search(r"peak of the process.*?MiB", page.text)
+    assert re.search(r"peak of the process.*?[MG]iB", page.text)
     assert len(html) < 200_000
 
 

@@ -45,6 +45,7 @@ def begun(file: Path, init: Path, name: str, **layout: int) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_a_run_begins_with_the_weights_of_a_checkpoint_of_any_origin_and_layout(file: Path, tmp_path: Path) -> None:
     """A run directory, the folders exported from it, and a checkpoint made of one are the same beginning."""
     run = file.parent / "run"

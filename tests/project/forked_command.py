@@ -3,7 +3,7 @@
 A server that has imported all that commands import waits at a socket. The program that a shell finds as `megaprec` is a
 small client, which hands its arguments, folder, environment and streams to the server, passes signals on, and ends as
 the forked process did. Local ranks that the command launches are clients as well. `python` runs a file, `-m` or `-c` in
-the same way; so does what it starts as `sys.executable`. The code that runs is that of the command line; how an
+the same way; so does what either starts as `sys.executable`. The code that runs is that of the command line; how an
 interpreter starts it is tested by the README's commands and by the tests of the launcher.
 
 Forked processes have their own process ids and are children of the server: what looks for children of a command or
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from tools import cli
-from tools.training import launch
 
 ROOT = Path(__file__).parents[2]
 # What many commands import late, and what a server that forks imports last (tests/frozen.py).
@@ -180,8 +179,8 @@ def _run(client: Path, argv: Sequence[str], folder: str, environment: dict[str, 
 
 
 def _command(client: Path, argv: Sequence[str]) -> int:
+    sys.executable = str(client.with_name("python"))
     sys.argv[:] = [str(client), *argv]
-    launch.own_program = lambda argv: [str(client), *argv]
     return cli.main(argv)
 
 

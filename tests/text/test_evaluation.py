@@ -197,6 +197,7 @@ def test_batches_hold_all_windows_and_no_more_tokens_than_allowed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_python")
 def test_local_ranks_print_what_one_process_prints(
     trained: Path, texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,12 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONWARNINGS", "default")
+    monkeypatch.setattr("tools.training.harness._manager", lambda data: own_tasks(data.lm_eval_folder))
+
+
+def own_tasks(folder: str | Path) -> Any:
+    """The harness without its own ten thousand tasks, which take seconds to read: ranks that are started read them."""
+    return import_module("lm_eval.tasks").TaskManager(include_path=str(folder), include_defaults=False)
 
 
 def asked(file: Path, *more: str) -> list[str]:
@@ -57,7 +63,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @NOISE
-@pytest.mark.usefixtures("offline")
+@pytest.mark.usefixtures("offline", "forked_python")
 def test_tasks_in_training_have_the_results_of_the_export_in_every_layout_and_change_no_number(
     file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,7 +97,7 @@ def test_tasks_in_training_have_the_results_of_the_export_in_every_layout_and_ch
 
 def of_transformers(folder: Path, tasks: Path) -> dict[str, float]:
     """The results of the harness itself on an exported model."""
-    manager = import_module("lm_eval.tasks").TaskManager(include_path=str(tasks))
+    manager = own_tasks(tasks)
     arguments = f"pretrained={folder},dtype=float32"
     evaluate: Any = import_module("lm_eval").simple_evaluate
     said = evaluate("hf", arguments, ["my_text", "my_choices"], device="cpu", task_manager=manager, bootstrap_iters=0)

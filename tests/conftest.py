@@ -71,6 +71,8 @@ def _divide(
     left = [case for case in cases if case not in fast_ones]
     chosen = left[:slow] if sample is None else _drawn(name, fast_ones, left, sample)
     for case in left:
+        whole = case.parent and case.parent.get_closest_marker("slow")
+        assert not whole, f"{name}: its module is marked slow, and so is what is left to a campaign: mark each test"
         case.own_markers[:] = [one for one in case.own_markers if one.name != "slow"]
         case.add_marker("slow" if case in chosen else "campaign")
 

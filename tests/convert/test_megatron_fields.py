@@ -29,7 +29,7 @@ from tools.convert.core.rules import heads, matches
 from tools.convert.megatron.keys import ALIASES, FREE, FREE_PREFIXES, ONLY, READ
 from tools.convert.megatron.layout import model_of
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, NEEDS_MEGATRON]  # warnings of megatron-core
+pytestmark = [pytest.mark.filterwarnings("ignore"), NEEDS_MEGATRON]  # warnings of megatron-core
 PRELOADED = MEGATRON
 VOCAB, LENGTH, BOUND = 64, 24, 1e-5
 SHARED: dict[str, Any] = {
@@ -227,6 +227,7 @@ def arguments() -> dict[str, Any]:
     return {p.name: None if p.default is inspect.Parameter.empty else p.default for p in given}
 
 
+@pytest.mark.slow
 def test_every_field_and_argument_is_accounted_for() -> None:
     known = {*ONLY, *READ.split(), *ALIASES, *FREE}
     names = [*config_fields(), *arguments()]
@@ -249,7 +250,7 @@ def changes() -> Iterator[dict[str, Any]]:
     yield from PAIRS
 
 
-@pytest.mark.cases(0, sample=1)
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("kind", BASES)
 def test_every_field_gives_the_same_logits_or_is_refused_by_name(kind: str) -> None:
     (verdicts,) = run_ranks(walk, {"dp": 1}, kind=kind)

@@ -174,7 +174,7 @@ def saved_tensors(folder: Path, step: int) -> dict[str, Tensor]:
     return {key: store.read(*key.split("/", 1)) for key in store.index["tensors"]}
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["fp16", "delayed"])
 def test_a_run_that_changes_its_layout_three_times_is_the_undisturbed_run(

@@ -234,7 +234,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("layout", "ring", "kind"), LAYOUTS, ids=lambda x: "x".join(map(str, x)) if type(x) is tuple else str(x)
 )

@@ -27,7 +27,6 @@ from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.simulation import peak
-from tests.other_systems import slow
 from tests.ranks import run_ranks
 
 SIZES: dict[str, Any] = {"layers": 8, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 301, "max_positions": 128}
@@ -105,7 +104,7 @@ def _kept(tp: Axis, case: Case) -> int:
 
 
 @pytest.mark.cases(0, sample=2)
-@pytest.mark.parametrize("every", [False, *slow((True,))], ids=["", "every way"])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "every way"])
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
 def test_a_stage_keeps_what_is_foretold(tp: int, sequence: bool, every: bool) -> None:
     """Every way of one family, of the others each way that several modules take part in; or every way of each."""
@@ -144,7 +143,7 @@ def _peak(mesh: DeviceMesh, case: Case) -> int:
 
 
 @pytest.mark.cases(0, sample=2)
-@pytest.mark.parametrize("every", [False, *slow((True,))], ids=["", "every schedule"])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "every schedule"])
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> None:
     """Each way and each schedule once, or every schedule in each way.

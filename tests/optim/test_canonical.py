@@ -62,17 +62,16 @@ def test_two_data_ranks_train_the_bits_of_one_process() -> None:
 
 
 @pytest.mark.cases(0, sample=3)
+@pytest.mark.parametrize(("pp", "dp"), LAYOUTS)
 @pytest.mark.parametrize("name", RUNS)
-def test_every_layout_trains_the_bits_of_one_process(name: str) -> None:
+def test_every_layout_trains_the_bits_of_one_process(name: str, pp: int, dp: int) -> None:
     run = RUNS[name]
     (alone,) = train([run])
     outcomes = {report.outcome for report in alone.reports}
     assert outcomes == ({"applied", "skipped_overflow"} if "skipped" in name else {"applied"})
-    number = list(RUNS).index(name)
-    for pp, dp in [LAYOUTS[(2 * number + n) % len(LAYOUTS)] for n in range(2)]:  # a sample; the rest is a campaign
-        runs = layouts_of(run, pp, dp)
-        for one, other in zip(runs, train(runs, pp, dp), strict=True):
-            assert differences(alone, other) == [], (pp, dp, one.kind, one.zero_size, one.options)
+    runs = layouts_of(run, pp, dp)
+    for one, other in zip(runs, train(runs, pp, dp), strict=True):
+        assert differences(alone, other) == [], (one.kind, one.zero_size, one.options)
 
 
 @pytest.mark.slow

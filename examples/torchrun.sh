@@ -11,8 +11,9 @@
 #     HEAD=node-1 NODES=1:2 RANKS=2 bash torchrun.sh run.toml parallel.elastic=true
 #
 # HEAD itself must live: a machine that is cut off from it ends once its ranks have left and HEAD is silent for 30 s.
-# torchrun by its own name does the same, but that machine waits a quarter of an hour. ADDRESS: this machine's own, where its name does not resolve; there IS_HOST=1 on HEAD and
-# IS_HOST=0 elsewhere. PORT: a free one on HEAD.
+# With plain `torchrun` in place of the module below, that machine waits a quarter of an hour.
+# ADDRESS: this machine's own address, where its name does not resolve; then IS_HOST=1 on HEAD and IS_HOST=0 elsewhere.
+# PORT: a free one on HEAD.
 set -euo pipefail
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # ranks that start again must not meet the addresses of those before them

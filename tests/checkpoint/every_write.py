@@ -10,7 +10,6 @@ operations.
 
 import ctypes
 import errno
-import importlib
 import json
 import os
 import shutil
@@ -18,6 +17,8 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,20 @@ def prepare(job: str, folder: Path) -> None:
         assert data(folder.parent / "whole") == 0
 
 
+def apart(call: Callable[[], None]) -> None:
+    """Calls it in a forked process."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            call()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def in_process(job: Job, folder: Path, number: int, error: int) -> tuple[int, str, int]:
     """Exit code, stderr and number of operations of the job in a process of its own."""
     said = folder.parent / "said"
@@ -130,9 +145,12 @@ def run(name: str, folder: Path, every: int) -> None:
     torch.set_num_threads(1)
     job: Job = {"save": save, "resume": resume, "data": data}[name]
     template, case = folder / "template", folder / "case"
-    prepare(name, template)
+    if torch.version.cuda:  # such a build cannot compute gradients in processes forked from one that has computed some
+        apart(partial(prepare, name, template))
+    else:  # what this process keeps of the first run saves each case a second
+        prepare(name, template)
+    import_module("tests.frozen")
     shutil.copytree(template, case)
-    importlib.import_module("tests.frozen")
     code, said, operations = in_process(job, case, -1, 0)
     assert code == 0 and "warning" not in said, said
     for number in range(0, operations, every):

@@ -4,20 +4,20 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-# Lower bounds are the oldest versions whose interfaces the code uses, upper bounds the next version after those that
-# the tests pass with, which constraints.txt lists.
+# Lower bounds are the oldest versions that the tests pass with (CONTRIBUTING.md says how they are tried), upper bounds
+# the next version after the newest, which constraints.txt lists.
 PACKAGES = ("megaprec", "parallel", "models", "tools")
-CHECKS = ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "execnet>=2.1,<3", "hypothesis>=6.100,<7"]
+CHECKS = ["pytest>=9,<10", "pytest-xdist>=3.6,<4", "execnet>=2.1,<3", "hypothesis>=6.100,<7"]
 CHECKS += ["ruff>=0.9,<0.18", "pyright>=1.1.390,<2", "spmd_types>=0.3,<0.4"]
 DATA = ["pyarrow>=17,<27"]
-HF = ["tokenizers>=0.20,<0.24", "transformers>=5,<6"]
-PLOTS = ["matplotlib>=3.8,<4"]
+HF = ["tokenizers>=0.23.1,<0.24", "transformers>=5.20,<6"]
+PLOTS = ["matplotlib>=3.10.8,<4"]
 # Other people's code that slow tests compare with.
 LM_EVAL = ["lm-eval>=0.4.13,<0.5"]
 ORACLES = ["megatron-core>=0.16,<0.17", "einops>=0.8,<0.9", "psutil>=6,<8", "lm-eval[hf]>=0.4.13,<0.5"]
 TENSORBOARD = ["tensorboard>=2.15,<3"]
 WANDB = ["wandb>=0.31,<0.32"]
-YAML = ["pyyaml>=6,<7"]
+YAML = ["pyyaml>=6.0.1,<7"]
 README = Path(__file__).with_name("README.md")
 
 setup(
@@ -34,10 +34,11 @@ setup(
     install_requires=[
         "torch>=2.11,<2.14",
         "numpy>=1.26,<3",
-        "sentencepiece>=0.2,<0.3",
-        "safetensors>=0.4,<0.9",
-        "pydantic>=2.10,<3",
+        "sentencepiece>=0.2,<0.3,!=0.2.1",  # 0.2.1 crashes where some other libraries are loaded,
+        "safetensors>=0.8,<0.9",
+        "pydantic>=2.14,<3",
         "rich>=13,<16",
+        "packaging>=24,<27",
     ],
     extras_require={
         "data": DATA,

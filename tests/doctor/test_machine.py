@@ -20,7 +20,7 @@ def answers(**differs: Any) -> list[dict[str, Any]]:
         "cuda": "13.0",
         "gpu_tool": "/bin/nvidia-smi",
     }
-    usual |= {"device": "cuda", "gpu": "H200", "memory": 2**37, "used_by_others": 0, "nccl": "2.28"}
+    usual |= {"untested": [], "device": "cuda", "gpu": "H200", "memory": 2**37, "used_by_others": 0, "nccl": "2.28"}
     made = [{**usual, "rank": n, "host": HOSTS[n], "uuid": str(n)} for n in range(3)]
     made[2] |= differs
     return made
@@ -51,6 +51,14 @@ def test_alike_hosts_have_no_problems() -> None:
 def test_a_host_that_differs_is_named_with_a_remedy(differs: dict[str, Any], said: str) -> None:
     (finding,) = problems(**differs)
     assert (finding.verdict, finding.said) == (WRONG, said) and finding.remedy
+
+
+def test_a_version_that_is_not_tested_is_named_with_its_ranks() -> None:
+    said = "torch 2.14.1 is not of the versions that megaprec is tested with: <2.14,>=2.11"
+    (one,) = problems(untested=[said])
+    assert (one.verdict, one.said, one.needed) == (NOT_TRIED, f"{said} (rank 2 on gamma)", False)
+    every = [answer | {"untested": [said]} for answer in answers()]
+    assert [one.said for one in machine.judge(every) if one.verdict == NOT_TRIED] == [said]
 
 
 def test_the_facts_of_this_machine_are_judged_well(tmp_path: Any) -> None:

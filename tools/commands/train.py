@@ -24,6 +24,7 @@ from megaprec.data.files import alone, beside
 from megaprec.diagnose.position import Phase, Position
 from megaprec.durable import file_error
 from megaprec.errors import UserError
+from megaprec.tested_versions import untested
 from models.own_model import require_builtin
 from parallel.described_world import joined_world
 from parallel.hangs.watchdog import longest_wait
@@ -110,6 +111,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     tell_notes(config.notes, args.strict)
+    tell_notes(untested(), strict=False)
     if joined_world():
         return _run_rank(config, export, args.allow, not args.no_verify)
     if export:

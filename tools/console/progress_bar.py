@@ -3,10 +3,18 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 
 from megaprec.data.text import Source, left_out_words
@@ -24,6 +32,16 @@ def tell_left_out(source: Source) -> None:
 
 
 @contextmanager
+def _shown(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
+    """Yield a bar that is shown until the context ends if `console` is a terminal, and otherwise not at all."""
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with (
+        bar if console.is_terminal else nullcontext()
+    ):  # rich before 15 prints an empty line after one that is disabled
+        yield bar
+
+
+@contextmanager
 def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
     """Show, on stderr, the progress of tokenizing a text; yields the callback of `megaprec.data.build`."""
     console = Console(stderr=True)
@@ -32,7 +50,7 @@ def building(source: Source) -> Iterator[Callable[[int, int, int], None]]:
     if not console.is_terminal:
         console.print(f"building the data set of {source.name}", markup=False, highlight=False, soft_wrap=True)
     tell_left_out(source)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with _shown(console, *columns) as bar:
         task = bar.add_task(f"reading {source.name}", total=source.total_chars())
         before = said = time.monotonic()
         first: tuple[int, int, int] | None = None  # an interrupted build resumes
@@ -84,7 +102,7 @@ def moving(what: str, size: int) -> Iterator[Callable[[int, str], None]]:
     console = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
     columns = (words, BarColumn(BAR), DownloadColumn(), TimeRemainingColumn(compact=True))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with _shown(console, *columns) as bar:
         task = bar.add_task(what, total=size)
         yield lambda moved, said: bar.update(task, advance=moved, description=said)
 
@@ -94,7 +112,7 @@ def scoring(name: str) -> Iterator[Callable[[int], None]]:
     """Show, on a terminal, how many tokens of a text are evaluated; yields a callback for the tokens just done."""
     console = Console(stderr=True)
     words = TextColumn("{task.description}", markup=False)
-    with Progress(words, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with _shown(console, words) as bar:
         task, began, done = bar.add_task(f"evaluating {name}", total=None), time.monotonic(), 0
 
         def on_tokens(tokens: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.errors import UserError
+from megaprec.tested_versions import untested
 from models.config import ModelConfig
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.defaults import ALIASES, DEFAULTS
@@ -45,9 +46,10 @@ def check_config(config: Json, name: str) -> str:
     except ImportError:
         return f"{name} was not compared with transformers, which is not installed: pip install transformers"
     if not apart <= BOUND:
+        other = "".join(f"; {said}" for said in untested("transformers"))
         raise UserError(
             f"{name}: transformers computes another model: the logits of a small one differ by {apart:.3g} of the "
-            "largest; --no-verify goes on all the same"
+            f"largest{other}; --no-verify goes on all the same"
         )
     return f"{name}: a small model of this kind computes what that of transformers does (float64, within {apart:.1g})"
 

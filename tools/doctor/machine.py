@@ -18,7 +18,8 @@ from torch.cuda import nccl
 from torch.distributed import is_nccl_available
 
 from megaprec.resources import cores
-from tools.doctor.finding import Finding, ok, wrong
+from megaprec.tested_versions import untested
+from tools.doctor.finding import Finding, not_tried, ok, wrong
 from tools.doctor.place import Place, named
 from tools.training.launch import share_of_cores
 
@@ -43,6 +44,7 @@ def facts(place: Place) -> dict[str, Any]:
         "device": place.device,
         "rank": place.rank,
         "host": place.host,
+        "untested": [*untested()],
     }
     return found | (_gpu(place.local) if place.device == "cuda" else {})
 
@@ -73,6 +75,7 @@ def _version(name: str) -> str:
 def judge(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     """Yield the findings about versions and devices."""
     yield from _versions(answers)
+    yield from _untested(answers)
     yield from _devices(answers)
     yield from _threads(answers)
 
@@ -94,6 +97,13 @@ def _versions(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
         shown = ("megaprec", "torch", "python", "cuda", "nccl")
         said = ", ".join(f"{n} {one[n]}" for n in shown if one.get(n)) + f" on {one['system']}{where}"
         yield ok("versions", said, **{n: one.get(n, "") for n in (*ALIKE, "system")})
+
+
+def _untested(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    """Yield a line about each package of a version that megaprec is not tested with. It may work."""
+    for said in sorted({said for one in answers for said in one["untested"]}):
+        there = {one["rank"]: one["host"] for one in answers if said in one["untested"]}
+        yield not_tried("versions", said if len(there) == len(answers) else f"{said} ({named(there)})")
 
 
 def _devices(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:

@@ -1,0 +1,39 @@
+"""Installed packages of other versions than those that megaprec is tested with.
+
+pip keeps the bounds of setup.py beside an installed megaprec, and looks at them only while it installs. Other versions
+are there afterwards if a package was changed later, or in an image that brings its own torch (`pip install --no-deps`).
+They may work, but what they decide, such as last bits or what another library computes, has not been tried.
+"""
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
+EXTRAS = ("", "data", "hf", "lm-eval", "plots", "tensorboard", "wandb", "yaml")  # those of users
+
+
+def untested(*names: str) -> Iterator[str]:
+    """Yield, of each package that users need or may have, its version and the tested ones if it is not of these.
+
+    names: of some packages; of all if there are none. A checkout that is not installed knows no versions.
+    """
+    for rule in _rules():
+        installed = _version(rule.name) if not names or rule.name in names else ""
+        if installed and not rule.specifier.contains(installed, prereleases=True):
+            yield f"{rule.name} {installed} is not of the versions that megaprec is tested with: {rule.specifier}"
+
+
+def _rules() -> Iterator[Requirement]:
+    try:
+        rules = [Requirement(line) for line in requires("megaprec") or ()]
+    except PackageNotFoundError:
+        return
+    yield from (one for one in rules if not one.marker or any(one.marker.evaluate({"extra": e}) for e in EXTRAS))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

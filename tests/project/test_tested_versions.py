@@ -1,0 +1,91 @@
+"""Versions of packages that nobody has tried are named: in a run, by `doctor`, and where their results are compared."""
+
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from megaprec import tested_versions
+from megaprec.errors import UserError
+from megaprec.tested_versions import untested
+from tests.doctor.places import place
+from tests.runs import train, write_run
+from tools.convert import probe
+from tools.doctor.machine import facts
+
+RULES = [
+    "torch<2.14,>=2.11",
+    "sentencepiece!=0.2.1,<0.3,>=0.2",
+    'transformers<6,>=5.20; extra == "hf"',
+    'pytest<10,>=9; extra == "test"',
+    'megatron-core<0.17; extra == "oracles"',
+]
+TORCH = "torch 2.14.1 is not of the versions that megaprec is tested with: <2.14,>=2.11"
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Have these packages be installed, with dashes for underscores, and no others."""
+
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name.replace("-", "_")]
+
+    monkeypatch.setattr(tested_versions, "requires", lambda name: RULES)
+    monkeypatch.setattr(tested_versions, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("name", "versions"),
+    [
+        ("torch", ("2.10.0", "2.14.1", "2.11.0a0+nv25.11", "3.0")),
+        ("sentencepiece", ("0.1.99", "0.2.1", "0.3.0")),
+        ("transformers", ("4.57.0", "5.12.0", "6.0.0rc1")),
+    ],
+)
+def test_other_versions_are_named(name: str, versions: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in versions:
+        install(monkeypatch, **{name: one})
+        (said,) = untested()
+        assert said.startswith(f"{name} {one} is not of the versions that megaprec is tested with: ")
+        assert not [*untested("another")] and [*untested(name)] == [said]
+
+
+def test_tested_versions_and_tools_of_developers_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, torch="2.13.0+cpu", sentencepiece="0.2.3", transformers="5.23.0", pytest="7.0")
+    assert not [*untested()]
+    install(monkeypatch, torch="2.12.1", megatron_core="0.20")
+    assert not [*untested()]
+
+
+def test_a_checkout_that_is_not_installed_knows_no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(tested_versions, "requires", requires)
+    assert not [*untested()]
+
+
+def test_what_is_installed_here_is_tested() -> None:
+    assert not [*untested()]
+
+
+def test_a_run_names_them_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    install(monkeypatch, torch="2.14.1")
+    assert train(file, "train.steps=1") == 0
+    assert capsys.readouterr().err.splitlines().count(f"note: {TORCH}") == 1
+
+
+def test_doctor_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, torch="2.14.1")
+    assert facts(place(tmp_path))["untested"] == [TORCH]
+
+
+def test_a_comparison_that_fails_names_the_version_of_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, transformers="5.12.0")
+    monkeypatch.setattr(probe, "difference", lambda config: 1.0)
+    with pytest.raises(UserError, match=r"1 of the largest; transformers 5\.12\.0 is not of the versions"):
+        probe.check_config({"model_type": "gpt2"}, "config.json")

@@ -34,7 +34,7 @@ setup(
     install_requires=[
         "torch>=2.11,<2.14",
         "numpy>=1.26,<3",
-        "sentencepiece>=0.2,<0.3,!=0.2.1",  # 0.2.1 crashes where some other libraries are loaded,
+        "sentencepiece>=0.2,<0.3,!=0.2.1",  # 0.2.1 crashes where some other libraries are loaded
         "safetensors>=0.8,<0.9",
         "pydantic>=2.14,<3",
         "rich>=13,<16",

@@ -35,9 +35,8 @@ def tell_left_out(source: Source) -> None:
 def _shown(console: Console, *columns: ProgressColumn) -> Iterator[Progress]:
     """Yield a bar that is shown until the context ends if `console` is a terminal, and otherwise not at all."""
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with (
-        bar if console.is_terminal else nullcontext()
-    ):  # rich before 15 prints an empty line after one that is disabled
+    # Releases of rich before 15 print an empty line also after a bar that is disabled.
+    with bar if console.is_terminal else nullcontext():
         yield bar
 
 

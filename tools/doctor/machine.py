@@ -101,8 +101,8 @@ def _versions(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
 
 def _untested(answers: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     """Yield a line about each package of a version that megaprec is not tested with. It may work."""
-    for said in sorted({said for one in answers for said in one["untested"]}):
-        there = {one["rank"]: one["host"] for one in answers if said in one["untested"]}
+    for said in sorted({said for one in answers for said in one.get("untested", ())}):
+        there = {one["rank"]: one["host"] for one in answers if said in one.get("untested", ())}
         yield not_tried("versions", said if len(there) == len(answers) else f"{said} ({named(there)})")
 
 

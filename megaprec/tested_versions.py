@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 EXTRAS = ("", "data", "hf", "lm-eval", "plots", "tensorboard", "wandb", "yaml")  # those of users
 
@@ -20,7 +22,7 @@ def untested(*names: str) -> Iterator[str]:
     """
     for rule in _rules():
         installed = _version(rule.name) if not names or rule.name in names else ""
-        if installed and not rule.specifier.contains(installed, prereleases=True):
+        if installed and not _allows(rule.specifier, installed):
             yield f"{rule.name} {installed} is not of the versions that megaprec is tested with: {rule.specifier}"
 
 
@@ -33,7 +35,15 @@ def _rules() -> Iterator[Requirement]:
 
 
 def _version(name: str) -> str:
+    """Return the version of a package: empty if it is not installed."""
     try:
-        return version(name)
+        return version(name) or "of no version"  # what a damaged installation has
     except PackageNotFoundError:
         return ""
+
+
+def _allows(bounds: SpecifierSet, installed: str) -> bool:
+    try:
+        return bounds.contains(Version(installed), prereleases=True)
+    except InvalidVersion:
+        return False

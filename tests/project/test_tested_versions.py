@@ -23,10 +23,10 @@ RULES = [
 TORCH = "torch 2.14.1 is not of the versions that megaprec is tested with: <2.14,>=2.11"
 
 
-def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
     """Have these packages be installed, with dashes for underscores, and no others."""
 
-    def version(name: str) -> str:
+    def version(name: str) -> str | None:
         if name.replace("-", "_") not in versions:
             raise PackageNotFoundError(name)
         return versions[name.replace("-", "_")]
@@ -49,6 +49,12 @@ def test_other_versions_are_named(name: str, versions: tuple[str, ...], monkeypa
         (said,) = untested()
         assert said.startswith(f"{name} {one} is not of the versions that megaprec is tested with: ")
         assert not [*untested("another")] and [*untested(name)] == [said]
+
+
+@pytest.mark.parametrize(("there", "said"), [("my-build_7", "torch my-build_7"), (None, "torch of no version")])
+def test_a_version_that_is_none_is_not_tested(there: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, torch=there)
+    assert [one.partition(" is not of")[0] for one in untested()] == [said]
 
 
 def test_tested_versions_and_tools_of_developers_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,15 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megaprec import tested_versions
 from megaprec.errors import UserError
 from megaprec.tested_versions import untested
 from tests.doctor.places import place
+from tests.other_systems import write_folder
 from tests.runs import train, write_run
-from tools.convert import probe
+from tools.convert import probe, verify
 from tools.doctor.machine import facts
 
 RULES = [
@@ -95,3 +97,18 @@ def test_a_comparison_that_fails_names_the_version_of_the_other_side(monkeypatch
     monkeypatch.setattr(probe, "difference", lambda config: 1.0)
     with pytest.raises(UserError, match=r"1 of the largest; transformers 5\.12\.0 is not of the versions"):
         probe.check_config({"model_type": "gpt2"}, "config.json")
+
+
+def test_logits_that_differ_name_it_where_it_has_computed_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    one, other = (write_folder(tmp_path / name, "llama", hidden_size=size) for name, size in (("a", 24), ("b", 24)))
+    weights = load_file(other / "model.safetensors")
+    save_file({name: value * 2 for name, value in weights.items()}, other / "model.safetensors")
+    said = "are not the same model.*; transformers 5.12.0 is not of the versions"
+    install(monkeypatch, transformers="5.12.0")
+    with pytest.raises(UserError, match=said):
+        verify.compare_logits(one, other)
+    monkeypatch.setattr(verify, "_is_theirs", lambda path: False)
+    with pytest.raises(UserError, match="are not the same model") as refused:
+        verify.compare_logits(one, other)
+    assert "transformers" not in str(refused.value)

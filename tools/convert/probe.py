@@ -20,12 +20,11 @@ from torch import Tensor
 
 from megaprec.checkpoint.atomic import checkpoint_at
 from megaprec.errors import UserError
-from megaprec.tested_versions import untested
 from models.config import ModelConfig
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.defaults import ALIASES, DEFAULTS
 from tools.convert.hf.folder import CONFIG, open_hf, read_config
-from tools.convert.quiet import quiet_transformers
+from tools.convert.quiet import if_untested, quiet_transformers
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit
@@ -46,10 +45,9 @@ def check_config(config: Json, name: str) -> str:
     except ImportError:
         return f"{name} was not compared with transformers, which is not installed: pip install transformers"
     if not apart <= BOUND:
-        other = "".join(f"; {said}" for said in untested("transformers"))
         raise UserError(
             f"{name}: transformers computes another model: the logits of a small one differ by {apart:.3g} of the "
-            f"largest{other}; --no-verify goes on all the same"
+            f"largest{if_untested()}; --no-verify goes on all the same"
         )
     return f"{name}: a small model of this kind computes what that of transformers does (float64, within {apart:.1g})"
 
@@ -197,8 +195,8 @@ def _theirs(config: Json, folder: Path, ids: Tensor) -> Tensor:
         except Exception as error:  # whatever a configuration can provoke there is its fault
             reason = " ".join(str(error).split())[:300]
             raise UserError(
-                f"transformers makes no model of config.json ({type(error).__name__}: {reason}); --no-verify goes on "
-                "all the same"
+                f"transformers makes no model of config.json ({type(error).__name__}: {reason}){if_untested()}; "
+                "--no-verify goes on all the same"
             ) from error
         try:
             model.save_pretrained(folder)

@@ -1,10 +1,20 @@
-"""The package transformers at work without its own warnings and progress bars: a line of ours says what came of it."""
+"""The package transformers at work without its own warnings and progress bars: a line of ours says what came of it.
+
+If it failed, that line ends with the version of transformers, unless it is one that megaprec is tested with.
+"""
 
 import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from megaprec.tested_versions import untested
+
+
+def if_untested() -> str:
+    """Return the end of a line on what failed: the version of transformers, empty if it is a tested one."""
+    return "".join(f"; {said}" for said in untested("transformers"))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_intact
 from tools.convert.hf.folder import in_fp8
 from tools.convert.initial import Slices
-from tools.convert.quiet import quiet_transformers
+from tools.convert.quiet import if_untested, quiet_transformers
 
 BOUND = 1e-5  # of the largest difference, for logits of size 1; relative to the largest logit where that is more
 TOKENS = 64
@@ -45,6 +45,7 @@ def compare_logits(first: Path, second: Path, vocab: int | None = None) -> str:
         raise UserError(
             f"{first} and {second} are not the same model: FP32 logits differ by up to {apart:.3g} "
             f"(largest logit {largest:.3g}, bound {BOUND:g})"
+            f"{if_untested() if any(map(_is_theirs, (first, second))) else ''}"
         )
     halves = [logits(path, ids, torch.bfloat16, vocab).argmax(-1) for path in (first, second)]
     agree = (halves[0] == halves[1]).double().mean().item()
@@ -74,10 +75,15 @@ def require_comparable(source: Source, dtype: torch.dtype | None) -> None:
 @torch.no_grad()
 def logits(path: Path, ids: Tensor, dtype: torch.dtype, vocab: int | None = None) -> Tensor:
     """Return FP32 logits [b, s, vocab], computed in `dtype`."""
-    kind, found = format_of(path)
-    theirs = kind in ("hf", "colossalai") and not in_fp8(found)  # one format
-    forward = _theirs(found, dtype) if theirs else _ours(open_intact(path, vocab), dtype)
+    found = format_of(path)[1]
+    forward = _theirs(found, dtype) if _is_theirs(path) else _ours(open_intact(path, vocab), dtype)
     return forward(ids).float()
+
+
+def _is_theirs(path: Path) -> bool:
+    """Return True if transformers computes the logits of a checkpoint."""
+    kind, found = format_of(path)
+    return kind in ("hf", "colossalai") and not in_fp8(found)  # one format
 
 
 def _theirs(path: Path, dtype: torch.dtype) -> Forward:
@@ -100,7 +106,9 @@ def _loaded(transformers: Any, path: Path, dtype: torch.dtype) -> Forward:
         raise
     except Exception as error:  # a library that reads the files of others has many kinds
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{path} is not loaded by transformers ({type(error).__name__}: {reason})") from error
+        raise UserError(
+            f"{path} is not loaded by transformers ({type(error).__name__}: {reason}){if_untested()}"
+        ) from error
     model.eval()
     return lambda ids: model(ids).logits
 

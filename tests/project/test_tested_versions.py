@@ -112,3 +112,15 @@ def test_logits_that_differ_name_it_where_it_has_computed_some(tmp_path: Path, m
     with pytest.raises(UserError, match="are not the same model") as refused:
         verify.compare_logits(one, other)
     assert "transformers" not in str(refused.value)
+
+
+def test_transformers_that_cannot_be_imported_is_not_called_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def difference(config: str) -> float:
+        raise ImportError("tokenizers>=0.23.1 is required,\n but found tokenizers==0.22.2.")
+
+    install(monkeypatch, transformers="5.12.0")
+    monkeypatch.setattr(probe, "difference", difference)
+    said = (
+        "cannot be imported (tokenizers>=0.23.1 is required, but found tokenizers==0.22.2.); transformers 5.12.0 is not"
+    )
+    assert said in probe.check_config({"model_type": "gpt2"}, "config.json")

@@ -24,7 +24,7 @@ from models.config import ModelConfig
 from tools.convert.hf.config import from_hugging_face
 from tools.convert.hf.defaults import ALIASES, DEFAULTS
 from tools.convert.hf.folder import CONFIG, open_hf, read_config
-from tools.convert.quiet import if_untested, quiet_transformers
+from tools.convert.quiet import if_untested, quiet_transformers, why_missing
 from tools.convert.verify import load_stage
 
 BOUND = 1e-9  # of the largest difference, relative to the largest logit
@@ -38,12 +38,12 @@ def check_config(config: Json, name: str) -> str:
     """Return a line on the difference of both models. Raises UserError if they are not the same; `name` names the
     config.
 
-    Without transformers the line says that nothing was compared.
+    Without transformers the line says that nothing was compared, and why.
     """
     try:
         apart = difference(json.dumps(reduced(config)))
-    except ImportError:
-        return f"{name} was not compared with transformers, which is not installed: pip install transformers"
+    except ImportError as problem:
+        return f"{name} was not compared with transformers, which {why_missing(problem)}"
     if not apart <= BOUND:
         raise UserError(
             f"{name}: transformers computes another model: the logits of a small one differ by {apart:.3g} of the "

@@ -17,9 +17,16 @@ def if_untested() -> str:
     return "".join(f"; {said}" for said in untested("transformers"))
 
 
+def why_missing(problem: ImportError) -> str:
+    """Return what to say of the package after "transformers": it is not installed, or why it cannot be imported."""
+    if isinstance(problem, ModuleNotFoundError) and problem.name == "transformers":
+        return "is not installed: pip install transformers"
+    return f"cannot be imported ({' '.join(str(problem).split())[:300]}){if_untested()}"
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[Any]:
-    """Give the package, which is silent within the context. Raises ImportError without it."""
+    """Give the package, which is silent within the context. Raises ImportError if it cannot be imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = importlib.import_module("transformers")

@@ -21,7 +21,7 @@ from tools.convert.core.source import Source
 from tools.convert.formats import format_of, open_intact
 from tools.convert.hf.folder import in_fp8
 from tools.convert.initial import Slices
-from tools.convert.quiet import if_untested, quiet_transformers
+from tools.convert.quiet import if_untested, quiet_transformers, why_missing
 
 BOUND = 1e-5  # of the largest difference, for logits of size 1; relative to the largest logit where that is more
 TOKENS = 64
@@ -91,7 +91,7 @@ def _theirs(path: Path, dtype: torch.dtype) -> Forward:
         with quiet_transformers() as transformers:
             return _loaded(transformers, path, dtype)
     except ImportError as problem:
-        raise UserError("--verify logits needs the package 'transformers': pip install transformers") from problem
+        raise UserError(f"--verify logits needs the package transformers, which {why_missing(problem)}") from problem
 
 
 def _loaded(transformers: Any, path: Path, dtype: torch.dtype) -> Forward:

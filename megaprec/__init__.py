@@ -27,8 +27,8 @@ from megaprec.optim.group_factors import Group
 from megaprec.optim.lr import LRSchedule
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.step_report import NonFiniteStep, Offender, StepReport
+from megaprec.optim.torch_rule import Torch as TorchRule
 from megaprec.optim.update_rules import SGD, AdamW
-from megaprec.optim.update_rules import Torch as TorchRule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.marks import module_has_fp32_attr, set_fp32_attr_to_module
 from megaprec.precision.module_wrappers import NaiveAMPModel, PlannedModel

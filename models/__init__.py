@@ -10,11 +10,12 @@ The smallest whole use, in one process:
 """
 
 from models.config import ModelConfig
+from models.cutting import build, cuts
 from models.engine import Engine, OutsideVocabulary, Share
 from models.packing import Packing
 from models.presets import PRESETS, preset
 from models.rope import RopeScaling
-from models.stages import Stage, build, cuts
+from models.stages import Stage
 
 __all__ = [
     "PRESETS",

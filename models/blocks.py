@@ -22,13 +22,14 @@ from models.mlp import MLP
 from models.moe import MixtureOfExperts
 from models.packing import causal_mask
 from models.partial_attention import Rule
-from models.rope import Rotate
+from models.rotate import Rotate
 from models.softcap import softcap
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, attention_dropout, dropout
 from parallel.layers import ColumnParallelLinear, RowParallelLinear, Rows, parameter
 from parallel.linear import Widen
-from parallel.norms import LayerNorm, RMSNorm, ShardedRMSNorm
+from parallel.norms import LayerNorm, RMSNorm
+from parallel.sharded_norm import ShardedRMSNorm
 
 
 def make_norm(config: ModelConfig, context: Context, name: str) -> nn.Module:
@@ -277,4 +278,5 @@ class DecoderLayer(nn.Module):
         return self.mlp(y, place) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)
 
     def _drop(self, x: Tensor, branch: str, place: MicrobatchInfo | None) -> Tensor:
-        return dropout(x, self.config.dropout, self.context, f"{self.name}.{branch}", place)
+        rate = self.config.dropout
+        return dropout(x, rate, self.context, f"{self.name}.{branch}", place) if rate else x

@@ -26,19 +26,20 @@ from megaprec.optim.step_report import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
 from models.context_limits import require_cut
+from models.cutting import MakeStage, build, cuts
 from models.dispatch import spread_experts
 from models.passes import OutsideVocabulary as OutsideVocabulary
 from models.passes import Passes, Running
 from models.passes import Share as Share
 from models.replay import trace_offenders
-from models.stages import MakeStage, Stage, build, cuts
+from models.stages import Stage
 from models.virtual_stage import over_virtual_ranks
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.fp32_marks import compute_marked_in_fp32
 from parallel.leaves import PLAIN, Leaves
-from parallel.pipeline.instructions import Schedule, forward_only
 from parallel.pipeline.p2p import P2P
+from parallel.pipeline.schedules import Schedule, forward_only
 from parallel.pipeline.simulation import sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check
@@ -144,7 +145,7 @@ class Engine:
     def accumulate(self, share: Share, number: int, recording: Recording | None = None) -> Running:
         """Run the first half of `step`: all passes. Returns the argument of the second half."""
         run = self.passes.begin(share, number, self.optimizer.scale)
-        with self.fp8.autocast():
+        with self.passes.in_fp8():
             self.passes.executor(run, spans=recording.spans if recording else None).run()
         self.passes.position.at("gradient reduction")
         return run
@@ -161,7 +162,7 @@ class Engine:
         """Return the mean loss over the tokens of all shares. Collective over the whole mesh."""
         self.optimizer.wait()
         run = self.passes.begin(share, None, self.optimizer.scale)
-        with self.fp8.autocast():
+        with self.passes.in_fp8():
             self.passes.executor(run, self._evaluation).run()
         loss = summed_loss(run.loss, self.optimizer.dp, self.optimizer.world)
         if math.isnan(loss):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from megaprec.comm.layout import Part
 from megaprec.errors import UserError
 from models.blocks import Attention
-from models.rope import Rotate
+from models.rotate import Rotate
 from parallel import collectives
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo

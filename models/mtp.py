@@ -33,10 +33,10 @@ from models.flash_windows import Documents
 from models.routing import WithLoss
 from models.token_count import TokenCount, count_tokens
 from parallel import collectives
-from parallel.activation_checkpoint import recomputed
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.layers import ColumnParallelLinear
+from parallel.recomputation import recomputed
 from parallel.sequence_cut import take
 
 

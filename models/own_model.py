@@ -12,7 +12,8 @@ from megaprec.comm.layout import has_layout
 from megaprec.errors import UserError
 from megaprec.user_functions import find_function
 from models.config import ModelConfig
-from models.stages import Cut, MakeStage, Stage
+from models.cutting import MakeStage
+from models.stages import Cut, Stage
 from parallel.context import Context
 
 OURS = ("megaprec", "models", "parallel", "tools")  # packages that come before folders of the user's of the same name

@@ -6,7 +6,7 @@ executor run instructions with it. No pass changes a weight; gradients accumulat
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -26,9 +26,10 @@ from models.stages import Stage
 from models.token_count import TokenCount, count_tokens
 from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.executor import Executor
-from parallel.pipeline.instructions import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Instruction, Op, Program, Schedule
+from parallel.pipeline.instructions import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Instruction, Op, Program
 from parallel.pipeline.p2p import P2P
 from parallel.pipeline.posting import posts
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span
 from parallel.sequence_cut import take
 from parallel.weight_grad_queue import WeightGradQueue
@@ -52,6 +53,8 @@ class Share:
 
     def cut(self, cp: Axis) -> "Share":
         """Return the part of this share that a rank of cp computes: its tokens of every sample."""
+        if cp.size == 1:
+            return self
         mask = None if self.mask is None else take(self.mask, cp, 1)
         tokens, targets = take(self.tokens, cp, 1), take(self.targets, cp, 1)
         return replace(self, tokens=tokens, targets=targets, mask=mask, packing=self.packing.cut(cp))
@@ -206,6 +209,10 @@ class Passes:
             self.last in self.stages,
         )
 
+    def in_fp8(self) -> AbstractContextManager[None]:
+        """Return the context of all passes of a step or an evaluation: that of FP8, if the plan has FP8 products."""
+        return nullcontext() if self.fp8.recipe is None else self.fp8.autocast()
+
     def executor(
         self,
         run: Running,
@@ -219,6 +226,8 @@ class Passes:
         spans: as in `Executor`.
         after: called after each instruction.
         """
+        sums = self.optimizer.canonical and program is None  # gradients of micro-batches by a tree
+        advances = run.step is not None and self.fp8.recipe is not None and self.fp8.by_microbatch
         executor = Executor(
             self.program if program is None else program,
             self.links,
@@ -226,7 +235,7 @@ class Passes:
             self._reduce,
             spans,
             self.deferred,
-            after=partial(self._after, run, after, self.optimizer.canonical and program is None),
+            after=partial(self._after, after, advances, sums) if advances or sums else after,
             complete=self._complete,
             position=self.position,
             posts=self._posts if program is None else None,
@@ -303,16 +312,17 @@ class Passes:
         if not (stage == 0 and self._shares_ends):
             self.optimizer.reduce(self._chunk[stage])
 
-    def _after(self, run: Running, then: Callable[[Instruction], None] | None, told: bool, i: Instruction) -> None:
-        """Advance FP8's amax histories after the passes of a step, if they advance with each micro-batch.
+    def _after(self, then: Callable[[Instruction], None] | None, advances: bool, sums: bool, i: Instruction) -> None:
+        """Do what follows instruction `i` of a training step.
 
-        told: True if the optimizer is told of each backward pass, to sum the gradients of micro-batches by a tree.
+        advances: FP8's amax histories advance after each pass. sums: the optimizer is told of each backward pass, to
+        sum the gradients of micro-batches by a tree.
         """
-        if run.step is not None and i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+        if advances and i.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
             self.fp8.advance()
         if then is not None:
             then(i)
-        if told and i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
+        if sums and i.op in INPUT_GRADIENTS | WEIGHT_GRADIENTS:
             complete, chunk = i.op is not Op.BACKWARD_INPUT, self._chunk[i.stage]
             self.optimizer.end_microbatch(i.microbatch, self.schedule.microbatches, chunk, complete)
 

@@ -2,7 +2,7 @@
 
 Pair i of n rotates by position * base ** (-i / n). The pairs are (x[i], x[i + n]), the halves of the rotated features,
 as in Hugging Face's `rotate_half`, and not neighbours (x[2i], x[2i + 1]) as in Meta's first Llama. If only a fraction
-of a head's features is rotated, it is the first ones.
+of a head's features is rotated, it is the first ones. `models.rotate` does it; here are the angles.
 
 `RopeScaling` extends a model that was trained on short sequences to long ones: its slow pairs rotate less. All angles
 are computed in float64, in every dtype of the model.
@@ -10,14 +10,13 @@ are computed in float64, in every dtype of the model.
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from megaprec.errors import UserError
-from parallel.leaves import PLAIN, Leaves
 
 ORIGINAL = "original_max_position_embeddings"
 # The keys that each kind reads. All other keys must keep their defaults.
@@ -150,34 +149,3 @@ def score_factor(scaling: RopeScaling) -> float:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0
-
-
-class Rotate(torch.autograd.Function):
-    """Rotates the first features of x by the angles of their position, in FP32 or wider, in every dtype of the tables.
-
-    x [s, b, n, d]; cosine, sine [s, 1, 1, r / 2], where the first r <= d features are rotated. The backward pass
-    rotates in the opposite direction.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, leaves: Leaves = PLAIN) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        ctx.leaves = leaves
-        return leaves(_rotary, x, cosine, sine)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return ctx.leaves(_rotary, grad, cosine, -sine), None, None, None
-
-
-def _rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    half = cosine.shape[-1]
-    turning, rest = x.split((2 * half, x.shape[-1] - 2 * half), -1)
-    cosine, sine = (table.to(torch.promote_types(table.dtype, torch.float32)) for table in (cosine, sine))
-    first, second = turning.to(cosine.dtype).chunk(2, -1)  # once: promotion would widen each factor again
-    turned = torch.empty_like(x)
-    turned[..., :half] = (first * cosine).addcmul_(second, sine, value=-1)
-    turned[..., half : 2 * half] = (second * cosine).addcmul_(first, sine)
-    turned[..., 2 * half :] = rest
-    return turned

@@ -1,8 +1,8 @@
 """A decoder cut into pipeline stages.
 
 A stage is a run of consecutive layers; the first stage also has the embedding, the last one the final norm, the head
-and the modules of multi-token prediction (`models.mtp`), which read the embedding too. The cut is chosen by cost,
-including the head and these modules, so that the slowest stage is as fast as possible.
+and the modules of multi-token prediction (`models.mtp`), which read the embedding too. `models.cutting` chooses the
+cut.
 
 Logical names, the same for every layout:
 
@@ -32,17 +32,15 @@ A model without a latent of queries has query.weight [heads * (rope_dim + nope_d
 Weights are [output features, input features]. Rows of query and key are in the order of `models.rope`'s rotation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part, layout_of
-from models.best_cut import best_cut, layer_costs, modules_cost
 from models.blocks import Attention, DecoderLayer, make_norm
 from models.config import ModelConfig
 from models.flash_windows import Documents
@@ -51,12 +49,12 @@ from models.mtp import Ahead, PredictionModule
 from models.packing import WHOLE, Packing, causal_mask
 from models.rope import RopeScaling, rotary_tables
 from models.softcap import softcap
-from parallel.activation_checkpoint import KEEP, Recompute, recomputed
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo, dropout
 from parallel.layers import VocabParallelEmbedding, parameter
 from parallel.linear import Add, Input, Linear
 from parallel.loss import cross_entropy
+from parallel.recomputation import recomputed
 from parallel.sequence_cut import positions_between, take
 
 
@@ -99,6 +97,7 @@ class Stage(nn.Module):
             again = len(self.again) == len(cut.layers)  # if all layers of the stage are recomputed
             made = {str(n): self._make_module(n, again) for n in range(config.mtp_layers)}
             self.mtp = nn.ModuleDict(made)
+        self._windows = {str(n): config.of_layer(n).window for n in cut.layers}
         self._tables: dict[tuple[bool, int, bool], tuple[Tensor, Tensor]] = {}
 
     def _make_block(self, n: str) -> DecoderLayer:
@@ -147,7 +146,7 @@ class Stage(nn.Module):
         masks = self._masks(length, x.device, packing)
         for n, block in self.layers.items():
             turns = rotary.get(self._turns_by_window(n))
-            run = partial(block, rotary=turns, place=place, attn_mask=masks.get(self._window(n)))
+            run = partial(block, rotary=turns, place=place, attn_mask=masks.get(self._windows[n]))
             x = recomputed(run, x) if n in self.again else run(x)
         if not self.cut.last:
             return x
@@ -159,7 +158,7 @@ class Stage(nn.Module):
             ahead=ahead,
             rotary=rotary.get(self._turns_by_window(last)),
             place=place,
-            attn_mask=masks.get(self._window(last)),
+            attn_mask=masks.get(self._windows[last]),
         )
         return self._hand_out(self._of_head(run(self.final_norm(x))), place)
 
@@ -179,12 +178,9 @@ class Stage(nn.Module):
             shares.append(ahead.share(int(n), self.losses(self._of_head(y), ahead.targets[int(n)])))
         return ahead.attach(hidden, shares, note=self.context.tp.rank == 0)  # other tp ranks have the same losses
 
-    def _window(self, n: str) -> int:
-        return self.config.of_layer(int(n)).window
-
     def _turns_by_window(self, n: str) -> bool:
         """Return True if the layer has the rotary positions of layers with the sliding window."""
-        return self.config.window_rope_base > 0 and self._window(n) > 0
+        return self.config.window_rope_base > 0 and self._windows[n] > 0
 
     def _masks(self, length: int, device: torch.device, packing: Packing) -> Mapping[int, Tensor | Documents]:
         """Return the attention masks of the layers of this stage, by window; empty if each sample is one document.
@@ -194,7 +190,7 @@ class Stage(nn.Module):
         """
         if packing.documents is None:
             return {}
-        windows = {self._window(n) for n in self.layers}
+        windows = {*self._windows.values()}
         if self.context.cp.size > 1:
             return dict.fromkeys(windows, packing.documents)
         if device.type != "cpu":
@@ -211,9 +207,10 @@ class Stage(nn.Module):
             x = ScaleGradient.apply(x, self.config.embedding_grad_scale)
         if self.config.positions == "learned":
             x = Add.apply(x, self.positions, self._rows_of_positions(x, positions))
-        if self.config.dropout_at == "stream":
-            return x  # the first block applies dropout to its input
-        return dropout(x, self.config.embedding_dropout, self.context, name, place)
+        rate = self.config.embedding_dropout
+        if not rate or self.config.dropout_at == "stream":
+            return x  # under "stream" the first block applies dropout to its input
+        return dropout(x, rate, self.context, name, place)
 
     def _rows_of_positions(self, x: Tensor, positions: Tensor | None) -> slice | Tensor:
         """Return the rows of the position table for activations x. positions: of the packing, [b, s]."""
@@ -297,66 +294,3 @@ class ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.scale, None
-
-
-def cuts(
-    config: ModelConfig,
-    stages: int,
-    seq_length: int,
-    given: Sequence[int] = (),
-    rank_of_stage: Sequence[int] = (),
-    recompute: Recompute = KEEP,
-) -> list[Cut]:
-    """Return the cut of a model into `stages` stages that gives the busiest rank the least work in both passes.
-
-    Each stage gets at least one layer.
-    given: the number of layers of each stage; empty: decided by cost.
-    rank_of_stage: the rank of each stage; empty: each stage has its own rank.
-    recompute: the activations that the backward pass recomputes.
-    Raises ValueError if `given` does not fit.
-    """
-    ends = config.embedding_flops(), 3 * config.head_flops() + modules_cost(config, seq_length, recompute)
-    counts = given or best_cut(layer_costs(config, seq_length, recompute), rank_of_stage or range(stages), *ends)
-    if (len(counts), sum(counts), min(counts) > 0) != (stages, config.layers, True):
-        raise ValueError(f"{config.layers} layers are not cut into {stages} stages by {[*counts]}")
-    borders = list(accumulate(counts))
-    return [
-        Cut(i, range(end - n, end), i == 0, i == stages - 1)
-        for i, (n, end) in enumerate(zip(counts, borders, strict=True))
-    ]
-
-
-MakeStage = Callable[[ModelConfig, Context, Cut, tuple[int, ...]], Stage]
-"""A function that builds one stage, or any module with a Stage's `forward` and `losses`. Its last argument is the
-pipeline ranks that both have the embedding: for a tied head, or for modules of multi-token prediction. It is empty if
-only one has it, or if both ends of the model are on one rank and share one parameter."""
-
-
-def build(
-    config: ModelConfig,
-    context: Context,
-    all_cuts: Sequence[Cut],
-    rank_of_stage: Sequence[int],
-    pp_rank: int,
-    make: MakeStage = Stage,
-    apart: bool = False,
-) -> Mapping[int, Stage]:
-    """Return the stages that pipeline rank `pp_rank` holds, by number. A tied head on another rank is a tied copy.
-
-    apart: a tied head is a copy on the same rank too, so that its gradients are summed apart from the embedding's, as
-    in a longer pipeline.
-    """
-    ends, twice = (rank_of_stage[0], rank_of_stage[-1]), config.tied or config.mtp_layers > 0
-    tied = ends if twice and (apart or ends[0] != ends[1]) else ()
-    stages = {cut.stage: make(config, context, cut, tied) for cut in all_cuts if rank_of_stage[cut.stage] == pp_rank}
-    if twice and not tied and len(all_cuts) > 1 and pp_rank == ends[0]:
-        _share_embedding(stages[0], stages[len(all_cuts) - 1])
-    return stages
-
-
-def _share_embedding(first: Stage, last: Stage) -> None:
-    """Make the first stage's embedding that of the last one, for a tied head and for modules."""
-    if last.config.tied:
-        last.head = first.embedding.weight
-    if last.config.mtp_layers:
-        last.embedding.weight = first.embedding.weight

@@ -22,8 +22,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from models.config import ModelConfig
+from models.cutting import MakeStage
 from models.packing import WHOLE, Packing
-from models.stages import Cut, MakeStage, Stage
+from models.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.lockstep import Lockstep

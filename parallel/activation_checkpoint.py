@@ -1,26 +1,15 @@
-"""Activation checkpointing: activations are recomputed in the backward pass instead of kept, to save memory.
+"""Activation checkpointing: which activations are recomputed in the backward pass instead of kept, to save memory.
 
-The recomputed part is a function of tensors that are kept. Autograd's hooks for saved tensors store a number in place
-of each tensor that the function would save. The first number that the backward pass asks for calls the function a
-second time. That call ends as soon as it has computed every saved tensor; its own graph is discarded, so each gradient
-is still computed once, from the graph of the first call.
-
-The operation after the function often saves the function's result: for example the matrix product after a norm or an
-activation function. `into` names that operation, and then the result is not kept either. (`torch.utils.checkpoint` has
-no such option, and its first use imports torch's compiler, which costs each rank 75 MB and two seconds.)
-
-Recomputation does not change a single bit. Dropout is a function of logical coordinates and draws nothing from a
-generator, a loss that lives in the graph enters it once, and a statistic such as amax is recorded twice with the same
-value.
+Either whole layers are recomputed, or the parts of every layer that are named. `parallel.recomputation` does it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+
+from parallel.recomputation import recomputed
 
 Module = Literal["attention", "activation", "norm"]
 MODULES: tuple[Module, ...] = get_args(Module)
@@ -66,98 +55,3 @@ class Recompute:
 
 KEEP = Recompute()
 """No activation is recomputed."""
-
-
-def recomputed(
-    function: Callable[[Tensor], Tensor], x: Tensor, into: Callable[[Tensor], Tensor] = lambda made: made
-) -> Tensor:
-    """Return into(function(x)), keeping only x and what `into` saves apart from the result of `function`.
-
-    function: must compute the same values in every call.
-    Nothing is recomputed in evaluation or if x needs no gradient.
-    """
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return into(function(x))
-    call = _Call(function, x)
-    with saved_tensors_hooks(call.pack, call.unpack):
-        made = function(x)
-    return call.hand(made, into)
-
-
-class _Stop(Exception):
-    """Signal that every tensor that the backward pass needs has been recomputed."""
-
-
-class _Call:
-    """One call of `function`: the tensors that autograd would have saved in it, by number, and its result."""
-
-    RESULT = -1
-
-    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        self.function = function
-        self.input: Any = _Keep.apply(x)  # keep the tensor: in torch 2.11 its grad_fn does not outlive it
-        self.count = 0
-        self.wants_result = False
-        self.made: dict[int, Tensor] = {}
-
-    def pack(self, tensor: Tensor) -> int:
-        self.count += 1
-        return self.count - 1
-
-    def unpack(self, number: int) -> Tensor:
-        if number not in self.made:
-            self._make()
-        return self.made.pop(number)
-
-    def hand(self, result: Tensor, into: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return into(result), where the backward pass recomputes the result if `into` would save it."""
-        storage, size, in_order = result.untyped_storage()._cdata, result.numel(), result.is_contiguous()
-
-        def pack(tensor: Tensor) -> Tensor | torch.Size:
-            views = tensor.untyped_storage()._cdata == storage and tensor.numel() == size
-            same = views and in_order and tensor.is_contiguous()  # otherwise the shape does not identify the elements
-            self.wants_result |= same
-            return tensor.shape if same else tensor
-
-        def unpack(packed: Tensor | torch.Size) -> Tensor:
-            return packed if isinstance(packed, Tensor) else self.unpack(self.RESULT).view(packed)
-
-        with saved_tensors_hooks(pack, unpack):
-            return into(result)
-
-    def _make(self) -> None:
-        """Call the function again, to its end or until it has recomputed every saved tensor."""
-        (x,) = self.input.grad_fn.saved_tensors
-        made: list[Tensor] = []
-
-        def collect(tensor: Tensor) -> None:
-            made.append(tensor.detach())  # detached: its graph and this call would keep each other alive
-            if len(made) == self.count and not self.wants_result:
-                raise _Stop
-
-        try:
-            with torch.enable_grad(), saved_tensors_hooks(collect, _no_graph):
-                result = self.function(x.detach().requires_grad_())
-            if self.wants_result:
-                self.made[self.RESULT] = result.detach()
-        except _Stop:
-            pass
-        assert len(made) == self.count, f"recomputed {len(made)} of {self.count} tensors: not the same computation"
-        self.made |= enumerate(made)
-
-
-def _no_graph(packed: object) -> Tensor:
-    raise AssertionError("a recomputation has no backward pass of its own")
-
-
-class _Keep(torch.autograd.Function):
-    """Save x as operators save their inputs, so that an enclosing recomputation can recompute x too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        raise AssertionError("no gradient flows through a placeholder")

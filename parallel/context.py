@@ -12,7 +12,8 @@ from megaprec.fp8.linear import FP8Gemm
 from megaprec.fp8.params import FP8Param, hold
 from megaprec.fp8.state import FP8State
 from megaprec.kinds import is_number
-from megaprec.precision.gemm import Gemm, GemmProvider
+from megaprec.precision.gemm import Gemm
+from megaprec.precision.gemm_provider import GemmProvider
 from megaprec.precision.plan import PrecisionPlan
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.leaves import PLAIN, Leaves

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
 from megaprec.optim.main_grad import Destination, begin_accumulation, cleared, destination, has_main_grad
-from megaprec.precision.gemm import Factor, Gemm, GemmProvider
+from megaprec.precision.gemm import Gemm
+from megaprec.precision.gemm_provider import Factor, GemmProvider
 from parallel.weight_grad_queue import WeightGradQueue
 
 

@@ -2,7 +2,7 @@
 
 Norm weights are replicated on every tp rank. Under sequence parallelism each rank normalizes its own shard of the
 sequence, and a norm of queries or keys always normalizes the rank's own heads. In these cases each rank has a partial
-gradient. A norm over the features of all heads, which are sharded over tp, adds the squares of all ranks.
+gradient.
 """
 
 from typing import Any
@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaprec.comm.axis import Axis
-from megaprec.comm.layout import Part, layout_of
+from megaprec.comm.layout import Part
 from megaprec.optim.main_grad import destination
 from parallel.context import Context
 from parallel.layers import parameter
@@ -86,7 +85,7 @@ def _norm(
     """
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive)
     inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (x * inverse).mul_(_factor(weight, offset, sensitive)).to(made), inverse
+    return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(made), inverse
 
 
 def _norm_gradients(
@@ -94,82 +93,16 @@ def _norm_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and that of the weight summed over rows, [1, hidden], in the dtype `wide`."""
     normal = x * inverse
-    inner = grad * _factor(weight, offset, inverse.dtype)
+    inner = grad * shifted(weight, offset, inverse.dtype)
     along = (inner * normal).mean(-1, keepdim=True)
     grad_x = inner.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype)
     return grad_x, normal.mul_(grad).flatten(0, -2).sum(0, keepdim=True, dtype=wide)
 
 
-def _factor(weight: Tensor, offset: float, sensitive: torch.dtype) -> Tensor:
+def shifted(weight: Tensor, offset: float, sensitive: torch.dtype) -> Tensor:
     """Return weight + offset in the sensitive dtype."""
     wide = weight.to(sensitive)
     return wide + offset if offset else wide
-
-
-class ShardedRMSNorm(nn.Module):
-    """RMSNorm over features that are sharded over tp: x [..., own features], in the dtype of products.
-
-    width: the number of features of all ranks. shards: the number of slices of the features over tp, if it is smaller
-    than the number of ranks (key/value heads). offset: as in `RMSNorm`.
-    Each pass all-reduces one number per row over tp.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        width: int,
-        *,
-        name: str,
-        eps: float = 1e-5,
-        shards: int | None = None,
-        offset: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.context, self.eps, self.offset = context, eps, offset
-        part = Part.cut(f"{name}.weight", (width,), 0, context.tp, shards)
-        self.weight = parameter(context, [part], 0.0, partial=True, mean=1.0 - offset)
-
-    def forward(self, x: Tensor) -> Tensor:
-        plan = self.context.plan
-        return _NormalizeSharded.apply(
-            x, self.weight, self.eps, plan.sensitive, plan.compute, self.context.tp, self.offset
-        )
-
-
-class _NormalizeSharded(torch.autograd.Function):
-    """The autograd function of `ShardedRMSNorm`.
-
-    Several ranks may hold the same slice of x. The sum of squares then counts it once. Each of these ranks has only an
-    addend of the slice's gradient, and contributes only its part of the term that all features share.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: nn.Parameter,
-        eps: float,
-        sensitive: torch.dtype,
-        made: torch.dtype,
-        tp: Axis,
-        offset: float,
-    ) -> Tensor:
-        part = layout_of(weight).parts[0]
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive).square_().div_(part.copies)
-        inverse = tp.sum_(squares).div_(part.shape[0]).add_(eps).rsqrt_()
-        ctx.weight, ctx.tp, ctx.part, ctx.offset = weight, tp, part, offset
-        ctx.save_for_backward(x, inverse)
-        return (x * inverse).mul_(_factor(weight, offset, sensitive)).to(made)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, inverse = ctx.saved_tensors
-        normal = x * inverse
-        inner = grad * _factor(ctx.weight, ctx.offset, inverse.dtype)
-        along = ctx.tp.sum_((inner * normal).sum(-1, keepdim=True)).div_(ctx.part.shape[0] * ctx.part.copies)
-        grad_x = inner.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype)
-        grad_weight = add_gradient(ctx.weight, normal.mul_(grad).flatten(0, -2), destination(ctx, 1, ctx.weight))
-        return grad_x, grad_weight, None, None, None, None, None
 
 
 class LayerNorm(nn.Module):

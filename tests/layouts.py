@@ -19,7 +19,7 @@ from models.packing import WHOLE, Packing
 from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.pipeline.builders import schedule
-from parallel.pipeline.instructions import Schedule
+from parallel.pipeline.schedules import Schedule
 from tests.ranks import run_ranks
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]  # tp, pp, dp

@@ -20,8 +20,9 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach
 from megaprec.optim.main_grad import cleared
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rule_by_name import rule
 from megaprec.optim.step_report import StepReport
-from megaprec.optim.update_rules import UpdateRule, rule
+from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.plan import plan
 from tests.layouts import Fragment, assemble, fragments
 from tests.ranks import run_ranks

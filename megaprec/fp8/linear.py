@@ -25,7 +25,8 @@ from megaprec.fp8.params import FP8Param
 from megaprec.fp8.quantize import Codes, amax_of, block_of, quantize_both
 from megaprec.fp8.state import OFF, Casts, FP8State, Scope
 from megaprec.precision.fp8_recipe import FP8Recipe
-from megaprec.precision.gemm import Factor, Gemm
+from megaprec.precision.gemm import Gemm
+from megaprec.precision.gemm_provider import Factor
 
 
 @dataclass(frozen=True)

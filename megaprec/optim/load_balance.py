@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megaprec.comm.layout import layout_of
 from megaprec.optim.flat_buffer import Buffer
+from megaprec.optim.group_factors import Factors
+from megaprec.optim.update_rules import Step
 from megaprec.optim.update_tile import Tile
 
 
@@ -32,14 +34,18 @@ class LoadBalance:
         """Yield everything that an update changes."""
         return (tile for tiles in self._tiles for tile, _ in tiles)
 
-    def apply(self, found: Tensor, steps: Tensor, done: Callable[[Buffer], None]) -> None:
-        """Update all parameters, or change nothing if `found` is 1. done: called with each updated buffer."""
+    def apply(self, step_of: Callable[[Factors], Step], done: Callable[[Buffer], None]) -> None:
+        """Update all parameters, or change nothing if the step's `found` is 1. done: called with each updated buffer.
+
+        step_of: as for `MatrixUpdates`; neither learning rate nor weight decay applies here.
+        """
+        step = step_of((1.0, 1.0))
         for buffer, tiles in zip(self.buffers, self._tiles, strict=True):
             for tile, speed in tiles:
                 old = tile.wide_weights()
                 new = old + corrections(tile.grads).to(old.dtype) * speed
-                old.copy_(torch.where(found == 0, new, old))
-                tile.keep_masters(old, steps)
+                old.copy_(torch.where(step.found == 0, new, old))
+                tile.keep_masters(old, step.steps)
             done(buffer)
 
 

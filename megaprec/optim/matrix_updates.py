@@ -29,8 +29,9 @@ from megaprec.optim.flat_buffer import Buffer, Piece
 from megaprec.optim.group_factors import Factors, Group, factors
 from megaprec.optim.matrix_exchange import MatrixExchange, Run
 from megaprec.optim.model_intake import Ranks
+from megaprec.optim.muon import MUON_MOMENTUM, NOT_HIDDEN, Muon, moments_of
 from megaprec.optim.newton_schulz import iteration_flops, orthogonalized
-from megaprec.optim.update_rules import MUON_MOMENTUM, NOT_HIDDEN, Muon, Step, UpdateRule, moments_of
+from megaprec.optim.update_rules import Step, UpdateRule
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.patterns import matched, require_used
 

@@ -18,10 +18,10 @@ from megaprec.comm.tied import tied_axes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8Group, FP8Masters
+from megaprec.optim.buckets import Moments, bucket_elements, buckets
 from megaprec.optim.dtensors import StandIn, is_dtensor
-from megaprec.optim.flat_buffer import Buffer, Moments, bucket_elements, buckets, require_in_place
+from megaprec.optim.flat_buffer import Buffer, require_in_place
 from megaprec.optim.group_factors import Group, by_factors
-from megaprec.optim.load_balance import LoadBalance
 from megaprec.optim.main_grad import reset_accumulation
 from megaprec.optim.model_intake import Ranks, move_rest
 from megaprec.optim.partial_grads import sum_partial_slices
@@ -37,8 +37,7 @@ class ModelBuffers:
 
     chunks: the buffers of each part. all: all buffers in one list, in an order that all dp ranks share. tied: the
     buffers whose gradients are summed over pipeline ranks, each with its axis. twins: pairs of buffers of this rank
-    whose gradients are summed. balance: the updates from counts. untrained: what is in no buffer. stand_ins: for
-    DTensors. virtual: as for the optimizer.
+    whose gradients are summed. untrained: what is in no buffer. stand_ins: for DTensors. virtual: as for the optimizer.
     shards, average, canonical, seed: as in `Buffer`. moments: names of the moments of a parameter; those of a buffer
     have the same. bucket: elements of a buffer, as `bucket_elements` takes them; its last parameter may exceed this
     number.
@@ -77,7 +76,6 @@ class ModelBuffers:
             self.chunks.append([self._buffer(alike) for alike in self._buckets(laid)])
             move_rest(part, plan, ranks.device, marked)
         self.all = [buffer for chunk in self.chunks for buffer in chunk]
-        self.balance = LoadBalance(self.all)
         self.untrained = Untrained(parts, ranks.pp.rank, lambda layout: self._replicas(layout).every.rank == 0)
         tied = [buffer for buffer in self.all if layout_of(buffer.parameters[0]).tied]
         again = [buffer for buffer in tied if layout_of(buffer.parameters[0]).again]

@@ -39,7 +39,7 @@ from megaprec.optim.given_kinds import require_kinds
 from megaprec.optim.given_numbers import claimed, require_loss, require_saved, require_scaled, require_settings
 from megaprec.optim.grad_sync import GradReducer, ParamGatherer
 from megaprec.optim.group_factors import Group, Slice, slices
-from megaprec.optim.matrix_updates import MatrixUpdates, require_understood
+from megaprec.optim.matrix_updates import require_understood
 from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.model_intake import (
@@ -50,15 +50,17 @@ from megaprec.optim.model_intake import (
     require_nothing_left,
     with_marked,
 )
+from megaprec.optim.muon import moments_of
 from megaprec.optim.native import kernels_for
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.param_groups import param_groups, rates, require_own, saved, take_up
 from megaprec.optim.scaler import disagreement, make_scaler
 from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
 from megaprec.optim.torch_face import TorchFace
-from megaprec.optim.update_rules import AdamW, Step, UpdateRule, moments_of, update_padded
+from megaprec.optim.update_rules import AdamW, Step, UpdateRule, update_padded
 from megaprec.optim.update_tile import Tile
 from megaprec.optim.whole_copies import require_same_copies
+from megaprec.optim.whole_updates import whole_updates
 from megaprec.precision.plan import PrecisionPlan
 
 
@@ -149,10 +151,10 @@ class ParallelAMPOptimizer(TorchFace):
         shards = self.shards = self.dp.in_runs(zero_size or self.dp.size, "zero")
         memory = ModelBuffers(parts, plan, mesh, ranks, shards, groups, bucket, moments, seed, mean, canonical, virtual)
         self._memory, self._virtual, self.buffers, self.untrained = memory, virtual, memory.chunks, memory.untrained
-        self._matrices = MatrixUpdates.of(claimed(self.rule), memory.all, groups, mesh, ranks)
+        self._whole = whole_updates(claimed(self.rule), memory.all, groups, mesh, ranks)
         self._slices = self._tiles_of(groups)
-        tp = Axis("tp") if virtual else self.tp  # `sum_copies` sums over virtual ranks
-        self._sums = GradReducer(self.buffers, tp, overlap, MicrobatchSums(self.buffers) if canonical else None)
+        tp, tree = Axis("tp") if virtual else self.tp, MicrobatchSums(self.buffers) if canonical else None
+        self._sums = GradReducer(self.buffers, tp, overlap, tree)  # `sum_copies` sums over virtual ranks
         self._weights = ParamGatherer(parts, self.all_buffers(), overlap)
         self._counted, self._copies = list(memory.counted()), list(memory.copies())
         self._fp8 = memory.fp8_masters(self._weights.begin, self._weights.settle)
@@ -161,7 +163,7 @@ class ParallelAMPOptimizer(TorchFace):
 
     def _tiles_of(self, groups: Sequence[Group]) -> list[tuple[Buffer, list[tuple[Slice, list[Tile]]]]]:
         """Return, for each buffer that is updated element by element, its slices of one group and their tiles."""
-        rest = [b for b in self._memory.all if b not in self._matrices.buffers and not b.balances]
+        rest = [b for b in self._memory.all if not any(b in one.buffers for one in self._whole)]
         return [(buffer, [(s, self._blocks_of(buffer, s)) for s in slices(buffer, groups)]) for buffer in rest]
 
     def _blocks_of(self, buffer: Buffer, s: Slice) -> list[Tile]:
@@ -347,8 +349,8 @@ class ParallelAMPOptimizer(TorchFace):
                 for block in blocks:
                     update(block, step)
             self._collect(buffer)  # overlaps with the update of the next buffer
-        self._matrices.apply(lambda pair: Step(*rates_of[pair], divisor, found, steps), self._collect)
-        self._memory.balance.apply(found, steps, self._collect)
+        for one in self._whole:
+            one.apply(lambda pair: Step(*rates_of[pair], divisor, found, steps), self._collect)
         self._weights.settle()
         self._memory.give_back()
         self.rule.advance(found)

@@ -120,7 +120,7 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
         for observer in self.observers:
             observer.decided(self.all_buffers(), self._guessed.scale, fine)
         self.steps += 1
-        for block in chain(self._matrices.tiles(), self._memory.balance.tiles()):
+        for block in self._whole_blocks():
             self._copy(block)
         self._apply(lr, self.scaler.scale.double(), fine, self._update_copied)
         self.scaler.update(fine)
@@ -176,7 +176,10 @@ class PostValidationOptimizer(ParallelAMPOptimizer):
 
     def _blocks(self) -> Iterator[Tile]:
         yield from (block for _, parts in self._slices for _, blocks in parts for block in blocks)
-        yield from chain(self._matrices.tiles(), self._memory.balance.tiles())
+        yield from self._whole_blocks()
+
+    def _whole_blocks(self) -> Iterator[Tile]:
+        yield from chain.from_iterable(one.tiles() for one in self._whole)
 
     def _counters(self) -> list[Tensor]:
         """Return the tensors that a step changes besides those of the tiles; the scalars of the rule are separate."""

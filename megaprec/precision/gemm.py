@@ -9,53 +9,14 @@ numbers that a GPU would compute.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megaprec.precision.gemm_provider import Factor
 from megaprec.precision.tf32 import product_tf32
 
 _WIDENED = 1 << 16  # elements that a CPU casts to a wider dtype at a time
-
-Factor = tuple[Tensor, ...]
-"""A factor of a product in the form in which a `GemmProvider` uses it and autograd saves it for backward."""
-
-
-class GemmProvider(Protocol):
-    """Computes the three products of a linear layer y = x @ W.T: of its output, its input gradient and its weight
-    gradient."""
-
-    def now(self) -> "GemmProvider":
-        """Return the provider for the forward pass that is beginning, and for its backward pass."""
-        ...
-
-    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Factor]:
-        """Return y [m, n] from x [m, k] and weight [n, k], and x in the form that `weight_gradient` needs."""
-        ...
-
-    def keep(self, x: Tensor) -> Factor:
-        """Return x in the form that `weight_gradient` needs, as `forward` does, without the product."""
-        ...
-
-    def gradient(self, grad: Tensor) -> tuple[Factor, Factor]:
-        """Return the gradient of y, [m, n], in the form for `input_gradient` and in the form for `weight_gradient`."""
-        ...
-
-    def input_gradient(self, grad: Factor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of x, [m, k] in `dtype`, for a weight [n, k]."""
-        ...
-
-    def weight_gradient(self, grad: Factor, x: Factor) -> Tensor:
-        """Return the gradient of the weight, [n, k]."""
-        ...
-
-    def add_weight_gradient_(self, total: Tensor, grad: Factor, x: Factor, first: bool) -> None:
-        """Add the gradient of the weight to `total` [n, k], whose dtype may be wider than that of the factors.
-
-        first: overwrite `total` instead.
-        """
-        ...
 
 
 @dataclass(frozen=True)

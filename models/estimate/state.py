@@ -15,17 +15,20 @@ import torch
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.fp8.state import FP8State
-from megaprec.optim.flat_buffer import BLOCK, Buffer, Moments, bucket_elements, buckets
+from megaprec.optim.buckets import Moments, bucket_elements, buckets
+from megaprec.optim.flat_buffer import BLOCK, Buffer
 from megaprec.optim.matrix_exchange import owners_of
 from megaprec.optim.matrix_updates import run_of
+from megaprec.optim.muon import MUON_MOMENTUM, Muon, moments_of
 from megaprec.optim.newton_schulz import iteration_flops, orthogonalized
 from megaprec.optim.replicas import sharing_replicas
-from megaprec.optim.update_rules import MUON_MOMENTUM, Muon, UpdateRule, moments_of
+from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
+from models.cutting import build
 from models.estimate.memory import by_name
 from models.estimate.storage import Alive, Alone, Device, lone_experts, without_storage
-from models.stages import Cut, build
+from models.stages import Cut
 from parallel.context import Context
 
 

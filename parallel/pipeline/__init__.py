@@ -7,8 +7,9 @@ bubble(simulate(plan))                                     # the longest wait of
 
 from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.executor import Executor
-from parallel.pipeline.instructions import Instruction, Op, Schedule, forward_only, picture
+from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.p2p import P2P
+from parallel.pipeline.schedules import Schedule, forward_only, picture
 from parallel.pipeline.simulation import bubble, simulate
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check

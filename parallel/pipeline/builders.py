@@ -23,7 +23,8 @@ from itertools import chain
 from math import inf
 
 from megaprec.errors import UserError
-from parallel.pipeline.instructions import Cost, Instruction, Op, Schedule, complete
+from parallel.pipeline.instructions import Cost, Instruction, Op
+from parallel.pipeline.schedules import Schedule, complete
 from parallel.pipeline.simulation import simulate
 
 Order = list[Instruction]  # the forwards and backwards of one rank, without transfers

@@ -20,8 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megaprec.diagnose.position import Position
 from megaprec.errors import UserError
-from parallel.pipeline.instructions import RECEIVES, WEIGHT_GRADIENTS, Instruction, Message, MessageType, Op, picture
+from parallel.pipeline.instructions import RECEIVES, WEIGHT_GRADIENTS, Instruction, Message, MessageType, Op
 from parallel.pipeline.p2p import P2P
+from parallel.pipeline.schedules import picture
 from parallel.pipeline.simulation import Span
 from parallel.weight_grad_queue import WeightGradQueue, Work
 

@@ -21,7 +21,7 @@ from megaprec.optim.step_report import NonFiniteStep, StepReport
 from parallel.context import Context
 from parallel.pipeline.builders import schedule as make_schedule
 from parallel.pipeline.executor import Executor
-from parallel.pipeline.instructions import Instruction, Op, forward_only
+from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.loop_checks import (
     require_alike,
     require_arguments,
@@ -31,6 +31,7 @@ from parallel.pipeline.loop_checks import (
     require_same_samples,
 )
 from parallel.pipeline.p2p import P2P
+from parallel.pipeline.schedules import forward_only
 from parallel.pipeline.simulation import sends_under_way
 
 LossFn = Callable[[Tensor, Tensor], Tensor]

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.comm.groups import pairings, split
 from megaprec.errors import UserError
-from parallel.pipeline.instructions import SENDS_UNDER_WAY, Channel, Instruction, Message, MessageType
+from parallel.pipeline.communicators import channels_of, communicators
+from parallel.pipeline.instructions import SENDS_UNDER_WAY, Channel, Instruction, Message
 
 Match = Literal["tag", "order"]
 CPU = torch.device("cpu")
@@ -78,10 +78,10 @@ class P2P:
         groups: Mapping[Channel, dist.ProcessGroup] = {}
         if axis.group is not None:
             match = match or ("tag" if dist.get_backend(axis.group) == "gloo" else "order")
-            channels = _channels(rank_of_stage)
+            channels = channels_of(rank_of_stage)
             groups = dict.fromkeys(channels, axis.group)
             if match == "order":
-                groups = _communicators(axis, channels, device)
+                groups = communicators(axis, channels, device)
         parts = shared if shared is not None and match == "order" else Axis("tp")
         return P2P(axis, tuple(rank_of_stage), tuple(shape), dtype, device, match or "tag", groups, sends, parts)
 
@@ -166,42 +166,3 @@ class P2P:
     def _world_rank(self, rank: int) -> int:
         assert self.axis.group is not None
         return dist.get_global_rank(self.axis.group, rank)
-
-
-def _channels(rank_of_stage: Sequence[int]) -> list[Channel]:
-    messages = [Message(kind, stage, 0) for kind in MessageType for stage in range(len(rank_of_stage) - 1)]
-    channels = {Channel.of(message, rank_of_stage) for message in messages}
-    return sorted(c for c in channels if c.source != c.destination)
-
-
-def _communicators(axis: Axis, channels: Sequence[Channel], device: torch.device) -> dict[Channel, dist.ProcessGroup]:
-    """Return a communicator for each channel that starts or ends at this rank. Collective over the world.
-
-    One split makes the communicators of several channels that have no rank in common, in all pipelines at once.
-    """
-    assert axis.group is not None
-    if axis.runs is None:
-        raise ValueError(f"the axis {axis.name} was not made by Axis.of from a mesh, so its pipelines are not known")
-    groups = {}
-    for numbers in pairings((channel.source, channel.destination) for channel in channels):
-        apart = [channels[number] for number in numbers]
-        pairs = [axis.runs[:, [channel.source, channel.destination]] for channel in apart]
-        made = split(torch.cat(pairs), dist.get_backend(axis.group))
-        for channel in apart:
-            if axis.rank in (channel.source, channel.destination):
-                _connect(made, channel, axis, device)
-                groups[channel] = made
-    return groups
-
-
-def _connect(group: dist.ProcessGroup, channel: Channel, axis: Axis, device: torch.device) -> None:
-    """Make the first transfer of a communicator now.
-
-    NCCL connects both ends in the first transfer, in which even a send waits for its receive.
-    """
-    assert axis.group is not None
-    greeting = torch.zeros(1, device=device)
-    if axis.rank == channel.source:
-        dist.send(greeting, group=group, dst=dist.get_global_rank(axis.group, channel.destination))
-    else:
-        dist.recv(greeting, group=group, src=dist.get_global_rank(axis.group, channel.source))

@@ -14,7 +14,8 @@ can run in the same order. Activations then travel while the backward pass befor
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from parallel.pipeline.instructions import RECEIVES, SENDS, Instruction, Message, Program, Schedule
+from parallel.pipeline.instructions import RECEIVES, SENDS, Instruction, Message, Program
+from parallel.pipeline.schedules import Schedule
 
 
 def posts(schedule: Schedule) -> list[dict[Instruction, int]]:

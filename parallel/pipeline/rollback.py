@@ -8,7 +8,8 @@ had not reached, so that no connection carries an old message, and starts again.
 from collections.abc import Sequence
 from itertools import chain, takewhile
 
-from parallel.pipeline.instructions import Channel, Instruction, Message, Op, Program, Schedule
+from parallel.pipeline.instructions import Channel, Instruction, Message, Op, Program
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import sends_under_way, simulate
 
 _OPS = (Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION)

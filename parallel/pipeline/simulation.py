@@ -26,9 +26,8 @@ from parallel.pipeline.instructions import (
     Message,
     MessageType,
     Op,
-    Schedule,
-    picture,
 )
+from parallel.pipeline.schedules import Schedule, picture
 
 Communicator = Callable[[Message], Hashable]  # messages with the same value share one
 

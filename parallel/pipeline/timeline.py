@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 
 from megaprec.comm.axis import Axis
-from parallel.pipeline.instructions import Schedule
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span
 
 

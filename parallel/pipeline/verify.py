@@ -11,17 +11,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from parallel.pipeline.instructions import (
-    COMPUTATIONS,
-    INPUT_GRADIENTS,
-    WEIGHT_GRADIENTS,
-    Channel,
-    Instruction,
-    Op,
-    Schedule,
-    complete,
-)
+from parallel.pipeline.instructions import COMPUTATIONS, INPUT_GRADIENTS, WEIGHT_GRADIENTS, Channel, Instruction, Op
 from parallel.pipeline.posting import moved
+from parallel.pipeline.schedules import Schedule, complete
 from parallel.pipeline.simulation import Mark, Refused, Span, sends_under_way, simulate
 
 HALVES = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.optim.native import Kernels
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from parallel import activation_checkpoint
+from parallel import recomputation
 from tests.optim.test_native import needs_compiler
 from tests.project.test_readme import ROOT
 from tests.ranks import run_ranks
@@ -94,13 +94,13 @@ def test_training_steps_are_timed_and_the_record_says_what_was_asked(capsys: pyt
 def test_what_is_to_be_made_again_is(capsys: pytest.CaptureFixture[str], options: list[str], calls: int) -> None:
     """By calls of a micro-batch, of two layers."""
     made: list[Any] = []
-    again = activation_checkpoint._Call._make
+    again = recomputation._Call._make
 
     def noted(call: Any) -> None:
         made.append(call)
         again(call)
 
-    with patch.object(activation_checkpoint._Call, "_make", noted):
+    with patch.object(recomputation._Call, "_make", noted):
         records(capsys, *TINY, *options)
     assert len(made) == (1 + 3) * 2 * calls
 

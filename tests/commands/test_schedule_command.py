@@ -10,7 +10,7 @@ import pytest
 
 from megaprec.errors import UserError
 from parallel.pipeline.builders import schedule
-from parallel.pipeline.instructions import Schedule
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import simulate
 from tests.runs import losses, train, train_on, write_run
 from tools.cli import main

@@ -29,9 +29,9 @@ from megaprec.fp8.state import FP8State
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.engine import Engine
 from models.estimate.memory import kept_bytes
-from models.stages import cuts
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from tests.fp8.test_training import MODEL

@@ -21,8 +21,8 @@ from megaprec.precision import gemm
 from megaprec.precision.fp8_recipe import Backend, FP8Recipe, Kind
 from megaprec.precision.plan import LossScaling, plan
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.estimate.memory import kept_bytes
-from models.stages import cuts
 from parallel.activation_checkpoint import Recompute
 from tests import transformer_engine as stand_in
 from tests.fp8.test_products import SHAPES, bound, matrix

@@ -18,7 +18,7 @@ from megaprec.comm import virtual
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.optim import model_buffers, partial_grads
 from megaprec.precision.gemm import Gemm
-from models import engine, moe, stages
+from models import cutting, engine, moe
 from parallel import layers, linear, norms
 from parallel.lockstep import COLLECTIVES
 from tests.layouts import Run, train
@@ -199,7 +199,7 @@ MUTATIONS: dict[str, tuple[str, str, Mutation]] = {
         "fp32",
         lambda: set_(Gemm, "input_gradient", input_gradient_in_halves),
     ),
-    "a tied head adds to the embedding": ("gpt2", "fp32", lambda: set_(engine, "build", shared_ends(stages.build))),
+    "a tied head adds to the embedding": ("gpt2", "fp32", lambda: set_(engine, "build", shared_ends(cutting.build))),
     "a token's experts are summed in another order": (
         "mixtral",
         "fp32",

@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.estimate.flops import stage_costs, training_flops
 from models.estimate.memory import kept_bytes
-from models.stages import Stage, cuts
+from models.stages import Stage
 from parallel.activation_checkpoint import KEEP, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo

@@ -21,7 +21,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.experts import ExpertAxes
 from megaprec.optim.model_buffers import ModelBuffers
 from megaprec.optim.replicas import Replicas
-from megaprec.optim.update_rules import rule
+from megaprec.optim.rule_by_name import rule
 from megaprec.precision.plan import LossScaling, plan
 from models import moe
 from models.config import ModelConfig

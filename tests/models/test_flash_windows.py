@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 from megaprec.precision.plan import plan
 from models import flash_windows
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.flash_windows import Documents, attend
 from models.packing import Packing, causal_mask
-from models.stages import Stage, cuts
+from models.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 

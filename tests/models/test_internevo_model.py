@@ -18,7 +18,8 @@ from megaprec.precision.gemm import slow_bf16
 from megaprec.precision.plan import plan
 from models.blocks import Attention
 from models.config import ModelConfig
-from models.stages import Cut, Stage, cuts
+from models.cutting import cuts
+from models.stages import Cut, Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.families import BATCH, LENGTH, Job, step_all

@@ -17,10 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 from megaprec.comm.axis import Axis
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.engine import Engine, Share
 from models.estimate import memory
 from models.estimate.memory import Kept, kept_bytes, message_bytes
-from models.stages import Cut, Stage, cuts
+from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo

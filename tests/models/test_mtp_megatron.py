@@ -13,9 +13,10 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.mtp import look_ahead
 from models.packing import WHOLE
-from models.stages import Stage, cuts
+from models.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.convert.test_megatron_fields import BASES, LENGTH, VOCAB, core

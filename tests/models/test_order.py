@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaprec.comm.axis import Axis
-from megaprec.optim.flat_buffer import bucket_elements
+from megaprec.optim.buckets import bucket_elements
 from megaprec.optim.grad_sync import ParamGatherer
 from models import passes, token_count
 from models.stages import Stage

@@ -27,8 +27,8 @@ from megaprec.comm.layout import attach_whole
 from megaprec.fp8.matmul import SLOW, ways
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
+from megaprec.optim.rule_by_name import rule
 from megaprec.optim.step_report import StepReport
-from megaprec.optim.update_rules import rule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.module_wrappers import PlannedModel
 from megaprec.precision.plan import LossScaling, plan

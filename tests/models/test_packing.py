@@ -16,9 +16,10 @@ from megaprec.data.samples import Resets, Samples
 from megaprec.precision.plan import PrecisionPlan, plan
 from models import blocks, stages
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.engine import Engine, Share
 from models.packing import WHOLE, Packing, causal_mask
-from models.stages import Stage, cuts
+from models.stages import Stage
 from parallel.context import Context
 from parallel.pipeline.builders import schedule
 from tests import oracle, runs

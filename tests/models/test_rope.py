@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.rope import RopeScaling, Rotate, attention_factor, frequencies, rotary_tables
+from models.rope import RopeScaling, attention_factor, frequencies, rotary_tables
+from models.rotate import Rotate
 
 DIMS, BASE, WIDE = 64, 10000.0, torch.float64
 ORIGINAL = 128

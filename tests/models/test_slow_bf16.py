@@ -14,7 +14,8 @@ from megaprec.precision import gemm
 from megaprec.precision.plan import plan
 from models import cpu_attention
 from models.config import ModelConfig
-from models.stages import Stage, cuts
+from models.cutting import cuts
+from models.stages import Stage
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from tests.families import BATCH, CASES, LENGTH, OURS

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from models.best_cut import best_cut
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.estimate.flops import stage_costs
 from models.presets import preset
-from models.stages import cuts
 from parallel.activation_checkpoint import KEEP, Recompute
 
 

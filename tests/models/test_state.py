@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaprec.optim.update_rules import AdamW, Muon, UpdateRule
+from megaprec.optim.muon import Muon
+from megaprec.optim.update_rules import AdamW, UpdateRule
 from megaprec.precision.fp8_recipe import FP8Recipe
 from megaprec.precision.plan import PrecisionPlan, plan
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.engine import SUMMING, Engine
 from models.estimate.state import Held, Sharding, held_bytes
 from models.estimate.storage import Alive
-from models.stages import cuts
 from parallel.pipeline.builders import schedule
 from tests.given import declare
 from tests.other_systems import slow

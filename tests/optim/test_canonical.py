@@ -14,7 +14,8 @@ from megaprec.comm.axis import Axis
 from megaprec.optim import flat_buffer, optimizer
 from megaprec.optim.exact_sum import ExactSum
 from megaprec.optim.microbatch_sums import MicrobatchTree
-from megaprec.optim.update_rules import SGD, rule
+from megaprec.optim.rule_by_name import rule
+from megaprec.optim.update_rules import SGD
 from megaprec.precision.plan import LossScaling
 from tests.flips import Setting, clean
 from tests.layouts import Run

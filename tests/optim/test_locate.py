@@ -11,7 +11,8 @@ from megaprec.optim.step_report import LOSS, NonFiniteStep, Offender, StepReport
 from megaprec.precision.plan import LossScaling, plan
 from models.engine import Engine
 from models.stages import Stage
-from parallel.pipeline.instructions import Instruction, Op, complete
+from parallel.pipeline.instructions import Instruction, Op
+from parallel.pipeline.schedules import complete
 from tests.layouts import LENGTH, Run, batches, make_engine, share_of, train
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from megaprec.errors import UserError
 from megaprec.optim.canonical import conflicts
 from megaprec.optim.microbatch_sums import MicrobatchTree
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import rule
+from megaprec.optim.rule_by_name import rule
 from megaprec.precision.plan import plan
 from tests.ranks import on_ranks, run_ranks
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim import matrix_updates
 from megaprec.optim.matrix_exchange import MatrixExchange
+from megaprec.optim.muon import Muon
 from megaprec.optim.newton_schulz import orthogonalized
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import Muon, rule
+from megaprec.optim.rule_by_name import rule
 from megaprec.precision.plan import plan
 from tests.layouts import Fragment, assemble, train_all
 from tests.layouts import Run as Training
@@ -137,7 +139,7 @@ def momentum_is_forgotten_on_restart(patch: pytest.MonkeyPatch) -> None:
 
     def load_but(self: ParallelAMPOptimizer, state: Any) -> None:
         load(self, state)
-        for tile in self._matrices.tiles():
+        for tile in chain.from_iterable(one.tiles() for one in self._whole):
             tile.state[0][1].zero_()
 
     patch.setattr(ParallelAMPOptimizer, "load_state_dict", load_but)

@@ -17,8 +17,9 @@ from megaprec.optim import post_validation
 from megaprec.optim.flat_buffer import Buffer
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer, Settled
+from megaprec.optim.rule_by_name import rule
 from megaprec.optim.step_report import StepReport
-from megaprec.optim.update_rules import Torch, rule
+from megaprec.optim.torch_rule import Torch
 from megaprec.optim.update_tile import Tile
 from megaprec.precision.plan import LossScaling, plan
 from models.engine import Engine, Share

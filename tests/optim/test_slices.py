@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from megaprec.comm.layout import attach_whole
 from megaprec.optim import optimizer as module
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import VECTOR, rule
+from megaprec.optim.rule_by_name import rule
+from megaprec.optim.update_rules import VECTOR
 from megaprec.precision.plan import plan
 
 SIZES = (70_001, 33, 257 * 5)

@@ -18,7 +18,8 @@ from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
-from megaprec.optim.update_rules import SGD, AdamW, rule
+from megaprec.optim.rule_by_name import rule
+from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import plan
 from tests.project.test_readme import ROOT
 

@@ -16,8 +16,10 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import attach_whole
 from megaprec.errors import UserError
 from megaprec.optim.group_factors import Group
+from megaprec.optim.muon import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
-from megaprec.optim.update_rules import SGD, AdamW, Muon, Torch
+from megaprec.optim.torch_rule import Torch
+from megaprec.optim.update_rules import SGD, AdamW
 from megaprec.precision.plan import LossScaling, PrecisionPlan, plan
 from parallel.context import Context
 from parallel.plain_modules import parallelize

@@ -12,8 +12,8 @@ from torch import Tensor
 from megaprec.comm.axis import Axis
 from megaprec.comm.virtual import VirtualAxis
 from parallel import collectives
-from parallel.activation_checkpoint import recomputed
 from parallel.lockstep import LaneAxis, Lockstep
+from parallel.recomputation import recomputed
 
 
 def lockstep_of(size: int) -> Lockstep:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from megaprec.precision.plan import LossScaling
-from parallel import activation_checkpoint
-from parallel.activation_checkpoint import KEEP, MODULES, Recompute, recomputed
+from parallel import recomputation
+from parallel.activation_checkpoint import KEEP, MODULES, Recompute
+from parallel.recomputation import recomputed
 from tests.layouts import Result, Run, train_all
 from tests.runs import steps, train, train_on, write_run
 from tools.config.run_file import load_run
@@ -142,13 +143,13 @@ def test_a_function_is_called_again_once_and_not_in_evaluation() -> None:
 def test_what_a_call_holds_goes_with_its_graph(nested: bool) -> None:
     inner, after = Counted(), nn.Linear(4, 4)
     calls: list[ref[Any]] = []
-    begin = activation_checkpoint._Call.__init__
+    begin = recomputation._Call.__init__
 
     def noted(call: Any, *arguments: Any) -> None:
         calls.append(ref(call))
         begin(call, *arguments)
 
-    with patch.object(activation_checkpoint._Call, "__init__", noted):
+    with patch.object(recomputation._Call, "__init__", noted):
         gc.disable()
         try:
             for backward in (True, False):
@@ -184,13 +185,13 @@ def test_a_run_file_decides_what_is_made_again(run_file: Path, tmp_path: Path) -
     short = ["train.steps=2", "checkpoint.every=0", "precision.compute=bf16"]
     train(run_file, *short, f"train.folder={tmp_path / 'kept'}")
     made = []
-    again = activation_checkpoint._Call._make
+    again = recomputation._Call._make
 
     def noted(call: Any) -> None:
         made.append(call)
         again(call)
 
-    with patch.object(activation_checkpoint._Call, "_make", noted):
+    with patch.object(recomputation._Call, "_make", noted):
         train(run_file, *short, f"train.folder={tmp_path / 'again'}", "parallel.recompute=full")
     assert made, "nothing was made again"
     assert steps(tmp_path / "kept") == steps(tmp_path / "again")

@@ -26,10 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import layout_of
 from megaprec.precision.plan import plan
-from models import clamped_gate, expert_bias, mlp, moe, rope, routing, sink_attention
+from models import clamped_gate, expert_bias, mlp, moe, rotate, routing, sink_attention
 from models.config import ModelConfig
-from models.stages import Stage, cuts
-from parallel import collectives, dropout, layers, linear, loss, norms
+from models.cutting import cuts
+from models.stages import Stage
+from parallel import collectives, dropout, layers, linear, loss, norms, sharded_norm
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
 from parallel.linear import Input
@@ -121,14 +122,14 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         linear.Widen: lambda out, *, parameter: stamp(out, tp, kind(parameter, tp)),
         layers.Lookup: lookup,
         norms._Normalize: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
-        norms._NormalizeSharded: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
+        sharded_norm._NormalizeSharded: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
         mlp.Swiglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         mlp.Geglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         clamped_gate.ClampedGate: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         expert_bias._AddBiases: lambda out, *, y, biases: stamp(out, tp, met(tp, y, *biases)),
         sink_attention._Attend: attend,
         dropout._Dropout: lambda out, *, x: stamp(out, tp, kind(x, tp)),
-        rope.Rotate: lambda out, *, x: stamp(out, tp, kind(x, tp)),
+        rotate.Rotate: lambda out, *, x: stamp(out, tp, kind(x, tp)),
         loss.CrossEntropy: cross_entropy,
         routing.WithLoss: lambda out, *, x, loss: stamp(out, tp, met(tp, x, loss)),
         routing.WithLoads: lambda out, *, x: stamp(out, tp, kind(x, tp)),

@@ -25,9 +25,9 @@ from models.blocks import DecoderLayer
 from models.passes import Passes
 from models.stages import Stage
 from parallel import collectives, dropout, layers, linear
-from parallel.activation_checkpoint import _Call
 from parallel.pipeline.instructions import Message, MessageType
 from parallel.pipeline.p2p import P2P
+from parallel.recomputation import _Call
 
 Make = Callable[[Any], Any]
 LAYER_1, MLP_2 = "layers.1.attention.output", "layers.2.mlp.down"

@@ -14,9 +14,9 @@ from megaprec.optim.update_tile import Tile as Run
 from models import routing
 from models.passes import Passes
 from parallel import collectives, layers, loss, norms
-from parallel.activation_checkpoint import _Call
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.instructions import MessageType
+from parallel.recomputation import _Call
 from tests.parity.faults import (
     DP,
     MLP,

@@ -18,8 +18,9 @@ from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.relay import Relay
-from models.stages import Stage, cuts
+from models.stages import Stage
 from parallel.context import Context
 from tests import oracle
 from tests.families import CASES, config_of

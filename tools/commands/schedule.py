@@ -19,7 +19,8 @@ from models.estimate.flops import StageCost
 from models.estimate.memory import Kept
 from parallel.pipeline.builders import KINDS
 from parallel.pipeline.formulas import TEXTBOOK, Sizes
-from parallel.pipeline.instructions import SENDS, Cost, Op, Schedule
+from parallel.pipeline.instructions import SENDS, Cost, Op
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Refused, Span, bubble, idle, in_flight, simulate
 from parallel.pipeline.verify import check
 from tools.config.run_file import RunConfig, load_run

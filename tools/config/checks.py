@@ -16,8 +16,9 @@ from megaprec.data.blend import shares
 from megaprec.errors import UserError
 from megaprec.optim.lr import LRSchedule
 from megaprec.optim.post_validation import conflicts
+from megaprec.optim.rule_by_name import rule
 from megaprec.optim.scaler import make_scaler
-from megaprec.optim.update_rules import UpdateRule, rule
+from megaprec.optim.update_rules import UpdateRule
 from megaprec.precision.patterns import matched, unmatched
 from models.config import ModelConfig
 from parallel.activation_checkpoint import MODULES

@@ -24,11 +24,11 @@ from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import parse_toml, read_text
 from megaprec.precision.plan import PrecisionPlan
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.estimate.flops import StageCost, stage_costs
 from models.presets import PRESETS
-from models.stages import cuts
 from parallel.activation_checkpoint import Recompute
-from parallel.pipeline.instructions import Schedule
+from parallel.pipeline.schedules import Schedule
 from tools.config.canonical import canonical_notes
 from tools.config.checks import cross_problems, lr_schedule, sized
 from tools.config.cut_sequences import context_notes

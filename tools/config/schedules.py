@@ -14,7 +14,8 @@ from parallel.pipeline.builders import (
     schedule,
     schedule_problems,
 )
-from parallel.pipeline.instructions import Cost, Schedule
+from parallel.pipeline.instructions import Cost
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.verify import check
 from tools.config.settings import Parallel
 

@@ -17,7 +17,7 @@ from models.estimate.memory import Kept, StageMemory, message_bytes
 from models.estimate.state import Sharding, held_bytes
 from models.estimate.storage import Device
 from parallel.pipeline.builders import SPLIT
-from parallel.pipeline.instructions import Schedule
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import peak
 from tools.config.checks import make_rule
 from tools.config.run_file import RunConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from megaprec.optim.update_rules import least_moments
+from megaprec.optim.muon import least_moments
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import every_cut, sharing, slices
 from tools.config.layouts import fitted

@@ -20,8 +20,9 @@ from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.own_model import require_builtin
-from models.stages import Stage, cuts
+from models.stages import Stage
 from parallel.context import Context
 from tools.convert.core.source import Source
 from tools.convert.formats import FORMATS

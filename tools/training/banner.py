@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megaprec.data.blend import Blend
 from megaprec.errors import UserError
+from megaprec.optim.muon import Muon
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.post_validation import PostValidationOptimizer
-from megaprec.optim.update_rules import Muon
 from megaprec.precision.plan import dtype_name
 from models.kv_cache import CachedStage
 from parallel.pipeline.simulation import bubble, simulate

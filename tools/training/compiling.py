@@ -20,8 +20,8 @@ from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.everyones import everyones
 from models.config import ModelConfig
+from models.cutting import cuts
 from models.estimate.memory import StageMemory
-from models.stages import cuts
 from parallel.leaves import PLAIN, Call, Leaves, compiled, hindrance
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say

@@ -11,7 +11,7 @@ import torch
 
 from megaprec.data.workers import most_processes
 from megaprec.errors import UserError
-from megaprec.optim.update_rules import least_moments
+from megaprec.optim.muon import least_moments
 from megaprec.resources import cores, memory_bytes
 from tools.config.checks import make_rule
 from tools.config.expert_ranks import replicas

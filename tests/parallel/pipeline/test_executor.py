@@ -15,8 +15,9 @@ from megaprec.comm.axis import Axis
 from parallel.linear import Input, Linear
 from parallel.pipeline.builders import KINDS, schedule
 from parallel.pipeline.executor import Executor
-from parallel.pipeline.instructions import Instruction, Op, Schedule, complete, forward_only
+from parallel.pipeline.instructions import Instruction, Op
 from parallel.pipeline.p2p import CPU, P2P, Match
+from parallel.pipeline.schedules import Schedule, complete, forward_only
 from parallel.pipeline.simulation import Span, sends_under_way
 from parallel.pipeline.timeline import Recording
 from parallel.pipeline.verify import check

@@ -17,9 +17,8 @@ from parallel.pipeline.instructions import (
     Instruction,
     Message,
     Op,
-    complete,
-    forward_only,
 )
+from parallel.pipeline.schedules import complete, forward_only
 from parallel.pipeline.simulation import Span, bubble, idle, in_flight, sends_under_way, simulate
 from parallel.pipeline.verify import check
 from tests.parallel.pipeline.test_schedule import COSTS, EVERY, MICROBATCHES, RANKS, UNHURRIED

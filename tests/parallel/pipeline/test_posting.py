@@ -3,8 +3,9 @@
 import pytest
 
 from parallel.pipeline.builders import KINDS, schedule
-from parallel.pipeline.instructions import RECEIVES, Channel, Instruction, Message, Schedule
+from parallel.pipeline.instructions import RECEIVES, Channel, Instruction, Message
 from parallel.pipeline.posting import moved, posts
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Refused, sends_under_way, simulate
 
 SIZES = [(2, 4), (4, 8), (3, 7)]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megaprec.errors import UserError
 from parallel.pipeline.builders import KINDS, gpipe, one_f_one_b, schedule
-from parallel.pipeline.instructions import NO_MICROBATCH, Channel, Instruction, Op, Schedule, complete, forward_only
+from parallel.pipeline.instructions import NO_MICROBATCH, Channel, Instruction, Op
+from parallel.pipeline.schedules import Schedule, complete, forward_only
 from parallel.pipeline.simulation import Mark, Refused, peak, sends_under_way, simulate
 from parallel.pipeline.verify import check
 

@@ -16,8 +16,9 @@ from megaprec.comm.axis import Axis
 from parallel.pipeline import executor, timeline
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.executor import Executor
-from parallel.pipeline.instructions import Instruction, Message, Schedule
+from parallel.pipeline.instructions import Instruction, Message
 from parallel.pipeline.p2p import CPU, P2P
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, idle, simulate
 from parallel.pipeline.timeline import Recording
 from parallel.weight_grad_queue import WeightGradQueue

@@ -7,8 +7,9 @@ from itertools import chain
 import pytest
 
 from parallel.pipeline.builders import KINDS, schedule
-from parallel.pipeline.instructions import Message, Op, Schedule
+from parallel.pipeline.instructions import Message, Op
 from parallel.pipeline.rollback import unread, warmup
+from parallel.pipeline.schedules import Schedule
 from parallel.pipeline.simulation import Span, simulate
 
 STEPS = 3

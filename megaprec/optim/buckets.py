@@ -1,0 +1,45 @@
+"""The cut of a model's parameters into buckets: those that share a flat buffer, a reduction and an all-gather."""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from megaprec.comm.layout import layout_of
+from megaprec.optim.flat_buffer import param_dtype
+from megaprec.precision.plan import PrecisionPlan
+
+Moments = Callable[[nn.Parameter], Sequence[str]]  # the names of the moments that are kept of a parameter
+
+
+def buckets(
+    parameters: Sequence[nn.Parameter], plan: PrecisionPlan, size: int, moments: Moments = lambda _: ()
+) -> list[list[nn.Parameter]]:
+    """Return lists of parameters that share a buffer.
+
+    Parameters of a buffer are of one kind and have the same `moments`. Buffers have at least `size` elements, except
+    the last of a kind, and are ordered by their first parameter. Tied parameters get buffers of their own, so that
+    every holder cuts them into the same slices. So do experts on ranks of their own, parameters that torch has sharded
+    over more ranks than the tensor-parallel ones, and parameters that balance loads.
+    """
+    kinds: dict[tuple[object, ...], list[list[nn.Parameter]]] = {}
+    found = []
+    for parameter in parameters:
+        layout, first, kept = layout_of(parameter), layout_of(parameter).parts[0], moments(parameter)
+        ranks = first.shards * first.copies
+        marks = layout.tied, layout.again, layout.expert, layout.balancing
+        kind = (*marks, param_dtype(parameter, plan), ranks, kept)
+        alike = kinds.setdefault(kind, [])
+        if not alike or sum(p.numel() for p in alike[-1]) >= size:
+            alike.append([])
+            found.append(alike[-1])
+        alike[-1].append(parameter)
+    return found
+
+
+def bucket_elements(asked: int, dp: int) -> int:
+    """Return the elements of a bucket: `asked`, or for 0 as many as keep its messages large over `dp` ranks.
+
+    Each of them sends and receives a part of a bucket, so buckets grow with dp, as in Megatron-LM
+    (megatron/core/distributed/distributed_data_parallel.py).
+    """
+    return asked or max(40_000_000, 1_000_000 * dp)

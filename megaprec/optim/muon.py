@@ -1,0 +1,140 @@
+"""Muon: momentum orthogonalized by Newton-Schulz, for the matrices of hidden layers, and AdamW for the rest.
+
+This is the rule as settings and formulas, and the moments that it keeps of each parameter. Whole logical matrices are
+brought together and updated by `megaprec.optim.matrix_updates`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.layout import Part, layout_of
+from megaprec.errors import UserError
+from megaprec.kinds import is_number
+from megaprec.optim.newton_schulz import PUBLISHED, Coefficients
+from megaprec.optim.update_rules import AdamW, Stateless, Step, UpdateRule
+
+MUON_MOMENTUM = "muon_momentum"
+"""Name of Muon's moment in checkpoints; SGD's momentum is another average of gradients."""
+NOT_HIDDEN = ("embedding.*", "positions.*", "head.*")
+"""Logical names of the matrices that are not hidden layers of a model of ours."""
+
+Scale = Literal["moonshot", "keller-jordan"]
+
+
+@dataclass(frozen=True)
+class Muon(Stateless):
+    """Momentum orthogonalized by Newton-Schulz for logical matrices, AdamW for all other tensors.
+
+    With gradient G of a logical matrix [m, n], momentum B and weights W, in a step of learning rate r and decay d:
+
+        B  <-  momentum * B + (1 - momentum) * G
+        O   =  orthogonalized(momentum * B + (1 - momentum) * G), without nesterov orthogonalized(B)
+        W  <-  (1 - r * d) * W - r * factor * O
+
+    Products of `orthogonalized` are rounded to `ns_dtype`: bf16, fp32, fp64, or "" for bf16, which is fp64 if the
+    masters are FP64. scale: name of the factor, "moonshot" for 0.2 * sqrt(max(m, n)) or "keller-jordan" for
+    sqrt(max(1, m / n)). by_adamw: patterns of logical names of matrices that `adamw` updates, as it updates every
+    tensor that has not two dims. The rule is elementwise only in B; `update_` is that of `adamw`.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_coefficients: Coefficients = PUBLISHED
+    ns_steps: int = 5
+    ns_eps: float = 1e-7
+    ns_dtype: str = ""
+    scale: Scale = "moonshot"
+    by_adamw: tuple[str, ...] = NOT_HIDDEN
+    adamw: AdamW = AdamW()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_adamw", _texts("by_adamw", self.by_adamw))
+        object.__setattr__(self, "ns_coefficients", _numbers("ns_coefficients", self.ns_coefficients))
+        problems = {
+            f"momentum = {self.momentum!r} must lie from 0 to below 1": is_number(self.momentum)
+            and 0 <= self.momentum < 1,
+            f"nesterov = {self.nesterov!r} must be true or false": isinstance(self.nesterov, bool),
+            f"ns_steps = {self.ns_steps!r} must be a whole number from 1 to 99": type(self.ns_steps) is int
+            and 1 <= self.ns_steps < 100,
+            f"ns_eps = {self.ns_eps!r} must be above 0: gradients of a matrix may all be 0": is_number(self.ns_eps)
+            and self.ns_eps > 0,
+            f"ns_dtype = {self.ns_dtype!r} is not known: use bf16, fp32 or fp64": self.ns_dtype in ("", *_ITERATES),
+            f"scale = {self.scale!r} is not known: use {' or '.join(FACTORS)}": self.scale in tuple(FACTORS),
+        }
+        if wrong := [f"optimizer.options for 'muon': {said}" for said, right in problems.items() if not right]:
+            raise UserError(*wrong)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (MUON_MOMENTUM, *self.adamw.names)
+
+    def updates(self, part: Part) -> bool:
+        """Return True if this logical tensor is updated by orthogonalized momentum, False if by `adamw`."""
+        return len(part.shape) == 2 and not any(fnmatchcase(part.name, pattern) for pattern in self.by_adamw)
+
+    def factor(self, shape: Sequence[int]) -> float:
+        """Return the factor of the learning rate for a logical matrix of this shape."""
+        return FACTORS[self.scale](*shape)
+
+    def iteration_dtype(self, masters: torch.dtype) -> torch.dtype:
+        """Return the dtype to which the products of the iteration are rounded."""
+        usual = torch.float64 if masters == torch.float64 else torch.bfloat16
+        return _ITERATES.get(self.ns_dtype, usual)
+
+    def update_(self, weights: Tensor, grads: Tensor, state: Sequence[Tensor], step: Step) -> None:
+        self.adamw.update_(weights, grads, state, step)
+
+
+FACTORS: dict[str, Callable[[int, int], float]] = {
+    "moonshot": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+    "keller-jordan": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
+}
+"""Factors of Muon's learning rate for a matrix [rows, columns], by name.
+
+moonshot: "Muon is Scalable for LLM Training" (arXiv 2502.16982): an update has the root mean square of a usual one by
+AdamW, so both have one learning rate. keller-jordan: muon.py of github.com/KellerJordan/Muon.
+"""
+_ITERATES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def _texts(key: str, values: object) -> tuple[str, ...]:
+    if isinstance(values, list | tuple) and all(isinstance(value, str) for value in values):
+        return tuple(values)
+    raise UserError(f"optimizer.options for 'muon': {key} = {values!r} must be a list of patterns")
+
+
+def _numbers(key: str, values: object) -> Coefficients:
+    if isinstance(values, list | tuple) and len(values) == 3 and all(map(is_number, values)):
+        first, second, third = map(float, values)
+        return first, second, third
+    raise UserError(f"optimizer.options for 'muon': {key} = {values!r} must be three numbers")
+
+
+def moments_of(rule: UpdateRule, parameter: nn.Parameter) -> tuple[str, ...]:
+    """Return the names of the moments that a rule keeps of a parameter.
+
+    Raises UserError if Muon updates some of the logical tensors that are stacked in the parameter, and AdamW others.
+    """
+    if layout_of(parameter).balancing is not None:
+        return ()
+    if not isinstance(rule, Muon):
+        return rule.names
+    parts = layout_of(parameter).parts
+    by_muon = [part.name for part in parts if rule.updates(part)]
+    if by_muon and len(by_muon) < len(parts):
+        others = " and ".join(part.name for part in parts if part.name not in by_muon)
+        raise UserError(
+            f"optimizer.options by_adamw: {' and '.join(by_muon)} and {others} are one parameter, which Muon and AdamW "
+            "would share: match all or none"
+        )
+    return rule.names[:1] if by_muon else rule.names[1:]
+
+
+def least_moments(rule: UpdateRule) -> int:
+    """Return the smallest number of moments that a rule keeps of a parameter."""
+    return 1 if isinstance(rule, Muon) else len(rule.names)

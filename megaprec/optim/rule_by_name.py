@@ -1,0 +1,36 @@
+"""The update rule that a name and options ask for."""
+
+from typing import Any
+
+import torch
+
+from megaprec.errors import UserError
+from megaprec.optim.muon import Muon
+from megaprec.optim.torch_rule import Torch
+from megaprec.optim.update_rules import SGD, AdamW, UpdateRule
+
+
+def rule(name: str, options: dict[str, Any] | None = None) -> UpdateRule:
+    """Return the rule of that name: adamw, sgd, muon, or an optimizer class of torch.optim.
+
+    Options of muon are the fields of `Muon`, and betas and eps of its AdamW.
+
+    Raises UserError for an unknown name, and for options that the rule does not have.
+    """
+    known = {"adamw": AdamW, "sgd": SGD, "muon": _muon}
+    kind = getattr(torch.optim, name, None)
+    try:
+        if name.lower() in known:
+            return known[name.lower()](**(options or {}))
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            return Torch(kind, options)
+    except TypeError as error:
+        raise UserError(f"optimizer.options for {name!r}: {error}") from error
+    raise UserError(
+        f"optimizer.name = {name!r} is not known: use adamw, sgd, muon or a class of torch.optim such as RAdam"
+    )
+
+
+def _muon(**options: Any) -> Muon:
+    own = {key: options.pop(key) for key in ("betas", "eps") if key in options}
+    return Muon(**options, adamw=AdamW(**own))

@@ -1,0 +1,50 @@
+"""The communicators between pipeline ranks: one for each channel where messages match by order, as over NCCL."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.groups import pairings, split
+from parallel.pipeline.instructions import Channel, Message, MessageType
+
+
+def channels_of(rank_of_stage: Sequence[int]) -> list[Channel]:
+    """Return the channels between different ranks of a pipeline whose stages lie so."""
+    messages = [Message(kind, stage, 0) for kind in MessageType for stage in range(len(rank_of_stage) - 1)]
+    channels = {Channel.of(message, rank_of_stage) for message in messages}
+    return sorted(c for c in channels if c.source != c.destination)
+
+
+def communicators(axis: Axis, channels: Sequence[Channel], device: torch.device) -> dict[Channel, dist.ProcessGroup]:
+    """Return a communicator for each channel that starts or ends at this rank. Collective over the world.
+
+    One split makes the communicators of several channels that have no rank in common, in all pipelines at once.
+    """
+    assert axis.group is not None
+    if axis.runs is None:
+        raise ValueError(f"the axis {axis.name} was not made by Axis.of from a mesh, so its pipelines are not known")
+    groups = {}
+    for numbers in pairings((channel.source, channel.destination) for channel in channels):
+        apart = [channels[number] for number in numbers]
+        pairs = [axis.runs[:, [channel.source, channel.destination]] for channel in apart]
+        made = split(torch.cat(pairs), dist.get_backend(axis.group))
+        for channel in apart:
+            if axis.rank in (channel.source, channel.destination):
+                _connect(made, channel, axis, device)
+                groups[channel] = made
+    return groups
+
+
+def _connect(group: dist.ProcessGroup, channel: Channel, axis: Axis, device: torch.device) -> None:
+    """Make the first transfer of a communicator now.
+
+    NCCL connects both ends in the first transfer, in which even a send waits for its receive.
+    """
+    assert axis.group is not None
+    greeting = torch.zeros(1, device=device)
+    if axis.rank == channel.source:
+        dist.send(greeting, group=group, dst=dist.get_global_rank(axis.group, channel.destination))
+    else:
+        dist.recv(greeting, group=group, src=dist.get_global_rank(axis.group, channel.source))

@@ -1,0 +1,127 @@
+"""Pipeline schedules as data: the instructions of every pipeline rank, in order.
+
+A schedule is one program per rank and the rank of each stage. The simulation (`simulation.py`), the proof
+(`verify.py`), the executor (`executor.py`) and the pictures all read the same schedule, so they cannot disagree.
+
+A kind of schedule (`builders.py`) decides only the order of forwards and backwards. `complete` adds the instructions
+that this order implies: the transfers between ranks, and `REDUCE` where the gradients of a stage are final.
+
+As text, a schedule is one line per rank, which parses to the same schedule; blank lines and text after a `#` are
+ignored. A text with computations alone is completed, so this is a whole custom schedule:
+
+    F0.0 F0.1 B0.0 B0.1     # rank 0
+    F1.0 B1.0 F1.1 B1.1     # rank 1
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from megaprec.errors import UserError
+from parallel.pipeline.instructions import (
+    COMPUTATIONS,
+    INPUT_GRADIENTS,
+    NO_MICROBATCH,
+    WEIGHT_GRADIENTS,
+    Instruction,
+    Op,
+    Program,
+)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A pipeline schedule. programs: by pipeline rank. rank_of_stage: the pipeline rank on which each stage lives."""
+
+    programs: tuple[Program, ...]
+    rank_of_stage: tuple[int, ...]
+
+    @property
+    def microbatches(self) -> int:
+        return 1 + max((i.microbatch for i in chain(*self.programs)), default=NO_MICROBATCH)
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, program)) for program in self.programs)
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """Return the schedule with this text. Each stage lives on the first rank whose line names it.
+
+        Raises UserError that lists, line by line, words that are no instruction, and stages that no line names.
+        """
+        programs: list[Program] = []
+        problems: list[str] = []
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.partition("#")[0].split()
+            try:
+                programs += [tuple(map(Instruction.parse, words))] if words else []
+            except UserError as error:
+                problems += (f"line {number}: {problem}" for problem in error.problems)
+        homes = {i.stage: rank for rank, program in reversed([*enumerate(programs)]) for i in program}
+        stages = range(1 + max(homes, default=0))
+        if not problems:
+            problems += (f"no line has an instruction of stage {stage}" for stage in stages if stage not in homes)
+        if problems:
+            raise UserError(*problems)
+        rank_of_stage = tuple(homes[stage] for stage in stages)
+        if all(i.op in COMPUTATIONS for i in chain(*programs)):
+            return complete(programs, rank_of_stage)
+        return cls(tuple(programs), rank_of_stage)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Return the forwards of `schedule` and their transfers, for evaluation."""
+    forward = {Op.RECV_ACTIVATION, Op.FORWARD, Op.SEND_ACTIVATION}
+    return Schedule(tuple(tuple(i for i in p if i.op in forward) for p in schedule.programs), schedule.rank_of_stage)
+
+
+def complete(computations: Sequence[Sequence[Instruction]], rank_of_stage: Sequence[int]) -> Schedule:
+    """Return a schedule of these forwards and backwards with the transfers and reductions that they imply.
+
+    A receive stands directly before its use, and a send directly after the computation of its tensor. REDUCE follows
+    the last weight gradient of a stage, but after the send of its input gradient, because the neighbour waits for that.
+    """
+    programs = []
+    for program in computations:
+        last = {i.stage: i for i in program if i.op in WEIGHT_GRADIENTS}
+        out: list[Instruction] = []
+        for i in program:
+            out += _with_transfers(i, rank_of_stage)
+            if i == last.get(i.stage):
+                out.append(Instruction(Op.REDUCE, i.stage))
+        programs.append(tuple(out))
+    return Schedule(tuple(programs), tuple(rank_of_stage))
+
+
+def _with_transfers(i: Instruction, rank_of_stage: Sequence[int]) -> Iterator[Instruction]:
+    here = rank_of_stage[i.stage]
+    below = i.stage > 0 and rank_of_stage[i.stage - 1] != here
+    above = i.stage < len(rank_of_stage) - 1 and rank_of_stage[i.stage + 1] != here
+    if below and i.op is Op.FORWARD:
+        yield i._replace(op=Op.RECV_ACTIVATION)
+    if above and i.op in INPUT_GRADIENTS:
+        yield i._replace(op=Op.RECV_GRADIENT)
+    yield i
+    if above and i.op is Op.FORWARD:
+        yield i._replace(op=Op.SEND_ACTIVATION)
+    if below and i.op in INPUT_GRADIENTS:
+        yield i._replace(op=Op.SEND_GRADIENT)
+
+
+def picture(programs: Mapping[int, Sequence[Instruction]], at: Mapping[int, int], notes: Mapping[int, str]) -> str:
+    """Return a line per rank: its instruction number `at[rank]` in brackets, those around it, and the rank's note."""
+    around = 4
+    rows = []
+    for rank, program in programs.items():
+        here = at[rank]
+        words = [*map(str, program)]
+        left = ["..."] * (here > around) + words[max(0, here - around) : here]
+        right = words[here + 1 : here + 1 + around] + ["..."] * (here + 1 + around < len(words))
+        current = f"[{words[here] if here < len(words) else 'end'}]"
+        rows.append((f"rank {rank}:", " ".join(left), " ".join([current, *right]), notes.get(rank, "")))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = (
+        f"{rank:<{widths[0]}}  {left:>{widths[1]}} {right:<{widths[2]}}  {note and '<-- ' + note}"
+        for rank, left, right, note in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

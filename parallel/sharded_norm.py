@@ -1,0 +1,80 @@
+"""RMSNorm over features that are sharded over tp, such as those of all heads: it adds the squares of all ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaprec.comm.axis import Axis
+from megaprec.comm.layout import Part, layout_of
+from megaprec.optim.main_grad import destination
+from parallel.context import Context
+from parallel.layers import parameter
+from parallel.linear import add_gradient
+from parallel.norms import shifted
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over features that are sharded over tp: x [..., own features], in the dtype of products.
+
+    width: the number of features of all ranks. shards: the number of slices of the features over tp, if it is smaller
+    than the number of ranks (key/value heads). offset: as in `RMSNorm`.
+    Each pass all-reduces one number per row over tp.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        width: int,
+        *,
+        name: str,
+        eps: float = 1e-5,
+        shards: int | None = None,
+        offset: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.context, self.eps, self.offset = context, eps, offset
+        part = Part.cut(f"{name}.weight", (width,), 0, context.tp, shards)
+        self.weight = parameter(context, [part], 0.0, partial=True, mean=1.0 - offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        plan = self.context.plan
+        return _NormalizeSharded.apply(
+            x, self.weight, self.eps, plan.sensitive, plan.compute, self.context.tp, self.offset
+        )
+
+
+class _NormalizeSharded(torch.autograd.Function):
+    """The autograd function of `ShardedRMSNorm`.
+
+    Several ranks may hold the same slice of x. The sum of squares then counts it once. Each of these ranks has only an
+    addend of the slice's gradient, and contributes only its part of the term that all features share.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        eps: float,
+        sensitive: torch.dtype,
+        made: torch.dtype,
+        tp: Axis,
+        offset: float,
+    ) -> Tensor:
+        part = layout_of(weight).parts[0]
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive).square_().div_(part.copies)
+        inverse = tp.sum_(squares).div_(part.shape[0]).add_(eps).rsqrt_()
+        ctx.weight, ctx.tp, ctx.part, ctx.offset = weight, tp, part, offset
+        ctx.save_for_backward(x, inverse)
+        return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(made)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, inverse = ctx.saved_tensors
+        normal = x * inverse
+        inner = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)
+        along = ctx.tp.sum_((inner * normal).sum(-1, keepdim=True)).div_(ctx.part.shape[0] * ctx.part.copies)
+        grad_x = inner.addcmul_(normal, along, value=-1).mul_(inverse).to(x.dtype)
+        grad_weight = add_gradient(ctx.weight, normal.mul_(grad).flatten(0, -2), destination(ctx, 1, ctx.weight))
+        return grad_x, grad_weight, None, None, None, None, None

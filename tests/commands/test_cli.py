@@ -162,6 +162,29 @@ def test_ctrl_c_while_modules_are_read_leaves_no_traceback(tmp_path: Path) -> No
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
+LEAVES_A_CIRCLE = """
+import gc, sys
+from tools.start import main
+from tools.commands import keys
+
+class Circle:
+    def __init__(self):
+        self.own = self
+    def __del__(self):
+        print("let go")
+
+keys.main = lambda _: Circle() and None
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
+sys.exit(main(["keys"]))
+"""
+
+
+def test_garbage_collection_leaves_out_modules_and_lets_go_of_what_a_command_made() -> None:
+    command = [sys.executable, "-c", LEAVES_A_CIRCLE]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "let go\n")
+
+
 def test_ctrl_c_outside_of_a_step_is_answered_in_a_word(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

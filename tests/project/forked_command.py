@@ -107,7 +107,7 @@ def import_all(names: Sequence[str] = LATE) -> None:
 
 def _serve(folder: Path, listener: socket.socket, late: Sequence[str]) -> NoReturn:
     """Fork a keeper for each client that connects, and end with all of them once stdin has ended."""
-    import_all(late)
+    import_all([*late, "tests.frozen"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     while True:
         if 0 in select.select([0, listener], [], [])[0]:

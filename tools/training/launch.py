@@ -48,7 +48,7 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if (root := sys.argv.pop(1)) not in sys.path:
     sys.path.insert(0, root)
-from tools.cli import main
+from tools.start import main
 sys.exit(main())
 """
 

@@ -34,7 +34,8 @@ PLACES = {
     "leave": ("parallel.mesh", "_part"),
 }
 DEATHS = "DEATHS"
-PLANTING = "from tests.training.deaths import plant; plant()\nfrom tools.cli import main"
+START = "from tools.start import main"
+PLANTING = f"from tests.training.deaths import plant; plant()\n{START}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class Death:
 
 def planted(patch: pytest.MonkeyPatch, folder: Path, *deaths: Death) -> None:
     """Plant these deaths in all ranks that this process launches. folder: for marks of those that have happened."""
-    patch.setattr(launch, "PROGRAM", launch.PROGRAM.replace("from tools.cli import main", PLANTING))
+    assert START in launch.PROGRAM
+    patch.setattr(launch, "PROGRAM", launch.PROGRAM.replace(START, PLANTING))
     patch.setenv(DEATHS, json.dumps([str(folder), *map(asdict, deaths)]))
 
 

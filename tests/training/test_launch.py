@@ -169,7 +169,7 @@ def test_ranks_run_our_program_even_where_the_user_has_a_folder_called_tools(tmp
         folder = tmp_path / place / "tools"
         folder.mkdir(parents=True)
         (folder / "__init__.py").touch()
-        (folder / "cli.py").write_text(f"import sys\ndef main(): print('{word}', sys.argv[1:])\n")
+        (folder / "start.py").write_text(f"import sys\ndef main(): print('{word}', sys.argv[1:])\n")
     command = [sys.executable, "-P", "-c", PROGRAM, str(tmp_path / "ours"), "train", "x"]
     users = tmp_path / "users"
     searched = {**os.environ, "PYTHONPATH": str(users)}

@@ -2,7 +2,7 @@
 
 A small Llama in bf16 takes one step to warm up and one that is traced line by line on rank 0, under 1F1B with four
 micro-batches. Counted are the files of which a function ran, all lines of these files, those that are code (neither
-blank nor a comment or docstring), and the lines that ran.
+blank nor a comment or docstring), all lines of the functions that ran, and the lines that ran.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import ast
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -92,20 +92,22 @@ def traced() -> Iterator[dict[Path, set[int]]]:
 def report(lines: dict[Path, set[int]], by_file: bool = False) -> None:
     """Prints one line of JSON with the sums; before it one for each file, if that is asked for."""
     rows = [
-        {"file": str(file.relative_to(ROOT)), **counts(file.read_text(encoding="utf-8")), "executed": len(ran)}
+        {"file": str(file.relative_to(ROOT)), **counts(file.read_text(encoding="utf-8"), ran), "executed": len(ran)}
         for file, ran in sorted(lines.items())
     ]
     for row in rows if by_file else ():
         print(json.dumps(row))
-    sums = {key: sum(row[key] for row in rows) for key in ("lines", "code", "executed")}
+    sums = {key: sum(row[key] for row in rows) for key in ("lines", "code", "functions", "executed")}
     print(json.dumps({"files": len(rows), **sums}), flush=True)
 
 
-def counts(source: str) -> dict[str, int]:
-    """All lines of a module, and those that are code."""
-    lines = source.splitlines()
+def counts(source: str, ran: Collection[int]) -> dict[str, int]:
+    """All lines of a module, those that are code, and those of the functions that ran. ran: numbers of lines."""
+    lines, functions = source.splitlines(), set[int]()
     code = {number for number, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             code -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    return {"lines": len(lines), "code": len(code)}
+        if isinstance(node, ast.FunctionDef) and any(node.body[0].lineno <= n <= (node.end_lineno or 0) for n in ran):
+            functions |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return {"lines": len(lines), "code": len(code), "functions": len(functions)}

@@ -10,6 +10,7 @@ caller reads it from there.
 """
 
 import argparse
+import gc
 import io
 import itertools
 import json
@@ -24,7 +25,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
+gc.disable()  # as in tools/start.py: this process lives for a second
+import torch  # noqa: E402
+
+gc.freeze()
+gc.enable()
 
 MEMORY = 4 << 30  # bytes more than torch itself takes
 SECONDS = 300  # of processor time for a folder

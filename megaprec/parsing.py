@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from megaprec.durable import named
 from megaprec.errors import UserError
 
 NESTING = 100  # levels; what megaprec, Hugging Face and other trainers write has some ten
@@ -91,7 +92,7 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
         if not stat.S_ISREG(mode):
             kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
             raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
-        with open(descriptor, "rb", closefd=False) as file:
+        with named(path), open(descriptor, "rb", closefd=False) as file:
             content = file.read(most + 1)
     finally:
         os.close(descriptor)

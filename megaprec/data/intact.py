@@ -35,6 +35,7 @@ WHOLE = 10 << 30  # bytes: files up to this size are read from end to end
 BLOCK = 64 << 20  # bytes per digest in the record of a larger file
 SAMPLED = 16  # blocks of a larger file that are read at a start
 READ = 1 << 22  # bytes read at a time; a multiple of the size of every id dtype
+NUMBERS = ("vocab_size", "documents", "tokens", "chars", "unknown")  # of a record; earlier versions lack some
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def read_record(prefix: Path) -> dict[str, Any] | None:
         record = dict(parse_json(read_regular(path)))
         low, high = record.get("ids", (0, -1))  # earlier versions recorded none
         digests = record["bin_sha256"], record["idx_sha256"]
-        if all(isinstance(one, str) for one in digests) and all(isinstance(one, int) for one in (low, high)):
+        numbers = low, high, *(record.get(name, 0) for name in NUMBERS), record.get("eos") or 0
+        if all(isinstance(one, str) for one in digests) and all(type(one) is int for one in numbers):
             return record
     raise UserError(f"{path} is damaged or of an older version: build the data set again")
 

@@ -19,7 +19,7 @@ from megaprec.comm.layout import Part
 from megaprec.data import build as building
 from megaprec.data import intact
 from megaprec.data.indexed import IndexedDataset, IndexedWriter
-from megaprec.data.intact import check_vocabulary, contents_of
+from megaprec.data.intact import NUMBERS, check_vocabulary, contents_of, read_record
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from parallel.context import Context
@@ -326,3 +326,14 @@ def test_a_good_step_asks_the_whole_mesh_once_as_ever() -> None:
     layout = Run(MODELS["gpt2"], "bf16", steps=2)
     for made in run_ranks(collectives_of_steps, {"pp": 2, "tp": 2}, layout=layout):
         assert [name for name in made if name != "sum_"] == ["start_sum_"] * 2, made
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, "eos"])
+@pytest.mark.parametrize("value", ["5", 0.5, True, [1]])
+def test_a_record_whose_numbers_are_none_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    record = {"bin_sha256": "", "idx_sha256": "", "eos": None}
+    (tmp_path / "x.json").write_text(json.dumps(record))
+    assert read_record(tmp_path / "x") == record
+    (tmp_path / "x.json").write_text(json.dumps({**record, key: value}))
+    with pytest.raises(UserError, match=r"x\.json is damaged or of an older version: build the data set again"):
+        read_record(tmp_path / "x")

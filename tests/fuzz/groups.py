@@ -3,6 +3,7 @@
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -304,7 +305,10 @@ def pickles(rng: Random, folder: Path) -> list[str]:
     ]
     odd += [{**some, "z": torch.ones(3).to_sparse()}, argparse.Namespace(a=1), {**some, "z": float("nan")}]
     if rng.random() < 0.6:
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(20_000)  # to write what is nested deep
         torch.save(rng.choice(odd), file)
+        sys.setrecursionlimit(limit)
     elif rng.random() < 0.3:
         of_another_kind(rng, file)
     else:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,6 +66,13 @@ def test_a_pipe_a_device_a_folder_and_a_huge_file_are_not_read(tmp_path: Path) -
         with pytest.raises(OSError) as caught:  # noqa: PT011
             read_regular(path, 1000)
         assert caught.value.filename == str(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file of Linux that cannot be read at its begin")
+def test_an_error_while_a_file_is_read_names_it() -> None:
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        read_regular(Path("/proc/self/mem"))
+    assert caught.value.filename == "/proc/self/mem"
 
 
 def test_a_text_has_the_line_ends_that_python_reads(tmp_path: Path) -> None:

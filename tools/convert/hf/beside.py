@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megaprec.errors import UserError
+from megaprec.parsing import read_regular
 
 POINTER = b"version https://git-lfs.github.com/spec/"
 ADAPTER = "adapter_config.json"
@@ -15,7 +16,7 @@ _OTHERS = {".gguf": "llama.cpp", ".onnx": "ONNX", ".h5": "TensorFlow", ".msgpack
 def require_fetched(path: Path) -> None:
     """Raise UserError for a folder with a file that Git LFS has not fetched, of any format."""
     for file in sorted(path.iterdir()):
-        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(POINTER):
+        if file.is_file() and file.stat().st_size < 1024 and read_regular(file).startswith(POINTER):
             raise UserError(f"{file} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
 
 

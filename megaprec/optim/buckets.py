@@ -1,5 +1,6 @@
 """The cut of a model's parameters into buckets: those that share a flat buffer, a reduction and an all-gather."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -21,18 +22,20 @@ def buckets(
     every holder cuts them into the same slices. So do experts on ranks of their own, parameters that torch has sharded
     over more ranks than the tensor-parallel ones, and parameters that balance loads.
     """
-    kinds: dict[tuple[object, ...], list[list[nn.Parameter]]] = {}
+    last: dict[tuple[object, ...], list[nn.Parameter]] = {}  # the bucket of each kind that is being filled
+    elements = Counter[tuple[object, ...]]()
     found = []
     for parameter in parameters:
         layout, first, kept = layout_of(parameter), layout_of(parameter).parts[0], moments(parameter)
         ranks = first.shards * first.copies
         marks = layout.tied, layout.again, layout.expert, layout.balancing
         kind = (*marks, param_dtype(parameter, plan), ranks, kept)
-        alike = kinds.setdefault(kind, [])
-        if not alike or sum(p.numel() for p in alike[-1]) >= size:
-            alike.append([])
-            found.append(alike[-1])
-        alike[-1].append(parameter)
+        if kind not in last or elements[kind] >= size:
+            last[kind] = []
+            elements[kind] = 0
+            found.append(last[kind])
+        last[kind].append(parameter)
+        elements[kind] += parameter.numel()
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import attach_whole
 from megaprec.optim import optimizer as module
+from megaprec.optim.buckets import buckets
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.optim.rule_by_name import rule
 from megaprec.optim.update_rules import VECTOR
@@ -86,3 +87,19 @@ def test_an_update_does_not_depend_on_the_slices(name: str, numbers: str) -> Non
 def test_without_padding_the_end_of_a_slice_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "update_padded", lambda rule, *rest: rule.update_(*rest))
     assert differing("adamw", PLANS["fp32"], 1)
+
+
+def test_the_cut_into_buckets_looks_at_each_parameter_once() -> None:
+    looks = 0
+
+    class Counted(nn.Parameter):
+        def numel(self) -> int:
+            nonlocal looks
+            looks += 1
+            return super().numel()
+
+    model = nn.ParameterList([Counted(torch.zeros(3, 3)) for _ in range(200)])
+    attach_whole(model)
+    looks = 0
+    assert [len(alike) for alike in buckets([*model.parameters()], plan("fp32"), 900)] == [100, 100]
+    assert looks == 200

@@ -17,6 +17,7 @@
 set -euo pipefail
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # ranks that start again must not meet the addresses of those before them
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-100}" # seconds for the last step and its checkpoint
 exec python -P -m tools.training.torchrun --nnodes "$NODES" --nproc-per-node "$RANKS" \
     --max-restarts "${RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "$HEAD:${PORT:-29500}" --rdzv-id "${JOB:-megaprec}" \

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import uuid
@@ -37,8 +38,22 @@ class Hosts:
 
     def cut(self) -> None:
         """From now on nothing that one host sends reaches the other, and neither is told so."""
+        self._set_link("down")
+
+    def mend(self) -> None:
+        """From now on it does again."""
+        self._set_link("up")
+
+    def lose(self, host: int) -> None:
+        """Nothing of the host runs any more, and nothing that is sent to it is answered."""
+        self.cut()
+        for pid in _ip("netns", "pids", self.spaces[host]).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+    def _set_link(self, state: str) -> None:
         for space, end in zip(self.spaces, self.ends, strict=True):
-            _ip("-n", space, "link", "set", end, "down")
+            _ip("-n", space, "link", "set", end, state)
 
     def remove(self) -> None:
         """Nothing stays behind, also if a test has failed in the middle of it."""
@@ -60,8 +75,8 @@ class Hosts:
         return self._started[-1]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
 @contextmanager

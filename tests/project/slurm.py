@@ -1,6 +1,5 @@
 """A real Slurm on two played hosts, each a node with one CPU and one "GPU"; one of them has the controller too."""
 
-import os
 import shutil
 import subprocess
 import time
@@ -73,11 +72,8 @@ class Cluster:
         return "\n".join(f"== {file.name}\n{file.read_text()}" for file in sorted(self.folder.glob("*.txt")))
 
     def lose_node(self) -> None:
-        """Lose the host without the controller: nothing of it runs, and nothing that is sent to it is answered."""
-        self.hosts.cut()
-        space = self.hosts.spaces[1 - self.controller]
-        for pid in subprocess.run(["ip", "netns", "pids", space], capture_output=True, check=True).stdout.split():
-            os.kill(int(pid), 9)
+        """Lose the host without the controller."""
+        self.hosts.lose(1 - self.controller)
 
 
 @contextmanager

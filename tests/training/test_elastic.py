@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaprec.errors import UserError
-from tests.hosts import free_port
+from tests.hosts import ADDRESSES, Hosts, two_hosts
 from tests.runs import assert_close, steps, train, train_on, write_run
 from tools.config.run_file import load_run
 from tools.journal.records import read_events
@@ -145,31 +144,16 @@ def test_ranks_beyond_the_layout_are_spares_that_end_with_the_run(run_file: Path
     assert steps(tmp_path / "one") == steps(train_on(run_file, f"train.folder={tmp_path / 'two'}", data=2))
 
 
-class Machine:
-    """A torchrun of the template, which plays a machine of one rank; the one with host=True must live."""
-
-    def __init__(self, run_file: Path, folder: Path, port: int, host: bool) -> None:
-        said = {"HEAD": "127.0.0.1", "PORT": port, "NODES": "1:2", "RANKS": 1, "ADDRESS": "127.0.0.1", "IS_HOST": host}
-        environment = {name: str(int(value) if isinstance(value, bool) else value) for name, value in said.items()}
-        paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
-        environment |= {"PATH": os.pathsep.join(paths), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        elastic = ["parallel.elastic=true", "parallel.data=2", "checkpoint.every=5"]
-        endless = ["train.steps=1000000", "lr.peak=1e-6", f"train.folder={folder}", "log.every=10"]
-        words = ["bash", str(ROOT / "examples" / "torchrun.sh"), str(run_file), *EXACT, *elastic, *endless]
-        with (folder.parent / "machines.log").open("a") as log:
-            self.process = subprocess.Popen(
-                words, cwd=folder.parent, env={**os.environ, **environment}, stdout=log, stderr=log
-            )
-
-    def ranks(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
-
-    def lose(self) -> None:
-        """End the machine without a word."""
-        for pid in (self.process.pid, *self.ranks()):
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+def machine(hosts: Hosts, host: int, run_file: Path, folder: Path) -> subprocess.Popen:
+    """The template's torchrun on a host, with one rank; the first host is the one that must live."""
+    meet = {"HEAD": ADDRESSES[0], "PORT": "29500", "NODES": "1:2", "RANKS": "1", "IS_HOST": str(1 - host)}
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    own = {"ADDRESS": ADDRESSES[host], "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    elastic = ["parallel.elastic=true", "parallel.data=2", "checkpoint.every=5", "parallel.timeout=10"]
+    endless = ["train.steps=1000000", "lr.peak=1e-6", f"train.folder={folder}", "log.every=10"]
+    words = ["bash", str(ROOT / "examples" / "torchrun.sh"), str(run_file), *EXACT, *elastic, *endless]
+    with (folder.parent / "machines.log").open("ab") as log:
+        return hosts.start(host, words, meet | own, log)
 
 
 def until_applied(folder: Path, ranks: int, more: int = 10) -> None:
@@ -184,25 +168,31 @@ def until_applied(folder: Path, ranks: int, more: int = 10) -> None:
             began = last[0]["step"]
 
 
-@pytest.mark.slow
-def test_a_run_on_two_machines_goes_on_on_one_and_takes_the_other_in_again(run_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.campaign)],
+    ids=["host is lost", "link is cut"],
+)
+def test_a_run_on_two_hosts_goes_on_on_one_and_takes_the_other_in_again(
+    lost: bool, run_file: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    port = free_port()
-    machines = [Machine(run_file, folder, port, host) for host in (True, False)]
-    try:
+    with two_hosts() as hosts:
+        first, second = (machine(hosts, host, run_file, folder) for host in range(2))
         until_applied(folder, 2)
-        machines[1].lose()
+        if lost:
+            hosts.lose(1)
+        else:
+            hosts.cut()
         until_applied(folder, 1)
-        machines[1] = Machine(run_file, folder, port, host=False)
+        assert second.wait(600) != 0
+        hosts.mend()
+        second = machine(hosts, 1, run_file, folder)
         until_applied(folder, 2)
-        machines[0].process.terminate()
-        machines[1].process.terminate()
-        for machine in machines:
-            machine.process.wait(600)
-    finally:
-        for machine in machines:
-            if machine.process.poll() is None:
-                machine.lose()
+        for one in (first, second):
+            one.terminate()
+        for one in (first, second):
+            one.wait(600)
     assert [event["ranks"] for event in read_events(folder, "restart")] == [1, 2]
     taken = len(steps(folder))
     undisturbed = [*EXACT, f"train.steps={taken}", "lr.peak=1e-6", f"train.folder={tmp_path / 'whole'}"]

@@ -8,10 +8,12 @@ filesystem can be told in one line.
 """
 
 import errno
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 REMEDIES = {
     errno.ENOSPC: "free some room there",
@@ -43,6 +45,19 @@ def named(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def read_whole(path: Path) -> bytes:
+    """Return the bytes of a file. Raises OSError with the path, also for a fault of the disk in the middle of it."""
+    with named(path):
+        return path.read_bytes()
+
+
+@contextmanager
+def reading(path: Path | str, buffering: int = -1) -> Iterator[io.BufferedReader]:
+    """Open a file for reading. An OSError while it is read names it."""
+    with named(Path(path)), open(path, "rb", buffering=buffering) as file:
+        yield cast(io.BufferedReader, file)
 
 
 def sync(path: Path) -> None:

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaprec.durable import reading
+
 OWN = "digest"  # key in checkpoint.json: the digest of the rest of checkpoint.json
 OTHERS = "sha256"  # key in checkpoint.json: digests of the other files, by name
 
 
 def file_digest(file: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hex."""
-    with file.open("rb") as opened:
+    with reading(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 

@@ -32,7 +32,7 @@ from megaprec.checkpoint.reader import FORMAT, INDEX
 from megaprec.checkpoint.shard_file import write_shard
 from megaprec.checkpoint.snapshot import take_snapshot
 from megaprec.comm.everyones import everyones
-from megaprec.durable import file_error, named, sync, write_file
+from megaprec.durable import file_error, named, read_whole, sync, write_file
 from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -248,7 +248,7 @@ def _merged(partial: Path, ranks: Iterable[int]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     digests: dict[str, str] = {}
     for file in (partial / _list_of(rank) for rank in ranks):
-        part = json.loads(file.read_text())
+        part = json.loads(read_whole(file))
         for key, value in part["tensors"].items():
             tensors.setdefault(key, {**value, "chunks": []})["chunks"] += value["chunks"]
         digests |= part[OTHERS]

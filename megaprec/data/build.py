@@ -28,7 +28,7 @@ from megaprec.data.text import Source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_sentencepiece
 from megaprec.data.workers import Chunk, encode_chunks
-from megaprec.durable import named
+from megaprec.durable import named, reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 
@@ -290,5 +290,5 @@ def _refuse_overwriting(prefix: Path, overwrite: bool) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    with reading(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

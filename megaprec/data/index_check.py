@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from megaprec.data.files import beside, write_whole
+from megaprec.durable import reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
 
@@ -89,7 +90,7 @@ def _record(path: Path) -> Path:
 def _check_and_record(index: Index) -> None:
     began, before = time.time_ns(), index.path.stat()
     _check_all(index)
-    with index.path.open("rb") as file:
+    with reading(index.path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     after = index.path.stat()
     same = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from megaprec.data.files import beside, discard, open_part, publish
 from megaprec.data.index_check import CHUNK, Index, corrupt, require_sound
+from megaprec.durable import reading
 from megaprec.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -294,7 +295,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
 
     Raises UserError if the sizes are inconsistent.
     """
-    with open(path, "rb") as file:
+    with reading(path) as file:
         head = file.read(HEADER.size)
     if head.startswith(OLD_MAGIC):
         raise UserError(

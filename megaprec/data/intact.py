@@ -28,6 +28,7 @@ import numpy as np
 from megaprec.data.files import beside, write_whole
 from megaprec.data.index_check import SETTLED, known_check
 from megaprec.data.indexed import IndexedDataset
+from megaprec.durable import reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_regular
 
@@ -134,7 +135,7 @@ def scan_file(file: Path, dtype: np.dtype | None = None, again: bool = False) ->
     if not again and (known := _remembered(file, dtype)):
         return known
     began = time.time_ns()
-    with file.open("rb") as opened:
+    with reading(file) as opened:
         before = _state(os.fstat(opened.fileno()), dtype)
         seen = _scan(opened, dtype)
         after = _state(os.fstat(opened.fileno()), dtype)
@@ -145,7 +146,7 @@ def scan_file(file: Path, dtype: np.dtype | None = None, again: bool = False) ->
 
 def block_digests(file: Path) -> list[str]:
     """Return the SHA-256 of each BLOCK of a file."""
-    with file.open("rb") as opened:
+    with reading(file) as opened:
         return [hashlib.sha256(block).hexdigest() for block in iter(lambda: opened.read(BLOCK), b"")]
 
 
@@ -205,7 +206,7 @@ def _check_some_blocks(file: Path, dtype: np.dtype, record: dict[str, Any] | Non
     digests = known.get("sha256", []) if known.get("bytes") == BLOCK else []
     numbers = sorted(random.SystemRandom().sample(range(count), min(SAMPLED, count))) if record else _spread(count)
     made, lows, highs, began = hashlib.sha256(), list[int](), list[int](), time.time_ns()
-    with file.open("rb") as opened:
+    with reading(file) as opened:
         before = _state(os.fstat(opened.fileno()), dtype, sampled=True)
         for number in numbers:
             opened.seek(number * BLOCK)

@@ -27,6 +27,7 @@ from megaprec.data.tokenizer_files import (
     unread_keys,
     with_other_names,
 )
+from megaprec.durable import read_whole, reading
 from megaprec.errors import UserError
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -65,7 +66,7 @@ class SentencePieceTokenizer:
     holes: frozenset[int] = frozenset()
 
     def __init__(self, path: Path) -> None:
-        content = path.read_bytes()
+        content = read_whole(path)
         self._encode, self._processor = sentencepiece_encoder(content)
         require_whole(path, content)
         self.path = path
@@ -172,7 +173,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         inside = next((file for name in NAMES if (file := path / name).is_file()), None)
         give = f"{inside}" if inside else "a SentencePiece .model or a Hugging Face tokenizer.json"
         raise UserError(f"{path}{what}; give {give}")
-    with open(path, "rb") as file:
+    with reading(path) as file:
         content = file.read(4096)
     try:
         return HuggingFaceTokenizer(path) if is_json(content) else SentencePieceTokenizer(path)
@@ -188,7 +189,7 @@ def loaded_once(path: Path) -> Tokenizer | None:
     None if there is no file, or none that can be loaded.
     """
     try:
-        return _loaded(path, tuple(file.read_bytes() for file in (path, *settings_of(path))))
+        return _loaded(path, tuple(read_whole(file) for file in (path, *settings_of(path))))
     except (OSError, UserError):
         return None
 

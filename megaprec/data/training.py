@@ -15,6 +15,7 @@ from pathlib import Path
 import sentencepiece
 
 from megaprec.data.files import beside, write_whole
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 
 SAMPLE_CHARS = 4_000_000  # of text to learn a vocabulary from; ten times more changes tokens per text by some 1 %
@@ -107,7 +108,7 @@ def train_hugging_face(texts: Iterable[str], path: Path, vocab_size: int, overwr
 
 
 def _publish(path: Path, content: bytes, overwrite: bool) -> Path:
-    if path.exists() and path.read_bytes() != content and not overwrite:
+    if path.exists() and read_whole(path) != content and not overwrite:
         raise UserError(f"{path} exists and is another model; choose another name or remove it")
     write_whole(path, content)
     return path

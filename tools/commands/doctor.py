@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.resources import cores
 from parallel.described_world import joined_world
@@ -131,7 +132,7 @@ def _of_ranks(args: argparse.Namespace, ranks: int) -> list[Finding]:
         if not answer.is_file():
             said = f"{ranks} local ranks ended with code {code} before they had answered"
             return [wrong("ranks", said, "the line above says why")]
-        return [Finding(**one) for one in json.loads(answer.read_text(encoding="utf-8"))]
+        return [Finding(**one) for one in json.loads(read_whole(answer))]
 
 
 def _as_local_rank(asked: Asked, answer: Path) -> int:

@@ -16,6 +16,7 @@ from rich.progress import track
 
 from megaprec.checkpoint.atomic import checkpoints
 from megaprec.diagnose.nonfinite_trace import Trace
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.tf32 import tf32
 from models.replay import trace_modules
@@ -81,7 +82,7 @@ def _saved_run(folder: Path) -> RunConfig:
     """Return the run that `RunConfig.save_resolved` wrote: to run.resolved.toml if run.toml is the user's own file."""
     for name in ("run.toml", "run.resolved.toml"):
         path = folder / name
-        if path.is_file() and path.read_bytes().startswith(SAVED.encode()):
+        if path.is_file() and read_whole(path).startswith(SAVED.encode()):
             return load_run(path)
     raise UserError(f"{folder} has no run.toml that megaprec wrote: without it no step can be repeated")
 

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from megaprec.data.files import write_whole
 from megaprec.dialects.translate import DIALECTS
+from megaprec.durable import read_whole
 from megaprec.errors import UserError, did_you_mean
 from megaprec.optim.lr import LRSchedule
 from megaprec.parsing import parse_toml, read_text
@@ -168,7 +169,7 @@ class RunConfig(BaseModel):
     def save_resolved(self, folder: Path) -> Path:
         """Write the run to folder/run.toml, or to run.resolved.toml if the user's own file has that name."""
         path = folder / "run.toml"
-        if path.exists() and not path.read_bytes().startswith(SAVED.encode()):
+        if path.exists() and not read_whole(path).startswith(SAVED.encode()):
             path = folder / "run.resolved.toml"
         write_whole(path, self.as_toml(SAVED).encode())
         return path

@@ -16,6 +16,7 @@ from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.ranges import blocks, stored_shape
 from megaprec.checkpoint.reader import FORMAT, INDEX, Store
 from megaprec.diagnose.overflow_monitor import OverflowMonitor
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.optim.muon import MUON_MOMENTUM
 from megaprec.precision.plan import LossScaling
@@ -160,7 +161,7 @@ def native_target(source: Source, dtype: torch.dtype | None) -> Target:
 
     def finish(folder: Path) -> None:
         for file in source.tokenizer if main_file(source.tokenizer) else ():
-            (folder / file.name).write_bytes(file.read_bytes())
+            (folder / file.name).write_bytes(read_whole(file))
         _write_index(folder, source, dtypes)
 
     return Target({"to": "megaprec", "dtype": str(dtype)}, size, dtypes, reserve, finish, open_native)

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megaprec.durable import read_whole
 from megaprec.parsing import parse_json
 
 METRICS = "metrics.jsonl"
@@ -50,7 +51,7 @@ def read_lines(path: Path) -> list[Line]:
     """Return all lines but empty ones and a truncated last one; none if there is no file."""
     if not path.is_file():
         return []
-    contents = path.read_bytes().split(b"\n")  # the last is empty unless it was truncated
+    contents = read_whole(path).split(b"\n")  # the last is empty unless it was truncated
     *lines, last = [Line(number, content, _record(content)) for number, content in enumerate(contents, 1)]
     return [line for line in lines if line.content.strip()] + ([last] if last.record else [])
 

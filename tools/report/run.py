@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, parse_toml
 from tools.config.run_file import SAVED, RunConfig, load_run
@@ -60,7 +61,7 @@ class Run:
         """The resolved run file that the run has saved."""
         for name in ("run.toml", "run.resolved.toml"):
             path = self.folder / name
-            if path.is_file() and path.stat().st_size < LARGEST and path.read_bytes().startswith(SAVED.encode()):
+            if path.is_file() and path.stat().st_size < LARGEST and read_whole(path).startswith(SAVED.encode()):
                 return path
         return None
 
@@ -69,7 +70,7 @@ class Run:
         """Every key of the run file, with its origin."""
         if self.run_file is None:
             return []
-        return [*_keys(self.run_file.read_text(encoding="utf-8", errors="replace"))]
+        return [*_keys(read_whole(self.run_file).decode(errors="replace"))]
 
     @cached_property
     def config(self) -> RunConfig | str:
@@ -85,7 +86,7 @@ class Run:
         """Return a JSON file of the folder; None if there is none that can be read."""
         path = self.folder / name
         try:
-            return parse_json(path.read_bytes()) if path.is_file() and path.stat().st_size < LARGEST else None
+            return parse_json(read_whole(path)) if path.is_file() and path.stat().st_size < LARGEST else None
         except (OSError, ValueError):
             return None
 

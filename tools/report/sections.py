@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from parallel.pipeline.simulation import bubble, simulate
 from tools.config.layouts import in_words
@@ -210,7 +211,7 @@ def fp8(run: Run) -> Html | None:
         body += table(("step", "alarms"), cells).text
     path = run.folder / PICTURE
     if path.is_file() and path.stat().st_size < LARGEST_PICTURE:
-        content = path.read_bytes()
+        content = read_whole(path)
         if content.startswith(b"\x89PNG"):
             data = base64.b64encode(content).decode()
             body += f'<div class="scroll"><img class="wide" alt="FP8 shadow" src="data:image/png;base64,{data}"/></div>'

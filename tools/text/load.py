@@ -17,6 +17,7 @@ from megaprec.checkpoint.integrity import require_intact
 from megaprec.checkpoint.reader import Store
 from megaprec.comm.axis import Axis
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.precision.plan import plan
 from models.config import ModelConfig
@@ -81,7 +82,7 @@ def load_model(
     stage = kind(config, Context(plan(compute), tp), cut, tied)
     read_weights(stage, source)
     notes = [*folder_notes(source.path, source.tokenizer), *(words.notes if words else ()), *_left_out(source, words)]
-    if tokenizer and own and own.read_bytes() != tokenizer.read_bytes():
+    if tokenizer and own and read_whole(own) != read_whole(tokenizer):
         notes.append(
             f"{tokenizer} is used, not {own}, which the model was trained with: their tokens must mean the same"
         )

@@ -25,6 +25,7 @@ from megaprec.data.samples import Resets, Samples, count_samples, split
 from megaprec.data.text import Source, open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer, loaded_once
 from megaprec.data.training import train_sentencepiece
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.resources import cores
 from models.config import ModelConfig
@@ -228,7 +229,7 @@ def _given(config: RunConfig) -> Path | None:
         return Path(config.data.tokenizer)
     left = [beside(part.prefix, ".model") for part in _parts(config) if part.ready]
     there = [file for file in left if file.is_file()]
-    if any(file.read_bytes() != there[0].read_bytes() for file in there[1:]):
+    if any(read_whole(file) != read_whole(there[0]) for file in there[1:]):
         raise UserError(
             f"data.blend: {', '.join(map(str, there))} are different tokenizers, so equal token ids mean "
             "different tokens: build the data sets with one --tokenizer"
@@ -274,7 +275,7 @@ class _Encoding:
     @property
     def there(self) -> bool:
         """Return True if the file exists and is the required tokenizer."""
-        return self.file.is_file() and (self.kept is None or self.file.read_bytes() == self.kept.read_bytes())
+        return self.file.is_file() and (self.kept is None or read_whole(self.file) == read_whole(self.kept))
 
 
 def _build(config: RunConfig, texts: Sequence[_Part], given: Path | None, allowed: Collection[str]) -> Path:
@@ -329,7 +330,7 @@ def _build_alone(
     if problems:
         raise UserError(*problems)
     if encoding.kept and not encoding.there:
-        write_whole(encoding.file, encoding.kept.read_bytes())
+        write_whole(encoding.file, read_whole(encoding.kept))
         print(f"restored {encoding.file} from {encoding.kept}", file=sys.stderr, flush=True)
     elif encoding.vocab_size is not None:
         texts = chain.from_iterable(sources.values())

@@ -14,6 +14,7 @@ from megaprec.checkpoint.atomic import latest
 from megaprec.data.blend import Blend
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples
+from megaprec.durable import read_whole
 from megaprec.resources import cores
 from models.router import PLAIN
 from tools.config.run_file import RunConfig
@@ -85,7 +86,7 @@ def _other_words(config: RunConfig, corpus: Corpus) -> Iterator[str]:
     if not initial or not corpus.tokenizer or latest(config.checkpoint_folder):
         return
     _, own, _ = initial_model(Path(initial))
-    if own and own.read_bytes() != corpus.tokenizer.path.read_bytes():
+    if own and read_whole(own) != read_whole(corpus.tokenizer.path):
         yield (
             f"{corpus.tokenizer.path} is another tokenizer than {own}, with which the weights of train.init_from were "
             "trained: equal ids must mean the same tokens"

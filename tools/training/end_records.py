@@ -12,6 +12,7 @@ from threading import Thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megaprec.data.files import write_whole
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from parallel.hangs.heartbeat import Beat
 
@@ -77,7 +78,7 @@ def read_records(folder: Path) -> Sequence[EndRecord]:
 
 def _read(file: Path) -> EndRecord:
     try:
-        return EndRecord.model_validate_json(file.read_bytes())
+        return EndRecord.model_validate_json(read_whole(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from error
     except ValidationError as error:

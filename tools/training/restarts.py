@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.atomic import latest
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from tools.config.layouts import largest_fitting
 from tools.config.run_file import RunConfig
@@ -135,6 +136,6 @@ def reason_to_end(environ: Mapping[str, str] = os.environ) -> str:
 def _reason(note: Path) -> str:
     """Return the reason that `note_failure` has stored; empty if it is not whole."""
     try:
-        return str(json.loads(note.read_bytes())["message"]["message"])
+        return str(json.loads(read_whole(note))["message"]["message"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprec.checkpoint.reader import Store
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from models.config import ModelConfig
 from tools.config.checks import make_rule
@@ -151,7 +152,7 @@ def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
 def _other_tokenizer(store: Store, corpus: Corpus) -> Iterator[Difference]:
     """Return a difference if the tokenizer is another one: equal token ids then mean different tokens."""
     was, tokenizer = read_tokenizer(store), corpus.tokenizer
-    if was and (tokenizer is None or was.read_bytes() != tokenizer.path.read_bytes()):
+    if was and (tokenizer is None or read_whole(was) != read_whole(tokenizer.path)):
         is_not = f"{tokenizer.path} is not" if tokenizer else "there is none, which is not"
         yield Difference(
             "tokenizer",

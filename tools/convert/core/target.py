@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megaprec.checkpoint.digests import raw
-from megaprec.durable import sync
+from megaprec.durable import read_whole, sync
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json
 from tools.convert.core.finite import NotFinite
@@ -144,7 +144,7 @@ class Journal:
         """Return the complete lines, without a last one that was truncated by a kill."""
         if not self.path.is_file():
             return []
-        content = self.path.read_bytes()
+        content = read_whole(self.path)
         whole = content[: content.rfind(b"\n") + 1]
         os.truncate(self.path, len(whole))
         try:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megaprec.checkpoint.digests import raw
+from megaprec.durable import named, reading
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json
 
@@ -96,7 +97,7 @@ class Stored:
     def _check(self) -> None:
         """Raise UserError if the bytes are others than the file says. They are never in memory as a whole."""
         made, rest = 0, self._span * self.dtype.itemsize
-        with open(self.file, "rb", buffering=0) as file:
+        with reading(self.file, buffering=0) as file:
             file.seek(self.start)
             while rest and (piece := file.read(min(PIECE, rest))):
                 made, rest = zlib.crc32(piece, made), rest - len(piece)
@@ -114,7 +115,7 @@ class Stored:
         if self.start < 0 or self.start + size > self.file.stat().st_size:
             raise UserError(f"{self.file} is truncated: it ends before its tensors do")
         values = torch.empty(size, dtype=torch.uint8)
-        with open(self.file, "rb", buffering=0) as file:
+        with reading(self.file, buffering=0) as file:
             file.seek(self.start)
             rest = values.numpy().data
             while rest and (done := file.readinto(rest)):
@@ -129,7 +130,7 @@ def safetensors_in(file: Path) -> dict[str, Stored]:
     try:
         with safe_open(file, "pt"):
             pass
-        with open(file, "rb") as opened:
+        with reading(file) as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = parse_json(opened.read(length))
     except (OSError, SafetensorError, ValueError, struct.error) as error:
@@ -170,7 +171,7 @@ def allocate(descriptor: int, size: int) -> None:
 def fill(file: Path, start: int, values: Tensor) -> None:
     """Write `values` at byte `start` of an allocated file."""
     content = raw(values)
-    with open(file, "r+b", buffering=0) as opened:
+    with named(file), open(file, "r+b", buffering=0) as opened:
         opened.seek(start)
         while content:
             content = content[opened.write(content[:PIECE]) :]

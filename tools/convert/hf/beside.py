@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import read_regular
 
@@ -36,7 +37,7 @@ def require_plain(path: Path, indices: Mapping[str, str]) -> None:
     """
     require_no_adapter(path)
     for index, single in indices.items():
-        if (path / index).is_file() and (path / single).is_file() and single not in (path / index).read_text():
+        if (path / index).is_file() and (path / single).is_file() and single.encode() not in read_whole(path / index):
             raise UserError(f"{path} has both {single} and {index}, which names other files: take one of them out")
 
 

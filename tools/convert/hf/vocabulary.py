@@ -16,6 +16,7 @@ import sentencepiece
 from megaprec.data.encoding import sentencepiece_encoder
 from megaprec.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megaprec.data.tokenizer_files import CONFIG, SAVE_ANEW, SETTINGS, SPECIAL_MAP, protobuf_fields
+from megaprec.durable import read_whole
 from megaprec.errors import UserError
 from megaprec.parsing import parse_json, read_text
 
@@ -66,7 +67,7 @@ def folder_notes(folder: Path, files: Sequence[Path]) -> Iterator[str]:
     if pieces is None:
         return
     try:
-        model = sentencepiece_encoder(pieces.read_bytes())[1]
+        model = sentencepiece_encoder(read_whole(pieces))[1]
     except RuntimeError:
         yield f"{file} is read, not {pieces.name} beside it, which is no SentencePiece model"
         return
@@ -105,14 +106,14 @@ def write_tokenizer(files: Sequence[Path], folder: Path, begin: int | None = Non
     (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
     given, extras = next((f for f in files if f.name == CONFIG), None), [f for f in files if f.name == SPECIAL_MAP]
     if given:
-        (folder / CONFIG).write_bytes(given.read_bytes())
+        (folder / CONFIG).write_bytes(read_whole(given))
     else:
         named = [role for extra in extras for role in parse_json(read_text(extra))]
         (folder / CONFIG).write_text(
             json.dumps(_config(content, tokenizer, begin, named), indent=2, ensure_ascii=False)
         )
     for extra in extras:
-        (folder / extra.name).write_bytes(extra.read_bytes())
+        (folder / extra.name).write_bytes(read_whole(extra))
     probe = PROBE + _spelled(file)
     if load_tokenizer(folder / "tokenizer.json").encode(probe) != tokenizer.encode(probe):
         raise UserError(f"{file} cannot be put as a tokenizer.json: it would split texts otherwise")
@@ -135,7 +136,7 @@ def _spelled(file: Path) -> str:
 
 def _user_defined(file: Path) -> list[str]:
     """Pieces that a SentencePiece model splits off wherever they stand, the longest first."""
-    pieces = [dict(protobuf_fields(value)) for number, value in protobuf_fields(file.read_bytes()) if number == 1]
+    pieces = [dict(protobuf_fields(value)) for number, value in protobuf_fields(read_whole(file)) if number == 1]
     found = [piece[1].decode() for piece in pieces if piece.get(3) == USER_DEFINED]
     return sorted(found, key=lambda symbol: (-len(symbol), symbol))
 
@@ -155,7 +156,7 @@ def _config(content: dict[str, Any], tokenizer: Tokenizer, begin: int | None, na
 def _as_tokenizer_json(file: Path) -> dict[str, Any]:
     """A SentencePiece BPE model in the words of Hugging Face's tokenizers."""
     model = sentencepiece.SentencePieceProcessor()
-    model.LoadFromSerializedProto(file.read_bytes())
+    model.LoadFromSerializedProto(read_whole(file))
     dummy_prefix = _check_model(file)
     pieces = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
     special = [i for i in pieces.values() if model.is_control(i) or model.is_unknown(i)]
@@ -208,7 +209,7 @@ def _merges(plain: dict[str, int], model: Any) -> Iterator[tuple[str, str]]:
 
 def _check_model(file: Path) -> bool:
     """Return True if a space is put before texts. Raises UserError for unsupported kinds of models."""
-    whole = dict(protobuf_fields(file.read_bytes()))
+    whole = dict(protobuf_fields(read_whole(file)))
     trainer, normalizer = dict(protobuf_fields(whole.get(2, b""))), dict(protobuf_fields(whole.get(3, b"")))
     if trainer.get(3, 1) != BPE:
         raise UserError(f"{file} is no byte-pair model; others cannot be put as a tokenizer.json here")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megaprec.durable import reading
 from megaprec.errors import UserError
 from models.router import is_correction
 from tools.convert.core.names import megatron
@@ -295,7 +296,7 @@ def _local_name(name: str, stage: int, layers: int, pp: int) -> str | None:
 def _storage_starts(file: Path) -> list[int]:
     """Return the first bytes of the storages of a torch file, in the order in which they were saved."""
     starts = {}
-    with zipfile.ZipFile(file) as archive, open(file, "rb") as opened:
+    with zipfile.ZipFile(file) as archive, reading(file) as opened:
         for entry in archive.infolist():
             folder, _, number = entry.filename.rpartition("/")
             if folder.endswith("/data") and number.isdigit():

@@ -1,0 +1,68 @@
+"""An error of the disk while a file is read names the file: the system does not say which one it was."""
+
+import ast
+import errno
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megaprec.durable import file_error, read_whole, reading
+from tests.project.test_readme import ROOT
+
+FAILS = Path("/proc/self/mem")  # nothing is mapped at its beginning, so to read it is an I/O error
+OTHERWISE = {
+    "parallel/hangs/heartbeat.py": "files of the kernel, which may be missing",
+    "megaprec/resources.py": "files of the kernel, which may be missing",
+    "megaprec/diagnose/position.py": "files of the kernel, which may be missing",
+    "megaprec/optim/native.py": "its own source",
+    "megaprec/data/files.py": "a file that is written",
+    "megaprec/data/encoding.py": "a worker without the package; the process that started it names the file",
+    "megaprec/data/readers.py": "its errors have the file, and the line too",
+    "tools/convert/core/untrusted.py": "a process without the package; the process that started it names the file",
+    "tools/training/torchrun.py": "files of the kernel, which may be missing",
+    "tools/journal/wandb_tracker.py": "its errors are told with the tracker",
+}
+OWN_FILES = ("tools/bench/", "tools/doctor/", "tools/parity/", "tools/prove/")  # read what they have just written
+
+
+def unnamed_reads(file: Path) -> Iterator[int]:
+    """Yield the lines of a module that read a file, but not by `read_whole`, `reading` or inside `named`."""
+    tree = ast.parse(file.read_text())
+    inside = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With) and any("named(" in ast.unparse(item.context_expr) for item in node.items)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and id(node) not in inside:
+            function, words = ast.unparse(node.func), ast.unparse(node)
+            opens = re.search(r"(^|\.)open$", function) and re.search(r"['\"]r?b?\+?b?['\"]", words)
+            if opens or re.search(r"\.(read_bytes|read_text)$", function):
+                yield node.lineno
+
+
+def test_all_that_users_give_is_read_so_that_an_error_names_it() -> None:
+    files = [file for room in ("megaprec", "models", "parallel", "tools") for file in (ROOT / room).rglob("*.py")]
+    names = {str(file.relative_to(ROOT)): file for file in files}
+    found = {
+        f"{name}:{line}"
+        for name, file in names.items()
+        if name not in OTHERWISE and not name.startswith(OWN_FILES)
+        for line in unnamed_reads(file)
+    }
+    assert not found
+    assert all([*unnamed_reads(names[name])] for name in OTHERWISE), "one of these needs no exception any more"
+
+
+@pytest.mark.skipif(not FAILS.exists(), reason="no file here fails when it is read")
+def test_a_disk_that_fails_in_the_middle_of_a_file_is_told_with_its_name() -> None:
+    with pytest.raises(OSError, match="Input/output error") as whole:
+        read_whole(FAILS)
+    with pytest.raises(OSError, match="Input/output error") as part, reading(FAILS) as file:
+        file.read(10)
+    for error in (whole.value, part.value):
+        assert (error.errno, error.filename) == (errno.EIO, str(FAILS))
+        assert file_error(error) == f"{FAILS}: Input/output error (EIO): look at the disk"

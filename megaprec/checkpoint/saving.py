@@ -155,8 +155,15 @@ class Saving:
             self._error = error
 
     def _write(self, partial: Path) -> None:
-        """Write this rank's files, and the list of them that rank 0 will read."""
-        digests = {name: write_shard(partial / name, held) for name, held in self._snapshot.files.items()}
+        """Write this rank's files, and the list of them that rank 0 will read. Free the copy as it is written.
+
+        To free it takes a fifth of the time of copying it, for which the thread that trains would wait.
+        """
+        digests, files = dict[str, str](), self._snapshot.files
+        while files:
+            name = next(iter(files))
+            digests[name] = write_shard(partial / name, files[name])
+            del files[name]
         if self._world.rank == 0:
             digests |= {file.name: _copy(file, partial) for file in self._files}
         part = {"tensors": self._snapshot.entries, OTHERS: digests}
@@ -173,7 +180,7 @@ class Saving:
     def _close(self, job: Callable[[], None]) -> None:
         """Go on to the last state: with this job rank 0 makes the checkpoint, or removes what there is of one."""
         self._closing, self._thread = True, None
-        self._snapshot.files.clear()  # frees the copy
+        self._snapshot.files.clear()  # what is left of the copy after an error
         if self._world.rank == 0:
             self._run(job)
 

@@ -71,6 +71,7 @@ def _round(bench: train.Bench, folder: Path) -> dict[str, Any]:
     saving = Saving(folder, bench.number, optimizer, {}, keep=1, background=True)
     stall, beside = time.perf_counter() - start, list[float]()
     while True:
+        dist.barrier()  # ranks whose steps differ wait for each other with or without a save
         start = time.perf_counter()
         outcome = saving.poll()
         stall += time.perf_counter() - start

@@ -47,7 +47,10 @@ class Hosts:
     def lose(self, host: int) -> None:
         """Nothing of the host runs any more, and nothing that is sent to it is answered."""
         self.cut()
-        for pid in _ip("netns", "pids", self.spaces[host]).split():
+        self._kill_all(self.spaces[host])
+
+    def _kill_all(self, space: str) -> None:
+        for pid in _ip("netns", "pids", space).split():
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 
@@ -62,6 +65,7 @@ class Hosts:
             process.wait()
         for space in self.spaces:
             with suppress(subprocess.CalledProcessError):
+                self._kill_all(space)  # what the processes have started may outlive them
                 _ip("netns", "del", space)
 
     def start(

@@ -11,12 +11,13 @@ Each head is computed separately, so its numbers do not depend on how many heads
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_HEADS = 4  # heads at a time: fewer and larger calls; more heads do not stay in the cache
 _ROWS = 256  # query rows at a time: their scores for 512 keys take a quarter of a megabyte
 _SHORT = 128  # tokens: with fewer, the many small products take longer than the fused kernel
 
@@ -59,34 +60,59 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in (query, key, value))
         ctx.save_for_backward(q, k, v)
-        ctx.attn_mask, ctx.rows, ctx.scale, groups = attn_mask, rows, scale, q.shape[1] // k.shape[1]
+        ctx.attn_mask, ctx.rows, ctx.scale = attn_mask, rows, scale
         mixed = torch.empty_like(query)  # with the query's strides, so that the next layer needs no copy
-        for b, n, first, last, bias in _runs(query, attn_mask, rows):
-            m = n // groups
-            weights = _weights(q[b, n, first:last], k[b, m, :last], bias, scale)
-            torch.mm(weights, v[b, m, :last], out=mixed[b, n, first:last])
+        for run in _runs(q, k, attn_mask, rows):
+            weights = _weights(run.queries(q), run.keys(k), run.bias, scale)
+            torch.bmm(weights, run.keys(v), out=run.queries(mixed))
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v), grad = ctx.saved_tensors, grad.contiguous()
+        (q, k, v), grad, scale = ctx.saved_tensors, grad.contiguous(), ctx.scale
         grad_q, grad_k, grad_v = torch.empty_like(q), *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-        scale, groups = ctx.scale, q.shape[1] // k.shape[1]
-        for b, n, first, last, bias in _runs(q, ctx.attn_mask, ctx.rows):
-            m, rows, wanted = n // groups, q[b, n, first:last], grad[b, n, first:last]
-            weights = _weights(rows, k[b, m, :last], bias, scale)
-            grad_v[b, m, :last] += weights.t() @ wanted
-            grad_scores = torch._softmax_backward_data(wanted @ v[b, m, :last].t(), weights, -1, weights.dtype)
-            grad_q[b, n, first:last].addmm_(grad_scores, k[b, m, :last], beta=0, alpha=scale)
-            grad_k[b, m, :last].add_(grad_scores.t() @ rows, alpha=scale)
+        for run in _runs(q, k, ctx.attn_mask, ctx.rows):
+            rows, keys, wanted = run.queries(q), run.keys(k), run.queries(grad)
+            weights = _weights(rows, keys, run.bias, scale)
+            run.add(grad_v, torch.bmm(weights.mT, wanted), 1.0)
+            grad_scores = torch._softmax_backward_data(torch.bmm(wanted, run.keys(v).mT), weights, -1, weights.dtype)
+            run.queries(grad_q).baddbmm_(grad_scores, keys, beta=0, alpha=scale)
+            run.add(grad_k, torch.bmm(grad_scores.mT, rows), scale)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
-def _runs(query: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[tuple[int, int, int, int, Tensor]]:
-    """Yield sample, head, query rows [first, last), and the bias that is added to their scores for keys [0, last)."""
+class _Run(NamedTuple):
+    """Heads of a sample, some of its query rows, and all keys that these may attend to: [0, last)."""
+
+    sample: int
+    heads: slice
+    key_heads: slice | list[int]  # heads of the keys, one for each of heads; a list if several heads share one
+    rows: slice
+    bias: Tensor  # [1, rows, keys], added to the scores
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Return a view of these heads and rows of x [b, n, s, d]: [heads, rows, d]."""
+        return x[self.sample, self.heads, self.rows]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Return these heads and keys of x [b, n / groups, s, d]: [heads, keys, d]; a copy if heads share keys."""
+        return x[self.sample, self.key_heads, : self.rows.stop]
+
+    def add(self, total: Tensor, part: Tensor, factor: float) -> None:
+        """Add factor * part [heads, keys, d] to these keys of total [b, n / groups, s, d]."""
+        if isinstance(self.key_heads, slice):
+            self.keys(total).add_(part, alpha=factor)
+            return
+        for head, one in zip(self.key_heads, part, strict=True):
+            total[self.sample, head, : self.rows.stop].add_(one, alpha=factor)
+
+
+def _runs(query: Tensor, key: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[_Run]:
     samples, heads, length, _ = query.shape
-    starts, places = range(0, length, rows), [(b, n) for b in range(samples) for n in range(heads)]
+    groups = heads // key.shape[1]
+    together = [slice(n, min(n + _HEADS, heads)) for n in range(0, heads, _HEADS)]
+    starts, places = range(0, length, rows), [(b, some) for b in range(samples) for some in together]
     if type(query) is not Tensor:  # a fake tensor has no values: the last, longest runs take as much memory as all
         starts, places = starts[-2:], places[:2]
     for first in starts:
@@ -95,8 +121,10 @@ def _runs(query: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[tuple[
         if attn_mask is not None:
             attends = attends & attn_mask.view(-1, length, length)[:, first:last, :last]
         bias = torch.zeros(attends.shape, dtype=query.dtype).masked_fill_(~attends, -math.inf).expand(samples, -1, -1)
-        yield from ((b, n, first, last, bias[b]) for b, n in places)
+        for b, some in places:
+            keys = some if groups == 1 else [n // groups for n in range(some.start, some.stop)]
+            yield _Run(b, some, keys, slice(first, last), bias[b : b + 1])
 
 
 def _weights(query: Tensor, key: Tensor, bias: Tensor, scale: float) -> Tensor:
-    return torch.softmax(torch.addmm(bias, query, key.t(), alpha=scale), -1)
+    return torch.softmax(torch.baddbmm(bias, query, key.mT, alpha=scale), -1)

@@ -37,7 +37,7 @@ class Layer(nn.Module):
         self.down = RowParallelLinear(context, config.ffn, config.hidden, name=f"{name}.down")
 
     def forward(self, x: Tensor, place: MicrobatchInfo | None) -> Tensor:
-        y = self.down(torch.relu(self.up(self.norm(x) * self.scale)[0]).square())[0]
+        y = self.down(torch.relu(self.up(self.norm(x) * self.scale)).square())
         return x + dropout(y, self.probability, self.context, self.name, place)
 
 

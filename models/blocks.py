@@ -98,8 +98,8 @@ class Attention(nn.Module):
         return self.context.recompute.run(
             "attention",
             partial(self._attend, rotary=rotary, place=place, attn_mask=attn_mask),
-            self.qkv(x)[0],
-            into=lambda mixed: self.output(mixed)[0],
+            self.qkv(x),
+            into=self.output,
         )
 
     def _attend(

@@ -107,7 +107,7 @@ class LatentAttention(Attention):
             "attention",
             partial(self._attend, rotary=rotary, place=place, attn_mask=attn_mask),
             self._shared(x),
-            into=lambda mixed: self.output(mixed)[0],
+            into=self.output,
         )
 
     def _shared(self, x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class LatentAttention(Attention):
             parts = [self.query_down_norm(made[0]), *parts]
         shared = torch.cat(parts, -1)
         shared = collectives.gather(shared, tp) if self.context.cut_sequence else collectives.copy(shared, tp)
-        return shared if sizes.query_rank else torch.cat((self.query(x)[0], shared), -1)
+        return shared if sizes.query_rank else torch.cat((self.query(x), shared), -1)
 
     def _attend(
         self, y: Tensor, rotary: tuple[Tensor, Tensor] | None, place: MicrobatchInfo | None, attn_mask: Tensor | None
@@ -133,10 +133,10 @@ class LatentAttention(Attention):
             (y.shape[-1] - sizes.kv_rank - sizes.rope_dim, sizes.kv_rank, sizes.rope_dim), -1
         )
         if sizes.query_rank:
-            query, _ = self.query(query)
+            query = self.query(query)
         query = query.unflatten(-1, (-1, sizes.head_dim))  # [s, b, n, d]
         own, turning = query.shape[2], turning.unsqueeze(2)
-        made, _ = self.key_value(latent)
+        made = self.key_value(latent)
         still, value = (
             z.unflatten(-1, (own, -1)) for z in made.split((own * sizes.nope_dim, own * sizes.value_dim), -1)
         )

@@ -38,7 +38,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [s, b, hidden], or [s / tp, b, hidden] under sequence parallelism, to a tensor of the same shape."""
-        return self.recompute.run("activation", self.activate, self.inner(x)[0], into=lambda y: self.down(y)[0])
+        return self.recompute.run("activation", self.activate, self.inner(x), into=self.down)
 
     def activate(self, y: Tensor) -> Tensor:
         """Apply the activation function: y [..., own features of `inner`] -> [..., own features of `down`]."""

@@ -145,7 +145,7 @@ class PredictionModule(nn.Module):
         """Map embeddings and hidden states, [s, b, hidden] or [s / tp, b, hidden], to the next hidden states."""
         context, tp = self.context, self.context.tp
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), -1)
-        x = collectives.join(self.projection(both)[0], tp, 2)
+        x = collectives.join(self.projection(both), tp, 2)
         x = (collectives.split(x, tp, 0) if context.cut_sequence else x).to(context.plan.residual)
 
         def run(x: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ class Rows:
 class ColumnParallelLinear(nn.Module):
     """y = x @ W.T + b with the output features sharded over tp.
 
-    x: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Returns (y, None), or with
-    `skip_bias_add` (y without bias, b). y is [s, b, own features], or with `gather_output` [s, b, output features].
+    x: [s, b, input_size], or [s / tp, b, input_size] under sequence parallelism. Returns [s, b, own features], or with
+    `gather_output` [s, b, output features].
     output: the number of output features of the logical tensor `name`.weight, or several such tensors.
     lies: the layout of x; None: as above. With Input.OWN, x is whole and there is no collective: the gradient of x is
         the addend of this rank, which the caller sums over tp.
@@ -59,14 +59,13 @@ class ColumnParallelLinear(nn.Module):
         name: str = "",
         bias: bool = True,
         gather_output: bool = False,
-        skip_bias_add: bool = False,
         std: float = 0.02,
         lies: Input | None = None,
     ) -> None:
         super().__init__()
         if gather_output and context.cut_sequence:
             raise ValueError(f"{name}: gather_output would undo sequence parallelism")
-        self.context, self.gather_output, self.skip_bias_add = context, gather_output, skip_bias_add
+        self.context, self.gather_output = context, gather_output
         self.lies = lies or (Input.SEQUENCE if context.cut_sequence else Input.COPIED)
         stack = [Rows(name, output)] if isinstance(output, int) else list(output)
         for rows in stack:
@@ -84,20 +83,16 @@ class ColumnParallelLinear(nn.Module):
                 context, [Part.cut(f"{r.name}.bias", (r.rows,), 0, tp, r.shards) for r in stack], 0.0, True
             )
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        added = None if self.skip_bias_add else self.bias
-        y = Linear.apply(x, self.weight, added, self.lies, self.context.tp, self.context.deferred, self.products)
-        if self.gather_output:
-            y = collectives.join(y, self.context.tp, y.dim() - 1)
-        return y, self.bias if self.skip_bias_add else None
+    def forward(self, x: Tensor) -> Tensor:
+        y = Linear.apply(x, self.weight, self.bias, self.lies, self.context.tp, self.context.deferred, self.products)
+        return collectives.join(y, self.context.tp, y.dim() - 1) if self.gather_output else y
 
 
 class RowParallelLinear(nn.Module):
     """y = x @ W.T + b with the input features sharded over tp.
 
     The products are summed over tp before the bias is added. x: [s, b, own features], or without `input_is_parallel`
-    [s, b, input_size]. Returns (y, None), or with `skip_bias_add` (y without bias, b). y is [s, b, output_size], or [s
-    / tp, b, output_size] under sequence parallelism.
+    [s, b, input_size]. Returns [s, b, output_size], or [s / tp, b, output_size] under sequence parallelism.
     Raises ValueError if input features do not divide by tp, and for an input that is not parallel under sequence
     parallelism.
     """
@@ -111,7 +106,6 @@ class RowParallelLinear(nn.Module):
         name: str,
         bias: bool = True,
         input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
         std: float = 0.02,
     ) -> None:
         super().__init__()
@@ -119,7 +113,7 @@ class RowParallelLinear(nn.Module):
             raise ValueError(f"{name}: {input_size} input features do not divide by tensor = {context.tp.size}")
         if context.cut_sequence and not input_is_parallel:
             raise ValueError(f"{name}: sequence parallelism needs input_is_parallel")
-        self.context, self.input_is_parallel, self.skip_bias_add = context, input_is_parallel, skip_bias_add
+        self.context, self.input_is_parallel = context, input_is_parallel
         parts = [Part.cut(f"{name}.weight", (output_size, input_size), 1, context.tp)]
         self.weight = parameter(context, parts, std)
         self.products = context.products(self.weight)
@@ -128,15 +122,13 @@ class RowParallelLinear(nn.Module):
             whole = Part.cut(f"{name}.bias", (output_size,), None, context.tp)
             self.bias = parameter(context, [whole], 0.0, partial=context.cut_sequence)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Tensor:
         tp = self.context.tp
         if not self.input_is_parallel:
             x = collectives.split(x, tp, x.dim() - 1)
         y = Linear.apply(x, self.weight, None, Input.OWN, tp, self.context.deferred, self.products)
         y = collectives.scatter(y, tp) if self.context.cut_sequence else collectives.reduce(y, tp)
-        if self.skip_bias_add or self.bias is None:
-            return y, self.bias
-        return Add.apply(y, self.bias, None), None
+        return y if self.bias is None else Add.apply(y, self.bias, None)
 
 
 class VocabParallelEmbedding(nn.Module):

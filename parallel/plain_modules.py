@@ -90,16 +90,6 @@ def _require_kinds(module: object, context: object, styles: object, prefix: obje
         )
 
 
-class _Column(ColumnParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x)[0]
-
-
-class _Row(RowParallelLinear):
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x)[0]
-
-
 def _has_parallel_form(layer: nn.Module) -> bool:
     return isinstance(layer, PLAIN)
 
@@ -167,7 +157,7 @@ def _replacement(layer: nn.Module, style: str, context: Context, name: str) -> n
     if isinstance(layer, nn.Embedding):
         new: nn.Module = VocabParallelEmbedding(context, layer.num_embeddings, layer.embedding_dim, name=name)
     elif isinstance(layer, nn.Linear):
-        kind = _Column if style == "column" else _Row
+        kind = ColumnParallelLinear if style == "column" else RowParallelLinear
         new = kind(context, layer.in_features, layer.out_features, name=name, bias=layer.bias is not None)
     elif isinstance(layer, nn.RMSNorm):
         eps = torch.finfo(layer.weight.dtype).eps if layer.eps is None else layer.eps

@@ -292,7 +292,7 @@ def attended(x: Tensor, **changes: Any) -> tuple[Tensor, Tensor, Attention]:
     compute = changes.pop("compute", "fp32")
     layer = Attention(config, Context(plan(compute, **changes)), "attention").to(x.dtype)
     x = x.detach().requires_grad_()
-    made = layer._attend(layer.qkv(x)[0], None, MicrobatchInfo(0, torch.arange(x.shape[1])), None)
+    made = layer._attend(layer.qkv(x), None, MicrobatchInfo(0, torch.arange(x.shape[1])), None)
     made.float().square().sum().backward()
     assert x.grad is not None
     return made.detach(), x.grad, layer
@@ -316,7 +316,7 @@ def test_scores_and_weights_are_rounded_if_the_plan_says_so(dtype: str) -> None:
     held = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     x = torch.randn(12, 2, 32, generator=torch.Generator().manual_seed(1)).to(held)
     rounded, _, layer = attended(x, compute=dtype, scores=held)
-    q, k, v = (y.unflatten(-1, (4, 8)).permute(1, 2, 0, 3).double() for y in layer.qkv(x)[0].detach().chunk(3, -1))
+    q, k, v = (y.unflatten(-1, (4, 8)).permute(1, 2, 0, 3).double() for y in layer.qkv(x).detach().chunk(3, -1))
     exact = (q @ k.transpose(2, 3) / 8**0.5).masked_fill(torch.ones(12, 12, dtype=torch.bool).triu(1), -torch.inf)
     weights = exact.to(held).double().softmax(-1).to(held).double()
     expected = (weights @ v).permute(2, 0, 1, 3).flatten(2)

@@ -227,9 +227,9 @@ def gradients_are_averaged_over_dp() -> None:
 def a_row_parallel_bias_is_added_by_every_rank() -> None:
     inner = RowParallelLinear.forward
 
-    def forward(self: RowParallelLinear, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        y, bias = inner(self, x)
-        return (y if self.bias is None else y + (self.context.tp.size - 1) * self.bias), bias
+    def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
+        y = inner(self, x)
+        return y if self.bias is None else y + (self.context.tp.size - 1) * self.bias
 
     RowParallelLinear.forward = forward
 

@@ -55,11 +55,10 @@ def shares_of(whole: Tensor | None, parameter: nn.Parameter) -> Tensor:
 
 @dataclass(frozen=True)
 class Plain:
-    """A plain linear layer, run forward and backward: input, output without bias, bias, gradient of the output."""
+    """A plain linear layer, run forward and backward: input, output, gradient of the output."""
 
     x: Tensor
     y: Tensor
-    bias: Tensor | None
     layer: nn.Linear
     seed: Tensor
 
@@ -73,7 +72,7 @@ class Plain:
         x, seed = random(2, SEQUENCE, BATCH, IN).requires_grad_(), random(3, SEQUENCE, BATCH, OUT)
         y = plain(x)
         y.backward(seed)
-        return Plain(x, y.detach(), plain.bias, plain, seed)
+        return Plain(x, y.detach(), plain, seed)
 
     def input(self, axis: Axis, dim: int | None) -> Tensor:
         x = self.x.detach()
@@ -95,22 +94,16 @@ def check_linear(
     give_bias(layer)
     assert torch.equal(layer.weight, shares_of(alone.weight, layer.weight)), f"{what}: starts differently"
     x = plain.input(axis, cut_in)
-    y, skipped = layer(x)
-    if layer.skip_bias_add:
-        assert skipped is layer.bias
-        expected = plain.y if plain.bias is None else plain.y - plain.bias
-    else:
-        assert skipped is None
-        expected = plain.y
+    y = layer(x)
     cut: Callable[[Tensor], Tensor] = lambda t: t if cut_out is None else axis.chunk(t, cut_out)  # noqa: E731
-    require_close(f"{what}: output", y, cut(expected).detach())
+    require_close(f"{what}: output", y, cut(plain.y).detach())
     y.backward(cut(plain.seed))
     assert plain.x.grad is not None
     require_close(
         f"{what}: input gradient", x.grad, plain.x.grad if cut_in is None else axis.chunk(plain.x.grad, cut_in)
     )
     require_close(f"{what}: weight gradient", layer.weight.grad, shares_of(plain.layer.weight.grad, layer.weight))
-    if layer.bias is not None and not layer.skip_bias_add:
+    if layer.bias is not None:
         assert layer.bias.grad is not None
         layout = layout_of(layer.bias)
         shares = layout.partial and layout.parts[0].copies > 1
@@ -127,13 +120,13 @@ BOTH = (False, True)
 
 
 def check_linears(mesh: DeviceMesh) -> None:
-    for o in options(sequence=BOTH, bias=BOTH, skip_bias_add=BOTH, gather_output=BOTH):
+    for o in options(sequence=BOTH, bias=BOTH, gather_output=BOTH):
         sequence = o.pop("sequence")
         if not (sequence and o["gather_output"]):
             column: Make = lambda context, o=o: ColumnParallelLinear(context, IN, OUT, name="a", **o)  # noqa: E731
             cut_in, cut_out = 0 if sequence else None, None if o["gather_output"] else 2
             check_linear(mesh, f"column {sequence=} {o}", column, sequence, cut_in, cut_out)
-    for o in options(sequence=BOTH, bias=BOTH, skip_bias_add=BOTH, input_is_parallel=BOTH):
+    for o in options(sequence=BOTH, bias=BOTH, input_is_parallel=BOTH):
         sequence = o.pop("sequence")
         if not (sequence and not o["input_is_parallel"]):
             row: Make = lambda context, o=o: RowParallelLinear(context, IN, OUT, name="a", **o)  # noqa: E731
@@ -146,9 +139,9 @@ def check_stacked(mesh: DeviceMesh) -> None:
     context = context_of(mesh, sequence=False)
     axis, x = context.tp, random(2, SEQUENCE, BATCH, IN)
     stack = [Rows("q", 8), Rows("k", 4, shards=2), Rows("v", 4, shards=2)]
-    y, _ = ColumnParallelLinear(context, IN, stack)(x)
+    y = ColumnParallelLinear(context, IN, stack)(x)
     for n, (ours, rows) in enumerate(zip(y.split([8 // axis.size, 2, 2], -1), stack, strict=True)):
-        whole = ColumnParallelLinear(replace(context, tp=Axis("tp")), IN, rows.rows, name=rows.name)(x)[0]
+        whole = ColumnParallelLinear(replace(context, tp=Axis("tp")), IN, rows.rows, name=rows.name)(x)
         shards = rows.shards or axis.size
         require_close(f"matrix {n}", ours, whole.chunk(shards, -1)[axis.rank * shards // axis.size].detach())
 

@@ -216,7 +216,7 @@ class Router(nn.Module):
         self.seen: list[torch.dtype] = []
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        made = self.up(x * self.scale)[0]
+        made = self.up(x * self.scale)
         self.seen = [x.dtype, made.dtype, self.table.dtype]  # type: ignore[list-item]
         return {"y": made * self.table}
 

@@ -75,6 +75,7 @@ def test_what_cannot_be_compared_is_said_in_one_line_each(tmp_path: Path, capsys
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("count", [2, 8, 9])
 @pytest.mark.parametrize("options", [[], ["--over", "tokens"], ["--against", "run0"]])
 def test_any_number_of_runs_is_drawn_without_a_warning(

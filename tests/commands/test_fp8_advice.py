@@ -142,6 +142,7 @@ def test_bad_input_is_one_line(run_file: Path, capsys: pytest.CaptureFixture[str
         assert "--device cuda: torch sees no CUDA device here" in capsys.readouterr().err
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["current", "delayed"])
 def test_casts_are_traced_whole_and_change_no_bit_when_compiled(kind: Kind) -> None:
     """Without a code generator: what is shown is that torch.compile sees one graph that does the same."""

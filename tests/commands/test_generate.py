@@ -49,6 +49,7 @@ def generate(trained: Path, capsys: pytest.CaptureFixture[str]) -> Generate:
     return run
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("prompt", "tokens"),
     [(PROMPT, 0), ("数", 1), ("", 8), (PROMPT, 30)],  # 30 are more than fit into the model's positions

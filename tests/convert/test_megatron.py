@@ -242,7 +242,7 @@ def ids_of() -> Tensor:
     return torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.cases(1, sample=2)
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.usefixtures("torch_files_read_here")
 @pytest.mark.parametrize("kind", usually(("deepseek_v3", "llama-tied"), KINDS))
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), *slow((1, 1), (4, 1), (1, 2), (2, 2))])

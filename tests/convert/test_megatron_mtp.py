@@ -75,7 +75,7 @@ def losses(mesh: DeviceMesh, kind: str, folder: Path) -> tuple[Tensor, Tensor]:
 
 
 @NEEDS_MEGATRON
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("kind", ["deepseek_v3", *slow(("glm4_moe",))])
 def test_megatron_core_loads_the_modules_and_loses_as_much(kind: str, tmp_path: Path) -> None:
     hf = folder_of(tmp_path / "hf", kind, MODULES, **FOR_MEGATRON[kind], **FULL)

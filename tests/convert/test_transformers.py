@@ -94,6 +94,7 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
     return {f"{kind} {key}": value for kind, table in tables.items() for key, value in table.items()}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("kind", sorted(WITHOUT_MEGATRON))
 def test_models_that_megatron_lacks_come_back_bit_for_bit_and_are_refused_there(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -75,6 +75,7 @@ def blank(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("damage", [flip, scramble, blank])
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("resumes", [True, False], ids=["on", "anew"])

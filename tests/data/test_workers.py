@@ -93,6 +93,7 @@ def test_a_hugging_face_tokenizer_does_the_same_in_workers(tmp_path: Path, sourc
     assert digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_a_worker_whose_request_breaks_off_ends_without_a_word(model: Tokenizer) -> None:
     """For whoever asked was killed, in the middle of it."""
     request = io.BytesIO()

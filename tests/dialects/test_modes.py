@@ -226,7 +226,7 @@ def train_rank(mesh: DeviceMesh, modes: Sequence[Mode]) -> list[Trained]:
 
 
 @cache
-def results(layout: str, names: tuple[str, ...] = tuple(MODES)) -> dict[str, Together]:
+def results(layout: str, names: tuple[str, ...]) -> dict[str, Together]:
     """Of each of these modes in this layout, all in one start of the ranks."""
     ranks = run_ranks(train_rank, LAYOUTS[layout], modes=[MODES[name] for name in names])
     return {name: together([rank[n] for rank in ranks]) for n, name in enumerate(names)}
@@ -279,7 +279,7 @@ def test_the_tensors_of_a_running_model_have_the_dtypes_that_the_system_gives_th
 
 @pytest.mark.parametrize("name", MODES)
 def test_what_is_kept_of_a_parameter_has_the_dtypes_that_the_system_gives_it(name: str) -> None:
-    mode, ranks = MODES[name], results("dp2 tp2")[name].seen
+    mode, ranks = MODES[name], results("dp2 tp2", tuple(MODES))[name].seen
     for what in (*PARAMETERS, "travel"):
         found = {
             key: {dtype_name(d) for d in of} for seen in ranks for key, of in seen.of.items() if key.startswith(what)

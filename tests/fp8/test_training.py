@@ -148,7 +148,7 @@ def whole(one: Run) -> Result:
 KINDS: list[Kind] = ["delayed", "current", "rowwise", "blockwise", "mx"]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("axes", [{"tp": 2, "pp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_a_layout_trains_as_one_process_does(axes: dict[str, int]) -> None:
     """Rows and blocks that are cut over tp have scales of their own: there, and after a first step in which a rounding

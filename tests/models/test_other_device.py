@@ -167,7 +167,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.cases(2, sample=2)
+@pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize("name", ALONE)
 def test_one_rank_trains_on_the_device_as_on_the_cpu(name: str) -> None:
     run_ranks(train_both, {}, runs=ALONE[name])
@@ -370,7 +370,7 @@ def use_both(mesh: DeviceMesh, file: Path, overrides: list[str], folder: Path) -
                 assert all(torch.equal(values, there["tensors"][key]) for key, values in state["tensors"].items())
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("dp", "more"),
     [(1, ["optimizer.validation=after", "fp8.kind=current", "fp8.shadow_every=2"]), (2, ["fp8.kind=delayed"])],

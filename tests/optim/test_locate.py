@@ -135,9 +135,9 @@ def step_with_a_bad_head(mesh: DeviceMesh) -> StepReport:
     run = Run(MODEL, compute="fp32", steps=1)
     engine, calls = make_engine(mesh, run), iter(range(99))
 
-    def hook(module: nn.Module, arguments: tuple[Any, ...], output: tuple[Tensor, None]) -> None:
+    def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         if next(calls) % 4 == 2 and mesh.get_local_rank("tp") == 3:
-            output[0].register_hook(lambda grad: torch.full_like(grad, torch.inf))
+            output.register_hook(lambda grad: torch.full_like(grad, torch.inf))
 
     engine.stages[0].get_submodule("layers.0.attention.qkv").register_forward_hook(hook)
     return engine.step(share_of(mesh, batches(run)[0]), 1e-2, 0)

@@ -125,6 +125,7 @@ def test_a_process_alone_may_be_started_by_any_launcher() -> None:
     assert not described({"SLURM_STEP_NUM_TASKS": "1", "PMI_SIZE": "1", "RANK": ""})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("program", ["-m megaprec keys lr", "-c 'from parallel import world\nwith world(): pass'"])
 def test_a_program_ends_with_one_line_where_no_world_is_described(program: str) -> None:
     environ = {k: v for k, v in os.environ.items() if k not in WHOLE} | {"SLURM_STEP_NUM_TASKS": "2"}

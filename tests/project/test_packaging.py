@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,11 +17,12 @@ MAY = {
 }
 COMMAND = Path("megaprec/__main__.py")  # python -m megaprec: the one module that may import what stands above it
 FILE_LINES, FUNCTION_LINES = 400, 60
+Rule = Callable[[Path, ast.Module], Iterator[str]]
 
 
-def modules() -> dict[Path, ast.Module]:
+def modules() -> list[Path]:
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
-    return {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8"), str(file)) for file in files}
+    return [file.relative_to(ROOT) for file in files]
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -36,8 +38,15 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
-def offences(rule: Callable[[Path, ast.Module], Iterator[str]]) -> str:
-    return "\n".join(f"{path}:{offence}" for path, tree in modules().items() for offence in rule(path, tree))
+@cache
+def offences() -> dict[Rule, list[str]]:
+    """What each rule finds: every file is parsed once, and no tree outlives it."""
+    found: dict[Rule, list[str]] = {rule: [] for rule in RULES}
+    for path in modules():
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"), str(path))
+        for rule, lines in found.items():
+            lines += [f"{path}:{offence}" for offence in rule(path, tree)]
+    return found
 
 
 def wrong_direction(path: Path, tree: ast.Module) -> Iterator[str]:
@@ -78,20 +87,23 @@ def too_long(path: Path, tree: ast.Module) -> Iterator[str]:
             yield f"{function.lineno} {function.name} has {lines} lines, {FUNCTION_LINES} at most"
 
 
+RULES = (wrong_direction, hidden_imports, code_from_data, too_long)
+
+
 def test_packages_import_only_those_before_them() -> None:
-    assert not offences(wrong_direction)
+    assert not offences()[wrong_direction]
 
 
 def test_our_own_imports_stand_at_the_top() -> None:
-    assert not offences(hidden_imports)
+    assert not offences()[hidden_imports]
 
 
 def test_nothing_that_is_read_can_run_code() -> None:
-    assert not offences(code_from_data)
+    assert not offences()[code_from_data]
 
 
 def test_files_and_functions_stay_short() -> None:
-    assert not offences(too_long)
+    assert not offences()[too_long]
 
 
 def test_every_folder_of_code_is_a_typed_package_that_pip_finds() -> None:

@@ -297,6 +297,7 @@ def test_ranks_take_a_cuda_device_each_or_none_does(run_file: Path, monkeypatch:
     assert devices == ["cuda", "cpu"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_enough_ends_the_command_without_a_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)

@@ -93,6 +93,7 @@ def test_unmarked_changes_go_on_bit_for_bit(file: Path, run: Path) -> None:
     assert all((before[name] == after[name]).all() for name in before)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("override", "what", "line"),
     [

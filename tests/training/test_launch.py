@@ -82,6 +82,7 @@ def test_ranks_are_told_their_world_and_get_the_arguments_untouched(tmp_path: Pa
     assert all(joined_world(env) for env, _ in told)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("threads", "asked", "given"), [(3, None, "3"), (0, "5", "5"), (3, "5", "3"), (0, None, None)])
 def test_threads_are_those_asked_for_or_a_share_of_the_cores(
     threads: int, asked: str | None, given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -200,7 +200,7 @@ pathlib.Path(sys.argv[1], name).write_text(str("MEGAPREC_RESTARTED" in os.enviro
 """
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("ranks", [2, 3, 1])
 def test_the_launcher_starts_as_many_ranks_as_it_is_told_and_reports_only_the_last_failure(
     ranks: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

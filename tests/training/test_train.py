@@ -270,7 +270,7 @@ def _train_and_die(module: str, name: str, instead: Callable[..., None], file: P
     train(file, *overrides, "train.steps=4")
 
 
-@pytest.mark.cases(2, sample=1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(
     ("module", "name", "instead", "step"),
     [
@@ -495,6 +495,7 @@ def test_a_run_without_a_step_left_leaves_the_record_of_what_was_trained(run_fil
 # --- skipping, and the learning rate
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("unit", ["steps", "samples"])
 def test_a_skipped_step_consumes_samples_and_the_learning_rate_waits_for_it(
     unit: str, run_file: Path, tmp_path: Path

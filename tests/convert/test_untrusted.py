@@ -85,7 +85,7 @@ KINDS = [put_weights, put_legacy, put_plain_pickle, put_optimizer, put_metadata]
 INSPECTED = [(kind, "inspect") for kind in KINDS]
 
 
-@pytest.mark.cases(1, sample=5)
+@pytest.mark.cases(1, sample=2)
 @pytest.mark.parametrize(
     ("put", "command"), [*((kind, "convert") for kind in KINDS), INSPECTED[0], *slow(*INSPECTED[1:])]
 )

@@ -162,7 +162,7 @@ def test_two_hosts_are_found_well_and_a_slow_link_between_them_is_named(slow: bo
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_stops_answering_is_named_and_the_others_end(tmp_path: Path) -> None:
     folder = tmp_path / "shared"

@@ -134,7 +134,7 @@ def alone(name: str, precision: str, norm: float) -> Result:
     return train(clipped(name, precision, norm))
 
 
-@pytest.mark.cases(0, sample=3)
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize(("name", "precision", "norm", "layout"), GRID, ids=lambda what: str(what).replace(" ", ""))
 def test_every_layout_trains_the_bits_of_one_process(
     name: str, precision: str, norm: float, layout: tuple[int, int, int, str, int]
@@ -145,14 +145,14 @@ def test_every_layout_trains_the_bits_of_one_process(
     require_equal(alone(name, precision, norm), train(other, tp=min(tp, run.shards), pp=pp, dp=dp))
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
 def test_deferred_weight_gradients_keep_the_lockstep(kind: str) -> None:
     run = run_of("gpt2", "bf16", kind=kind, micro_batch=2, chunks=2 if kind == "interleaved" else 0)
     require_equal(train(run, pp=2), train(run, tp=2, pp=2))
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("name", MODELS)
 def test_overlapped_reductions_keep_the_lockstep(name: str) -> None:
     run = run_of(name, options={"overlap": True, "bucket": 1000})

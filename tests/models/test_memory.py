@@ -104,7 +104,7 @@ def _kept(tp: Axis, case: Case) -> int:
     return sum(sizes)
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "every way"])
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True)])
 def test_a_stage_keeps_what_is_foretold(tp: int, sequence: bool, every: bool) -> None:
@@ -143,7 +143,7 @@ def _peak(mesh: DeviceMesh, case: Case) -> int:
     return max(accumulate(sizes))
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.campaign)], ids=["", "every schedule"])
 @pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_a_step_takes_what_is_foretold(axes: dict[str, int], every: bool) -> None:
@@ -184,7 +184,7 @@ MIXTRAL: dict[str, Any] = {"family": "mixtral", "experts": 4, **SIZES}
 OFTEN = {"none": KEEP, "full": Recompute(fraction=1.0), "all modules": Recompute(MODULES), "two": Recompute(layers=2)}
 
 
-@pytest.mark.cases(1, sample=2)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("recompute", OFTEN)
 @pytest.mark.parametrize("model", [FAMILIES["llama"], MIXTRAL], ids=["llama", "mixtral"])
 def test_deep_stages_keep_what_few_layers_foretell(

@@ -131,7 +131,7 @@ LAYOUTS: dict[tuple[int, int, int], list[tuple[str, dict[str, Any]]]] = {  # tp,
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids="tp{0[0]} pp{0[1]} dp{0[2]}".format)
 def test_every_layout_trains_the_plain_model(layout: tuple[int, int, int]) -> None:
     runs = [Run(MODELS[model], **changes) for model, changes in LAYOUTS[layout]]
@@ -177,7 +177,7 @@ CUT: dict[tuple[int, int, int, int], list[Run]] = {  # tp, pp, dp, cp
 }
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("layout", CUT, ids="tp{0[0]} pp{0[1]} dp{0[2]} cp{0[3]}".format)
 def test_further_layouts_train_what_one_process_trains(layout: tuple[int, int, int, int]) -> None:
     for run, result in zip(CUT[layout], train_all(CUT[layout], *layout), strict=True):

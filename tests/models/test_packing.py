@@ -203,7 +203,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_with_all_resets_is_the_same_in_every_layout(documents: Path) -> None:
     folder = documents.parent
     given = [f"data.source={folder}/many.jsonl", f"data.cache={folder}/many", "precision.compute=fp64", "train.steps=4"]

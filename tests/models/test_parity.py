@@ -130,7 +130,7 @@ def plain(model: str) -> list[dict[str, Any]]:
 CUT = [*dict.fromkeys((layout, layout[0] > 1 and cut) for layout in LAYOUTS for cut in (False, True))]
 
 
-@pytest.mark.cases(3, sample=12)
+@pytest.mark.cases(3, sample=6)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("layout", "sequence"),

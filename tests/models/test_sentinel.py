@@ -101,7 +101,7 @@ def test_reduced_gradients_are_compared_where_replicas_hold_the_same() -> None:
 SPREAD = (("experts", 4), ("experts_per_token", 2))
 
 
-@pytest.mark.cases(0, slow=2)
+@pytest.mark.cases(0, slow=1)
 @pytest.mark.parametrize(
     ("layout", "setting"),
     [
@@ -134,7 +134,7 @@ def test_copies_of_an_expert_are_compared_and_different_experts_are_not() -> Non
     assert (gradient["kind"], gradient["ranks"], gradient["certain"]) == ("gradients", [0, 2], False)
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_flipped_on_any_rank_of_any_layout_is_found_there(layout: str) -> None:
     world = 1

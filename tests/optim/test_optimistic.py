@@ -211,7 +211,7 @@ MORE: Layouts = [
 ]
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("axes", "kind", "names"), [*LAYOUTS, *slow(*MORE)], ids=lambda x: "".join(map(str, x)) if x else ""
 )

@@ -61,7 +61,7 @@ def runs(family: str, compute: str = "bf16", ways: list[Recompute] = WAYS, **opt
     return [Run(FAMILIES[family], compute, steps=1, recompute=way, **options) for way in (KEEP, *ways)]
 
 
-@pytest.mark.cases(2, sample=2)
+@pytest.mark.cases(2, sample=1)
 @pytest.mark.parametrize(
     ("family", "compute"), [*((f, "bf16") for f in FAMILIES), ("gpt2", "fp32"), ("mixtral", "fp64")]
 )
@@ -81,7 +81,7 @@ def test_so_they_are_on_tensor_parallel_ranks(family: str, sequence: bool) -> No
     require_same(all_runs, train_all(all_runs, tp=2))
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_so_they_are_under_every_schedule(kind: str) -> None:
     """With weight gradients put off, tied heads, a cut sequence and what a stage keeps in another precision."""

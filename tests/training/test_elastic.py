@@ -168,6 +168,7 @@ def until_applied(folder: Path, ranks: int, more: int = 10) -> None:
             began = last[0]["step"]
 
 
+@pytest.mark.cases(0, 0)
 @pytest.mark.parametrize(
     "lost",
     [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.campaign)],

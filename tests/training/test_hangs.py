@@ -126,7 +126,7 @@ def check_hang(pauses: Pauses, folder: Path, what: tuple[str, int, str, int, str
     assert "Traceback" not in error
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("what", STOPPED, ids=lambda what: "-".join(map(str, what)))
 @pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_hangs_is_named_and_all_ranks_are_out_in_time(
@@ -206,7 +206,7 @@ def test_a_cut_link_ends_both_sides_in_time_and_each_names_both_hosts(
         assert "alpha" in last and "beta" in last and "the link" in last, last
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("forked_python")
 def test_ranks_say_that_they_wait_for_the_data_and_leave_when_the_host_of_rank_0_is_gone(
     pauses: Pauses, run_file: Path, tmp_path: Path
@@ -243,7 +243,7 @@ def torchrun(hosts: Hosts, host: int, command: list[str], folder: Path, port: in
         return hosts.start(host, [python, *agent, *program], environ, output)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("forked_python")
 def test_under_torchrun_nothing_is_left_in_time_on_both_sides_of_a_cut_link(
     pauses: Pauses, run_file: Path, tmp_path: Path
@@ -265,7 +265,7 @@ def test_under_torchrun_nothing_is_left_in_time_on_both_sides_of_a_cut_link(
     assert (tmp_path / "log1").read_text().splitlines()[-1].startswith(f"torchrun   beta: {ADDRESSES[0]}:29573, where")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("forked_python")
 def test_under_torchrun_the_lowest_rank_that_does_not_hang_tells_which_one_does_once(
     pauses: Pauses, run_file: Path, tmp_path: Path
@@ -279,7 +279,7 @@ def test_under_torchrun_the_lowest_rank_that_does_not_hang_tells_which_one_does_
     assert len(re.findall(r"^rank 0 on \S+ \(process \d+\) was last seen in step 3, update", done.stderr, re.M)) == 1
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("what", "told"),
     [
@@ -311,7 +311,7 @@ def test_ranks_without_a_launcher_tell_why_they_leave(
     assert codes[other] == 1 and re.match(told, lines[-1]) and "Traceback (most recent call last):" not in lines
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_computes_slowly_is_named_in_the_log_and_in_the_events(
     run_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -100,7 +100,7 @@ def test_ranks_never_get_more_threads_than_there_are_cores_while_there_are_enoug
     assert share_of_cores(here + 1) == 1
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, 1)
 @pytest.mark.parametrize(
     ("code", "kind", "more"),
     [(2, "UserError", ["data.vocab_size: too large"]), (3, "TrainingDiverged", []), (1, "RuntimeError", [])],

@@ -31,7 +31,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.cases(0, sample=2)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize(
     ("action", "number"),
     [("terminate", signal.SIGTERM), ("interrupt", signal.SIGINT), ("hang up", signal.SIGHUP)],

@@ -437,7 +437,7 @@ SPREAD = ["model.family=mixtral", "model.experts=4", "model.router_aux_loss=0.01
 SPREAD += ["checkpoint.background=false"]  # which step is resumed from does not depend on the load of the machine
 
 
-@pytest.mark.cases(0, slow=1)
+@pytest.mark.cases(0, 0)
 @pytest.mark.parametrize(
     ("layout", "before", "after"),
     [

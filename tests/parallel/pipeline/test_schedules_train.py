@@ -57,7 +57,7 @@ def plain() -> list[dict[str, Any]]:
     return oracle.train(run.config, train(Run(TIED, micro_batch=1, steps=1)).before, batches(run), run.lr, run.clip)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("layout", [(1, 2, 1), (2, 2, 1), (1, 2, 2)], ids=lambda x: "tp{} pp{} dp{}".format(*x))
 def test_tied_weights_count_once_though_first_and_last_stage_share_a_rank(layout: tuple[int, int, int]) -> None:
     runs = [Run(TIED, kind=kind, micro_batch=1, sequence=layout[0] > 1, steps=2) for kind in ("zb-h1", "zb-v")]

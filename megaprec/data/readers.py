@@ -227,8 +227,13 @@ def _record(line: bytes, field: str, where: str) -> Any:
 
 def _field(record: Any, field: str, where: str) -> str:
     """Return the text of a record. Raises UserError, which names `where`, if there is none."""
-    if not isinstance(record, dict) or field not in record:
-        there = ", ".join(sorted(record)) or "none" if isinstance(record, dict) else f"a {type(record).__name__}"
+    if not isinstance(record, dict):
+        kind = (
+            "a list" if isinstance(record, list) else "a text" if isinstance(record, str) else json.dumps(record)[:40]
+        )
+        raise UserError(f"{where}: this is {kind}, not an object with field {field!r}")
+    if field not in record:
+        there = ", ".join(sorted(record)) or "none"
         raise UserError(f"{where}: no field {field!r} (there is: {there}); {WHICH}")
     text = record[field]
     if not isinstance(text, str):

@@ -77,6 +77,11 @@ class Samples:
         self._dataset, self._seq_length, self._first = dataset, seq_length, first
         self._seed, self._shuffle, self._resets = seed, shuffle, resets
 
+    @property
+    def dataset(self) -> IndexedDataset:
+        """Return the data set of the samples."""
+        return self._dataset
+
     def __len__(self) -> int:
         """Return the number of samples in one epoch."""
         return self._count

@@ -199,10 +199,13 @@ def test_a_gpu_is_known_by_its_name_or_not_at_all(name: str, found: str | None) 
         (("--efficiency", "2"), "--efficiency 2: give a fraction"),
         (("--tflops", "-1"), "--tflops -1: give a number above 0"),
         (("--ranks", "-4"), "--ranks -4: give a number from 1"),
+        (("--ranks", "0"), "--ranks 0: give a number from 1"),
+        (("--gpu-memory", "80"), "--gpu-memory 80: this would be bytes; give a unit too, such as 80GB"),
         (("-o", "best.toml"), "--output best.toml: the best of which layouts? give --ranks N"),
-        (("train.device=cuda", "--ranks", "4"), "give --tflops"),
+        (("train.device=cuda", "--ranks", "4"), "give --gpu or --tflops"),
         (("model.factory=my.py:build",), "model.factory"),
         (("--gpu-memory", "1KB", "--tflops", "9", "--ranks", "2", "-o", "b.toml"), "no layout of 2 ranks fits"),
+        (("--gpu", "H100", "--ranks", "11", "-o", "b.toml"), "11 ranks have no layout: pipeline is at most"),
     ],
 )
 def test_what_is_wrong_is_told(
@@ -210,6 +213,20 @@ def test_what_is_wrong_is_told(
 ) -> None:
     text = refused(capsys, file, *options)
     assert problem in text and re.search("Traceback", text) is None
+
+
+def test_ranks_that_share_this_machine_have_together_what_one_process_has(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks the run file itself has."""
+    monkeypatch.setattr("tools.commands.plan._measured", lambda config: 0.6)
+    monkeypatch.setattr("tools.planning.device.memory_bytes", lambda: 12 << 30)
+    alone = data(capsys, file, "train.device=cpu")
+    for own in 1, 2:
+        text = said(capsys, file, "train.device=cpu", f"parallel.data={own}", "--ranks", 4)
+        assert "12.0 GiB over 4 ranks: 3.00 GiB, 150 GFLOP/s" in text
+        layouts = data(capsys, file, "train.device=cpu", f"parallel.data={own}", "--ranks", 4)["layouts"]
+        assert min(one["prediction"]["seconds"] for one in layouts) >= alone["prediction"]["seconds"] * 0.99
 
 
 def test_a_canonical_run_is_planned_with_the_sums_that_wait_and_is_told_that_its_times_are_those_of_another(

@@ -67,7 +67,8 @@ def test_every_word_of_a_run_is_explained(skipped: bool, tmp_path: Path, capsys:
     file = write_run(tmp_path)
     capsys.readouterr()
     more = ("precision.compute=fp16", "precision.loss_scale=1e30") if skipped else ()
-    named = f'data.validation=[{{name="NAME", source="{tmp_path}/text.txt"}}]'
+    (tmp_path / "other.txt").write_text("text that is not trained on\n" * 50)
+    named = f'data.validation=[{{name="NAME", source="{tmp_path}/other.txt"}}]'
     assert train(file, "train.steps=1", "train.eval_every=1", named, *more) == (3 if skipped else 0)
     said = capsys.readouterr().out.splitlines()
     begun = [match[1] for line in said if (match := re.match(r"(\w+) {2,}", line))]

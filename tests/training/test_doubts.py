@@ -68,6 +68,28 @@ def test_held_out_documents_that_are_trained_on_are_counted(copies: int, tmp_pat
     assert not copies or found[0].startswith(f"data.held_out: {copies} of ")
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "txt"])
+@pytest.mark.parametrize("known", [0, 2])
+def test_documents_of_a_named_set_that_are_trained_on_are_counted(known: int, ending: str, tmp_path: Path) -> None:
+    """Also one that is the whole training text, of which a part is held out."""
+    run_file = write_run(tmp_path)
+    words = [" ".join(f"{number}{word}" for word in "abcdefghij") for number in range(100)]
+    kept = words[:known] + [f"quite {text}" for text in words[known:5]]
+    if ending == "txt":
+        kept = words if known else kept
+    for name, texts in {"text": words, "named": kept}.items():
+        lines = (json.dumps({"text": text}) if ending == "jsonl" else text for text in texts)
+        (tmp_path / f"{name}.{ending}").write_text("".join(f"{line}\n" for line in lines))
+    own = [f"data.source={tmp_path}/text.{ending}", f"data.cache={tmp_path}/x", "data.vocab_size=280"]
+    named = f'data.validation=[{{name = "named", source = "{tmp_path}/named.{ending}"}}]'
+    config = load_run(run_file, [*own, named, "train.eval_every=1"])
+    found = [*doubts(config, open_corpus(config), 1, "cpu")]
+    count = "2 of 5" if ending == "jsonl" else "1 of 1"
+    assert [line.partition(" are in")[0] for line in found] == [f"data.validation: {count} documents of named"] * (
+        known > 0
+    )
+
+
 def test_a_run_of_which_no_step_was_applied_ends_with_code_3_and_keeps_its_state(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,7 +188,10 @@ def test_a_model_in_internevos_words_is_the_model() -> None:
         (["precision.residual=bf16"], [r"precision.residual = bf16 is narrower than compute = fp32"]),
         (["precision.compute=bf16", "precision.gradients=fp16"], [r"precision.gradients = fp16 must be fp32 or .*"]),
         (["precision.compute=bf17"], [r'precision.compute = "bf17" .*; did you mean bf16\?']),
-        (["precision.keep_fp32=head"], [r'precision.keep_fp32 = "head" \(command line\): must be a list in brackets']),
+        (
+            ["precision.keep_fp32=head"],
+            [r'precision.keep_fp32 = "head" \(command line\): must be a list in brackets, like \[.*'],
+        ),
         (["fp8.kind=delay"], [r'fp8.kind = "delay" \(command line\): must be .*; did you mean delayed\?']),
         (["fp8.history_length=0"], [r"fp8.history_length = 0 \(command line\): must be greater than 0"]),
     ],

@@ -160,7 +160,9 @@ def test_unknown_names_in_a_file_say_which_file_and_a_table_is_named_once(run_fi
         ("optimizer.betas=[0.9, 1.0]", "value 2 must be less than 1"),
         ("optimizer.betas=[0.9]", "too few values"),
         ("precision.compute=fp8", "FP8 products are set by fp8.kind"),
-        ("optimizer.betas=0.9", "must be a list in brackets"),
+        ("optimizer.betas=0.9", "must be a list in brackets, like [0.9, 0.95]"),
+        ("data.validation=a.txt", 'must be a list in brackets, like [{name = "wiki", source = "wiki.txt"}, '),
+        ('data.validation=["a.txt"]', 'must be a table, like [{name = "wiki", source = "wiki.txt"}, '),
         ("data.held_out=1.0", "must be less than 1"),
         ("parallel.overlap=on", "must be true or false or 'auto'"),
     ],
@@ -295,6 +297,24 @@ def test_a_table_within_a_table_is_read_saved_and_checked_like_any_key(tmp_path:
         load_run(None, [*MINIMAL, "model.router.score=sigmoid"])
     with pytest.raises(UserError, match=r'rope_scaling.original_max_position_embeddings is missing: kind "yarn"'):
         load_run(None, [*MINIMAL, 'model.rope_scaling={kind = "yarn", factor = 2.0}'])
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (
+            "data.validation.v=a.txt",
+            'data.validation is a list, given as a whole, like \'data.validation=[{name = "wiki"',
+        ),
+        ("optimizer.betas.x=3", "optimizer.betas is a list, given as a whole, like 'optimizer.betas=[0.9, 0.95]'"),
+        ("log.to.x=3", 'log.to is a list, given as a whole, like \'log.to=["tensorboard", '),
+        ("optimizer.options.x=3", "optimizer.options is given as a whole, like 'optimizer.options={x = 3, ...}'"),
+        ("train.steps.x=3", "train.steps has no keys of its own: give train.steps=VALUE"),
+    ],
+)
+def test_a_part_of_a_key_is_answered_with_a_form_that_the_key_takes(part: str, said: str) -> None:
+    (problem,) = [line for line in problems(*MINIMAL, part) if line.startswith(part.partition("=")[0])]
+    assert f"(command line): {said}" in problem
 
 
 def test_saving_replaces_what_was_saved_but_never_a_file_of_the_users_own(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tools.console.tables import add_json
 from tools.console.wrapped import say
 from tools.planning.device import Target, assumed_devices, target_of
 from tools.planning.memory import MemoryModel
-from tools.planning.report import as_data, head, layout_lines, memory_lines, prediction_lines
+from tools.planning.report import as_data, head, layout_lines, memory_lines, none_found, prediction_lines
 from tools.planning.search import Found, plan_run, search
 from tools.planning.speed import Assumptions
 from tools.training.notes import add_strict, tell_notes
@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--gpu", default="", metavar="NAME", help="GPU of each rank, such as H100 or A100")
     parser.add_argument("--gpu-memory", default="", metavar="SIZE", help="memory of each GPU, such as 80GB or 79.6GiB")
-    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="rank all layouts of N ranks that fit")
+    parser.add_argument("--ranks", type=int, metavar="N", help="rank all layouts of N ranks that fit")
     parser.add_argument("-o", "--output", type=Path, metavar="BEST.toml", help="write the run in the best layout")
     add_json(parser)
     _add_speeds(parser)
@@ -83,13 +83,16 @@ def main(args: argparse.Namespace) -> int:
     target = target_of(config, args.gpu, args.gpu_memory)
     assumed = _assumed(config, target, args)
     if args.ranks and assumed is None:
-        raise UserError("--ranks ranks layouts by their speed, but the peak of the device is not known: give --tflops")
+        raise UserError(
+            "--ranks ranks layouts by their speed, but the peak of the device is not known: give --gpu or --tflops"
+        )
     planned = plan_run(config, MemoryModel(target.device), assumed)
-    found = search(config, args.ranks, target, assumed, _progress) if args.ranks and assumed else None
+    wide, shared = _of_ranks(config, target, assumed, args)
+    found = search(config, args.ranks, wide, shared, _progress) if args.ranks and shared else None
     if args.output and found:
         _write(args.output, args.ranks, found)
     if args.json:
-        print(json.dumps(_data(as_data(planned, target, assumed), target, assumed, found), indent=2))
+        print(json.dumps(_data(as_data(planned, target, assumed), target, assumed, found, wide, shared), indent=2))
         return 0
     lines = [*head(config, target), *(f"note       {note}" for note in _notes(config, target)), ""]
     lines += memory_lines(planned, target)
@@ -97,8 +100,8 @@ def main(args: argparse.Namespace) -> int:
         lines += ["", *prediction_lines(config, planned.prediction, assumed)]
     else:
         lines += ["", "prediction not known: the peak speed of the device is not; --gpu or --tflops says it"]
-    if found and assumed:
-        lines += ["", *layout_lines(found, args.ranks, target, assumed)]
+    if found and shared:
+        lines += ["", *layout_lines(found, args.ranks, wide, shared)]
     say("\n".join(lines))
     if args.output:
         print(f"written    {args.output}")
@@ -115,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
     ]
     if not 0 < args.efficiency <= 1:
         problems.append(f"--efficiency {args.efficiency:g}: give a fraction above 0, at most 1")
-    if args.ranks < 0 or args.ranks > 2**20:
+    if args.ranks is not None and not 0 < args.ranks <= 2**20:
         problems.append(f"--ranks {args.ranks}: give a number from 1 to {2**20:,}")
     if args.machine < 1:
         problems.append(f"--machine {args.machine}: give a number from 1 on")
@@ -149,6 +152,16 @@ def _assumed(config: RunConfig, target: Target, args: argparse.Namespace) -> Ass
     return Assumptions(peak, args.efficiency, fast, args.slow_link, args.machine)
 
 
+def _of_ranks(
+    config: RunConfig, target: Target, assumed: Assumptions | None, args: argparse.Namespace
+) -> tuple[Target, Assumptions | None]:
+    """Return the device and the speeds of each of --ranks: as many share this machine if it is the device."""
+    if not args.ranks or not assumed or target.device != "cpu":
+        return target, assumed
+    measured = assumed.tflops * config.world_size / args.ranks
+    return target_of(config, ranks=args.ranks), replace(assumed, tflops=args.tflops or measured)
+
+
 def _measured(config: RunConfig, side: int = 512, seconds: float = 0.2) -> float:
     """Return the TFLOP/s of this machine's CPU: of the fastest of some square products on one thread, times its cores.
 
@@ -177,14 +190,22 @@ def _progress(done: int, of: int) -> None:
 def _write(path: Path, ranks: int, found: Found) -> None:
     """Write the run in the first layout. Raises UserError if there is none."""
     if not found.layouts:
-        raise UserError(f"--output {path}: no layout of {ranks:,} ranks fits; nothing is written")
+        raise UserError(f"--output {path}: {none_found(found, ranks)}; nothing is written")
     write_whole(path, found.layouts[0].config.as_toml(COMMENT.format(ranks=f"{ranks:,}")).encode())
 
 
-def _data(own: dict[str, Any], target: Target, assumed: Assumptions | None, found: Found | None) -> dict[str, Any]:
+def _data(
+    own: dict[str, Any],
+    target: Target,
+    assumed: Assumptions | None,
+    found: Found | None,
+    wide: Target,
+    shared: Assumptions | None,
+) -> dict[str, Any]:
+    """Return all that is known, for JSON. wide, shared: the device and the speeds of the layouts found."""
     said: dict[str, Any] = {"device": target.name, "memory": target.memory, "usable": target.usable, **own}
     said["assumed"] = asdict(assumed) if assumed else None
     if found:
-        said["layouts"] = [as_data(planned, target, assumed) for planned in found.layouts]
+        said["layouts"] = [as_data(planned, wide, shared) for planned in found.layouts]
         said |= {"slower": found.slower, "too_large": found.too_large}
     return said

@@ -7,9 +7,13 @@ reason why there is none, and any other unknown key with the known key that is s
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
+from typing import get_origin
+
+from pydantic.fields import FieldInfo
 
 from megaprec.errors import did_you_mean
 from tools.arguments.answers import KEYS, REASONS
+from tools.config.wrong_values import inside_of
 from tools.console.toml import Given, toml
 
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
@@ -26,10 +30,11 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "model.init_std": ("initializer_range",),
     "data.source": ("dataset", "train_data"),
     "data.tokenizer": ("tokenizer_path",),
-    "parallel.tensor": ("tensor_parallel_size", "tensor_parallel_degree", "tp"),
+    "parallel.tensor": ("tensor_parallel", "tensor_parallel_size", "tensor_parallel_degree", "tp"),
     "parallel.pipeline": ("pipeline_parallel_size", "pipeline_parallel_degree", "pp"),
-    "parallel.data": ("data_parallel_size", "data_parallel_degree", "dp"),
-    "parallel.context": ("context_parallel_degree", "cp"),
+    "parallel.data": ("data_parallel", "data_parallel_size", "data_parallel_degree", "dp"),
+    "parallel.context": ("context_parallel", "context_parallel_degree", "cp"),
+    "parallel.expert": ("expert_parallel", "expert_parallel_size", "expert_parallel_degree", "ep"),
     "parallel.sequence": ("sequence_parallel_enabled",),
     "parallel.chunks": ("virtual_pipeline_model_parallel_size", "num_model_chunks"),
     "parallel.recompute": ("gradient_checkpointing", "activation_checkpointing"),
@@ -64,10 +69,11 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 `tools.arguments` knows every name."""
 
 
-def unknown(given: Mapping[str, Given], known: Collection[str]) -> Iterator[str]:
+def unknown(given: Mapping[str, Given], known: Mapping[str, FieldInfo | None]) -> Iterator[str]:
     """Yield one line for each unknown key, and a single line for all keys of an unknown table.
 
-    known: all keys, as "table.name"; of two that are equally similar, the first is suggested.
+    known: all keys, as "table.name", with their fields if they have one; of two that are equally similar, the first is
+    suggested.
     """
     tables, reported = dict.fromkeys(key.partition(".")[0] for key in known), set[str]()
     for key, entry in given.items():
@@ -82,10 +88,19 @@ def unknown(given: Mapping[str, Given], known: Collection[str]) -> Iterator[str]
                 yield f"[{table}] ({entry.origin}): no such table{did_you_mean(table, tables, '[{}]')}"
             reported.add(table)
         elif (whole := key.rpartition(".")[0]) in known:
-            inner = f"{key.rpartition('.')[2]} = {toml(entry.value)}"
-            yield f"{key} ({entry.origin}): {whole} is given as a whole, like '{whole}={{{inner}, ...}}'"
+            inner = f"{{{key.rpartition('.')[2]} = {toml(entry.value)}, ...}}"
+            yield f"{key} ({entry.origin}): {whole} {_whole(whole, known[whole], inner)}"
         elif key not in known:
             yield f"{key} = {toml(entry.value)} ({entry.origin}): no such key{_meant(table, name or key, known)}"
+
+
+def _whole(key: str, field: FieldInfo | None, inner: str) -> str:
+    """Return how a key is given that someone gave a part of. inner: that part, as a table."""
+    if field is None or inside_of(field, "{").startswith("{"):
+        return f"is given as a whole, like '{key}={inner}'"
+    if get_origin(field.annotation) is tuple:
+        return f"is a list, given as a whole, like '{key}={inside_of(field, '[')}'"
+    return f"has no keys of its own: give {key}=VALUE"
 
 
 def _of(table: str, known: Collection[str]) -> list[str]:

@@ -278,9 +278,9 @@ def _fields() -> dict[str, FieldInfo]:
     return {key: field for key, field in fields if key not in PLAN_ONLY}
 
 
-def _known() -> tuple[str, ...]:
-    """Return every key that a run file may have."""
-    return (*_fields(), "model.preset", *(f"precision.{name}" for name in DIALECTS))
+def _known() -> dict[str, FieldInfo | None]:
+    """Return every key that a run file may have, with its field if it has one."""
+    return {**_fields(), **dict.fromkeys(("model.preset", *(f"precision.{name}" for name in DIALECTS)))}
 
 
 def known_keys() -> frozenset[str]:

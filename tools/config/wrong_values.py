@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Any, TypeGuard, Union, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megaprec.errors import UserError, did_you_mean
@@ -16,6 +17,7 @@ MOST = 2**63 - 1  # the largest integer
 PLAINER = {
     "bool_type": "must be true or false",
     "string_type": "must be text in quotes",
+    "model_type": "must be a table",
     "tuple_type": "must be a list in brackets",
     "extra_forbidden": "is not a key of this table",
 }
@@ -54,7 +56,7 @@ def explained(
                 yield f"{table}.{name} is missing: {kind.model_fields[name].description}{instead}"
         elif found["type"] != "default_factory_not_called":  # it follows from another problem
             key = f"{table}.{found['loc'][0]}"
-            must = _table_like(kind, found) if found["type"] == "model_type" else _must(found)
+            must = _must(found) + _like(kind, found)
             yield f"{key} = {toml(given[key].value)} ({given[key].origin}): {must}"
 
 
@@ -70,11 +72,19 @@ def _alternatives_joined(kind: type[BaseModel], found: Sequence[ErrorDetails]) -
         yield {"type": "union", "loc": key, "msg": joined, "input": None}
 
 
-def _table_like(kind: type[BaseModel], found: ErrorDetails) -> str:
-    """Return the form of a key that holds a table, by the example in its description."""
-    described = kind.model_fields[str(found["loc"][0])].description or ""
-    example = re.search(r"such as (\{.*?\})", described)
-    return f"must be a table, like {example[1]}" if example else "must be a table"
+def _like(kind: type[BaseModel], found: ErrorDetails) -> str:
+    """Return an example of a key that holds a table or a list, if its value is none or has items of another kind."""
+    field = kind.model_fields[str(found["loc"][0])]
+    example = inside_of(field, "[" if get_origin(field.annotation) is tuple else "{")
+    return f", like {example}" if example and found["type"] in ("model_type", "tuple_type") else ""
+
+
+def inside_of(field: FieldInfo, bracket: str) -> str:
+    """Return the example of a table ("{") or a list ("[") in the description of a key, or a list's default; else ""."""
+    pattern = r"such as (\{.*?\})" if bracket == "{" else r"(\[.*\])"
+    if example := re.search(pattern, field.description or ""):
+        return example[1]
+    return toml(list(field.default)) if isinstance(field.default, tuple) else ""
 
 
 def _must(found: ErrorDetails) -> str:

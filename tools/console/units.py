@@ -12,11 +12,11 @@ def flops(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time: 12.3 ms, 4.56 s, 7.80 min, 3.40 h, 12.0 days."""
+    """Return a time: 45.0 µs, 12.3 ms, 4.56 s, 7.80 min, 3.40 h, 12.0 days."""
     for unit, length in (("days", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= (1 if unit == "s" else 2) * length:
             return f"{_short(seconds / length)} {unit}"
-    return f"{_short(seconds * 1e3)} ms"
+    return f"{_short(seconds * 1e6)} µs" if 0 < seconds < 1e-4 else f"{_short(seconds * 1e3)} ms"
 
 
 def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:

@@ -41,8 +41,11 @@ class Target:
         return "fits" if needed <= self.usable else "does not fit"
 
 
-def target_of(config: RunConfig, gpu: str = "", memory: str = "") -> Target:
-    """Return the device that is named, or the one here that the run would take. Raises UserError."""
+def target_of(config: RunConfig, gpu: str = "", memory: str = "", ranks: int = 0) -> Target:
+    """Return the device that is named, or the one here that the run would take. Raises UserError.
+
+    ranks: that share it if it is a CPU; 0: those of the run.
+    """
     size = _size(memory) if memory else 0
     if gpu:
         found = _named(gpu)
@@ -54,7 +57,7 @@ def target_of(config: RunConfig, gpu: str = "", memory: str = "") -> Target:
         return Target("cuda", here.name, here.total_memory, gpu_named(here.name))
     if config.train.device == "cuda":
         return Target("cuda", "a GPU that is not here")
-    ranks = config.world_size
+    ranks = ranks or config.world_size
     here = f"this machine's {memory_bytes() / 2**30:.1f} GiB"
     return Target("cpu", here if ranks == 1 else f"{here} over {ranks:,} ranks", memory_bytes() // ranks)
 
@@ -80,4 +83,7 @@ def _size(text: str) -> int:
     said = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
     if not said or said[2].upper() not in UNITS or not 0 < float(said[1]) < 10**18:
         raise UserError(f"--gpu-memory {text}: give a size such as 80GB (10^9 bytes) or 79.6GiB (2^30)")
-    return int(float(said[1]) * UNITS[said[2].upper()])
+    size = int(float(said[1]) * UNITS[said[2].upper()])
+    if not said[2] and size < 10**6:
+        raise UserError(f"--gpu-memory {text}: this would be bytes; give a unit too, such as {said[1]}GB")
+    return size

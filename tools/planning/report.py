@@ -121,9 +121,12 @@ def layout_lines(found: Found, ranks: int, target: Target, assumed: Assumptions)
     cut = any(planned.config.parallel.context > 1 for planned in found.layouts)
     axes = [axis for axis in AXES if cut or axis != "context"]
     yield f"layouts of {ranks:,} ranks, {' x '.join(axes)}, that fit; fastest first"
-    yield f"{found.too_large} others do not fit{small}, {found.slower} are slower"
+    if target.device == "cpu":
+        yield f"each has a share of {target.name}: {size(target.memory)}, {flops(assumed.tflops * 1e12)}/s"
     if not found.layouts:
+        yield none_found(found, ranks)
         return
+    yield f"{found.too_large} others do not fit{small}, {found.slower} are slower"
     spread = ("experts",) if found.layouts[0].config.model.experts else ()
     if spread:
         yield "experts: the ranks over which they are spread x the slices of each"
@@ -146,6 +149,17 @@ def layout_lines(found: Found, ranks: int, target: Target, assumed: Assumptions)
             )
         )
     yield from aligned(rows)
+
+
+def none_found(found: Found, ranks: int) -> str:
+    """Return why no layout was found."""
+    if found.too_large:
+        least = f"the smallest of {found.too_large} needs {size(found.smallest)} a rank"
+        return f"no layout of {ranks:,} ranks fits: {least}"
+    return (
+        f"{ranks:,} ranks have no layout: pipeline is at most model.layers, tensor suits the model and one machine, "
+        "and data x train.micro_batch divides train.global_batch"
+    )
 
 
 def as_data(planned: Planned, target: Target, assumed: Assumptions | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Warnings about a run that can be trained but is surely not meant so: one line each, before the first step.
 
-A text that is repeated without end, a warm-up that never ends, more processes than cores, and held-out documents that
-are training documents too, whose loss then says nothing about new text; a key that has no effect beside another one.
+A text that is repeated without end, a warm-up that never ends, more processes than cores, and documents to evaluate
+that are training documents too, whose loss then says nothing about new text; a key that has no effect beside another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from tools.training.corpus import Corpus
 
 MANY_EPOCHS = 40  # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
 SHORTEST = 16  # tokens of a document; shorter ones are equal by chance
-COMPARED = 300  # held-out documents that are looked for in the training data
+COMPARED = 300  # documents of an evaluated set that are looked for in the training data
 MOST_READ = 30_000  # training documents that are read for this; they are those of equal length
 
 
@@ -36,12 +36,8 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     if device == "cpu" and local_ranks > cores():
         share = f"{local_ranks} ranks share {cores()} CPU core{'s' * (cores() > 1)} and wait for each other"
         yield f"{share}: this shows that the layout works, but one process is faster here"
-    if config.train.eval_every and (found := _seen_in_training(config, corpus)):
-        seen, compared = found
-        yield (
-            f"data.held_out: {seen:,} of {compared:,} held-out documents are in the training data too, so the held-out "
-            "loss is no measure for new text: remove repeated documents"
-        )
+    if config.train.eval_every:
+        yield from _seen_in_training(config, corpus)
 
 
 def _repetitions(config: RunConfig, corpus: Corpus) -> Iterator[str]:
@@ -93,19 +89,34 @@ def _other_words(config: RunConfig, corpus: Corpus) -> Iterator[str]:
         )
 
 
-def _seen_in_training(config: RunConfig, corpus: Corpus) -> tuple[int, int] | None:
-    """Return how many held-out documents are training documents too, and how many were compared; None if no one is."""
+def _seen_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each evaluated set with documents that are training documents too."""
     parts: Sequence[Samples] = corpus.train.parts if isinstance(corpus.train, Blend) else [corpus.train]
     borders = [len(part) * config.train.seq_length for part in parts]
     held: set[bytes] = set()
     for dataset, border in zip(corpus.datasets, borders, strict=True):
-        held |= {document.tobytes() for document in _evenly(dataset, _held_out(dataset, border), COMPARED)}
-    lengths = np.unique([len(content) // 8 for content in held]).astype(np.int64)  # bytes of int64
-    seen: set[bytes] = set()
+        held |= _contents(dataset, border)
+    sets = {name: _contents(samples.dataset, 0) for name, samples in corpus.validation.items()}
+    every = held.union(*sets.values())
+    lengths = np.unique([len(content) // 8 for content in every]).astype(np.int64)  # bytes of int64
+    trained: set[bytes] = set()
     for dataset, border in zip(corpus.datasets, borders, strict=True):
-        trained = (document.tobytes() for document in _of_length(dataset, border, lengths))
-        seen |= held.intersection(trained)
-    return (len(seen), len(held)) if seen else None
+        trained |= every.intersection(document.tobytes() for document in _of_length(dataset, border, lengths))
+    if seen := held & trained:
+        yield (
+            f"data.held_out: {len(seen):,} of {len(held):,} held-out documents are in the training data too, so the "
+            "held-out loss is no measure for new text: remove repeated documents"
+        )
+    for name, documents in sets.items():
+        if seen := documents & trained:
+            yield (
+                f"data.validation: {len(seen):,} of {len(documents):,} documents of {name} are in the training data "
+                "too, so its loss is no measure for new text: remove them from one of the two"
+            )
+
+
+def _contents(dataset: IndexedDataset, border: int) -> set[bytes]:
+    return {document.tobytes() for document in _evenly(dataset, _held_out(dataset, border), COMPARED)}
 
 
 def _held_out(dataset: IndexedDataset, border: int) -> NDArray[np.int64]:
@@ -115,9 +126,9 @@ def _held_out(dataset: IndexedDataset, border: int) -> NDArray[np.int64]:
 
 
 def _of_length(dataset: IndexedDataset, border: int, wanted: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Yield the documents that end at the token `border` or before and have one of the wanted lengths."""
+    """Yield the documents of the wanted lengths of which at least half is before the token `border`."""
     lengths = dataset.document_lengths()
-    numbers = np.flatnonzero((np.cumsum(lengths) <= border) & np.isin(lengths, wanted))
+    numbers = np.flatnonzero((np.cumsum(lengths) - lengths // 2 <= border) & np.isin(lengths, wanted))
     yield from _evenly(dataset, numbers, MOST_READ)
 
 

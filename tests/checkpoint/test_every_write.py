@@ -36,7 +36,7 @@ def cases(library: Path, job: str, folder: Path, every: int) -> tuple[list[dict[
     return lines[:-1], lines[-1]["operations"]
 
 
-@pytest.mark.cases(1, 0)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize(
     ("job", "every", "least"),
     [

@@ -257,6 +257,7 @@ def test_a_run_of_eight_ranks_shows_all_its_memory_and_no_column_covers_another(
         assert all(right - left > 7.5 * width for (left, _), (right, width) in pairwise(row))
 
 
+@pytest.mark.slow
 def test_every_schedule_and_cut_trains_the_same_losses(run_file: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.txt"
     own.write_text(str(schedule("zb-h1", 2, 4)))

@@ -125,6 +125,7 @@ def plain(model: Any) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize(("kind", "tp", "pp", "ep", "bucket"), LAYOUTS)
 def test_masters_and_moments_of_the_distributed_optimizer_are_read(
     kind: str, tp: int, pp: int, ep: int, bucket: int, tmp_path: Path

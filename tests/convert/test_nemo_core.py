@@ -65,6 +65,7 @@ def test_what_megatron_core_saves_for_nemo_computes_the_same(kind: str, tp: int,
         torch.testing.assert_close(logits, ours, rtol=0, atol=1e-5 * max(1.0, ours.abs().max().item()))
 
 
+@pytest.mark.slow
 def test_every_field_of_megatron_cores_configuration_is_accounted_for() -> None:
     model = from_hugging_face(CONFIGS["llama"])
     config = core("transformer.transformer_config").TransformerConfig

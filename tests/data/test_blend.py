@@ -132,6 +132,7 @@ def blended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return file, f"data.cache={folder}/blended"
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_a_blend_in_every_layout(blended: tuple[Path, str], capfd: pytest.CaptureFixture[str]) -> None:
     file, cache = blended
     folder, given = file.parent, [cache, "precision.compute=fp64", "train.eval_every=3"]

@@ -144,6 +144,7 @@ LINKS = {
 }
 
 
+@pytest.mark.cases(1, sample=1)
 @pytest.mark.parametrize("fault", LINKS)
 def test_a_link_that_is_slow_or_reorders_messages_is_named(fault: str, tmp_path: Path) -> None:
     answers = run_ranks(measure, {"dp": 2, "tp": 2}, folder=tmp_path, fault=fault)

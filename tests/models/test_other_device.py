@@ -173,7 +173,7 @@ def test_one_rank_trains_on_the_device_as_on_the_cpu(name: str) -> None:
     run_ranks(train_both, {}, runs=ALONE[name])
 
 
-@pytest.mark.cases(1, sample=1)
+@pytest.mark.cases(0, sample=1)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_ranks_train_together_on_the_device_as_on_the_cpu(name: str) -> None:
     axes, runs = TOGETHER[name]

@@ -197,6 +197,7 @@ def test_a_run_file_decides_what_is_made_again(run_file: Path, tmp_path: Path) -
     assert steps(tmp_path / "kept") == steps(tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_guess_that_was_wrong_is_taken_back(run_file: Path, tmp_path: Path) -> None:
     """Warm-ups are abandoned with all that they keep."""
     way = ["precision.compute=fp16", "optimizer.validation=after", "parallel.schedule=zb-h1", "train.micro_batch=1"]

@@ -85,6 +85,7 @@ def open_tags(page: str) -> list[str]:
     return reader.open
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_python")
 def test_a_broken_model_of_ones_own_is_found_with_exit_code_1(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

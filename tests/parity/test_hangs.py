@@ -58,6 +58,7 @@ def of_own_model(folder: Path, layout: str, *changes: tuple[str, str]) -> RunCon
     return config.model_copy(update={"parallel": fitted(config, said).parallel})
 
 
+@pytest.mark.slow
 def test_a_tied_head_without_tied_is_found_where_the_other_end_waits_for_it(tmp_path: Path) -> None:
     stuck = hung(of_own_model(tmp_path, "pp=2", TIED_END), {"pp": 2})
     assert stuck.keys() == {0, 1}

@@ -24,6 +24,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_same_records_and_checkpoints_and_can_be_resumed(run_file: Path, tmp_path: Path) -> None:
     """Steps 3, 4, 6, 8, 9 and 12 are settled at once, to be saved or evaluated."""
     before = train_on(run_file, *CHANGES, f"train.folder={tmp_path / 'before'}", pipeline=2)

@@ -222,6 +222,7 @@ def test_a_run_in_a_dialect_trains_as_the_same_run_in_native_keys(tmp_path: Path
     assert records[0][0]["loss_scale"] == 1024
 
 
+@pytest.mark.slow
 def test_a_run_in_internevos_words_trains_as_the_same_run_in_native_keys(tmp_path: Path) -> None:
     """The first has no [model]; the second is what the first one came to, as its folder says."""
     file = write_run(tmp_path)

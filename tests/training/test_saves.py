@@ -127,7 +127,7 @@ def same_bits(one: Path, other: Path, step: int) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("stop", [0, 5], ids=["at the end", "by a signal"])
 def test_a_run_whose_last_save_fails_says_where_the_same_command_goes_on(
     stop: int, run_file: Path, tmp_path: Path

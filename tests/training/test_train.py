@@ -119,6 +119,7 @@ def told(mesh: DeviceMesh, file: str, wrong: bool) -> tuple[dict[str, str], str]
         return {}, str(error)
 
 
+@pytest.mark.slow
 def test_what_rank_0_makes_or_cannot_make_is_told_to_all_however_long_it_takes(tmp_path: Path) -> None:
     assert run_ranks(told, {"dp": 2}, file=str(tmp_path / "a"), wrong=False) == [({"made by": "0"}, "")] * 2
     assert run_ranks(told, {"dp": 2}, file=str(tmp_path / "b"), wrong=True) == [({}, "no text")] * 2

@@ -41,7 +41,7 @@ def test_gradients_are_bitwise_those_of_one_rank_in_every_schedule(pp: int, comp
         require_same_bits(result, expected, run.kind)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(0, 1)
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole sequence", "cut sequence"])
 def test_tensor_parallel_products_may_be_put_off_too(sequence: bool) -> None:
     kinds = ("interleaved", "zb-h1", "zb-v")

@@ -80,12 +80,28 @@ def _olmo2(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Siz
     return {"family": "olmo2", **sizes, "norm_eps": 1e-6, "rope_base": 500000.0, **others}
 
 
-def _gemma3(layers: int, hidden: int, ffn: int) -> Sizes:
+def _olmo3(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Sizes:
+    """Return a model of OLMo 3 as it is after its training on long texts: three of four layers have the window."""
+    windows = {"window": 4096, "window_layers": tuple(n for n in range(layers) if (n + 1) % 4)}
+    yarn = {"kind": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    turns = {"rope_scaling": yarn | {"attention_factor": 1.2079441541679836}, "max_positions": 65536}
+    return _olmo2(layers, hidden, heads, ffn, **windows, **turns, window_rope_base=500000.0, vocab=100278, **others) | {
+        "family": "olmo3"
+    }
+
+
+def _gemma3(layers: int, hidden: int, ffn: int, heads: int = 4, kv_heads: int = 1, **others: Any) -> Sizes:
     """Return a text model of Gemma 3, five of six of whose layers have the window."""
-    sizes = {"layers": layers, "hidden": hidden, "heads": 4, "kv_heads": 1, "head_dim": 256, "ffn": ffn}
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": 256, "ffn": ffn}
     windows = {"window": 512, "window_layers": tuple(n for n in range(layers) if (n + 1) % 6)}
     turns = {"max_positions": 32768, "rope_base": 1e6, "window_rope_base": 10000.0}
-    return {"family": "gemma3", **sizes, **windows, **turns, "vocab": 262144, "norm_eps": 1e-6}
+    return {"family": "gemma3", **sizes, **windows, **turns, "vocab": 262144, "norm_eps": 1e-6, **others}
+
+
+def _gemma3_large(layers: int, hidden: int, ffn: int, heads: int, **others: Any) -> Sizes:
+    """Return the text model of a Gemma 3 with images, whose layers without the window reach eight times as far."""
+    reach = {"window": 1024, "max_positions": 131072, "rope_scaling": {"kind": "linear", "factor": 8.0}}
+    return _gemma3(layers, hidden, ffn, heads, heads // 2, vocab=262208, **reach, **others)
 
 
 def _deepseek(family: str, layers: int, hidden: int, heads: int, ffn: int, dense_ffn: int, **others: Any) -> Sizes:
@@ -160,7 +176,11 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "qwen2-1.5b": _qwen("qwen2", 28, 1536, 12, 2, 8960, tied=True),
         "qwen2-7b": _qwen("qwen2", 28, 3584, 28, 4, 18944, vocab=152064),
         "qwen3-0.6b": _qwen("qwen3", 28, 1024, 16, 8, 3072, tied=True, **QWEN3),
+        "qwen3-1.7b": _qwen("qwen3", 28, 2048, 16, 8, 6144, tied=True, **QWEN3),
+        "qwen3-4b": _qwen("qwen3", 36, 2560, 32, 8, 9728, tied=True, **QWEN3),
         "qwen3-8b": _qwen("qwen3", 36, 4096, 32, 8, 12288, **QWEN3),
+        "qwen3-14b": _qwen("qwen3", 40, 5120, 40, 8, 17408, **QWEN3),
+        "qwen3-32b": _qwen("qwen3", 64, 5120, 64, 8, 25600, **QWEN3),
         "qwen3-30b-a3b": _qwen(
             "qwen3", 48, 2048, 32, 4, 768, **QWEN3, experts=128, experts_per_token=8, router_aux_loss=0.001
         ),
@@ -182,6 +202,8 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "olmo2-7b": _olmo2(32, 4096, 32, 11008),
         "olmo2-13b": _olmo2(40, 5120, 40, 13824),
         "olmo2-32b": _olmo2(64, 5120, 40, 27648, kv_heads=8),
+        "olmo3-7b": _olmo3(32, 4096, 32, 11008),
+        "olmo3-32b": _olmo3(64, 5120, 40, 27648, kv_heads=8),
         "deepseek-v2-lite": _deepseek(
             "deepseek_v2",
             27,
@@ -230,6 +252,9 @@ PRESETS: Mapping[str, Sizes] = MappingProxyType(
         "gemma2-27b": _gemma2(46, 4608, 32, 16, 36864, 128, 144.0),
         "gemma3-270m": _gemma3(18, 640, 2048),
         "gemma3-1b": _gemma3(26, 1152, 6912),
+        "gemma3-4b": _gemma3_large(34, 2560, 10240, 8),
+        "gemma3-12b": _gemma3_large(48, 3840, 15360, 16),
+        "gemma3-27b": _gemma3_large(62, 5376, 21504, 32, head_dim=128, attention_scalar=168.0),
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),
     }

@@ -43,7 +43,11 @@ PUBLISHED = {
     "qwen2-1.5b": 1_543_714_304,
     "qwen2-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "glm-4.5": 352_797_829_024,  # its file has 358 B, with a layer for multi-token prediction
@@ -52,6 +56,8 @@ PUBLISHED = {
     "olmo2-7b": 7_298_617_344,
     "olmo2-13b": 13_716_198_400,
     "olmo2-32b": 32_234_279_936,
+    "olmo3-7b": 7_298_011_136,  # 74 rows of embedding and head fewer than OLMo 2's
+    "olmo3-32b": 32_233_522_176,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200,  # 671B, without the 14B of the layer for multi-token prediction
@@ -62,6 +68,9 @@ PUBLISHED = {
     "gpt-oss-120b": 116_829_156_672,
     "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,  # the text model; without embedding 3,209 M, as the technical report says
+    "gemma3-12b": 11_766_034_176,  # likewise 10,759 M
+    "gemma3-27b": 27_009_346_304,  # likewise 25,600 M
 }
 
 

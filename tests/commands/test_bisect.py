@@ -12,6 +12,22 @@ from tests.runs import train, write_run
 from tools import cli
 from tools.bisect.sides import Side, must_be_equal, other_keys
 from tools.config.run_file import load_run
+from tools.prove.damage import turn_one_sign
+from tools.training.state_digests import OF_STEP
+
+ADDED_OTHERWISE = [
+    "parallel.tensor=2",
+    "parallel.context=2",
+    "parallel.data=2 parallel.expert=2 model.family=mixtral model.experts=4",
+    "parallel.data=2 parallel.bucket=1000",
+    "precision.compute=bf16",
+    "fp8.kind=current precision.compute=bf16",
+    "train.micro_batch=1",
+    "train.threads=2",
+    "train.compile=leaves",
+    "train.numerics=canonical train.threads=1",
+    "optimizer.native=true",
+]
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +118,91 @@ def test_steps_too_far_from_a_checkpoint_are_not_taken_again(room: Path, capsys:
     assert (code, said["replay"]) == (1, None) and "give --steps 3 or more" in said["why"]
 
 
+@pytest.mark.cases(0, sample=1)
+@pytest.mark.parametrize("otherwise", ["parallel.context=2", "train.micro_batch=1", "train.numerics=canonical"])
+def test_runs_that_add_in_another_order_are_not_accused(
+    otherwise: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_run(made / "my.toml", ["train.threads=1", otherwise])
+    config.save_resolved(tmp_path)
+    one = load_run(made / "my.toml", ["train.threads=1"])
+    one.save_resolved(tmp_path / "one")
+    code, said = bisected(capsys, tmp_path / "one" / "run.toml", tmp_path / "run.toml")
+    assert (code, said["compared"]) == (0, "float64"), said
+
+
+def turned(room: Path, step: int) -> str:
+    """Turn a sign in b's checkpoint of the step; return where, as a record names it."""
+    return turn_one_sign(room / "b" / "checkpoints" / f"step_{step:08}").replace("/", " ")
+
+
+def test_a_checkpoint_that_was_changed_before_a_resume_is_named_and_not_the_step_after_it(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (room / "b" / "digests.jsonl").read_text().splitlines(keepends=True)
+    before, after = json.loads(lines[1]), json.loads(lines[2])
+    what = turned(room, 2)
+    kind, name = what.split(" ", 1)
+    before["state"] = after["state"] = before["tensors"][kind][name] = after["tensors"][kind][name] = "0" * 32
+    loaded = {key: value for key, value in before.items() if key not in OF_STEP} | {"loaded": "b/step_00000002"}
+    (room / "b" / "digests.jsonl").write_text("".join([*lines[:2], f"{json.dumps(loaded)}\n", json.dumps(after)]))
+    code, said = bisected(capsys, room / "a", room / "b")
+    first = said["records"]["first"]
+    assert (code, first["step"], first["what"], first["loaded"]) == (1, 2, what, True)
+    assert f"the checkpoints of step 2 differ in {what}: one was changed after it was saved" in said["why"]
+    assert cli.main(["bisect", str(room / "a"), str(room / "b")]) == 1
+    assert f"first difference in the state loaded after step 2: {what}" in capsys.readouterr().out
+
+
+def test_steps_are_not_taken_again_from_a_checkpoint_that_only_one_run_had(
+    room: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = turned(room, 2)
+    edit(room / "b" / "digests.jsonl", 3, one_digest)
+    code, said = bisected(capsys, room / "a", room / "b")
+    assert code == 1 and said["replay"]["from_step"] == 1
+    assert said["why"].startswith(f"the checkpoints of step 2 differ in {what}; the records differ, but")
+
+
+def test_runs_on_other_tokens_are_told_so(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (made / "run" / "run.toml").read_text().replace(str(made / "data"), str(tmp_path / "data"))
+    source = load_run(made / "my.toml").data.source
+    other = tmp_path / "other.txt"
+    other.write_text(Path(source).read_text(encoding="utf-8").replace("a", "o"), encoding="utf-8")
+    (tmp_path / "b.toml").write_text(text.replace(source, str(other)).replace(str(made / "run"), str(tmp_path / "b")))
+    code, said = bisected(capsys, made / "run" / "run.toml", tmp_path / "b.toml")
+    assert code == 1 and said["keys"][0].startswith(f'data.source: "{source}" (')
+    assert said["replay"]["likely_cause"].startswith("the run files differ in data.source")
+
+
+def test_data_that_is_gone_does_not_hide_what_the_records_say(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(room / "b" / "digests.jsonl", 2, one_digest)
+    text = (room / "b" / "run.toml").read_text()
+    source = load_run(room / "b" / "run.toml").data.source
+    (room / "b" / "run.toml").write_text(text.replace(source, str(room / "gone.txt")))
+    code, said = bisected(capsys, room / "a", room / "b")
+    assert code == 1 and said["records"]["first"]["step"] == 2
+    assert "a replay did not finish" in said["why"] and "gone.txt" in said["why"]
+
+
 def test_in_one_layout_bits_must_be_equal_and_in_two_they_need_not(made: Path) -> None:
     def run(*overrides: str) -> Any:
         return load_run(made / "my.toml", overrides)
 
     assert must_be_equal(run(), run("parallel.recompute=full", "checkpoint.every=1"))
-    assert not must_be_equal(run(), run("parallel.tensor=2"))
-    assert not must_be_equal(run(), run("precision.compute=bf16"))
+    assert must_be_equal(run(), run("optimizer.weight_decay=0.5", "train.seed=5", "data.source=other.txt"))
+    for otherwise in ADDED_OTHERWISE:
+        assert not must_be_equal(run(), run(*otherwise.split())), otherwise
+    canonical = ("train.numerics=canonical", "train.threads=1")
+    assert must_be_equal(run(*canonical), run(*canonical, "parallel.tensor=2"))
+    assert not must_be_equal(run(*canonical), run(*canonical, "train.canonical_shards=4"))
     assert other_keys(run(), run("parallel.tensor=2", "log.every=3", "checkpoint.keep=1")) == []
     assert other_keys(run(), run("train.seed=5")) == ["train.seed: 1234 | 5"]
+    assert other_keys(run(), run("model.vocab=500")) == []
+    assert other_keys(run(), run("train.steps=9", "lr.length=5")) == [], "a constant rate is the same"
+    assert other_keys(run(), run("lr.warmup=2")) == ["lr.warmup: 0 | 2"]
+    begun = run().model_copy(update={"train": run().train.model_copy(update={"init_from": "other"})})
+    assert other_keys(run(), begun) == ['train.init_from: "" | "other"']
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ RUNS = {
     "mixtral": ["model.family=mixtral", "model.layers=4", "model.hidden=32", "model.heads=4", "model.ffn=48",
                 "model.experts=4", "model.router_z_loss=0.1"],
     "modules": ["model.preset=llama-demo", "model.layers=4", "model.mtp_layers=2"],
+    "canonical": ["model.preset=llama-demo", "train.numerics=canonical", "train.threads=1"],
     "fp16": ["model.preset=llama-demo", "precision.compute=fp16"],
 }  # fmt: skip
 PLAN = Plan(3, planted=1, into="layers.1.attention.output.weight")

@@ -1,16 +1,19 @@
 """The two runs that ought to agree: their run files, their records, and the first step in which the records differ.
 
-Where both ran in one layout, or both are canonical, every bit must be equal. Otherwise only the loss and the norm are
-compared, to TOLERANCE: what rounding does to them grows with the steps, and only a replay can tell it from a fault.
+Where both computed in one way, every bit must be equal: in one layout, or in any if both are canonical. Otherwise only
+the loss and the norm are compared, to TOLERANCE: what rounding does to them grows with the steps, and only a replay can
+tell it from a fault.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megaprec.checkpoint.atomic import checkpoints, latest
 from megaprec.checkpoint.reader import Store
@@ -20,11 +23,18 @@ from tools.convert.train_state import read_progress
 from tools.journal.records import DIGESTS, METRICS, odd_lines, read_digests, read_lines, read_metrics
 from tools.prove.parting import Parting, by_step, first_parting
 from tools.prove.proof import is_canonical
-from tools.training.changed_keys import FREELY
+from tools.training.changed_keys import FREELY, same_rates
+from tools.training.corpus import Corpus
+from tools.training.data_identity import other_sets
 from tools.training.state_digests import OF_STEP
 
 TOLERANCE = 1e-3  # relative difference of a loss or norm that two layouts may have in one step
-SHAPE = ("tensor", "pipeline", "data", "sequence", "schedule", "schedule_file", "chunks", "cuts")  # of [parallel]
+ROUNDING = (  # keys with which the same numbers are rounded or added otherwise; a layout's come on top in "fast"
+    "precision.*", "fp8.*", "train.numerics", "train.canonical_shards", "train.micro_batch", "train.threads",
+    "train.compile", "optimizer.native",
+)  # fmt: skip
+SCHEDULE = ("lr.*", "train.steps")
+ACTING = ("train.init_from", *SCHEDULE)  # of FREELY: no number of a resume depends on them as such, but of a run
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,11 @@ class Side:
     @property
     def digests(self) -> dict[int, Mapping[str, Any]]:
         return by_step(read_digests(self.folder)) if self.folder else {}
+
+    @property
+    def loaded(self) -> dict[int, Mapping[str, Any]]:
+        """Return the digests of states that the run has loaded to go on, by step."""
+        return by_step(read_digests(self.folder), loaded=True) if self.folder else {}
 
     @property
     def metrics(self) -> dict[int, Mapping[str, Any]]:
@@ -84,20 +99,39 @@ class Records:
 
 def must_be_equal(a: RunConfig, b: RunConfig) -> bool:
     """Return True if every bit of the two runs must be equal: in one layout, or in any if both are canonical."""
-    if is_canonical(a) and is_canonical(b):
-        return True
-    return a.precision == b.precision and all(getattr(a.parallel, key) == getattr(b.parallel, key) for key in SHAPE)
+    both = is_canonical(a) and is_canonical(b)
+    rounding = (*ROUNDING, *(() if both else ("parallel.*",)))
+    return not any(_like(key, rounding) and not _like(key, FREELY) for key, *_ in _keys(a, b))
 
 
 def other_keys(a: RunConfig, b: RunConfig) -> list[str]:
-    """Return a line for each key that differs and that numbers depend on, other than the layout."""
-    return [f"{key}: {one} | {other}" for key, one, other in _keys(a, b) if not _free(key)]
+    """Return a line for each key that differs and that numbers depend on, other than the layout.
+
+    Keys of the data are left out, for its tokens count (`other_tokens`), and so are a vocabulary that is theirs and
+    keys of the learning rate that give the same rates.
+    """
+    free = ["parallel.*", *(key for key in FREELY if key not in ACTING)]
+    if same_rates(a.lr_schedule, b.lr_schedule, 0):
+        free += SCHEDULE
+    found = [line for line in _keys(a, b) if not _like(line[0], free)]
+    return [f"{key}: {one} | {other}" for key, one, other in found if key != "model.vocab" or "0" not in (one, other)]
 
 
-def _free(key: str) -> bool:
-    if key.startswith("lr.") or key == "train.steps":
-        return False
-    return key.startswith("parallel.") or any(fnmatchcase(key, pattern) for pattern in FREELY)
+def _like(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def other_tokens(a: Corpus, b: Corpus) -> list[str]:
+    """Return a line for each data set of other tokens, and one for another tokenizer."""
+    if a.identity is None or b.identity is None:
+        return []
+    if len(a.identity.sets) != len(b.identity.sets):
+        return [f"data.blend: {len(a.identity.sets)} data sets | {len(b.identity.sets)}"]
+    lines = [found.line for found in other_sets(a.identity, b.identity, " | ")]
+    if a.identity.tokenizer != b.identity.tokenizer:
+        names = (str(one.tokenizer.path) if one.tokenizer else "none" for one in (a, b))
+        lines.append(f"data.tokenizer: {' | '.join(names)} (other contents)")
+    return lines
 
 
 def _keys(a: RunConfig, b: RunConfig) -> Iterator[tuple[str, str, str]]:
@@ -111,13 +145,20 @@ def compare_records(a: Side, b: Side, exact: bool) -> Records:
     """Compare what both runs have recorded, by digests if both have them and their bits must be equal."""
     ours, theirs = a.digests, b.digests
     if exact and (common := ours.keys() & theirs.keys()):
-        return Records("digests", len(common), first_parting(ours, theirs))
+        return Records("digests", len(common), _first(a, b))
     ours, theirs = a.metrics, b.metrics
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         return Records("", 0, None)
     found = (_of_step(step, ours[step], theirs[step], exact) for step in common)
     return Records("metrics", len(common), next((parting for parting in found if parting), None))
+
+
+def _first(a: Side, b: Side) -> Parting | None:
+    """Return the first difference between the states after steps, and between a loaded state and that of a step."""
+    found = [first_parting(a.digests, b.digests)]
+    found += [first_parting(one.loaded, other, state_only=True) for one in (a, b) for other in (a.digests, b.digests)]
+    return min((parting for parting in found if parting), key=lambda p: (p.step, p.loaded), default=None)
 
 
 def _of_step(step: int, one: Mapping[str, Any], other: Mapping[str, Any], exact: bool) -> Parting | None:
@@ -133,8 +174,43 @@ def _near(one: Any, other: Any, tolerance: float) -> bool:
     return abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
-def common_checkpoint(a: Side, b: Side, before: int) -> tuple[int, str]:
-    """Return the newest step before `before` of which both runs have a checkpoint, and that of A; (0, "") if none."""
-    ours, theirs = b.checkpoint_steps(), a.checkpoint_steps()
-    step = max((step for step in ours.keys() & theirs.keys() if step < before), default=0)
-    return (step, str(theirs[step])) if step else (0, "")
+@dataclass(frozen=True)
+class Start:
+    """The state from which steps are taken again. checkpoint: that of A, "" for initial weights.
+
+    passed_over: a line for each newer checkpoint of that step which is not the same in both runs.
+    """
+
+    step: int
+    checkpoint: str
+    passed_over: list[str]
+
+
+def common_start(a: Side, b: Side, before: int, exact: bool) -> Start:
+    """Return the newest step before `before` of which both runs have a checkpoint, or the initial weights.
+
+    exact: the checkpoints must hold the same bits.
+    """
+    ours, theirs = a.checkpoint_steps(), b.checkpoint_steps()
+    passed_over: list[str] = []
+    for step in sorted((step for step in ours.keys() & theirs.keys() if step < before), reverse=True):
+        apart = other_tensors(Store(ours[step]), Store(theirs[step])) if exact else []
+        if not apart:
+            return Start(step, str(ours[step]), passed_over)
+        more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+        passed_over.append(f"the checkpoints of step {step} differ in {apart[0].replace('/', ' ')}{more}")
+    return Start(0, "", passed_over)
+
+
+def other_tensors(a: Store, b: Store) -> list[str]:
+    """Return the tensors, as kind/name, that two checkpoints do not both hold with the same bits."""
+    ours, theirs = a.index["tensors"], b.index["tensors"]
+    keys = sorted({*ours, *theirs}, key=lambda key: (key.startswith("weight/"), key))
+    return [key for key in keys if key not in ours or key not in theirs or not _same_bits(key, a, b)]
+
+
+def _same_bits(key: str, a: Store, b: Store) -> bool:
+    one, other = (store.read(*key.split("/", 1)) for store in (a, b))
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

@@ -18,7 +18,7 @@ import torch
 from megaprec.errors import UserError
 from parallel.described_world import joined_world
 from tools.bisect.replay import NotTaken, Replay, located_bits, located_in_float64, require_comparable
-from tools.bisect.sides import Records, Side, common_checkpoint, compare_records, must_be_equal, other_keys
+from tools.bisect.sides import Records, Side, common_start, compare_records, must_be_equal, other_keys, other_tokens
 from tools.config.run_file import RunConfig
 from tools.console.tables import add_json, put
 from tools.console.wrapped import say
@@ -28,7 +28,8 @@ from tools.parity.ranks import with_vocabulary
 from tools.parity.record import Plan
 from tools.parity.runs import made_ready
 from tools.parity.shrink import Most
-from tools.training.corpus import open_corpus
+from tools.prove.parting import LOADED
+from tools.training.corpus import Corpus, open_corpus
 
 AGREE, PART, UNTRIED = "they agree", "they part", "not tried"
 CODES = {AGREE: 0, PART: 1, UNTRIED: 2}
@@ -78,11 +79,23 @@ def found(a: Side, b: Side, most: int, again: bool) -> dict[str, Any]:
     }
     if records.by and records.parting is None and not again:
         return made | {"verdict": AGREE, "why": _agreement(records, exact)}
-    made |= _replayed(a, b, records, exact, most)
+    if records.parting and records.parting.loaded:
+        return made | {"verdict": PART, "why": _loaded(a, b, records.parting.step)}
+    said = _replayed(a, b, records, exact, most)
+    made |= said | {"keys": [*made["keys"], *said.get("keys", [])]}
     if made["keys"] and made["replay"] and "likely_cause" in made["replay"]:
         names = ", ".join(key.partition(":")[0] for key in made["keys"])
         made["replay"]["likely_cause"] = f"the run files differ in {names}; else: {made['replay']['likely_cause']}"
     return made
+
+
+def _loaded(a: Side, b: Side, step: int) -> str:
+    """Return what follows from a loaded state that is not that of the step."""
+    why = f"until step {step} the runs agree, and then one went on from another state than they had"
+    apart = common_start(a, b, step + 1, exact=True).passed_over
+    if apart and f"of step {step} " in apart[0]:
+        return f"{why}: {apart[0]}: one was changed after it was saved, or not saved as it was"
+    return f"{why}: its checkpoint was changed or lacked something, or was not loaded as it was saved"
 
 
 def _fields(records: Records) -> dict[str, Any]:
@@ -100,31 +113,44 @@ def _agreement(records: Records, exact: bool) -> str:
 def _replayed(a: Side, b: Side, records: Records, exact: bool, most: int) -> dict[str, Any]:
     """Take steps again and return the verdict with the place."""
     until = records.parting.step if records.parting else min(2, most)
-    start, checkpoint = common_checkpoint(a, b, until)
-    if until - start > most:
-        why = f"the runs part in step {until}, and the newest checkpoint before it that both have is of step {start}"
-        verdict = PART if records.parting else UNTRIED
-        return {"verdict": verdict, "why": f"{why}: give --steps {until - start} or more to locate it by replay"}
-    _tell(f"steps {start + 1} to {until} are taken again, {'bit by bit' if exact else 'in float64'}")
+    start = common_start(a, b, until, exact)
+    if until - start.step > most:
+        why = f"the runs part in step {until}, and the newest state before it that both have is of step {start.step}"
+        more = f"{why}: give --steps {until - start.step} or more to locate it by replay"
+        return {"verdict": PART if records.parting else UNTRIED, "why": "; ".join([*start.passed_over, more])}
+    _tell(f"steps {start.step + 1} to {until} are taken again, {'bit by bit' if exact else 'in float64'}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks
     try:
         with tempfile.TemporaryDirectory(prefix="megaprec_bisect_") as folder:
-            plan = Plan(until - start, small=False, start=checkpoint, states=True)
-            configs = [_ready(side.config, plan.steps, Path(folder)) for side in (a, b)]
+            plan = Plan(until - start.step, small=False, start=start.checkpoint, states=True)
+            corpora = [_opened(side.config, records) for side in (a, b)]
+            configs = [_ready(s.config, c, plan.steps, Path(folder)) for s, c in zip((a, b), corpora, strict=True)]
             replay = Replay(configs[0], configs[1], plan, (a.name, b.name), Path(folder))
             entry = (located_bits if exact else located_in_float64)(replay)
     except NotTaken as failure:
         return {"verdict": PART if records.parting else UNTRIED, "why": f"a replay did not finish: {failure}"}
     finally:
         torch.set_num_threads(threads)
-    return _verdict(entry | {"from_step": start}, records)
+    made = _verdict(entry | {"from_step": start.step}, records)
+    if start.passed_over:
+        made |= {"verdict": PART, "why": "; ".join([*start.passed_over, *([made["why"]] if "why" in made else [])])}
+    return made | {"keys": other_tokens(*corpora)}
 
 
-def _ready(config: RunConfig, steps: int, folder: Path) -> RunConfig:
+def _opened(config: RunConfig, records: Records) -> Corpus:
+    """Open the data of a run. Raises NotTaken if it is not there, but the records have shown that the runs part."""
+    try:
+        return open_corpus(config)
+    except UserError as error:
+        if records.parting is None:
+            raise
+        raise NotTaken("; ".join(error.problems)) from error
+
+
+def _ready(config: RunConfig, corpus: Corpus, steps: int, folder: Path) -> RunConfig:
     """Return the run as it is taken again: in its own size, on its own data, on the CPU."""
-    ready = made_ready(config, Most(1, 1, 1), True, steps, folder)
-    return with_vocabulary(ready, open_corpus(config))
+    return with_vocabulary(made_ready(config, Most(1, 1, 1), True, steps, folder), corpus)
 
 
 def _verdict(entry: dict[str, Any], records: Records) -> dict[str, Any]:
@@ -154,7 +180,8 @@ def show(made: dict[str, Any]) -> None:
     records = made["records"]
     if records["by"]:
         first = records.get("first")
-        place = f"first difference after step {first['step']}: {first['what']}" if first else "no difference"
+        when = f"{'in the state loaded' if first and first.get(LOADED) else ''} after step"
+        place = f"first difference {when.strip()} {first['step']}: {first['what']}" if first else "no difference"
         others = f" and {first['others']} more" if first and first["others"] else ""
         more = f"{others} ({' | '.join(first['values'])})" if first else ""
         say(f"records    {records['steps']} steps of {records['by']}: {place}{more}")

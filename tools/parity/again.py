@@ -31,7 +31,8 @@ def updates(config: RunConfig, corpus: Corpus, ours: Record, start: Path | None 
     is assumed to be infinite. start: the checkpoint that they began with. Empty if a gradient lacks a tensor or
     elements of the model.
     """
-    trainer = _Again(config, corpus, None, start)
+    train = config.train.model_copy(update={"numerics": "fast"})  # the gradients are whole, and nothing is summed
+    trainer = _Again(config.model_copy(update={"train": train}), corpus, None, start)
     if not _whole(trainer.engine.optimizer, ours):
         return {}
     made: dict[str, Tensors] = {}

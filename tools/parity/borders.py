@@ -7,7 +7,8 @@ of its parameters' logical names ("layers.3.mlp"), which is the same in every la
 Recorded are tensors shaped like the residual stream, [s, b, hidden] or a rank's part of the sequence. Each token is
 recorded as one number: the product of its features with a random vector that all layouts share. Different activations
 have different numbers, and the relative error of many numbers is that of the activations. Of large batches only some
-positions are recorded. Recomputed activations are not recorded: they are outside of a stage's forward pass.
+positions are recorded. Recomputed activations are not recorded: they are outside of a stage's forward pass. Virtual
+ranks (`models.virtual_stage`) are recorded one by one, and their values are those of their process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from megaprec.comm.axis import Axis
 from megaprec.comm.layout import has_layout, layout_of
 from megaprec.comm.random import key, normal
 from models.routing import Router
+from models.virtual_stage import VirtualStage
 from parallel.sequence_cut import positions
 
 TOKENS = 4096  # tokens of a step that are recorded at each border, at most
@@ -61,10 +63,11 @@ class _Call:
 
     step: int
     samples: list[int]
-    times: dict[str, int] = field(default_factory=dict)  # each border was passed
+    times: dict[tuple[int, str], int] = field(default_factory=dict)  # each tp rank has passed each border
     seen: dict[int, tuple[Tensor, str]] = field(
         default_factory=dict
     )  # by id; kept alive, so that no other tensor gets the id
+    embedded: int = 0  # how often the embedding was called before
 
 
 class Borders:
@@ -79,74 +82,91 @@ class Borders:
         self.ones = torch.ones(1, dtype=torch.float64)
         self.stride = max(1, size.batch * size.length // TOKENS)
         self.passed: dict[str, str] = {}
-        self._seen: dict[tuple[str, str], tuple[list[int], Tensor]] = {}  # positions; [steps, batch, positions]
+        # by kind, border and tp rank: positions; [steps, batch, positions]
+        self._seen: dict[tuple[str, str, int], tuple[list[int], Tensor]] = {}
         self._samples: set[int] = set()
         self._call: _Call | None = None
         for stage in stages:
             stage.register_forward_pre_hook(self._begin)
             stage.register_forward_hook(self._end)
-            for module, name in named(stage).items():
-                module.register_forward_pre_hook(partial(self._enter, f"{name}>in"))
-                module.register_forward_hook(partial(self._leave, f"{name}>out"))
+            for own, part in _ranks_of(stage, tp):
+                for module, name in named(part).items():
+                    module.register_forward_pre_hook(partial(self._enter, own, f"{name}>in"))
+                    module.register_forward_hook(partial(self._leave, own, f"{name}>out"))
 
     def _begin(self, stage: nn.Module, args: Sequence[Any]) -> None:
         place = args[1] if len(args) > 1 else None
-        self._call = None if place is None else _Call(place.step, place.samples.tolist())
-        if self._call is not None:
-            self._samples.update(self._call.samples)
-            if args[0].dtype == torch.int64:
-                self.passed.setdefault(TOKENS_IN, "")
-                self._note((FORWARD, TOKENS_IN), self._call, args[0].unsqueeze(-1), self.ones)
-            else:  # of what calls the embedding several times, the first stage makes the first call
-                self._call.times[EMBEDDED] = 1
+        self._call = None
+        if place is None:
+            return
+        inner = args[0].dtype != torch.int64
+        self._call = _Call(place.step, place.samples.tolist(), embedded=int(inner))  # the first stage calls it first
+        self._samples.update(self._call.samples)
+        if not inner:
+            self.passed.setdefault(TOKENS_IN, "")
+            self._note((FORWARD, TOKENS_IN), self.tp, self._call, args[0].unsqueeze(-1), self.ones)
 
     def _end(self, stage: nn.Module, args: object, made: object) -> None:
         if self._call is not None:
             self._call.seen.clear()  # hooks hold the call for as long as the graph lives
         self._call = None
 
-    def _enter(self, border: str, module: nn.Module, args: Sequence[Any]) -> None:
-        self._look(border, args[0] if args else None)
+    def _enter(self, tp: Axis, border: str, module: nn.Module, args: Sequence[Any]) -> None:
+        self._look(tp, border, args[0] if args else None)
 
-    def _leave(self, border: str, module: nn.Module, args: object, made: Any) -> None:
-        self._look(border, made[0] if isinstance(made, tuple) else made)
+    def _leave(self, tp: Axis, border: str, module: nn.Module, args: object, made: Any) -> None:
+        self._look(tp, border, made[0] if isinstance(made, tuple) else made)
 
-    def _look(self, border: str, x: Any) -> None:
+    def _look(self, tp: Axis, border: str, x: Any) -> None:
         call = self._call
-        if call is None or not isinstance(x, Tensor) or not self._fits(x, len(call.samples)):
+        if call is None or not isinstance(x, Tensor) or not self._fits(x, tp, len(call.samples)):
             return
-        times = call.times[border] = call.times.get(border, 0) + 1
+        before = call.embedded if border == EMBEDDED else 0
+        times = call.times[tp.rank, border] = call.times.get((tp.rank, border), before) + 1
         border = border if times == 1 else f"{border} {times}"
         known = call.seen.get(id(x))
         self.passed.setdefault(border, known[1] if known else "")
         if known is None:
             call.seen[id(x)] = x, border
-            self._note((FORWARD, border), call, x, self.direction)
+            self._note((FORWARD, border), tp, call, x, self.direction)
             if x.requires_grad:
-                x.register_hook(lambda grad: self._note((BACKWARD, border), call, grad, self.direction))
+                x.register_hook(lambda grad: self._note((BACKWARD, border), tp, call, grad, self.direction))
 
-    def _fits(self, x: Tensor, samples: int) -> bool:
+    def _fits(self, x: Tensor, tp: Axis, samples: int) -> bool:
         s, b, hidden = x.shape if x.dim() == 3 else (0, 0, 0)
         own = self.size.length // self.cp.size
-        return s in (own, own // self.tp.size) and b == samples and hidden == self.size.hidden and x.is_floating_point()
+        return s in (own, own // tp.size) and b == samples and hidden == self.size.hidden and x.is_floating_point()
 
     @torch.no_grad()
-    def _note(self, where: tuple[str, str], call: _Call, x: Tensor, direction: Tensor) -> None:
+    def _note(self, where: tuple[str, str], tp: Axis, call: _Call, x: Tensor, direction: Tensor) -> None:
         own = self.size.length // self.cp.size
         places = positions(self.cp, own)
-        places = places if len(x) == own else self.tp.chunk(places)
+        places = places if len(x) == own else tp.chunk(places)
         chosen = places % self.stride == 0
         some = x.detach()[chosen.to(x.device)].double() @ direction.to(x.device)
-        if where not in self._seen:
+        key = (*where, tp.rank)
+        if key not in self._seen:
             shape = (self.size.steps, self.size.batch, len(some))
-            self._seen[where] = places[chosen].tolist(), torch.full(shape, torch.nan, dtype=torch.float64)
-        self._seen[where][1][call.step - self.size.first, call.samples] = some.t().cpu()
+            self._seen[key] = places[chosen].tolist(), torch.full(shape, torch.nan, dtype=torch.float64)
+        self._seen[key][1][call.step - self.size.first, call.samples] = some.t().cpu()
 
     def notes(self) -> Iterator[tuple[tuple[str, str], Notes]]:
-        """Return the values of each border that has a tensor of its own."""
+        """Return the values of each border that has a tensor of its own; of one seen by virtual ranks, of all."""
         samples = sorted(self._samples)
-        for where, (places, values) in self._seen.items():
+        for where in dict.fromkeys((kind, border) for kind, border, _ in self._seen):
+            parts = [some for key, some in self._seen.items() if key[:2] == where]
+            if all(places == parts[0][0] for places, _ in parts):
+                parts = parts[:1]  # each saw the whole
+            places = [place for some, _ in parts for place in some]
+            values = torch.cat([some for _, some in parts], dim=2)
             yield where, Notes(self.rank, samples, places, values[:, samples])
+
+
+def _ranks_of(stage: nn.Module, tp: Axis) -> list[tuple[Axis, nn.Module]]:
+    """Return the tensor-parallel ranks of a stage on this process, each with its part: the virtual ones, if any."""
+    if isinstance(stage, VirtualStage):
+        return [*zip(stage.lockstep.axes, stage.shards, strict=True)]
+    return [(tp, stage)]
 
 
 def named(stage: nn.Module) -> Mapping[nn.Module, str]:

@@ -51,7 +51,7 @@ def changed_keys(store: Store, config: RunConfig, progress: TrainState) -> list[
     was, now = saved_keys(store), _all_keys(config)
     before, after = _schedule(was), config.lr_schedule
     canonical = was.get("train.numerics") == now["train.numerics"] == toml("canonical")
-    rates = before is not None and not _same_rates(before, after, _taken(config, progress))
+    rates = before is not None and not same_rates(before, after, _taken(config, progress))
     lines = []
     for key in was.keys() & now.keys():
         if was[key] != now[key]:
@@ -150,7 +150,7 @@ def _taken(config: RunConfig, progress: TrainState) -> int:
     return progress.applied_samples if config.lr.unit == "samples" else progress.applied
 
 
-def _same_rates(before: LRSchedule, after: LRSchedule, taken: int) -> bool:
+def same_rates(before: LRSchedule, after: LRSchedule, taken: int) -> bool:
     """Return True if both schedules have the same rates for the rest of the run, compared at up to a thousand
     points.
     """

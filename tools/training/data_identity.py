@@ -95,14 +95,14 @@ def other_settings(kept: Identity, data: Data, train: Train) -> Iterator[Differe
             yield Difference("data", f"data.blend[{n}].weight: {toml(one.weight)} -> {toml(weight)}")
 
 
-def other_sets(kept: Identity, now: Identity) -> Iterator[Difference]:
-    """Yield the differences between the data sets of the run and the stored ones."""
+def other_sets(kept: Identity, now: Identity, between: str = " -> ") -> Iterator[Difference]:
+    """Yield the differences between the data sets of the run and the stored ones. between: the old and the new."""
     if len(kept.sets) != len(now.sets):
         return
     for n, (was, one) in enumerate(zip(kept.sets, now.sets, strict=True)):
         if not _same(was, one):
             key = "data.source" if len(now.sets) == 1 else f"data.blend[{n}].source"
-            yield Difference("data", f"{key}: {_described(was)} -> {_described(one)}")
+            yield Difference("data", f"{key}: {_described(was)}{between}{_described(one)}")
 
 
 def _same(was: DataSet, one: DataSet) -> bool:

@@ -74,6 +74,23 @@ def test_a_sound_run_is_proven_and_what_cannot_be_tried_is_told(file: Path, here
     assert "exp_avg" in rows["broken resume"]["seen"][0]
 
 
+def test_a_layout_that_was_asked_for_and_could_not_be_tried_leaves_the_run_unproven(
+    file: Path, here: dict[str, Fault], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = Room.take
+
+    def take(room: Room, name: str, last: int, parallel: Parallel | None = None) -> None:
+        if parallel is not None:
+            raise Failure(f"{name}: its ranks cannot be started")
+        inner(room, name, last)
+
+    monkeypatch.setattr(Room, "take", take)
+    code, rows = proven(file, "--steps", "2", "--layout", "dp=2")
+    assert code == 2 and rows["verdict"] == "not tried"
+    assert rows["loaded elsewhere"]["why"] == "loaded elsewhere: its ranks cannot be started"
+    assert rows["broken resume"]["verdict"] == "proven"
+
+
 def lose_moments(patch: pytest.MonkeyPatch) -> None:
     inner = Buffer.restore
 

@@ -26,7 +26,7 @@ from tools.console.tables import add_json, put, table_console
 from tools.console.wrapped import say
 from tools.parity.certificate import NOT_TRIED, PROVEN, WRONG, run_digest, versions, write
 from tools.parity.layouts import Layout, asked, fitted
-from tools.prove.proof import STRAIGHT, Row, Span, is_canonical, other_layout, overall, proof
+from tools.prove.proof import STRAIGHT, Row, Span, is_canonical, needed_rows, other_layout, overall, proof
 from tools.prove.runs import Failure, Room
 from tools.training.notes import add_strict, tell_notes
 
@@ -113,7 +113,7 @@ def certificate(args: argparse.Namespace, config: RunConfig, room: Room, layout:
         ]
     return {
         "format": FORMAT,
-        "verdict": overall(rows),
+        "verdict": overall(rows, needed_rows(config, bool(args.layout))),
         "versions": versions() | {"cpu": torch.backends.cpu.get_cpu_capability()},
         "configuration": {"file": args.run_, "sha256": run_digest(config), "ranks": config.world_size},
         "numerics": "canonical" if is_canonical(config) else "fast",

@@ -19,7 +19,7 @@ from tools.prove.runs import Failure, Room
 
 STRAIGHT, AGAIN, RESUMED, CONTROL = "straight", "again", "resumed", "broken resume"
 LOADED, OTHER_LAYOUT = "loaded elsewhere", "other layout"
-NEEDED = (AGAIN, RESUMED, CONTROL)  # rows without which a run is not proven
+NEEDED = (AGAIN, RESUMED, CONTROL)  # rows without which no run is proven
 Row = dict[str, Any]
 
 
@@ -76,12 +76,17 @@ def proof(room: Room, span: Span, layout: Layout | None) -> Iterator[Row]:
         yield _tried(CONTROL, range(span.stop, span.stop + 2), lambda: _control(room, span))
 
 
-def overall(rows: list[Row]) -> str:
-    """Return the verdict on the whole run."""
+def overall(rows: list[Row], needed: Collection[str] = NEEDED) -> str:
+    """Return the verdict on the whole run. needed: rows without which it is not proven."""
     verdicts = {row["row"]: row["verdict"] for row in rows}
     if WRONG in verdicts.values():
         return WRONG
-    return PROVEN if all(verdicts.get(name) == PROVEN for name in NEEDED) else NOT_TRIED
+    return PROVEN if all(verdicts.get(name) == PROVEN for name in needed) else NOT_TRIED
+
+
+def needed_rows(config: RunConfig, named: bool) -> tuple[str, ...]:
+    """Return the rows that a proof needs. named: the user has named a layout, and waits for a verdict on it."""
+    return (*NEEDED, *((LOADED,) if named else ()), *((OTHER_LAYOUT,) if named and is_canonical(config) else ()))
 
 
 def _tried(name: str, steps: range, run: Callable[[], Row], layout: Layout | None = None) -> Row:

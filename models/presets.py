@@ -85,9 +85,8 @@ def _olmo3(layers: int, hidden: int, heads: int, ffn: int, **others: Any) -> Siz
     windows = {"window": 4096, "window_layers": tuple(n for n in range(layers) if (n + 1) % 4)}
     yarn = {"kind": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     turns = {"rope_scaling": yarn | {"attention_factor": 1.2079441541679836}, "max_positions": 65536}
-    return _olmo2(layers, hidden, heads, ffn, **windows, **turns, window_rope_base=500000.0, vocab=100278, **others) | {
-        "family": "olmo3"
-    }
+    turns |= {"window_rope_base": 500000.0, "vocab": 100278}
+    return {**_olmo2(layers, hidden, heads, ffn, **windows, **turns, **others), "family": "olmo3"}
 
 
 def _gemma3(layers: int, hidden: int, ffn: int, heads: int = 4, kv_heads: int = 1, **others: Any) -> Sizes:

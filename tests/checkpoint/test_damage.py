@@ -237,6 +237,7 @@ def test_no_command_takes_a_damaged_checkpoint(name: str, file: Path, refused: R
         refused("train", file, f"train.init_from={copy}", f"train.folder={file.parent}/fresh/{name}")
 
 
+@pytest.mark.slow
 def test_inspect_says_whether_the_files_were_checked(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["convert", str(file.parent / "run"), str(tmp_path / "hf")]) == 0
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "ours")]) == 0

@@ -88,6 +88,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
             assert not (wrong := differing(result, expected[name])), f"{name} resumed before step {number}: {wrong}"
 
 
+@pytest.mark.slow
 def test_a_skipped_step_changes_and_redraws_nothing() -> None:
     for bad, steps, restart in ((2, 3, None), (0, 1, None), (0, 1, 0)):
         cases = [replace(case, restart=None, bad=()) for case in CASES.values()]

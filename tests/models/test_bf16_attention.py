@@ -71,6 +71,24 @@ def test_a_head_has_the_same_bits_whichever_others_are_computed_with_it() -> Non
         assert torch.equal(one[:, 1], among[:, 1])
 
 
+@pytest.mark.parametrize(("heads", "shared"), [(1, 1), (5, 5), (6, 2), (8, 8)])
+@pytest.mark.parametrize("kind", ["later", "documents"])
+def test_heads_that_are_computed_together_have_the_bits_that_they_have_one_by_one(
+    kind: str, heads: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> list[Tensor]:
+        torch.manual_seed(0)
+        query, grad = (torch.randn(SAMPLES, heads, LENGTH, DIM).bfloat16() for _ in range(2))
+        key, value = (torch.randn(SAMPLES, shared, LENGTH, DIM).bfloat16() for _ in range(2))
+        some = [x.requires_grad_() for x in (query, key, value)]
+        mixed = attend(*some, mask(kind), 48)
+        return [mixed, *torch.autograd.grad(mixed, some, grad)]
+
+    together = made()
+    monkeypatch.setattr("models.bf16_attention._HEADS", 1)
+    assert all(map(torch.equal, together, made()))
+
+
 def test_a_number_that_is_not_finite_comes_out_of_every_token_that_it_reaches() -> None:
     reached = torch.arange(LENGTH) >= 60
     for which in range(3):

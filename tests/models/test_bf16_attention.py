@@ -80,9 +80,10 @@ def test_heads_that_are_computed_together_have_the_bits_that_they_have_one_by_on
         torch.manual_seed(0)
         query, grad = (torch.randn(SAMPLES, heads, LENGTH, DIM).bfloat16() for _ in range(2))
         key, value = (torch.randn(SAMPLES, shared, LENGTH, DIM).bfloat16() for _ in range(2))
-        some = [x.requires_grad_() for x in (query, key, value)]
-        mixed = attend(*some, mask(kind), 48)
-        return [mixed, *torch.autograd.grad(mixed, some, grad)]
+        for x in (query, key, value):
+            x.requires_grad_()
+        mixed = attend(query, key, value, mask(kind), 48)
+        return [mixed, *torch.autograd.grad(mixed, (query, key, value), grad)]
 
     together = made()
     monkeypatch.setattr("models.bf16_attention._HEADS", 1)

@@ -1,6 +1,8 @@
 """Sequences that are cut over ranks train what one process trains, to rounding, by ring and by gather."""
 
+import resource
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from models import partial_attention
 from models.config import ModelConfig
 from models.context_attention import attend_over_ranks
 from models.context_limits import require_cut
+from models.engine import Share
 from models.estimate.memory import kept_bytes
 from models.estimate.storage import Alive
 from models.packing import causal_mask
@@ -26,8 +29,9 @@ from models.stages import Cut, Stage
 from parallel.activation_checkpoint import Recompute
 from parallel.context import Context
 from parallel.dropout import MicrobatchInfo
+from parallel.pipeline.builders import schedule
 from parallel.sequence_cut import chunks, positions, take, unit
-from tests.layouts import Result, Run, train_all
+from tests.layouts import Result, Run, batches, make_engine, train_all
 from tests.models.test_parity import MODELS, SIZES, differing, plain
 from tests.ranks import on_ranks, run_ranks
 
@@ -290,6 +294,43 @@ def test_activations_are_at_most_a_quarter_on_four_ranks_and_are_those_foretold(
         assert kept == pytest.approx(foretold.activations, rel=0.01)
         assert peaks[ring] == pytest.approx(max(foretold.forward, kept + foretold.backward), rel=0.01)
     assert peaks[True] < peaks[False] <= peaks[True] + keys_and_values * (2 + 4 + 4)  # in bf16, and gradients in FP32
+
+
+ROOM_MB = 115  # beyond the engine, a step takes one rank 160 to 200 MB and each of four ranks 60 to 80
+FAR = Run(
+    {**LONG.model_dump(), "max_positions": 16_384},
+    "fp32",
+    masked=False,
+    steps=1,
+    own=str(schedule("1f1b", 1, 1)),
+    micro_batch=1,
+    length=16_384,
+)
+
+
+def step_in_room(mesh: DeviceMesh, room: int) -> float | str:
+    """The loss of a step on one sequence in `room` MB beyond the engine's own (0: any); or what went wrong."""
+    engine = make_engine(mesh, FAR)
+    tokens, targets, _ = (x if x is None else x[:1] for x in batches(FAR)[0])
+    assert tokens is not None and targets is not None
+    if room:
+        data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (data + room * 2**20,) * 2)
+    try:
+        loss = engine.step(Share(tokens, targets), FAR.lr, 0).loss
+    except RuntimeError as error:
+        return str(error)
+    assert isinstance(loss, float)
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits the memory of a process as Linux does")
+def test_four_ranks_train_on_a_sequence_for_which_one_rank_of_the_same_memory_has_no_room() -> None:
+    (whole,) = run_ranks(step_in_room, {}, room=0)
+    (alone,) = run_ranks(step_in_room, {}, room=ROOM_MB)
+    assert isinstance(alone, str) and "can't allocate memory" in alone
+    assert run_ranks(step_in_room, {"cp": 4}, room=ROOM_MB) == [pytest.approx(whole, rel=1e-6)] * 4
 
 
 @on_ranks(dp=2, cp=2)

@@ -20,7 +20,7 @@ from models.config import ModelConfig
 from models.cutting import cuts
 from models.engine import Engine, Share
 from models.estimate import memory
-from models.estimate.memory import Kept, kept_bytes, message_bytes
+from models.estimate.memory import Kept, StageMemory, kept_bytes, message_bytes
 from models.stages import Cut, Stage
 from parallel.activation_checkpoint import KEEP, MODULES, Recompute
 from parallel.context import Context
@@ -28,6 +28,8 @@ from parallel.dropout import MicrobatchInfo
 from parallel.pipeline.builders import schedule
 from parallel.pipeline.instructions import Instruction
 from parallel.pipeline.simulation import peak
+from tests.families import CASES, config_of
+from tests.other_systems import usually
 from tests.ranks import run_ranks
 
 SIZES: dict[str, Any] = {"layers": 8, "hidden": 128, "heads": 4, "ffn": 352, "vocab": 301, "max_positions": 128}
@@ -219,6 +221,16 @@ def test_a_gpu_keeps_what_a_cpu_with_a_fused_kernel_keeps(monkeypatch: pytest.Mo
     cut = [middle(FAMILIES["llama"])]
     (cpu,), (gpu,) = (kept_bytes(model, plan("bf16"), cut, LENGTH, BATCH, device=device) for device in ("cpu", "cuda"))
     assert gpu.activations == pytest.approx(cpu.activations, rel=0.02)
+
+
+@pytest.mark.parametrize("name", usually(("gemma3", "deepseek_v3 yarn"), CASES))
+def test_every_family_with_embedding_and_head_is_counted_on_a_gpu_too(name: str) -> None:
+    """Cut sequences and positions of documents included: nothing that a stage runs may ask for a tensor's value."""
+    config = config_of(CASES[name])
+    whole = Cut(0, range(config.layers), first=True, last=True)
+    for cp, packed in ((1, False), (1, True), (2, False)):
+        of_family = StageMemory(config, plan("bf16"), 16, BATCH, device="cuda", cp=cp, packed=packed).kept(whole)
+        assert of_family.activations > 0 and of_family.backward > 0
 
 
 def test_experts_keep_what_is_foretold_whatever_the_router_does() -> None:

@@ -314,8 +314,8 @@ def step_in_room(mesh: DeviceMesh, room: int) -> float | str:
     tokens, targets, _ = (x if x is None else x[:1] for x in batches(FAR)[0])
     assert tokens is not None and targets is not None
     if room:
-        data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (data + room * 2**20,) * 2)
+        most = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + room * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     try:
         loss = engine.step(Share(tokens, targets), FAR.lr, 0).loss
     except RuntimeError as error:

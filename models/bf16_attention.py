@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_HEADS = 4  # heads at a time: fewer and larger calls; more heads do not stay in the cache
+_HEADS = 4  # heads at a time: fewer and larger calls; the scores of more do not stay in one core's cache
 _ROWS = 256  # query rows at a time: their scores for 512 keys take a quarter of a megabyte
 _SHORT = 128  # tokens: with fewer, the many small products take longer than the fused kernel
 
@@ -109,6 +109,7 @@ class _Run(NamedTuple):
 
 
 def _runs(query: Tensor, key: Tensor, attn_mask: Tensor | None, rows: int) -> Iterator[_Run]:
+    """Yield what is computed together: for each block of query rows, some heads of each sample."""
     samples, heads, length, _ = query.shape
     groups = heads // key.shape[1]
     together = [slice(n, min(n + _HEADS, heads)) for n in range(0, heads, _HEADS)]

@@ -202,6 +202,7 @@ class Stage(nn.Module):
     ) -> Tensor:
         x = self.embedding(ids)
         if self.config.embedding_scale != 1:
+            # on the CPU: an estimate of memory has a default device on which numbers have no value
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu").item()
         if self.config.embedding_grad_scale != 1:
             x = ScaleGradient.apply(x, self.config.embedding_grad_scale)

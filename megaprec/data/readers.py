@@ -228,9 +228,7 @@ def _record(line: bytes, field: str, where: str) -> Any:
 def _field(record: Any, field: str, where: str) -> str:
     """Return the text of a record. Raises UserError, which names `where`, if there is none."""
     if not isinstance(record, dict):
-        kind = (
-            "a list" if isinstance(record, list) else "a text" if isinstance(record, str) else json.dumps(record)[:40]
-        )
+        kind = {list: "a list", str: "a text"}.get(type(record)) or json.dumps(record)
         raise UserError(f"{where}: this is {kind}, not an object with field {field!r}")
     if field not in record:
         there = ", ".join(sorted(record)) or "none"

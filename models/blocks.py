@@ -22,6 +22,7 @@ from models.mlp import MLP
 from models.moe import MixtureOfExperts
 from models.packing import causal_mask
 from models.partial_attention import Rule
+from models.regions import HeadRule, add_norm, heads, norm_of
 from models.rotate import Rotate
 from models.softcap import softcap
 from parallel.context import Context
@@ -110,6 +111,11 @@ class Attention(nn.Module):
         attn_mask: Tensor | Documents | None,
     ) -> Tensor:
         """Map the query-key-value projection's output, [s, b, own features], to the output projection's input."""
+        query, key, value = self._heads_by_region(y, rotary) or self._heads(y, rotary)
+        return self._mix(query, key, value, place, attn_mask).permute(2, 0, 1, 3).flatten(2)
+
+    def _heads(self, y: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value, [b, n, s, d] each, in the dtype of attention."""
         query, key, value = y.split(self.own, -1)
         over_all = self.config.qk_norm_over == "all"
         if self.config.qk_norm and over_all:
@@ -122,7 +128,19 @@ class Attention(nn.Module):
         query, key, value = (z.permute(1, 2, 0, 3).to(self.context.plan.attention) for z in (query, key, value))
         if rotary is not None or self.config.qk_norm:
             value = value.contiguous()  # a view would keep the whole product that it belongs to
-        return self._mix(query, key, value, place, attn_mask).permute(2, 0, 1, 3).flatten(2)
+        return query, key, value
+
+    def _heads_by_region(self, y: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return what `_heads` does, as one region; None if that is not wanted or its norms hinder it."""
+        if not self.context.leaves.by_region:
+            return None
+        query = key = (None, (None, None))
+        if self.config.qk_norm:
+            query, key = norm_of(self.query_norm), norm_of(self.key_norm)
+            if query is None or key is None:
+                return None
+        rule = HeadRule(tuple(self.own), self.config.head_dim, self.context.plan.attention, query[0])
+        return self.context.leaves.through(heads, y, *(rotary or (None, None)), query[1][0], key[1][0], rule)
 
     def _mix(
         self,
@@ -259,11 +277,28 @@ class DecoderLayer(nn.Module):
         stream = self.config.dropout_at == "stream"
         x = self._drop(x, "input", place) if stream else x
         attend = partial(self.attention, rotary=rotary, place=place, attn_mask=attn_mask)
-        mixed = self._branch(x, self.attention_norm, attend, self.attention_post_norm)
-        attended = (x + self._drop(mixed, "attention", place)).to(x.dtype)
-        read = x if self.config.parallel_residual else attended
-        fed = self._branch(read, self.mlp_norm, lambda y: self._feed(y, place), self.mlp_post_norm)
+        mixed = self._drop(self._branch(x, self.attention_norm, attend, self.attention_post_norm), "attention", place)
+        attended, fed = self._feed_by_region(x, mixed, place) or self._add_and_feed(x, mixed, place)
         return (attended + (fed if stream else self._drop(fed, "mlp", place))).to(x.dtype)
+
+    def _add_and_feed(self, x: Tensor, mixed: Tensor, place: MicrobatchInfo | None) -> tuple[Tensor, Tensor]:
+        """Return x + mixed, and the feed-forward's branch."""
+        attended = (x + mixed).to(x.dtype)
+        read = x if self.config.parallel_residual else attended
+        return attended, self._branch(read, self.mlp_norm, lambda y: self._feed(y, place), self.mlp_post_norm)
+
+    def _feed_by_region(self, x: Tensor, mixed: Tensor, place: MicrobatchInfo | None) -> tuple[Tensor, Tensor] | None:
+        """Return what `_add_and_feed` does, with sum and norm as one region; None if that is not wanted or hindered."""
+        c = self.context
+        if not c.leaves.by_region or self.config.parallel_residual or "norm" in c.recompute.modules:
+            return None
+        norm = norm_of(self.mlp_norm)
+        if norm is None:
+            return None
+        rule, vectors = norm
+        attended, normal = c.leaves.through(add_norm, x, mixed, *vectors, rule)
+        fed = self._feed(normal, place)
+        return attended, fed if self.mlp_post_norm is None else self.mlp_post_norm(fed)
 
     def _branch(
         self, x: Tensor, before: nn.Module | None, compute: Callable[[Tensor], Tensor], after: nn.Module | None

@@ -4,6 +4,7 @@ A norm, a rotation, a gate, dropout or a loss is a row of operators, each of whi
 compiler makes one loop of it, in C++ for a CPU and in Triton for a GPU. Autograd functions call their leaves through
 `Leaves`, which knows the compiled form of each call: one for each leaf, forms of its tensors and values of its other
 arguments. A call without a compiled form runs operator by operator, so nothing is ever compiled during a step.
+Regions (`parallel.regions`) are called through it too.
 
 Compiled code rounds differently, because numbers between operators stay unrounded. Autograd keeps the same tensors.
 """
@@ -39,10 +40,14 @@ class Form:
 
 @dataclass(frozen=True)
 class Call:
-    """A leaf with the forms of its tensors and the values of its other arguments."""
+    """A leaf with the forms of its tensors and the values of its other arguments.
+
+    region: the function is a region: gradients flow through its compiled form.
+    """
 
     leaf: Callable[..., Any]
     arguments: tuple[Any, ...]
+    region: bool = False
 
     @property
     def name(self) -> str:
@@ -52,7 +57,7 @@ class Call:
     def on(self, device: str) -> "Call":
         """Return this call with tensors of a device."""
         moved = (replace(a, device=device) if isinstance(a, Form) else a for a in self.arguments)
-        return Call(self.leaf, tuple(moved))
+        return replace(self, arguments=tuple(moved))
 
     def made(self) -> list[Any]:
         """Return arguments for a trial."""
@@ -64,9 +69,9 @@ class Call:
         return self.leaf(*(next(given) if isinstance(a, Form) else a for a in self.arguments))
 
 
-def call_of(leaf: Callable[..., Any], arguments: tuple[Any, ...]) -> Call:
+def call_of(leaf: Callable[..., Any], arguments: tuple[Any, ...], region: bool = False) -> Call:
     """Return the call that a compiled form is found by."""
-    return Call(leaf, tuple(_form(a) if isinstance(a, Tensor) else a for a in arguments))
+    return Call(leaf, tuple(_form(a) if isinstance(a, Tensor) else a for a in arguments), region)
 
 
 def _form(x: Tensor) -> Form:
@@ -79,11 +84,13 @@ class Leaves:
 
     names: the names of all ranks' compiled leaves, in one text.
     noted: if given, every call is noted in it.
+    by_region: modules are to call regions, where there is one, instead of its leaves.
     """
 
     compiled: Mapping[Call, Callable[..., Any]] = field(default_factory=dict)
     names: str = ""
     noted: dict[Call, None] | None = None
+    by_region: bool = False
 
     def __call__(self, leaf: Callable[..., Any], *arguments: Any, otherwise: Callable[..., Any] | None = None) -> Any:
         """Return the leaf's result. otherwise: a function that computes the same and is better if it is not compiled.
@@ -97,6 +104,15 @@ class Leaves:
             if call in self.compiled:
                 return self.compiled[call](*(a.detach() for a in arguments if isinstance(a, Tensor)))
         return (otherwise or leaf)(*arguments)
+
+    def through(self, region: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the results of a region, through which gradients flow to its arguments."""
+        call = call_of(region, arguments, region=True)
+        if self.noted is not None:
+            self.noted[call] = None
+        if call in self.compiled:
+            return self.compiled[call](*(a for a in arguments if isinstance(a, Tensor)))
+        return region(*arguments)
 
 
 PLAIN = Leaves()
@@ -136,5 +152,10 @@ def _close(result: Tensor, wanted: Tensor) -> bool:
         return False
     if not wanted.dtype.is_floating_point:
         return torch.equal(result, wanted)
+    return rounded_apart(result, wanted, torch.finfo(wanted.dtype).eps)
+
+
+def rounded_apart(result: Tensor, wanted: Tensor, eps: float) -> bool:
+    """Return True if two tensors differ by rounding only. eps: of the dtype in which they were rounded."""
     apart = (result.double() - wanted.double()).abs().max()
-    return bool(apart <= TOLERANCE * torch.finfo(wanted.dtype).eps * wanted.double().abs().max())
+    return bool(apart <= TOLERANCE * eps * wanted.double().abs().max())

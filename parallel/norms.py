@@ -43,10 +43,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
         leaves = self.context.leaves
-        return _Normalize.apply(x, self.weight, self.eps, plan.sensitive, plan.compute, self.offset, leaves)
+        return Normalize.apply(x, self.weight, self.eps, plan.sensitive, plan.compute, self.offset, leaves)
 
 
-class _Normalize(torch.autograd.Function):
+class Normalize(torch.autograd.Function):
     """RMSNorm that saves only x and one number per row for the backward pass.
 
     It makes half as many passes over memory as autograd would.

@@ -50,10 +50,12 @@ def reversed_rows(rows: Tensor) -> Tensor:
 
 
 def set_(where: Any, name: str, what: Any) -> None:
+    assert hasattr(where, name), f"{where} has no {name}: this would change nothing"
     setattr(where, name, what)
 
 
 def collective(name: str, what: Any) -> None:
+    assert name in COLLECTIVES
     COLLECTIVES[name] = what
 
 

@@ -121,7 +121,7 @@ def rules(tp: Axis) -> dict[type, Callable[..., None]]:
         linear.Add: lambda out, *, x, parameter: stamp(out, tp, met(tp, x, parameter)),
         linear.Widen: lambda out, *, parameter: stamp(out, tp, kind(parameter, tp)),
         layers.Lookup: lookup,
-        norms._Normalize: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
+        norms.Normalize: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
         sharded_norm._NormalizeSharded: lambda out, *, x, weight: stamp(out, tp, met(tp, x, weight)),
         mlp.Swiglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),
         mlp.Geglu: lambda out, *, y: stamp(out, tp, kind(y, tp)),

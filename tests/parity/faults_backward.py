@@ -105,7 +105,7 @@ FAULTS = {
         ),
     ),
     "a norm's input gradient is too large": Fault(
-        "llama", PP, "backward", "final_norm", change(norms._Normalize, "backward", scaled_input_gradient(1.5))
+        "llama", PP, "backward", "final_norm", change(norms.Normalize, "backward", scaled_input_gradient(1.5))
     ),
     "a stage sends twice the gradient": Fault(
         "llama", PP, "backward", r"between layers\.1 and layers\.2", messages(MessageType.GRADIENT, lambda x: x * 2)

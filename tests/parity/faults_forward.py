@@ -106,7 +106,7 @@ FAULTS = {
             norms.RMSNorm,
             "forward",
             lambda inner: (
-                lambda self, x: norms._Normalize.apply(
+                lambda self, x: norms.Normalize.apply(
                     x,
                     self.weight,
                     self.eps * (10 if torch.distributed.get_rank() else 1),

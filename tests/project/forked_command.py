@@ -109,6 +109,7 @@ def _serve(folder: Path, listener: socket.socket, late: Sequence[str]) -> NoRetu
     """Fork a keeper for each client that connects, and end with all of them once stdin has ended."""
     import_all([*late, "tests.frozen"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may have started the tests, is not for their commands
     while True:
         if 0 in select.select([0, listener], [], [])[0]:
             os.killpg(0, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""`train.compile`: every leaf of a training step is known before it, all ranks compile the same ones, and a run with
-compiled leaves trains what one without does."""
+"""`train.compile`: every leaf and region of a step is known before it, all ranks compile the same ones, and a run with
+compiled code trains what one without does."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +30,11 @@ RUNS = {
     "experts": ["model.experts=2", "model.experts_per_token=1"],
     "recomputed": ["parallel.recompute=full", "precision.compute=bf16"],
     "documents": ["data.reset_position_ids=true"],
+    "llama by block": ["model.kv_heads=1", "model.dropout=0.1", "train.compile=block"],
+    "gemma3 by block": ["model.family=gemma3", "model.window=4", "train.compile=block"],
+    "recomputed by block": ["parallel.recompute=full", "precision.compute=bf16", "train.compile=block"],
 }
-FAST = ("llama", "documents")
+FAST = ("llama", "documents", "llama by block")
 
 
 def loaded(*overrides: str) -> RunConfig:
@@ -50,7 +53,7 @@ def noted_in_a_step(config: RunConfig) -> set[Call]:
         micro_batch=train.micro_batch,
         seq_length=train.seq_length,
         recompute=config.recompute,
-        leaves=Leaves(noted=noted),
+        leaves=Leaves(noted=noted, by_region=train.compile == "block"),
     )
     ids = torch.randint(61, (train.global_batch, train.seq_length + 1), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(train.seq_length).expand(train.global_batch, -1)
@@ -110,7 +113,7 @@ def test_the_lines_name_what_is_compiled_and_why_others_are_not(
     tried_with("rotary")
     leaves = leaves_of(config, config.model, None)
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "compiling  8 forms of leaves: some seconds each at first, less in later runs"
+    assert first == "compiling  8 forms: some seconds each at first, less in later runs"
     assert lines[0].startswith("compiled   loss gradient, loss sums, norm, norm gradients, swiglu, swiglu gradient: ")
     reason = "RuntimeError: x.cpp:3:1: error: no such thing"
     assert lines[1:] == [f"note       not compiled on any rank: rotary; the reason on rank 0: {reason}"]
@@ -144,7 +147,7 @@ def test_a_form_that_computes_other_numbers_is_not_taken(monkeypatch: pytest.Mon
     [
         (["train.numerics=canonical", "train.threads=1"], "canonical"),
         (["model.factory=mine.py:build"], "model.factory"),
-        (["train.compile=block"], "train.compile"),
+        (["train.compile=whole"], "train.compile"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name(overrides: list[str], key: str) -> None:
@@ -155,18 +158,20 @@ def test_what_cannot_be_compiled_is_refused_by_name(overrides: list[str], key: s
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_run_with_compiled_leaves_trains_the_same_in_float64_and_says_what_changed(
+def test_a_run_with_compiled_code_trains_the_same_in_float64_and_says_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, exact, records = write_run(tmp_path), ["precision.compute=fp64", "train.steps=3"], {}
-    for how in ("off", "leaves"):
+    for how in ("off", "leaves", "block"):
         folder = f"train.folder={tmp_path / how}"
         assert train(file, *exact, folder, f"train.compile={how}") == 0
-        assert "not compiled" not in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "not compiled" not in said and ("add norm" in said and "heads" in said) == (how == "block")
         records[how] = steps(tmp_path / how)
     for key in ("loss", "grad_norm"):
-        values = [[step[key] for step in records[how]] for how in ("off", "leaves")]
-        torch.testing.assert_close(*values, rtol=1e-11, atol=0)
+        off, *others = ([step[key] for step in records[how]] for how in records)
+        for values in others:
+            torch.testing.assert_close(values, off, rtol=1e-11, atol=0)
     again = [*exact, f"train.folder={tmp_path / 'leaves'}"]
     assert train(file, *again, "train.steps=4") == 0
     assert 'train.compile: "leaves" -> "off" (not bit for bit)' in capsys.readouterr().out
@@ -183,6 +188,6 @@ def test_a_resume_with_other_compiled_leaves_is_not_called_bit_for_bit(
     tried_with("rotary")
     capsys.readouterr()
     assert train(file, leaves, "train.steps=2") == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if "compiled leaves:" in line)
-    assert line.startswith("changed    compiled leaves: dropout, dropout gradient, loss gradient, loss sums, norm,")
+    line = next(line for line in capsys.readouterr().out.splitlines() if "compiled code:" in line)
+    assert line.startswith("changed    compiled code: dropout, dropout gradient, loss gradient, loss sums, norm,")
     assert line.endswith("(not bit for bit)")

@@ -72,7 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sentinel", action="store_true", help="check every step as train.sentinel = 1 does, to measure what it costs"
     )
-    parser.add_argument("--compile", choices=("off", "leaves"), default="off", help="train.compile (default: off)")
+    parser.add_argument(
+        "--compile", choices=("off", "leaves", "block"), default="off", help="train.compile (default: off)"
+    )
     parser.add_argument(
         "--canonical",
         type=int,

@@ -298,10 +298,11 @@ class Train(Table):
         description="Number of steps between checks for hardware that computes wrongly: every such step, replicas "
         "compare their weights and compute one micro-batch of each other again; 0: never.",
     )
-    compile: Literal["off", "leaves"] = Field(
+    compile: Literal["off", "leaves", "block"] = Field(
         default="off",
-        description="Compilation by torch. leaves: norms, rotary positions, gates, dropout and losses are compiled "
-        "before the first step, which changes their rounding; off: they are computed operator by operator.",
+        description="Compilation by torch before the first step, which changes rounding. leaves: norms, rotary "
+        "positions, gates, dropout and losses, each alone; block: all that lies between two matrix products of a layer "
+        "in one, and the other leaves; off: all is computed operator by operator.",
     )
     folder: FilePath = Field(
         default="runs/default", min_length=1, description="Folder of the run: metrics, checkpoints and plots."

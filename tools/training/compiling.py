@@ -1,9 +1,9 @@
-"""The compiled leaves of a run (`train.compile`), decided by all ranks together before the first step.
+"""The compiled leaves and regions of a run (`train.compile`), decided by all ranks together before the first step.
 
-Each rank runs its stages on tensors without storage, which shows every call of a leaf in a training step. It compiles
-these calls, tries each and compares it with its leaf. Compiled leaves round differently, and tensor ranks compute the
-same norms of the same numbers, so a leaf that one rank cannot compile is compiled on none. torch keeps compiled code
-between runs, in the folder that TORCHINDUCTOR_CACHE_DIR names.
+Each rank runs its stages on tensors without storage, which shows every call of a leaf or a region in a training step.
+It compiles these calls, tries each and compares it with its function. Compiled code rounds differently, and tensor
+ranks compute the same norms of the same numbers, so what one rank cannot compile is compiled on none. torch keeps
+compiled code between runs, in the folder that TORCHINDUCTOR_CACHE_DIR names.
 """
 
 import importlib
@@ -23,6 +23,7 @@ from models.config import ModelConfig
 from models.cutting import cuts
 from models.estimate.memory import StageMemory
 from parallel.leaves import PLAIN, Call, Leaves, compiled, hindrance
+from parallel.regions import compiled_region, hindrance_of_region
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say
 from tools.training.changed_keys import MARK
@@ -40,7 +41,7 @@ def leaves_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, re
     world, device, start = Axis.world(mesh), device_of(mesh), time.perf_counter()
     calls = calls_of(config, model, mesh, device)
     if world.rank == 0:
-        say(f"compiling  {len(calls)} forms of leaves: some seconds each at first, less in later runs")
+        say(f"compiling  {len(calls)} forms: some seconds each at first, less in later runs")
     made, failed = tried(calls)
     every = everyones(dict.fromkeys((call.name for call in made), ""), world, device)
     failures = everyones({name: f"rank {world.rank}: {why}" for name, why in failed.items()}, world, device)
@@ -49,7 +50,8 @@ def leaves_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, re
         seconds = time.perf_counter() - start
         for line in (*_outcome(names, failures, seconds), *_changed(names, resumed)):
             say(line)
-    return Leaves({call: form for call, form in made.items() if call.name not in failures}, names)
+    forms = {call: form for call, form in made.items() if call.name not in failures}
+    return Leaves(forms, names, by_region=config.train.compile == "block")
 
 
 def _outcome(names: str, failures: Mapping[str, str], seconds: float) -> Iterator[str]:
@@ -65,7 +67,7 @@ def _changed(names: str, resumed: Path | None) -> Iterator[str]:
     """Yield a line if the checkpoint's run had other compiled leaves although `train.compile` was the same."""
     was = Store(resumed).index.get("compiled", names) if resumed else names
     if was != names:
-        yield f"changed    compiled leaves: {was or 'none'} -> {names or 'none'}{MARK}"
+        yield f"changed    compiled code: {was or 'none'} -> {names or 'none'}{MARK}"
 
 
 def calls_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, device: torch.device) -> list[Call]:
@@ -83,7 +85,7 @@ def calls_of(config: RunConfig, model: ModelConfig, mesh: DeviceMesh | None, dev
         "cuda" if device.type == "cuda" else "cpu",
         halves=False,
         packed=config.data.reset_position_ids,
-        leaves=Leaves(noted=noted),
+        leaves=Leaves(noted=noted, by_region=train.compile == "block"),
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
         cp=parallel.context,
@@ -103,8 +105,8 @@ def tried(calls: list[Call]) -> tuple[dict[Call, Callable[..., Any]], dict[str, 
         warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
         for call in calls:
             try:
-                made[call] = compiled(call)
-                why = hindrance(call, made[call])
+                made[call] = compiled_region(call) if call.region else compiled(call)
+                why = (hindrance_of_region if call.region else hindrance)(call, made[call])
             except Exception as error:  # whatever a compiler that is missing or broken raises
                 why = _said(error)
             if why:

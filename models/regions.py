@@ -1,0 +1,89 @@
+"""The regions of a decoder layer, which `train.compile = "block"` compiles: what lies between two products, in one.
+
+Between attention's first product and the attention itself: cut into heads, norms of queries and keys, rotation and the
+layout of attention. Between the products of attention and those of the feed-forward: the residual sum and the norm.
+The gate of the feed-forward lies alone between two products, and is a leaf.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.rotate import Rotate
+from parallel.linear import Widen
+from parallel.norms import LayerNorm, Normalize, RMSNorm
+
+
+@dataclass(frozen=True)
+class NormRule:
+    """The settings of a norm: LayerNorm if it has a bias, otherwise RMSNorm.
+
+    sensitive: the dtype in which it computes. compute: the dtype of its result.
+    """
+
+    eps: float
+    sensitive: torch.dtype
+    compute: torch.dtype
+    offset: float = 0.0
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x normalized over its last dimension."""
+        if bias is None:
+            return Normalize.apply(x, weight, self.eps, self.sensitive, self.compute, self.offset)
+        return F.layer_norm(x.to(self.sensitive), weight.shape, weight, bias, self.eps).to(self.compute)
+
+
+@dataclass(frozen=True)
+class HeadRule:
+    """The settings of `heads`. own: this rank's features of queries, keys and values. dtype: that of attention.
+
+    norm: of queries and keys.
+    """
+
+    own: tuple[int, ...]
+    head_dim: int
+    dtype: torch.dtype
+    norm: NormRule | None = None
+
+
+Vectors = tuple[Tensor, Tensor | None]
+
+
+def norm_of(module: nn.Module | None) -> tuple[NormRule, Vectors] | None:
+    """Return the rule of a norm and its weight and bias, wide enough that their gradients stay unrounded.
+
+    None if a region cannot contain it: there is none, it is of another kind, or a hook waits for its result.
+    """
+    if not isinstance(module, RMSNorm | LayerNorm) or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    plan = module.context.plan
+    weight = Widen.apply(module.weight, plan.sensitive)
+    if isinstance(module, RMSNorm):
+        return NormRule(module.eps, plan.sensitive, plan.compute, module.offset), (weight, None)
+    return NormRule(module.eps, plan.sensitive, plan.compute), (weight, Widen.apply(module.bias, plan.sensitive))
+
+
+def add_norm(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, rule: NormRule) -> tuple[Tensor, Tensor]:
+    """Return x + branch in the dtype of x, and its norm."""
+    total = (x + branch).to(x.dtype)
+    return total, rule(total, weight, bias)
+
+
+def heads(
+    y: Tensor,
+    cosine: Tensor | None,
+    sine: Tensor | None,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    rule: HeadRule,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut y [s, b, own features] into query, key and value [b, n, s, d], normalized and turned."""
+    query, key, value = (z.unflatten(-1, (-1, rule.head_dim)) for z in y.split(rule.own, -1))  # [s, b, n, d]
+    if rule.norm is not None and query_weight is not None and key_weight is not None:
+        query, key = rule.norm(query, query_weight), rule.norm(key, key_weight)
+    if cosine is not None:
+        query, key = (Rotate.apply(z, cosine, sine) for z in (query, key))
+    query, key, value = (z.permute(1, 2, 0, 3).to(rule.dtype).contiguous() for z in (query, key, value))
+    return query, key, value

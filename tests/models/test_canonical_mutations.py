@@ -23,6 +23,7 @@ from parallel import layers, linear, norms
 from parallel.lockstep import COLLECTIVES
 from tests.layouts import Run, train
 from tests.models.test_canonical import MODELS, require_equal, run_of
+from tests.planting import put
 
 Mutation = Callable[[], None]
 
@@ -47,11 +48,6 @@ def unwidened(leaves: Sequence[Tensor]) -> Tensor:
 def reversed_rows(rows: Tensor) -> Tensor:
     """The rows of a sum over tokens, the last first: the sum has other bits for more than a few rows."""
     return rows.flip(0)
-
-
-def set_(where: Any, name: str, what: Any) -> None:
-    assert hasattr(where, name), f"{where} has no {name}: this would change nothing"
-    setattr(where, name, what)
 
 
 def collective(name: str, what: Any) -> None:
@@ -79,10 +75,18 @@ def rounded_nodes(self: VirtualAxis, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def flipped_gradient(inner: Any) -> Any:
-    def add_gradient(vector: Any, rows: Tensor) -> Any:
-        return inner(vector, reversed_rows(rows))
+    def add_gradient(vector: Any, rows: Tensor, goes: Any) -> Any:
+        return inner(vector, reversed_rows(rows), goes)
 
     return add_gradient
+
+
+def flipped_norm(inner: Any) -> Any:
+    def gradients(grad: Tensor, x: Tensor, inverse: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+        turned = (reversed_rows(each) for each in (grad, x, inverse))
+        return inner(grad, x, inverse, *settings)[0], inner(*turned, *settings)[1]
+
+    return gradients
 
 
 def flipped_lookup(ctx: Any, grad: Tensor) -> Any:
@@ -157,70 +161,70 @@ MUTATIONS: dict[str, tuple[str, str, Mutation]] = {
     "every sum over virtual ranks goes left to right": (
         "llama",
         "fp32",
-        lambda: set_(virtual, "tree_sum", in_order),
+        lambda: put(virtual, "tree_sum", in_order),
     ),
-    "every sum over virtual ranks pairs others": ("llama", "fp32", lambda: set_(virtual, "tree_sum", crossed)),
-    "every sum over virtual ranks rounds its nodes": ("llama", "bf16", lambda: set_(virtual, "tree_sum", unwidened)),
-    "processes exchange rounded nodes": ("gpt2", "bf16", lambda: set_(VirtualAxis, "_nodes", rounded_nodes)),
+    "every sum over virtual ranks pairs others": ("llama", "fp32", lambda: put(virtual, "tree_sum", crossed)),
+    "every sum over virtual ranks rounds its nodes": ("llama", "bf16", lambda: put(virtual, "tree_sum", unwidened)),
+    "processes exchange rounded nodes": ("gpt2", "bf16", lambda: put(VirtualAxis, "_nodes", rounded_nodes)),
     "sums of whole tensors pair others": ("gpt2", "fp32", lambda: collective("sum", interleaved_sum)),
     "scattered sums pair others": ("mixtral", "fp32", lambda: collective("scatter_sum", sum_of_parts_first)),
     "scattered sums round each part": ("llama", "bf16", lambda: collective("scatter_sum", sum_of_rounded)),
     "partial gradients are summed in another order": (
         "llama",
         "fp32",
-        lambda: set_(VirtualAxis, "sum", interleaved_sum),
+        lambda: put(VirtualAxis, "sum", interleaved_sum),
     ),
     "partial gradients of a router are summed in another order": (
         "mixtral",
         "fp32",
-        lambda: set_(VirtualAxis, "sum", interleaved_sum),
+        lambda: put(VirtualAxis, "sum", interleaved_sum),
     ),
     "gradients of norms are summed from the last token": (
         "llama",
         "fp32",
-        lambda: set_(norms, "add_gradient", flipped_gradient(linear.add_gradient)),
+        lambda: put(norms, "_norm_gradients", flipped_norm(norms._norm_gradients)),
     ),
     "gradients of biases are summed from the last token": (
         "gpt2",
         "fp32",
-        lambda: set_(linear, "add_gradient", flipped_gradient(linear.add_gradient)),
+        lambda: put(linear, "add_gradient", flipped_gradient(linear.add_gradient)),
     ),
     "gradients of an embedding are summed from the last token": (
         "llama",
         "fp32",
-        lambda: set_(layers.Lookup, "backward", staticmethod(flipped_lookup)),
+        lambda: put(layers.Lookup, "backward", staticmethod(flipped_lookup)),
     ),
-    "products are summed in two pieces": ("llama", "fp32", lambda: set_(Gemm, "forward", halves_of_k)),
+    "products are summed in two pieces": ("llama", "fp32", lambda: put(Gemm, "forward", halves_of_k)),
     "gradients of weights are summed in two pieces": (
         "gpt2",
         "fp32",
-        lambda: set_(Gemm, "add_weight_gradient_", weight_gradient_in_halves),
+        lambda: put(Gemm, "add_weight_gradient_", weight_gradient_in_halves),
     ),
     "gradients of inputs are summed in two pieces": (
         "llama",
         "fp32",
-        lambda: set_(Gemm, "input_gradient", input_gradient_in_halves),
+        lambda: put(Gemm, "input_gradient", input_gradient_in_halves),
     ),
-    "a tied head adds to the embedding": ("gpt2", "fp32", lambda: set_(engine, "build", shared_ends(cutting.build))),
+    "a tied head adds to the embedding": ("gpt2", "fp32", lambda: put(engine, "build", shared_ends(cutting.build))),
     "a token's experts are summed in another order": (
         "mixtral",
         "fp32",
-        lambda: set_(moe.Take, "backward", staticmethod(flipped_take)),
+        lambda: put(moe.Take, "backward", staticmethod(flipped_take)),
     ),
     "exponentials of the vocabulary are summed in two pieces": (
         "llama",
         "fp32",
-        lambda: set_(Tensor, "sum", exponentials_by_halves(Tensor.sum)),
+        lambda: put(Tensor, "sum", exponentials_by_halves(Tensor.sum)),
     ),
     "losses are summed from the last token": (
         "llama",
         "fp32",
-        lambda: set_(Tensor, "sum", loss_from_the_last(Tensor.sum)),
+        lambda: put(Tensor, "sum", loss_from_the_last(Tensor.sum)),
     ),
     "tied gradients are summed after another rounding": (
         "gpt2",
         "fp32",
-        lambda: set_(model_buffers.ModelBuffers, "sum_copies", rounded_copies),
+        lambda: put(model_buffers.ModelBuffers, "sum_copies", rounded_copies),
     ),
 }
 

@@ -28,6 +28,7 @@ from parallel import collectives, dropout, layers, linear
 from parallel.pipeline.instructions import Message, MessageType
 from parallel.pipeline.p2p import P2P
 from parallel.recomputation import _Call
+from tests.planting import put
 
 Make = Callable[[Any], Any]
 LAYER_1, MLP_2 = "layers.1.attention.output", "layers.2.mlp.down"
@@ -56,7 +57,7 @@ def change(owner: Any, name: str, make: Make) -> Callable[[], None]:
         inner = vars(owner)[name]
         static = isinstance(inner, staticmethod)
         made = make(inner.__func__ if static else inner)
-        setattr(owner, name, staticmethod(made) if static else made)
+        put(owner, name, staticmethod(made) if static else made)
 
     return plant
 

@@ -86,9 +86,15 @@ def test_a_barrier_that_one_rank_alone_enters_is_named_with_instruction_and_modu
     [("pp=2", TIED_END, "waits in sum over tied"), ("tp=2", LONE_BARRIER, "rank 0 waits in barrier")],
 )
 def test_the_command_reports_a_hang_long_before_gloo_gives_up_and_goes_on(
-    layout: str, change: tuple[str, str], expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    layout: str,
+    change: tuple[str, str],
+    expected: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start = time.monotonic()
+    monkeypatch.setattr(run_together, "__defaults__", (PATIENCE,))
     arguments = own_model(tmp_path, change)
     assert command(*arguments, "model.tied=true", "--json", "--layouts", layout, "dp=2") == 1
     assert time.monotonic() - start < 1500

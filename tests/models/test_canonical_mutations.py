@@ -83,7 +83,7 @@ def flipped_gradient(inner: Any) -> Any:
 
 def flipped_norm(inner: Any) -> Any:
     def gradients(grad: Tensor, x: Tensor, inverse: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-        turned = (reversed_rows(each) for each in (grad, x, inverse))
+        turned = (each.flip(0, 1) for each in (grad, x, inverse))  # [s, b, hidden]
         return inner(grad, x, inverse, *settings)[0], inner(*turned, *settings)[1]
 
     return gradients

@@ -138,9 +138,9 @@ def document(folder: Path) -> dict[str, Any]:
     return json.loads(next(line for line in lines if line.startswith("{")))
 
 
-@pytest.mark.slow
+@pytest.mark.cases(0, 1)
 @pytest.mark.usefixtures("forked_python")
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("slow", [True, False])
 def test_two_hosts_are_found_well_and_a_slow_link_between_them_is_named(slow: bool, tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()

@@ -223,6 +223,7 @@ def test_a_gpu_keeps_what_a_cpu_with_a_fused_kernel_keeps(monkeypatch: pytest.Mo
     assert gpu.activations == pytest.approx(cpu.activations, rel=0.02)
 
 
+@pytest.mark.cases(None, sample=8)
 @pytest.mark.parametrize("name", usually(("gemma3", "deepseek_v3 yarn"), CASES))
 def test_every_family_with_embedding_and_head_is_counted_on_a_gpu_too(name: str) -> None:
     """Cut sequences and positions of documents included: nothing that a stage runs may ask for a tensor's value."""

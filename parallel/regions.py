@@ -9,7 +9,6 @@ keeps the same tensors, and the backward pass computes from these and from the g
 no Python code, so a graph has no breaks.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,8 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from parallel.leaves import Call, rounded_apart
+from parallel.compiled_leaves import inductor, rounded_apart
+from parallel.leaves import Call
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,6 @@ class _Run(torch.autograd.Function):
 
 Compiler = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
 """Makes a function of tensors from a graph and examples of its inputs."""
-
-
-def inductor(graph: GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """Return a graph compiled by torch. Raises what torch's compiler raises."""
-    module: Any = importlib.import_module("torch._inductor")  # here: it takes two seconds
-    return module.compile(graph, examples, options={"compile_threads": 1})  # each rank is a process already
 
 
 def compiled_region(call: Call, compiler: Compiler = inductor) -> Passes:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import leaves
-from parallel.leaves import PLAIN, Call, Leaves, call_of, hindrance
+from parallel import compiled_leaves
+from parallel.compiled_leaves import hindrance
+from parallel.leaves import PLAIN, Call, Leaves, call_of
 
 X = torch.arange(12.0).view(3, 4)
 
@@ -66,5 +67,5 @@ def test_arguments_of_a_trial_have_the_strides_of_the_call() -> None:
     first, second, third = call.made()
     assert (first.shape, first.stride()) == (x.shape, x.stride())
     assert second.all() and not third.any()
-    assert leaves._copy(first).stride() == x.stride()
+    assert compiled_leaves._copy(first).stride() == x.stride()
     assert call.on("meta").arguments[0].device == "meta"

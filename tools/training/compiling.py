@@ -22,7 +22,8 @@ from megaprec.comm.everyones import everyones
 from models.config import ModelConfig
 from models.cutting import cuts
 from models.estimate.memory import StageMemory
-from parallel.leaves import PLAIN, Call, Leaves, compiled, hindrance
+from parallel.compiled_leaves import compiled, hindrance
+from parallel.leaves import PLAIN, Call, Leaves
 from parallel.regions import compiled_region, hindrance_of_region
 from tools.config.run_file import RunConfig
 from tools.console.wrapped import say

@@ -127,6 +127,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Commands that tests start hear Ctrl-C, which they would ignore if a script has started the tests with `&`."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """The next test finds this process as this one did, whatever this one or a library has set meanwhile."""

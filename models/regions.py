@@ -8,12 +8,11 @@ The gate of the feed-forward lies alone between two products, and is a leaf.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.rotate import Rotate
 from parallel.linear import Widen
-from parallel.norms import LayerNorm, Normalize, RMSNorm
+from parallel.norms import LayerNorm, Normalize, RMSNorm, layer_norm
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class NormRule:
         """Return x normalized over its last dimension."""
         if bias is None:
             return Normalize.apply(x, weight, self.eps, self.sensitive, self.compute, self.offset)
-        return F.layer_norm(x.to(self.sensitive), weight.shape, weight, bias, self.eps).to(self.compute)
+        return layer_norm(x, weight, bias, self.eps, self.compute)
 
 
 @dataclass(frozen=True)

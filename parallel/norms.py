@@ -117,7 +117,12 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         plan = self.context.plan
         weight, bias = Widen.apply(self.weight, plan.sensitive), Widen.apply(self.bias, plan.sensitive)
-        return F.layer_norm(x.to(plan.sensitive), weight.shape, weight, bias, self.eps).to(plan.compute)
+        return layer_norm(x, weight, bias, self.eps, plan.compute)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, made: torch.dtype) -> Tensor:
+    """Return LayerNorm of x over its last dimension, computed in the dtype of `weight`, in the dtype `made`."""
+    return F.layer_norm(x.to(weight.dtype), weight.shape, weight, bias, eps).to(made)
 
 
 def vector(context: Context, name: str, hidden: int, value: float, own: bool = False) -> nn.Parameter:

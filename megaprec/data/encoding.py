@@ -15,10 +15,13 @@ This module imports no other module of the project, so that a worker starts fast
 tokenizer.
 """
 
+import json
 import os
+import re
 import signal
 import struct
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
@@ -28,6 +31,7 @@ from numpy.typing import NDArray
 
 HEAD = struct.Struct("<QQ")
 REFUSED = 2**64 - 1
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token that stands for a byte
 
 Encode = Callable[[str], list[int]]
 Encoded = tuple[NDArray[np.int32], NDArray[np.int64]]
@@ -49,10 +53,48 @@ def hugging_face_encoder(definition: str) -> tuple[Encode, Any]:
     import tokenizers  # noqa: PLC0415 (optional)
 
     tokenizer = tokenizers.Tokenizer.from_str(definition)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, tokenizer
+    hidden = without_special_tokens(definition)
+    encoder = tokenizers.Tokenizer.from_str(hidden) if hidden else tokenizer
+    for one in (tokenizer, encoder):
+        one.no_truncation()
+        one.no_padding()
+        one.encode_special_tokens = True
+    return lambda text: encoder.encode(text, add_special_tokens=False).ids, tokenizer
+
+
+def without_special_tokens(definition: str) -> str:
+    """Return a `tokenizer.json` with the same ids, whose model finds no special token in a text; "" if its own is such.
+
+    The library leaves special tokens to the model, which finds those that are pieces of its vocabulary: Unigram and
+    lists of words do, and BPE if merges make one. Here they have names that no text holds. A token of one character or
+    byte keeps its name, for text would be lost.
+    """
+    said = json.loads(definition)
+    model = said["model"]
+    special = {one["content"] for one in said.get("added_tokens") or () if one.get("special")}
+    hidden = {token for token in special if len(token) > 1 and not BYTE.fullmatch(token)}
+    merges = model.get("merges") if isinstance(model.get("vocab"), dict) else None
+    if merges is not None:
+        begin = len(model.get("continuing_subword_prefix") or "")
+        pairs = ((one, one.split(" ") if isinstance(one, str) else one) for one in merges)
+        model["merges"] = [one for one, (first, second) in pairs if first + second[begin:] not in hidden]
+        if not model.get("ignore_merges") and len(model["merges"]) == len(merges):
+            return ""
+    unspoken = uuid.uuid4().hex
+    names = {token: f"{unspoken} {token}" for token in hidden if token in _tokens(model["vocab"])}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(token, token): number for token, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+    if model.get("unk_token"):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    for one in said["added_tokens"] if names else ():
+        one["content"] = names.get(one["content"], one["content"])
+    return json.dumps(said) if names else ""
+
+
+def _tokens(vocab: dict[str, int] | list[tuple[str, float]]) -> set[str]:
+    return set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
 
 
 def is_json(content: bytes) -> bool:

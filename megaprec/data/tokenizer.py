@@ -6,7 +6,7 @@ those of the original libraries: of `sentencepiece`, and of `tokenizers` and `tr
 `split_special_tokens=True`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -29,6 +29,7 @@ from megaprec.data.tokenizer_files import (
 )
 from megaprec.durable import read_whole, reading
 from megaprec.errors import UserError
+from megaprec.parsing import read_regular
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
@@ -66,7 +67,7 @@ class SentencePieceTokenizer:
     holes: frozenset[int] = frozenset()
 
     def __init__(self, path: Path) -> None:
-        content = read_whole(path)
+        content = read_regular(path)
         self._encode, self._processor = sentencepiece_encoder(content)
         require_whole(path, content)
         self.path = path
@@ -135,7 +136,8 @@ class HuggingFaceTokenizer:
         self.unk: int | None = unk
         unread = unread_keys(definition, self._tokenizer)
         left_out = [f"{path}: {', '.join(unread)}: the package tokenizers does not read it"] if unread else []
-        self.notes = (*settings.notes, *left_out, *self._losses())
+        ends = _end_in_texts(path, self.eos, vocabulary, self._encode)
+        self.notes = (*settings.notes, *left_out, *self._losses(), *ends)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, nothing added. `UserError` if it is no Unicode text, or if it has what no
@@ -179,6 +181,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return HuggingFaceTokenizer(path) if is_json(content) else SentencePieceTokenizer(path)
     except UserError:
         raise
+    except OSError as problem:
+        raise UserError(f"{path}: {problem.strerror}; give a SentencePiece .model or a tokenizer.json") from problem
     except Exception as problem:  # both libraries raise bare Exception or RuntimeError on a file they cannot read
         raise neither(path, another_kind(path, content) or " ".join(str(problem).split())) from problem
 
@@ -213,6 +217,19 @@ def _usual_eos(path: Path, vocabulary: Mapping[str, int], special: set[str]) -> 
             f'beside it: {{"eos_token": "{there[0]}"}}'
         )
     return vocabulary[there[0]] if there else None
+
+
+def _end_in_texts(
+    path: Path, eos: int | None, vocabulary: Mapping[str, int], encode: Callable[[str], list[int]]
+) -> tuple[str, ...]:
+    """Return a note if a text can hold the token that ends a document, which is then no special one."""
+    token = next((token for token, id in vocabulary.items() if id == eos), "")
+    try:
+        found = eos in encode(token)
+    except Exception:  # the libraries raise bare Exception; such texts are refused
+        return ()
+    why = "which ends a document, is no special token: a text that holds it has this token, too"
+    return (f"{path}: {token!r}, {why}",) if found else ()
 
 
 def _known(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:

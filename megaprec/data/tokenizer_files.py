@@ -19,6 +19,7 @@ from megaprec.parsing import parse_json, read_json, read_text
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SETTINGS = (CONFIG, SPECIAL_MAP, ADDED)
 ROLES = ("eos_token", "bos_token", "pad_token")
+FURTHER = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 MOST_TOKENS = 10_000_000  # of a vocabulary
 SAVE_ANEW = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers writes files that agree"
 _KINDS = {  # how a file of another kind begins, or what its JSON has -> what it is
@@ -45,13 +46,13 @@ _CONTRADICTED = {  # key of tokenizer_config.json -> part and key of tokenizer.j
 class Settings:
     """The settings in the files beside a tokenizer. notes: lines for the user on what is not followed.
 
-    named: tokens by their role, such as "eos_token". further: other tokens that are named, without a role here.
+    named: tokens by their role, such as "eos_token". further: other tokens that are named, each with the key.
     added: ids of tokens that were added. special: those of them that no text can hold. Each token has the file that
     says it.
     """
 
     named: Mapping[str, tuple[str, Path]]
-    further: Mapping[str, Path]
+    further: Mapping[str, tuple[str, Path]]
     added: Mapping[str, tuple[int, Path]]
     special: frozenset[str]
     notes: tuple[str, ...]
@@ -83,8 +84,7 @@ def read_settings(path: Path, definition: Mapping[str, Any]) -> Settings:
             said_there = f"{first[role][1].name} says {first[role][0]!r}"
             notes.append(f"{other[role][1]}: {role} = {other[role][0]!r} is not followed, for {said_there}")
             named[role] = first[role]
-    further = dict.fromkeys(_listed(config, at[CONFIG]), at[CONFIG])
-    further |= dict.fromkeys(_listed(special, at[SPECIAL_MAP]), at[SPECIAL_MAP])
+    further = dict([*_listed(config, at[CONFIG]), *_listed(special, at[SPECIAL_MAP])])
     added = {token: (number, at[ADDED]) for token, number in _numbers(said.get(ADDED, {}), at[ADDED])}
     decoder = [*_decoder(config, at[CONFIG])]
     added |= {token: (number, at[CONFIG]) for token, number, _ in decoder}
@@ -116,7 +116,7 @@ def require_agreeing(path: Path, settings: Settings, vocabulary: Mapping[str, in
             has = "does not have" if found is None else f"has as {found}"
             raise UserError(f"{file} adds token {number}, {token!r}, which {path.name} {has}: {SAVE_ANEW}")
     named = [(f"{role} = {token!r}", token, file) for role, (token, file) in settings.named.items()]
-    named += [(f"additional_special_tokens: {token!r}", token, file) for token, file in settings.further.items()]
+    named += [(f"{key}: {token!r}", token, file) for token, (key, file) in settings.further.items()]
     for what, token, file in named:
         if token not in vocabulary:
             raise UserError(f"{file}: {what}: {path.name} has no such token: {SAVE_ANEW}")
@@ -255,13 +255,16 @@ def _named(said: Mapping[str, Any], file: Path) -> Iterator[tuple[str, tuple[str
             yield role, (token, file)
 
 
-def _listed(said: Mapping[str, Any], file: Path) -> Iterator[str]:
-    listed = said.get("additional_special_tokens") or []
-    if not isinstance(listed, list):
-        raise UserError(f"{file}: additional_special_tokens = {listed!r}: give a list of tokens")
-    yield from (
-        token for one in listed if isinstance(token := one.get("content") if isinstance(one, dict) else one, str)
-    )
+def _listed(said: Mapping[str, Any], file: Path) -> Iterator[tuple[str, tuple[str, Path]]]:
+    """Yield each further special token with the key that names it. Two of the keys may hold a table of roles."""
+    for key in FURTHER:
+        listed = said.get(key) or []
+        if isinstance(listed, dict) and key != FURTHER[0]:
+            listed = [*listed.values()]
+        if not isinstance(listed, list):
+            raise UserError(f"{file}: {key} = {listed!r}: give a list of tokens")
+        tokens = (one.get("content") if isinstance(one, dict) else one for one in listed)
+        yield from ((token, (key, file)) for token in tokens if isinstance(token, str))
 
 
 def _numbers(said: Mapping[str, Any], file: Path) -> Iterator[tuple[str, int]]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import Tokenizer, load_tokenizer
 from megaprec.data.training import train_hugging_face, train_sentencepiece
+from megaprec.data.workers import Chunk, encode_chunks
 from megaprec.errors import UserError
 
 NASTY = [
@@ -98,6 +99,61 @@ def test_a_text_that_spells_a_special_token_does_not_get_it(
         ids = tokenizer.encode(text)
         assert tokenizer.eos is not None and tokenizer.eos not in ids
         assert tokenizer.decode(ids) == text
+
+
+def of_kind(kind: str, path: Path) -> tokenizers.Tokenizer:
+    """Save a tokenizer whose model has the special token </s>, of a kind that finds it in texts."""
+    vocab = ["<unk>", "</s>", *"▁abcdxyz<>/s", "▁a", "</", "s>"]
+    numbers = {token: number for number, token in enumerate(vocab)}
+    bpe = tokenizers.models.BPE
+    merges = [("<", "/"), ("s", ">"), ("</", "s>")]
+    models = {
+        "unigram": lambda: tokenizers.models.Unigram([(token, -float(n)) for token, n in numbers.items()], unk_id=0),
+        "words": lambda: tokenizers.models.WordLevel(numbers, unk_token="<unk>"),
+        "pieces of words": lambda: tokenizers.models.WordPiece(numbers, unk_token="<unk>"),
+        "merges": lambda: bpe(numbers, merges, unk_token="<unk>"),
+        "whole words": lambda: bpe(numbers, merges[:2], unk_token="<unk>", ignore_merges=True),
+    }
+    made = tokenizers.Tokenizer(models[kind]())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<unk>", "</s>"])
+    made.save(str(path))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["unigram", "words", "pieces of words", "merges", "whole words"])
+def test_no_kind_of_model_finds_a_special_token_in_a_text(kind: str, tmp_path: Path) -> None:
+    original = of_kind(kind, tmp_path / "tokenizer.json")
+    original.encode_special_tokens = True
+    assert 1 in original.encode("abc </s> a").ids
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.eos == 1 and tokenizer.notes == () and tokenizer.vocabulary() == original.get_vocab()
+    assert 1 not in tokenizer.encode("abc </s> a")
+    for text in ("abc a", "xyz q </ s> <s", ""):
+        assert tokenizer.encode(text) == original.encode(text, add_special_tokens=False).ids
+    chunk = Chunk(["</s> a"], [True])
+    for workers in (1, 2):
+        ((_, (ids, _)),) = encode_chunks([chunk], tokenizer, workers)
+        assert ids.tolist() == [*tokenizer.encode("</s> a"), 1]
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_an_end_that_texts_can_hold_is_noted(declared: bool, tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    if declared:
+        made.add_tokens(["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (note,) = load_tokenizer(tmp_path / "tokenizer.json").notes
+    assert f"{tmp_path}/tokenizer.json: '</s>', which ends a document, is no special token" in note
+
+
+def test_bytes_and_characters_that_are_special_tokens_stay_in_texts(tmp_path: Path) -> None:
+    vocab = {token: n for n, token in enumerate(["!", "a", *(f"<0x{n:02X}>" for n in range(256)), "</s>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True, ignore_merges=True))
+    made.add_special_tokens([*vocab])
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").encode("a!\x02") == [1, 0, 4]
 
 
 def test_nothing_is_added_or_cut_that_the_file_asks_for(byte_level: Tokenizer, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sentencepiece
 
+from megaprec import parsing
 from megaprec.data.build import prepare
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
@@ -104,6 +105,18 @@ SETTINGS: dict[str, tuple[Json, str]] = {
     "an end that is no token": ({"tokenizer_config": {"eos_token": "<|im_end|>"}}, "eos_token = '<|im_end|>'"),
     "another token": ({"special_tokens_map": {"cls_token": {"content": "[CLS]"}}}, "cls_token = '[CLS]'"),
     "a further token": ({"special_tokens_map": {"additional_special_tokens": ["<a>"]}}, "'<a>'"),
+    "a further token, as transformers 5 writes it": (
+        {"tokenizer_config": {"extra_special_tokens": ["<a>"]}},
+        "extra_special_tokens: '<a>'",
+    ),
+    "a further token with a role": (
+        {"tokenizer_config": {"model_specific_special_tokens": {"image_token": {"content": "<a>"}}}},
+        "model_specific_special_tokens: '<a>'",
+    ),
+    "further tokens that are no list": (
+        {"tokenizer_config": {"extra_special_tokens": "<a>"}},
+        "extra_special_tokens = '<a>': give a list of tokens",
+    ),
     "an added token": (
         {"added_tokens": {"<a>": SIZE}},
         f"adds token {SIZE}, '<a>', which tokenizer.json does not have",
@@ -150,8 +163,9 @@ def test_a_document_ends_with_the_token_that_transformers_reads(case: str, defin
     transformers: Any = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
     tokenizer = load_tokenizer(written(tmp_path, definition, **ENDS[case]))
     assert tokenizer.eos == transformers.AutoTokenizer.from_pretrained(tmp_path).eos_token_id
-    assert len(tokenizer.notes) == ("differs" in case)
-    assert all("special_tokens_map.json" in note and "tokenizer_config.json" in note for note in tokenizer.notes)
+    (*notes, ordinary) = tokenizer.notes if tokenizer.eos else (*tokenizer.notes, "'t', which ends a document")
+    assert "'t', which ends a document" in ordinary and len(notes) == ("differs" in case)
+    assert all("special_tokens_map.json" in note and "tokenizer_config.json" in note for note in notes)
 
 
 @pytest.mark.parametrize("html", [False, True])
@@ -306,3 +320,17 @@ def test_no_text_is_made_of_ids_that_no_token_has(definition: str, pieces: bytes
         for wrong in (tokenizer.vocab_size, -1):
             with pytest.raises(UserError, match=f"{path.name} has no token {wrong}: it has {tokenizer.vocab_size}"):
                 tokenizer.decode([1, wrong])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_no_file_is_read_that_is_too_large_for_a_tokenizer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parsing.read_regular, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(parsing.read_text, "__defaults__", (1 << 20,))
+    with (tmp_path / name).open("wb") as file:
+        file.write(b"{" if name.endswith("json") else b"")
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match=f"{name}: .*it is larger than 1,048,576 bytes") as error:
+        load_tokenizer(tmp_path / name)
+    assert len(error.value.problems) == 1

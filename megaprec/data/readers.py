@@ -253,7 +253,7 @@ def _parquet_pieces(file: Path, document: str, field: str) -> Iterator[Piece]:
     try:
         with _parquet(file, arrow, field) as table:
             for batch in table.iter_batches(batch_size=ROWS, columns=[field], use_threads=False):
-                for value in batch.column(0):
+                for value in batch.column(batch.schema.get_field_index(field)):  # a.b also is b in a
                     number += 1
                     text = value.as_py()
                     if text is None:

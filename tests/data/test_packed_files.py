@@ -127,6 +127,11 @@ def test_a_field_that_is_two_columns_is_refused_and_other_columns_may_be_given_t
         list(open_source(str(tmp_path / "x.parquet"), text_field="n"))
 
 
+def test_a_column_with_a_dot_in_its_name_is_not_a_part_of_another(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"a": [{"b": "part"}], "a.b": ["text"]}), tmp_path / "x.parquet")
+    assert [*open_source(str(tmp_path / "x.parquet"), text_field="a.b")] == [("x.parquet:1", "text")]
+
+
 def test_bytes_that_are_no_utf8_are_named_with_the_row(tmp_path: Path) -> None:
     bad = pyarrow.Array.from_buffers(
         pyarrow.string(), 2, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0"), pyarrow.py_buffer(b"a\xff\xfe")]

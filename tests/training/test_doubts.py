@@ -55,6 +55,35 @@ def test_more_ranks_than_cores_are_said_of_cpus_only(run_file: Path, corpus: Cor
     assert not [*doubts(config, corpus, 1000, "cuda")]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "begins"),
+    [
+        ([], []),
+        (["data.max_chars=9"], ["data.max_chars = 9 has no effect on {tokens}: it is tokens, not text"]),
+        (["data.text_field=body"], ['data.text_field = "body" has no effect on {tokens}: it is tokens, not text']),
+        (["data.text_field=body", 'data.validation=[{{name="a", source="{text}"}}]'], []),
+        (
+            ["data.vocab_size=331"],
+            ["data.vocab_size = 331 has no effect: no tokenizer is trained; ids are below"],
+        ),
+        (
+            ['data.blend=[{{source="{text}", weight=1}}, {{source="{tokens}", weight=1}}]', "data.max_chars=900"],
+            ["data.max_chars = 900 has no effect on {tokens}: it is"],
+        ),
+    ],
+)
+def test_keys_of_texts_that_have_no_effect_on_tokens_are_named(
+    overrides: list[str], begins: list[str], run_file: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    names = {"tokens": corpus.datasets[0].prefix, "text": run_file.parent / "text.txt"}
+    blended = "blend" in str(overrides)
+    own = ["data.source=python", f"data.cache={tmp_path}"] if blended else [f"data.source={names['tokens']}"]
+    config = load_run(run_file, [*own, *(one.format(**names) for one in overrides)])
+    found = [*doubts(config, open_corpus(config) if blended else corpus, 1, "cpu")]
+    assert len(found) == len(begins)
+    assert all(line.startswith(one.format(**names)) for line, one in zip(found, begins, strict=True))
+
+
 @pytest.mark.parametrize("copies", [0, 3])
 def test_held_out_documents_that_are_trained_on_are_counted(copies: int, tmp_path: Path) -> None:
     run_file = write_run(tmp_path)

@@ -12,18 +12,22 @@ from numpy.typing import NDArray
 
 from megaprec.checkpoint.atomic import latest
 from megaprec.data.blend import Blend
+from megaprec.data.files import beside
 from megaprec.data.indexed import IndexedDataset
 from megaprec.data.samples import Samples
 from megaprec.durable import read_whole
 from megaprec.resources import cores
 from models.router import PLAIN
+from tools.config.data_settings import Data
 from tools.config.run_file import RunConfig
+from tools.console.toml import toml
 from tools.convert.initial import initial_model
 from tools.training.corpus import Corpus
 
 MANY_EPOCHS = 40  # repetitions after which text teaches nothing new: "Scaling data-constrained language models", 2023
 SHORTEST = 16  # tokens of a document; shorter ones are equal by chance
 COMPARED = 300  # documents of an evaluated set that are looked for in the training data
+TOKENS = "it is tokens, not text"
 MOST_READ = 30_000  # training documents that are read for this; they are those of equal length
 
 
@@ -33,6 +37,7 @@ def doubts(config: RunConfig, corpus: Corpus, local_ranks: int, device: str) -> 
     yield from _warmup(config)
     yield from _groups(config)
     yield from _other_words(config, corpus)
+    yield from _without_text(config, corpus)
     if device == "cpu" and local_ranks > cores():
         share = f"{local_ranks} ranks share {cores()} CPU core{'s' * (cores() > 1)} and wait for each other"
         yield f"{share}: this shows that the layout works, but one process is faster here"
@@ -87,6 +92,21 @@ def _other_words(config: RunConfig, corpus: Corpus) -> Iterator[str]:
             f"{corpus.tokenizer.path} is another tokenizer than {own}, with which the weights of train.init_from were "
             "trained: equal ids must mean the same tokens"
         )
+
+
+def _without_text(config: RunConfig, corpus: Corpus) -> Iterator[str]:
+    """Yield a line for each key of texts that has no effect on data sets that are tokens already."""
+    data, usual = config.data, Data()
+    trained = [one.source for one in data.blend] or [data.source]
+    evaluated = [one.source for one in data.validation]
+    made = [name for name in trained if beside(Path(name), ".idx").is_file()]
+    if data.max_chars and made:
+        yield f"data.max_chars = {data.max_chars} has no effect on {', '.join(made)}: {TOKENS}, of which all is used"
+    texts = [name for name in (*trained, *evaluated) if not beside(Path(name), ".idx").is_file()]
+    if data.text_field != usual.text_field and not texts:
+        yield f"data.text_field = {toml(data.text_field)} has no effect on {', '.join(made)}: {TOKENS}"
+    if data.vocab_size not in (usual.vocab_size, corpus.ids, config.model.vocab):
+        yield f"data.vocab_size = {data.vocab_size} has no effect: no tokenizer is trained; ids are below {corpus.ids}"
 
 
 def _seen_in_training(config: RunConfig, corpus: Corpus) -> Iterator[str]:

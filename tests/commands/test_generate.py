@@ -258,6 +258,11 @@ IDS: dict[str, tuple[str, dict[str, object], str]] = {
         "eos_token_id = 'x' of generation_config.json is not",
     ),
     "none": ("generation_config.json", {"eos_token_id": -1}, ""),
+    "a choice of tokens": (
+        "generation_config.json",
+        {"temperature": 0.6, "repetition_penalty": 1.1},
+        "temperature = 0.6, repetition_penalty = 1.1 of generation_config.json: not followed",
+    ),
     "files of no tokenizer.json": (
         "tokenizer.json",
         {},

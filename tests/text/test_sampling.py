@@ -67,3 +67,20 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) 
     logits[7] = bad
     with pytest.raises(UserError, match="the model computes inf or NaN"):
         Sampling(temperature).choose(logits, torch.Generator())
+
+
+def test_what_a_model_says_of_the_choice_and_is_not_done_is_named() -> None:
+    said = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 50,
+        "repetition_penalty": 1.1,
+        "suppress_tokens": [3],
+        "odd": "x",
+    }
+    ids = {"bos_token_id": 1, "eos_token_id": [2, 3], "transformers_version": "5", "do_sample": True, "max_length": 20}
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "num_beams": 1, "penalty": None}
+    assert Sampling().not_followed(said | ids) == said
+    assert Sampling().not_followed(neutral | ids) == {}
+    assert Sampling(0.6, 50, 0.9).not_followed(said).keys() == {"repetition_penalty", "suppress_tokens", "odd"}
+    assert Sampling().not_followed({"top_k": 1, "temperature": 0}) == {"top_k": 1, "temperature": 0}

@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(*problems)
     prompts = [*_prompts(args)]
     model = load_model(args.model, CachedStage, tokenizer=args.tokenizer)
-    for note in model.notes:
+    for note in (*model.notes, *_not_followed(args.model, sampling, model)):
         print(f"note: {note}", file=sys.stderr)
     made = [Generation(model, prompt, args.tokens, sampling, args.seed, args.stop) for prompt in prompts]
     for number, (prompt, text) in enumerate(zip(prompts, made, strict=True), 1):
@@ -123,6 +123,12 @@ def _read(option: str, read: Callable[[], str]) -> str:
     if "\0" in text:
         raise UserError(f"{option}: it has zero bytes, as UTF-16 has; give UTF-8 text")
     return text.removeprefix("\ufeff")
+
+
+def _not_followed(path: Path, sampling: Sampling, model: Loaded[CachedStage]) -> Iterator[str]:
+    if others := sampling.not_followed(model.generation):
+        said = ", ".join(f"{key} = {json.dumps(value)[:60]}" for key, value in others.items())
+        yield f"{path}: {said} of generation_config.json: not followed; tokens are chosen as the options say"
 
 
 def _stream(prompt: str, text: Generation) -> None:

@@ -73,14 +73,12 @@ class Generation:
         yield text[said:]
 
     def _texts(self) -> Iterator[str]:
-        """Yield the text so far after each token that completes a character, first the empty text."""
-        before, text = self._tokenizer.decode(self._ids), ""
-        yield text
+        """Yield the text so far after each token, without a character at its end that is not complete."""
+        before = self._tokenizer.decode(self._ids)
+        yield ""
         for _ in self._chosen():
             whole = self._tokenizer.decode(self._ids)
-            if not whole.endswith("\ufffd"):  # a character of several tokens is not complete yet
-                text = whole[len(before) :]
-                yield text
+            yield whole[len(before) :].rstrip("\ufffd")  # a character of several tokens may not be complete yet
 
     def _chosen(self) -> Iterator[int]:
         """Choose and append tokens; set `finish` at the end."""

@@ -6,7 +6,7 @@ neither does, it is the tokenizer's end token.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -39,7 +39,7 @@ S = TypeVar("S", bound=Stage)
 class Loaded(Generic[S]):
     """A model with its tokenizer. begin: id of the token before a document, if any. ends: ids that end a document.
 
-    notes: lines for the user on what is not followed.
+    notes: lines for the user on what is not followed. generation: contents of generation_config.json.
     """
 
     stage: S
@@ -47,6 +47,7 @@ class Loaded(Generic[S]):
     begin: int | None
     ends: frozenset[int]
     notes: tuple[str, ...] = ()
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -86,7 +87,7 @@ def load_model(
         notes.append(
             f"{tokenizer} is used, not {own}, which the model was trained with: their tokens must mean the same"
         )
-    return Loaded(stage, words, _begin(source, words), _ends(source, words), tuple(notes))
+    return Loaded(stage, words, _begin(source, words), _ends(source, words), tuple(notes), source.facts.generation)
 
 
 def require_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:

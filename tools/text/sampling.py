@@ -6,13 +6,28 @@ temperature, among the tokens that the limits before have kept. Order and meanin
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaprec.errors import UserError
+
+# Keys of generation_config.json that do not change which tokens are chosen, or that the model's ends are read from.
+_NO_CHOICE = (
+    "_from_model_config transformers_version bos_token_id eos_token_id pad_token_id decoder_start_token_id do_sample "
+    "max_length max_new_tokens max_time use_cache cache_implementation cache_config return_legacy_cache "
+    "return_dict_in_generate num_return_sequences output_attentions output_hidden_states output_scores output_logits "
+    "prefill_chunk_size compile_config disable_compile early_stopping renormalize_logits remove_invalid_values "
+    "is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold "
+    "assistant_early_exit assistant_lookbehind target_lookbehind prompt_lookup_num_tokens max_matching_ngram_size "
+    "speculation_type token_healing low_memory trust_remote_code"
+)
+NO_CHOICE = frozenset(_NO_CHOICE.split())
+NEUTRAL = {"temperature": (1,), "top_k": (0,)}  # values that change nothing, beside null and what is empty
+ZERO_OR_ONE = (0, 1)  # those of other keys
 
 
 @dataclass(frozen=True)
@@ -38,6 +53,17 @@ class Sampling:
             yield f"--top-p {self.top_p:g}: give a number above 0 and at most 1, which is no limit"
         if not 0 <= self.min_p <= 1:
             yield f"--min-p {self.min_p:g}: give a number from 0, which is no limit, to 1"
+
+    def not_followed(self, generation: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a generation_config.json says of the choice of tokens that these settings do not do."""
+        own = asdict(self)
+        return {
+            key: value
+            for key, value in generation.items()
+            if key not in NO_CHOICE
+            and value not in (None, [], {}, *NEUTRAL.get(key, ZERO_OR_ONE))
+            and value != own.get(key)
+        }
 
     def choose(self, logits: Tensor, generator: torch.Generator, barred: Tensor | None = None) -> int:
         """Return the id of the next token. logits: [vocab]. barred: True for ids that are never chosen; None bars none.

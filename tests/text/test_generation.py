@@ -1,0 +1,78 @@
+"""What is printed of a text is what its tokens mean, whole characters only."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from models.kv_cache import CachedStage
+from tools.text.generation import Generation
+from tools.text.load import Loaded
+from tools.text.sampling import Sampling
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, not all of which are whole characters; token 0 is the prompt's only one."""
+
+    pieces = (b">", b"a", b" \xe2", b"\x82", b"\xac", b"bc\xf0", b"\xff")
+    path, vocab_size = Path("none"), len(pieces)
+    eos: int | None = None
+    bos: int | None = None
+    pad: int | None = None
+    unk: int | None = None
+    holes: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    def encode(self, text: str) -> list[int]:
+        return [0] * len(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self.pieces[id] for id in ids).decode(errors="replace")
+
+    def vocabulary(self) -> dict[str, int]:
+        return {}
+
+
+class Says:
+    """A model that says given tokens."""
+
+    config = SimpleNamespace(max_positions=99, vocab=Bytes.vocab_size)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = iter(tokens)
+
+    def start(self, length: int) -> None: ...
+
+    def extend(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(torch.tensor([next(self.tokens)]), Bytes.vocab_size).float()
+
+
+def pieces_of(tokens: list[int], *stop: str) -> tuple[list[str], Generation]:
+    model: Any = Loaded(cast(CachedStage, Says(tokens)), Bytes(), None, frozenset())
+    text = Generation(model, "x", len(tokens), Sampling(temperature=0), stop=stop)
+    return [piece for piece in text if piece], text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([1, 2, 3, 4, 1], ["a", " ", "€", "a"]),
+        ([1, 2], ["a", " "]),  # a space and a character that is not complete
+        ([2, 1], [" ", "\ufffda"]),
+        ([1, 5], ["a", "bc"]),
+        ([6, 6, 1], ["\ufffd\ufffda"]),
+        ([5, 6, 6], ["bc"]),
+    ],
+)
+def test_of_a_token_with_a_part_of_a_character_the_whole_ones_are_said(tokens: list[int], said: list[str]) -> None:
+    pieces, text = pieces_of(tokens)
+    assert pieces == said and text.finish == "length"
+    assert "".join(pieces) == Bytes().decode(tokens).rstrip("\ufffd")
+
+
+def test_a_text_stops_before_a_stop_string_whose_token_ends_within_a_character() -> None:
+    pieces, text = pieces_of([1, 5, 6, 1, 1], "c")
+    assert "".join(pieces) == "ab" and (text.finish, text.tokens) == ("stop", 2)

@@ -82,7 +82,8 @@ class Source:
         digest = hashlib.sha256()
         for file in self.files:
             state = file.stat()
-            digest.update(f"{self._document(file)}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+            name = os.fsencode(self._document(file))  # a name need not be UTF-8
+            digest.update(name + f"\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
         return {
             "name": self.name,
             "text_field": self.text_field,

@@ -66,6 +66,7 @@ def test_a_tokenizer_too_small_for_the_data_is_refused(tmp_path: Path) -> None:
         ("build", "nowhere", "x", "--vocab-size", 300),
         ("build", "python", "x", "--tokenizer", "nowhere"),
         ("build", "python", "x", "--vocab-size", 300, "--max-chars", 0),
+        ("build", "python", "x.bin", "--vocab-size", 300),
         ("inspect", "x"),
     ],
 )

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -190,6 +191,14 @@ def test_the_identity_changes_with_files_field_and_limit(tmp_path: Path) -> None
     seen.append(open_source(str(tmp_path)).identity())
     assert all(one != other for i, one in enumerate(seen) for other in seen[:i])
     assert open_source(str(path)).identity() == seen[3]
+
+
+def test_a_file_whose_name_is_no_utf8_is_read_and_known_again(tmp_path: Path) -> None:
+    name = b"caf\xe9.txt"
+    Path(os.fsdecode(bytes(tmp_path) + b"/" + name)).write_text("text", encoding="utf-8")
+    source = open_source(str(tmp_path))
+    assert [*source] == [(os.fsdecode(name), "text")]
+    assert source.identity() == open_source(str(tmp_path)).identity()
 
 
 def test_the_size_is_told_where_file_sizes_tell_it(tmp_path: Path) -> None:

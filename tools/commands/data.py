@@ -131,6 +131,10 @@ def build(args: argparse.Namespace) -> int:
         raise UserError(f"--workers {args.workers}: this machine has {cores()} cores: give {most_processes()} at most")
     if args.prefix.name in ("", ".."):
         raise UserError(f"{args.prefix}: a data set needs a name: give FOLDER/NAME, without .bin")
+    if args.prefix.suffix in (".bin", ".idx"):
+        raise UserError(
+            f"{args.prefix}: give the common prefix of the .bin and .idx pair, {args.prefix.with_suffix('')}"
+        )
     source = open_source(args.source, text_field=args.text_field, max_chars=args.max_chars)
     if args.tokenizer:
         _tell_notes(load_tokenizer(args.tokenizer))  # refused before there is a lock

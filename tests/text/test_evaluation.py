@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.checkpoint.reader import Store
 from megaprec.data.build import prepare
+from megaprec.data.indexed import IndexedWriter
 from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.errors import UserError
@@ -124,6 +125,20 @@ def test_text_and_the_tokens_that_it_was_built_into_have_one_score(
     assert [one.pop("name") for one in sets] == ["lines", "built", str(tmp_path / "folder")]
     assert [one.pop("source") for one in sets] == [str(texts), f"{tmp_path}/tokens", str(tmp_path / "folder")]
     assert sets[0] == sets[1] == sets[2]
+
+
+def test_a_begin_token_that_a_data_set_has_before_its_documents_is_no_text(
+    trained: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron's tools write one where transformers' tokenizer does."""
+    tokenizer = load_tokenizer(trained / "text.model")
+    assert tokenizer.eos is not None
+    with IndexedWriter(tmp_path / "tokens", tokenizer.vocab_size) as writer:
+        for text in TEXTS:
+            writer.add_document([tokenizer.eos, *tokenizer.encode(text), tokenizer.eos])
+    lines, begun = evaluate(capsys, trained, "--data", texts, "--data", tmp_path / "tokens")["sets"]
+    names = ("name", "source")
+    assert {k: v for k, v in lines.items() if k not in names} == {k: v for k, v in begun.items() if k not in names}
 
 
 def test_what_is_printed_is_what_json_says(trained: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,4 +95,6 @@ def _of_tokens(dataset: IndexedDataset, model: Loaded[Stage]) -> Iterator[Docume
         ids = dataset.document(number).astype(np.int64)
         if len(ids) and int(ids[-1]) in model.ends:
             ids = ids[:-1]
+        if len(ids) and ids[0] == model.begin:  # it stands before each document anyway
+            ids = ids[1:]
         yield Document(ids, len(model.tokenizer.decode(ids.tolist()).encode()) if model.tokenizer else None)

@@ -72,25 +72,25 @@ def without_special_tokens(definition: str) -> str:
     said = json.loads(definition)
     model = said["model"]
     special = {one["content"] for one in said.get("added_tokens") or () if one.get("special")}
-    hidden = {token for token in special if len(token) > 1 and not BYTE.fullmatch(token)}
-    merges = model.get("merges") if isinstance(model.get("vocab"), dict) else None
+    hidden = {token for token in special if len(token) > 1 and not BYTE.fullmatch(token)} & _tokens(model["vocab"])
+    merges = model.get("merges") if hidden and isinstance(model["vocab"], dict) else None
     if merges is not None:
         begin = len(model.get("continuing_subword_prefix") or "")
         pairs = ((one, one.split(" ") if isinstance(one, str) else one) for one in merges)
         model["merges"] = [one for one, (first, second) in pairs if first + second[begin:] not in hidden]
-        if not model.get("ignore_merges") and len(model["merges"]) == len(merges):
-            return ""
+    if not hidden or (merges is not None and not model.get("ignore_merges") and len(model["merges"]) == len(merges)):
+        return ""
     unspoken = uuid.uuid4().hex
-    names = {token: f"{unspoken} {token}" for token in hidden if token in _tokens(model["vocab"])}
+    names = {token: f"{unspoken} {token}" for token in hidden}
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(token, token): number for token, number in model["vocab"].items()}
     else:
         model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
     if model.get("unk_token"):
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    for one in said["added_tokens"] if names else ():
+    for one in said["added_tokens"]:
         one["content"] = names.get(one["content"], one["content"])
-    return json.dumps(said) if names else ""
+    return json.dumps(said)
 
 
 def _tokens(vocab: dict[str, int] | list[tuple[str, float]]) -> set[str]:

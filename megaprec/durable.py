@@ -19,6 +19,7 @@ REMEDIES = {
     errno.ENOSPC: "free some room there",
     errno.EDQUOT: "free some room there, or raise the quota",
     errno.EFBIG: "raise the limit of a file's size",
+    errno.EOVERFLOW: "no file of its kind is so large: give another one",
     errno.EIO: "look at the disk",
     errno.EROFS: "mount it for writing",
     errno.EACCES: "allow it to be written to",

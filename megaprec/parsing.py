@@ -86,18 +86,19 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     """Return the bytes of a regular file of at most `most` bytes. Raises OSError, with `path` as its filename."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe without a writer would block
     try:
-        mode = os.fstat(descriptor).st_mode
+        state = os.fstat(descriptor)
+        mode = state.st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
             kind = "pipe" if stat.S_ISFIFO(mode) else "device or a socket"
             raise OSError(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
         with named(path), open(descriptor, "rb", closefd=False) as file:
-            content = file.read(most + 1)
+            content = file.read(most + 1) if state.st_size <= most else b""
     finally:
         os.close(descriptor)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it is larger than {most:,} bytes", str(path))
+    if max(state.st_size, len(content)) > most:
+        raise OSError(errno.EOVERFLOW, f"it is larger than {most:,} bytes", str(path))
     return content
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from megaprec.durable import file_error
 from megaprec.errors import LONGEST_LINE, UserError
 from megaprec.parsing import NESTING, parse_json, parse_toml, path_problem, read_regular, read_text
 
@@ -92,3 +93,12 @@ def test_a_problem_is_one_line_that_prints(text: str) -> None:
     problem.encode()
     if text.isprintable() and len(text) <= LONGEST_LINE:
         assert problem == text
+
+
+def test_a_file_that_is_too_large_is_told_before_any_of_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "x.json").open("wb") as file:
+        file.truncate(1 << 40)  # without a block on the disk
+    with pytest.raises(OSError, match="it is larger than 1,073,741,824 bytes") as error:
+        read_regular(tmp_path / "x.json")
+    said = file_error(error.value)
+    assert said.startswith(f"{tmp_path}/x.json: it is larger") and said.endswith("so large: give another one")

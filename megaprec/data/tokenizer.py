@@ -33,6 +33,8 @@ from megaprec.parsing import read_regular
 
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NAMES = ("tokenizer.json", "tokenizer.model")  # of a tokenizer in a folder of Hugging Face's
+PARTS = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer", "post_processor"}
+PARTS |= {"decoder", "model"}  # all keys of a tokenizer.json that the package tokenizers knows
 RARE = "\U00012000"  # a letter of a script that few texts have
 
 
@@ -120,7 +122,9 @@ class HuggingFaceTokenizer:
         except ImportError as problem:
             raise UserError(f"{path} needs tokenizers: pip install tokenizers") from problem
         except Exception as problem:  # the library raises bare Exception
-            raise UserError(f"{path}: the package tokenizers cannot read it: {problem}") from problem
+            strange = ", ".join(sorted(definition.keys() - PARTS))
+            why = f"it does not know {strange}: give a tokenizer.json without that" if strange else problem
+            raise UserError(f"{path}: the package tokenizers cannot read it: {why}") from problem
         self.path = path
         vocabulary = self.vocabulary()
         require_as_written(path, definition, vocabulary)

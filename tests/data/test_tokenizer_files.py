@@ -322,6 +322,12 @@ def test_no_text_is_made_of_ids_that_no_token_has(definition: str, pieces: bytes
                 tokenizer.decode([1, wrong])
 
 
+def test_a_part_of_another_version_is_refused_by_name(definition: str, tmp_path: Path) -> None:
+    path = written(tmp_path, definition, lambda said: said.update(lowercase=True))
+    with pytest.raises(UserError, match=r"tokenizer.json: the package tokenizers .*: it does not know lowercase:"):
+        load_tokenizer(path)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
 def test_no_file_is_read_that_is_too_large_for_a_tokenizer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

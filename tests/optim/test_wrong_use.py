@@ -293,6 +293,16 @@ def overlapping() -> nn.Module:
     return model
 
 
+def seen_by_a_buffer(frozen: bool = False) -> nn.Module:
+    model = nn.Linear(4, 4)
+    seen = model.weight.data[:2]
+    if frozen:
+        model.seen = nn.Parameter(seen, requires_grad=False)
+    else:
+        model.register_buffer("seen", seen)
+    return model
+
+
 def same_names() -> nn.Module:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     attach_whole(first)
@@ -315,6 +325,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "complex": (lambda: with_parameter(torch.randn(3, dtype=torch.cfloat)), r"^w is complex64"),
     "inference": (inferred, r"^0\.weight was made in inference mode"),
     "views": (overlapping, r"^b shares memory with a"),
+    "seen by a buffer": (seen_by_a_buffer, r"^seen is not trained and shares memory with weight, which is: .*clone"),
+    "seen by a frozen one": (lambda: seen_by_a_buffer(frozen=True), r"^seen is not trained and shares memory"),
     "names": (same_names, r"^weight .*two parameters.*attach_whole\(.*prefix"),
     "none": (nn.ReLU, r"^the model has no parameter"),
 }
@@ -615,3 +627,32 @@ def test_tensor_ranks_with_samples_of_their_own_are_refused_soon_and_others_neve
     refused = [step for step, words in enumerate(first, 1) if "on each tensor-parallel rank, but" in words]
     assert refused == {1: [1, 2, 4], 3: [4], 9: []}[apart]
     assert all(not words for step, words in enumerate(first, 1) if step not in refused)
+
+
+# Parameters of other classes, and parameters that become others.
+
+
+class OwnParameter(nn.Parameter):
+    """A class of a user's."""
+
+
+def test_a_gradient_of_a_parameter_of_a_users_class_is_not_found_empty_either() -> None:
+    model = make_model()
+    model[0].weight = OwnParameter(model[0].weight.detach())  # type: ignore[arg-type]
+    made(model=model)
+    backward(model)
+    assert isinstance(model[0].weight, OwnParameter)
+    with pytest.raises(UserError, match=r"^0\.weight\.grad is empty"):
+        nn.utils.clip_grad_norm_([model[0].weight], 1.0)
+
+
+def test_parameters_that_torch_exchanges_in_place_are_refused_before_anything_changes() -> None:
+    model, optimizer = made()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        load_others(model)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"^0\.weight \(and 3 others\) was cast or moved after"):
+        optimizer.step()

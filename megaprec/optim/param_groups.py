@@ -98,6 +98,11 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
     return {pair: (lr * pair[0], float(group["weight_decay"])) for pair, group in of.items()}
 
 
+def told(of: dict[Factors, ParamGroup], lr: float | None) -> list[str]:
+    """Return the rates of each group of a step as text, which is the same on all ranks of a stage."""
+    return [f"lr = {rate:.9g}, weight_decay = {decay:.9g}" for rate, decay in rates(of, lr).values()]
+
+
 @cache
 def _options_of_torch() -> frozenset[str]:
     """Return the options of torch's optimizers that torch reads from the groups in each step, and that are not here."""

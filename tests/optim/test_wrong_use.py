@@ -401,8 +401,25 @@ def unlike(mesh: DeviceMesh) -> dict[str, str]:
             backward(model)
         optimizer.step()
 
+    def frozen(shift: float) -> nn.Module:
+        model = make_model()
+        model[0].get_parameter("weight").requires_grad_(False).add_(shift)
+        return model
+
+    def step_of_groups(key: str, values: tuple[float, float]) -> None:
+        """The first group, whose rate is in the report, is the same on both ranks."""
+        optimizer = build(model := make_model())
+        optimizer.param_groups[1][key] = values[rank]
+        backward(model)
+        optimizer.step()
+
     turned = ["0", "1"][:: 1 if rank else -1]
     return {
+        "frozen": said_of(lambda: build(frozen(float(rank)))),
+        "frozen alike": said_of(lambda: build(frozen(1.0))),
+        "rate of a group": said_of(lambda: step_of_groups("lr", (0.2, 0.3))),
+        "decay of a group": said_of(lambda: step_of_groups("weight_decay", (0.2, 0.3))),
+        "groups alike": said_of(lambda: step_of_groups("weight_decay", (0.2, 0.2))),
         "weights": said_of(lambda: build(make_model(seed=rank))),
         "weights without ZeRO": said_of(lambda: build(make_model(seed=rank), zero_size=1)),
         "shapes": said_of(lambda: build(nn.Linear(5, 7 + rank))),
@@ -421,6 +438,9 @@ def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> 
     first, second = run_ranks(unlike, {"dp": 2})
     must_say = {
         "weights": "the ranks of axis dp begin with different weights",
+        "frozen": "the ranks of axis dp begin with different weights, 0.weight first",
+        "rate of a group": "param_groups have lr = 0.2, weight_decay = 0 on some ranks and lr = 0.3",
+        "decay of a group": "param_groups have lr = 0.1, weight_decay = 0.2 on some ranks",
         "weights without ZeRO": "the ranks of axis dp begin with different weights",
         "shapes": "weight [7, 5] on some, weight [8, 5] on others",
         "order": "on some, ",
@@ -433,9 +453,10 @@ def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> 
     for name, words in must_say.items():
         assert words in first[name], name
         assert words in second[name], name
-    for name in ("alike", "a rule of torch"):
+    alike = {"alike", "a rule of torch", "frozen alike", "groups alike"}
+    for name in alike:
         assert (first[name], second[name]) == ("", "")
-    assert first.keys() == {*must_say, "alike", "a rule of torch"}
+    assert first.keys() == {*must_say, *alike}
 
 
 # Kinds of arguments.

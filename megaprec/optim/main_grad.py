@@ -167,7 +167,7 @@ def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
         raise UserError(
             f"{layout_of(parameter).parts[0].name} gets a gradient after the sum of its gradients over the ranks has "
             "begun, which this rank alone would add: call optimizer.expect before the last backward pass of a step "
-            "only, and optimizer.reduce after it; optimizer.zero_grad() discards this step"
+            "only, and optimizer.reduce after it; optimizer.zero_grad() discards a step, also a refused one"
         )
     first = not has_gradient(parameter)
     parameter.megaprec_given = True  # type: ignore[attr-defined]

@@ -53,6 +53,12 @@ def test_the_example_of_the_first_door_trains() -> None:
     assert float(names["optimizer"].steps) == 3
 
 
+def test_the_presets_that_a_door_names_exist() -> None:
+    names = re.findall(r'preset\("(.*?)"\)', models.__doc__ or "")
+    assert names
+    assert {*names} <= models.PRESETS.keys()
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("rival", ["tools", "models", "parallel"])
 def test_the_command_works_where_the_user_has_folders_of_our_names(rival: str, tmp_path: Path) -> None:

@@ -53,10 +53,13 @@ def test_the_example_of_the_first_door_trains() -> None:
     assert float(names["optimizer"].steps) == 3
 
 
-def test_the_presets_that_a_door_names_exist() -> None:
-    names = re.findall(r'preset\("(.*?)"\)', models.__doc__ or "")
-    assert names
-    assert {*names} <= models.PRESETS.keys()
+def test_the_example_of_the_models_trains() -> None:
+    code = re.search(r"^    from megaprec.*\n    report = .*?$", models.__doc__ or "", re.DOTALL | re.MULTILINE)
+    assert code
+    tokens = torch.arange(4 * 64).view(4, 64)
+    names: dict[str, Any] = {"tokens": tokens, "targets": tokens + 1}
+    exec(compile(inspect.cleandoc(code[0]), "docstring", "exec"), names)
+    assert names["report"].outcome == "applied"
 
 
 @pytest.mark.cases(1)

@@ -70,8 +70,8 @@ def _said_apart(said: Sequence[str], ranks: Ranks) -> str:
         for mine, theirs in zip(first.setdefault(stage, lines), lines, strict=False):
             if mine != theirs:
                 return (
-                    f"param_groups have {mine} on some ranks and {theirs} on others: set the same on all of them; "
-                    "nothing was changed"
+                    f"{mine} on some ranks and {theirs} on others: set the same in param_groups and optimizer on "
+                    "all of them; nothing was changed"
                 )
     return ""
 

@@ -281,7 +281,7 @@ class ParallelAMPOptimizer(TorchFace):
     def _prepare(self, lr: float | None, loss: Tensor | None) -> None:
         """Refuse what no step can be made of, complete all reductions and show the gradients to observers."""
         require_own(self.param_groups, self._groups)
-        self._rate, self._told = rates(self._groups, lr)[1.0, 1.0][0], told(self._groups, lr)
+        self._rate, self._told = rates(self._groups, lr)[1.0, 1.0][0], told(self._groups, lr, self.clip)
         require_loss(loss, self.canonical)
         require_scaled(self._scale_read, self.plan.scaling)
         self.wait()

@@ -406,10 +406,11 @@ def unlike(mesh: DeviceMesh) -> dict[str, str]:
         model[0].get_parameter("weight").requires_grad_(False).add_(shift)
         return model
 
-    def step_of_groups(key: str, values: tuple[float, float]) -> None:
+    def step_of_groups(key: str, values: tuple[float, float], clips: tuple[float, float] = (1.0, 1.0)) -> None:
         """The first group, whose rate is in the report, is the same on both ranks."""
         optimizer = build(model := make_model())
         optimizer.param_groups[1][key] = values[rank]
+        optimizer.clip = clips[rank]
         backward(model)
         optimizer.step()
 
@@ -419,6 +420,7 @@ def unlike(mesh: DeviceMesh) -> dict[str, str]:
         "frozen alike": said_of(lambda: build(frozen(1.0))),
         "rate of a group": said_of(lambda: step_of_groups("lr", (0.2, 0.3))),
         "decay of a group": said_of(lambda: step_of_groups("weight_decay", (0.2, 0.3))),
+        "a clip that was set": said_of(lambda: step_of_groups("lr", (0.2, 0.2), (1.0, 2.0))),
         "groups alike": said_of(lambda: step_of_groups("weight_decay", (0.2, 0.2))),
         "weights": said_of(lambda: build(make_model(seed=rank))),
         "weights without ZeRO": said_of(lambda: build(make_model(seed=rank), zero_size=1)),
@@ -439,8 +441,9 @@ def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> 
     must_say = {
         "weights": "the ranks of axis dp begin with different weights",
         "frozen": "the ranks of axis dp begin with different weights, 0.weight first",
-        "rate of a group": "param_groups have lr = 0.2, weight_decay = 0 on some ranks and lr = 0.3",
-        "decay of a group": "param_groups have lr = 0.1, weight_decay = 0.2 on some ranks",
+        "rate of a group": "lr = 0.2, weight_decay = 0 on some ranks and lr = 0.3",
+        "a clip that was set": "clip = 1.0 on some ranks and clip = 2.0 on others",
+        "decay of a group": "lr = 0.1, weight_decay = 0.2 on some ranks",
         "weights without ZeRO": "the ranks of axis dp begin with different weights",
         "shapes": "weight [7, 5] on some, weight [8, 5] on others",
         "order": "on some, ",
@@ -677,3 +680,15 @@ def test_parameters_that_torch_exchanges_in_place_are_refused_before_anything_ch
     backward(model)
     with pytest.raises(RuntimeError, match=r"^0\.weight \(and 3 others\) was cast or moved after"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [math.nan, -1.0, "1"])
+def test_a_clip_that_a_loop_sets_to_no_norm_is_refused_before_anything_changes(clip: Any) -> None:
+    model, optimizer = made()
+    backward(model)
+    before, optimizer.clip = held(model), clip
+    with pytest.raises(UserError, match=r"^clip = .*: must be a number from 0 on"):
+        optimizer.step()
+    assert all(map(torch.equal, held(model), before))
+    optimizer.clip = 1.0
+    assert optimizer.step().outcome == "applied"

@@ -61,9 +61,13 @@ class Guarded(nn.Parameter):
         _grad.__set__(self, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle an ordinary parameter with its layout: a copy's gradients are not those of the optimizer."""
+        """Pickle an ordinary parameter with its layout: a copy's gradients are not those of the optimizer.
+
+        A parameter that `copy.deepcopy` has made has no layout.
+        """
         plain = nn.Parameter(self.detach(), self.requires_grad)
-        plain.megaprec_layout = layout_of(self)  # type: ignore[attr-defined]
+        if has_layout(self):
+            plain.megaprec_layout = layout_of(self)  # type: ignore[attr-defined]
         return plain.__reduce_ex__(protocol)
 
 

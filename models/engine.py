@@ -18,7 +18,9 @@ from megaprec.comm.axis import Axis, device_of
 from megaprec.comm.experts import ExpertAxes
 from megaprec.comm.virtual import VirtualAxis
 from megaprec.diagnose.position import Position
+from megaprec.errors import UserError
 from megaprec.fp8.state import FP8State
+from megaprec.kinds import quoted
 from megaprec.optim.canonical_consensus import summed_loss
 from megaprec.optim.observer import StepObserver
 from megaprec.optim.optimizer import ParallelAMPOptimizer
@@ -48,6 +50,24 @@ MakeOptimizer = Callable[..., ParallelAMPOptimizer]
 """A function of this rank's stages, the precision plan and the mesh. Under canonical numerics it is also given
 `virtual`, as a keyword, and with experts on ranks of their own `experts`."""
 SUMMING = partial(ParallelAMPOptimizer, average=False)
+
+
+def _require_given(config: object, plan: object, schedule: object) -> None:
+    """Raise UserError, naming all that are wrong, for what no engine can be made of."""
+    rules = {
+        f"config = {quoted(config)}: must be a ModelConfig, like models.preset('llama-demo', vocab=512)": isinstance(
+            config, ModelConfig
+        ),
+        "config.vocab = 0: no tokenizer has said it: give models.preset(name, vocab=...), or config.with_vocab(n)": (
+            getattr(config, "vocab", 1) > 0
+        ),
+        f"plan = {quoted(plan)}: must be a PrecisionPlan, like megaprec.plan('bf16')": isinstance(plan, PrecisionPlan),
+        f"schedule = {quoted(schedule)}: must be a Schedule, like parallel.pipeline.schedule('1f1b', 1, 4)": isinstance(
+            schedule, Schedule
+        ),
+    }
+    if broken := [rule for rule, holds in rules.items() if not holds]:
+        raise UserError(*broken)
 
 
 class Engine:
@@ -97,6 +117,7 @@ class Engine:
         ring: bool = True,
         leaves: Leaves = PLAIN,
     ) -> None:
+        _require_given(config, plan, schedule)
         evaluation = forward_only(schedule)
         for every in (schedule, evaluation):
             check(every)

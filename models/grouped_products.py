@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from megaprec.optim.main_grad import Destination, begin_accumulation, destination
+from megaprec.optim.main_grad import Destination, begin_accumulation, destination, require_as_read, will_read_again
 from parallel.weight_grad_queue import WeightGradQueue
 
 _GRANULE = 16  # bytes: torch's grouped product wants rows and columns that start at multiples of it
@@ -46,12 +46,14 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, deferred: WeightGradQueue, *weights: nn.Parameter) -> Tensor:
+        will_read_again(ctx, *weights)
         ctx.save_for_backward(x, ends)
         ctx.weights, ctx.deferred = weights, deferred
         return _grouped(x, together(weights).transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        require_as_read(ctx)
         x, ends = (tensor.detach() for tensor in ctx.saved_tensors)
         grad, weights = grad.contiguous(), ctx.weights
         grad_x = _grouped(grad, together(weights), ends) if ctx.needs_input_grad[0] else None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.layout import Layout, Part, attach, layout_of
 from megaprec.comm.random import normal_part
+from megaprec.errors import UserError
 from megaprec.optim.main_grad import Destination, cleared, destination
 from parallel import collectives
 from parallel.context import Context
@@ -151,6 +152,11 @@ class VocabParallelEmbedding(nn.Module):
         self.part = layout_of(self.weight).parts[0]
 
     def forward(self, ids: Tensor) -> Tensor:
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise UserError(
+                f"ids of {self.part.name} are {ids.dtype}: must be torch.int64, as by ids.long(), because torch reads "
+                "bytes and truth values as a mask of rows"
+            )
         tp, dtype = self.context.tp, self.context.plan.residual
         inside = ids.clamp(0, self.part.shape[0] - 1)
         nowhere = inside != ids

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.errors import UserError
-from megaprec.optim.main_grad import Destination, begin_accumulation, cleared, destination, has_main_grad
+from megaprec.optim.main_grad import (
+    Destination,
+    begin_accumulation,
+    cleared,
+    destination,
+    has_main_grad,
+    require_as_read,
+    will_read_again,
+)
 from megaprec.precision.gemm import Gemm
 from megaprec.precision.gemm_provider import Factor, GemmProvider
 from parallel.weight_grad_queue import WeightGradQueue
@@ -58,6 +66,7 @@ class Linear(torch.autograd.Function):
         ctx.lies, ctx.tp, ctx.weight, ctx.bias = lies, tp, weight, bias
         ctx.deferred, ctx.dtype = deferred or WeightGradQueue(), x.dtype
         ctx.products = products.now() if products else Gemm(x.dtype, x.dtype)
+        will_read_again(ctx, weight)
         whole = tp.gather(x) if lies is Input.SEQUENCE else x
         y, kept = ctx.products.forward(_rows(whole), weight)
         ctx.save_for_backward(*((x,) if lies is Input.SEQUENCE else kept))
@@ -66,6 +75,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        require_as_read(ctx)
         weight, products = ctx.weight, ctx.products
         goes = destination(ctx, 1, weight) if ctx.needs_input_grad[1] else Destination.NOWHERE
         # Detached: deferred work would otherwise keep the whole graph alive, down to the stage's input.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaprec.comm.layout import Part
-from megaprec.optim.main_grad import destination
+from megaprec.optim.main_grad import destination, require_as_read, will_read_again
 from parallel.context import Context
 from parallel.layers import parameter
 from parallel.leaves import PLAIN, Leaves
@@ -65,11 +65,13 @@ class Normalize(torch.autograd.Function):
     ) -> Tensor:
         y, inverse = leaves(_norm, x, weight, eps, sensitive, made, offset)
         ctx.weight, ctx.offset, ctx.leaves = weight, offset, leaves
+        will_read_again(ctx, weight)
         ctx.save_for_backward(x, inverse)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        require_as_read(ctx)
         x, inverse = ctx.saved_tensors
         wide = sum_dtype(ctx.weight, inverse.dtype)
         grad_x, summed = ctx.leaves(_norm_gradients, grad, x, inverse, ctx.weight, ctx.offset, wide)

@@ -14,6 +14,7 @@ The styles are those of Megatron-LM (arXiv:1909.08053):
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Literal
 
 import torch
@@ -66,8 +67,18 @@ def parallelize(module: nn.Module, context: Context, styles: Mapping[str, Style]
         raise UserError(*problems)
     for path, layer in found.items():
         module.set_submodule(path, _replacement(layer, chosen[path], context, prefix + path))
+        layer.register_forward_pre_hook(partial(_refuse_old, path))
     attach_whole(module, context.tp, prefix)
     return module
+
+
+def _refuse_old(path: str, *_: object) -> None:
+    """Raise UserError for a layer that was replaced, but is reached past torch's modules: nothing would train it."""
+    raise UserError(
+        f"{path} was replaced by a parallel layer, but the old one is called, whose weights no optimizer has: forward "
+        "must find the layer in the module, not in a list, a tuple or a variable of its own that was filled before "
+        "parallelize; nn.ModuleList and nn.ModuleDict are up to date"
+    )
 
 
 def _require_kinds(module: object, context: object, styles: object, prefix: object) -> None:

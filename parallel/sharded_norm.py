@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Part, layout_of
-from megaprec.optim.main_grad import destination
+from megaprec.optim.main_grad import destination, require_as_read, will_read_again
 from parallel.context import Context
 from parallel.layers import parameter
 from parallel.linear import add_gradient
@@ -66,11 +66,13 @@ class _NormalizeSharded(torch.autograd.Function):
         squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=sensitive).square_().div_(part.copies)
         inverse = tp.sum_(squares).div_(part.shape[0]).add_(eps).rsqrt_()
         ctx.weight, ctx.tp, ctx.part, ctx.offset = weight, tp, part, offset
+        will_read_again(ctx, weight)
         ctx.save_for_backward(x, inverse)
         return (x * inverse).mul_(shifted(weight, offset, sensitive)).to(made)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        require_as_read(ctx)
         x, inverse = ctx.saved_tensors
         normal = x * inverse
         inner = grad * shifted(ctx.weight, ctx.offset, inverse.dtype)

@@ -127,22 +127,32 @@ def _differences(said: Sequence[dict[str, Any]]) -> list[str]:
 def _require_same_weights(stages: Sequence[nn.Module], ranks: Ranks) -> None:
     """Raise UserError, on every rank, if the replicas of a model start from different weights.
 
-    Collective over dp and tp. Every parameter is compared over dp; replicated parameters are also compared over tp.
+    Collective over the world. Every parameter, trained or frozen, is compared over dp; replicated ones also over tp.
     Experts on ranks of their own are not compared.
     """
-    whole = [p for p in parameters_of(stages) if not is_dtensor(p) and not layout_of(p).expert]
+    if ranks.world.size == 1:
+        return
+    every = dict.fromkeys(p for stage in stages for p in stage.parameters() if has_layout(p) and not is_dtensor(p))
+    whole = [p for p in every if not layout_of(p).expert]
+    wrong: list[str] = []
     for axis in (ranks.dp, ranks.tp):
         mine = [p for p in whole if axis is ranks.dp or all(part.dim is None for part in layout_of(p).parts)]
         if axis.size == 1 or not mine:
             continue
         sums = torch.stack([_bits(p).to(ranks.device) for p in mine])
-        if not torch.equal(axis.max_(sums.clone()), ~axis.max_(~sums)):
-            raise UserError(
-                f"the ranks of axis {axis.name} begin with different weights: build the model from the same values on "
-                "all of them, e.g. after torch.manual_seed with one seed"
-            )
+        apart = (axis.max_(sums.clone()) != ~axis.max_(~sums)).tolist()
+        wrong += [
+            f"the ranks of axis {axis.name} begin with different weights, {layout_of(p).parts[0].name} first: build "
+            "the model from the same values on all of them, e.g. after torch.manual_seed with one seed"
+            for p, differs in zip(mine, apart, strict=True)
+            if differs
+        ][:1]
+    if ranks.world.max_(torch.tensor(float(bool(wrong)), device=ranks.device)):
+        raise UserError(*(wrong[:1] or ["other ranks begin with different weights, and say with which"]))
 
 
 def _bits(parameter: nn.Parameter) -> Tensor:
     """Return the sum of the elements' bits as whole numbers: int64 [], the same in any order of addition."""
-    return parameter.detach().view(_BITS[parameter.itemsize]).sum(dtype=torch.int64)
+    values = parameter.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.view(_BITS[values.itemsize]).sum(dtype=torch.int64)

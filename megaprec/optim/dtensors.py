@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, attach, layout_of
 from megaprec.errors import UserError
-from megaprec.optim.main_grad import begin_accumulation
+from megaprec.optim.main_grad import set_gradient
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 
 DTensor = Any  # importing torch's class takes half a second
@@ -64,6 +64,7 @@ class StandIn:
         whole = local.new_zeros(part.padded)
         self._flat_slice(whole).copy_(local.reshape(-1))
         self.parameter = attach(nn.Parameter(whole), Layout((part,)))
+        self._changes, self._version = 0, spread._version
 
     def _flat_slice(self, padded: Tensor) -> Tensor:
         """Return a view [n] of the elements of a padded tensor that are not padding. The padding comes last."""
@@ -83,7 +84,8 @@ class StandIn:
                 f"{self.name}: the gradient is placed as {placed}, its parameter as {self.spread.placements}; nothing "
                 "was changed"
             )
-        main, _ = begin_accumulation(self.parameter)
+        set_gradient(self.parameter, True)
+        main: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         self._flat_slice(main).copy_(grad.to_local().reshape(-1))
 
     @torch.no_grad()
@@ -91,6 +93,16 @@ class StandIn:
         """Write the updated weights to the DTensor of the model."""
         local = self.spread.detach().to_local()
         local.copy_(self._flat_slice(self.parameter.data).view_as(local))
+        self._changes, self._version = self._changes + 1, self.spread._version
+
+    def written(self, after_steps: bool) -> list[str]:
+        """Return the name of the DTensor if someone else has written to it, as `Buffer.written` does."""
+        found = self.spread._version != self._version
+        if not found and self._changes & (self._changes - 1) == 0 and (after_steps or not self._changes):
+            local = self.spread.detach().to_local().reshape(-1)
+            held = self._flat_slice(self.parameter.detach())
+            found = not torch.isclose(local, held, rtol=0.0, atol=0.0, equal_nan=True).all()
+        return [self.name] if found else []
 
     def forget_gradient(self) -> None:
         """Clear the DTensor's gradient, to begin a new step."""

@@ -27,7 +27,7 @@ from megaprec.comm.layout import Part, layout_of
 from megaprec.comm.tree import start_tree_scatter_sum_, start_tree_sum_
 from megaprec.errors import UserError
 from megaprec.fp8.params import FP8ParamShard, fp8_param_of
-from megaprec.optim.main_grad import collect
+from megaprec.optim.main_grad import collect, has_main_grad
 from megaprec.optim.update_tile import Draw, Tile
 from megaprec.precision.plan import PrecisionPlan, dtype_name
 from megaprec.precision.rounding import split
@@ -258,14 +258,19 @@ class Buffer:
         return self.shards.start_gather_(self.weights.view(torch.uint8) if self.in_codes else self.weights)
 
     def strayed(self) -> list[str]:
-        """Return the names of parameters that are no longer views of `weights`, for instance after a cast or a move."""
+        """Return the names of parameters that are no longer views of `weights`, for instance after a cast or a move.
+
+        torch can also exchange a parameter in place (`torch.utils.swap_tensors`), which then has lost its `main_grad`.
+        """
         first, size = self.weights.data_ptr(), self.weights.itemsize
-        places = ((p, first + start * size) for p, start in zip(self.parameters, self.starts, strict=True))
-        return [
-            layout_of(p).parts[0].name
-            for p, place in places
-            if p.dtype != self.weights.dtype or (p.numel() and p.data_ptr() != place)
-        ]
+        away = {
+            start
+            for p, start in zip(self.parameters, self.starts, strict=True)
+            if p.dtype != self.weights.dtype
+            or (p.numel() and p.data_ptr() != first + start * size)
+            or not has_main_grad(p)
+        }
+        return [piece.part.name for piece in self.pieces if piece.start in away] if away else []
 
     def written(self, after_steps: bool) -> list[str]:
         """Return the names of parameters that someone else has written to, if they are rounded from masters.

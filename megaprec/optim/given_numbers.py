@@ -4,6 +4,7 @@ A NaN compares as false with everything, so that a setting of NaN would pass as 
 fail late, or count as 1.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -23,19 +24,27 @@ def require_settings(
     """Raise UserError, naming all that are wrong, for settings that are not numbers or out of their range."""
     whole = {"bucket": bucket, "zero_size": zero_size}
     rules = {f"{name} = {value!r}: must be a whole number from 0 on": _counts(value) for name, value in whole.items()}
-    infinite = float("inf")
     rules |= {
         f"seed = {seed!r}: must be a whole number": is_number(seed, whole=True),
-        f"clip = {clip!r}: must be a number from 0 on, the largest norm; 0 for no clipping": (
-            (is_number(clip) and clip >= 0) or clip == infinite
-        ),
         f"norm = {norm!r}: must be 2, inf or another number of at least 1": (
-            (is_number(norm) and norm >= 1) or norm == infinite
+            (is_number(norm) and norm >= 1) or norm == math.inf
         ),
     }
+    rules |= _rule_of_clip(clip)
     if broken := [rule for rule, holds in rules.items() if not holds]:
         raise UserError(*broken)
     require_rates(**{name: rate for name, rate in rates.items() if rate is not None or name != "lr"})  # type: ignore[arg-type]
+
+
+def require_clip(clip: float) -> None:
+    """Raise UserError for a largest norm that someone has set to none. NaN would make every weight NaN."""
+    if broken := [rule for rule, holds in _rule_of_clip(clip).items() if not holds]:
+        raise UserError(*broken)
+
+
+def _rule_of_clip(clip: float) -> dict[str, bool]:
+    holds = (is_number(clip) and clip >= 0) or clip == math.inf
+    return {f"clip = {clip!r}: must be a number from 0 on, the largest norm; 0 for no clipping": holds}
 
 
 def require_rates(**rates: float) -> None:

@@ -32,10 +32,13 @@ def missing(buffers: Sequence[Buffer], by_place: bool = False) -> list[str]:
     return [f"expert {n}" if by_place and layout_of(p).expert else layout_of(p).parts[0].name for n, p in lacking]
 
 
-def summary(buffers: Sequence[Buffer]) -> tuple[float, int]:
-    """Return a digest of the parameters of this rank without a gradient, and the number of those with one."""
+def summary(buffers: Sequence[Buffer], said: Sequence[str] = ()) -> tuple[float, int]:
+    """Return a digest of the parameters of this rank without a gradient, and the number of those with one.
+
+    said: lines that all ranks of a stage must share too.
+    """
     names = missing(buffers, by_place=True)
-    return digest(names), sum(len(buffer.parameters) for buffer in buffers) - len(names)
+    return digest([*names, *said]), sum(len(buffer.parameters) for buffer in buffers) - len(names)
 
 
 def digest(names: Sequence[str]) -> float:
@@ -43,11 +46,13 @@ def digest(names: Sequence[str]) -> float:
     return int.from_bytes(blake2b("\n".join(names).encode(), digest_size=4).digest(), "little") % (1 << DIGEST_BITS)
 
 
-def why(buffers: Sequence[Buffer], ranks: Ranks, any_given: bool) -> str:
+def why(buffers: Sequence[Buffer], ranks: Ranks, any_given: bool, said: Sequence[str] = ()) -> str:
     """Return a line that says why no step can be made of the gradients. Collective over the world.
 
-    any_given: True if a parameter of some rank has a gradient.
+    any_given: True if a parameter of some rank has a gradient. said: as for `summary`.
     """
+    if any_given and (line := _said_apart(said, ranks)):
+        return line
     if any_given:
         here = f"stage {ranks.pp.rank}, dp rank {ranks.dp.rank}, tensor rank {ranks.tp.rank}"
         return disagreement(missing(buffers), ranks.world, ranks.device, here)
@@ -55,6 +60,20 @@ def why(buffers: Sequence[Buffer], ranks: Ranks, any_given: bool) -> str:
         "no parameter of the model has a gradient in this step, and moments and weight decay alone would move the "
         "weights: run backward before each step, and step once for it; nothing was changed"
     )
+
+
+def _said_apart(said: Sequence[str], ranks: Ranks) -> str:
+    """Return which of the lines differ between ranks of a stage; empty if none do. Collective over the world."""
+    of_all = everyones({f"{ranks.world.rank}": [ranks.pp.rank, *said]}, ranks.world, ranks.device)
+    first: dict[int, list[str]] = {}
+    for stage, *lines in of_all.values():
+        for mine, theirs in zip(first.setdefault(stage, lines), lines, strict=False):
+            if mine != theirs:
+                return (
+                    f"{mine} on some ranks and {theirs} on others: set the same in param_groups and optimizer on "
+                    "all of them; nothing was changed"
+                )
+    return ""
 
 
 def disagreement(names: Sequence[str], world: Axis, device: torch.device, here: str) -> str:

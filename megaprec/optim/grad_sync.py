@@ -9,6 +9,7 @@ order. All-gathering weights under ZeRO-1 is the reverse: the next forward pass 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from megaprec.comm.axis import Axis
 from megaprec.optim.flat_buffer import Buffer
-from megaprec.optim.main_grad import zero_missing_grads
+from megaprec.optim.main_grad import close_accumulation, zero_missing_grads
 from megaprec.optim.microbatch_sums import MicrobatchSums
 from megaprec.optim.partial_grads import sum_partial
 
@@ -91,6 +92,7 @@ class GradReducer:
             zero_missing_grads(buffer.parameters)
             if self.before is not None:
                 self.before(buffer)
+            close_accumulation(buffer.parameters, True)
             sum_partial(buffer.parameters, self.tp)
             ends.append(buffer.start_reduce())
 
@@ -114,7 +116,7 @@ class GradReducer:
             self._end(chunk)
         self._ends.clear()
         self._reduced.clear()
-        self._forget_microbatches()
+        self._open()
 
     def drop(self) -> None:
         """Wait for all running reductions, discard their results and begin a new step."""
@@ -123,9 +125,12 @@ class GradReducer:
         self._ends.clear()
         self._reduced.clear()
         self._awaited.clear()
-        self._forget_microbatches()
+        self._open()
 
-    def _forget_microbatches(self) -> None:
+    def _open(self) -> None:
+        """Let gradients be accumulated again, for another step."""
+        for buffer in chain.from_iterable(self._chunks):
+            close_accumulation(buffer.parameters, False)
         if self.microbatches is not None:
             self.num_microbatches = self.microbatches.count
             self.microbatches.forget()

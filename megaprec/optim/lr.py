@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaprec.errors import UserError
+from megaprec.kinds import wrong_kinds
 
 Kind = Literal["constant", "linear", "cosine", "wsd"]
 
@@ -39,7 +40,7 @@ class LRSchedule:
     decay: int
 
     def __post_init__(self) -> None:
-        if problems := list(self._problems()):
+        if problems := wrong_kinds(self) or list(self._problems()):
             raise UserError(*problems)
 
     def at(self, n: int) -> float:

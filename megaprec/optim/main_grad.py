@@ -15,12 +15,14 @@ whether they may: `torch.autograd.grad` runs the same function, but asks for oth
 
 from collections.abc import Iterable
 from enum import Enum
+from functools import cache
+from types import new_class
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megaprec.comm.layout import layout_of
+from megaprec.comm.layout import has_layout, layout_of
 from megaprec.errors import UserError
 
 _grad: Any = torch.Tensor.grad  # autograd's own attribute, even if a subclass overrides `grad`
@@ -59,9 +61,13 @@ class Guarded(nn.Parameter):
         _grad.__set__(self, None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle an ordinary parameter with its layout: a copy's gradients are not those of the optimizer."""
+        """Pickle an ordinary parameter with its layout: a copy's gradients are not those of the optimizer.
+
+        A parameter that `copy.deepcopy` has made has no layout.
+        """
         plain = nn.Parameter(self.detach(), self.requires_grad)
-        plain.megaprec_layout = layout_of(self)  # type: ignore[attr-defined]
+        if has_layout(self):
+            plain.megaprec_layout = layout_of(self)  # type: ignore[attr-defined]
         return plain.__reduce_ex__(protocol)
 
 
@@ -84,8 +90,14 @@ def collect(parameter: nn.Parameter, main: Tensor) -> None:
     parameter.megaprec_given = False  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(accumulate_autograd_grad)
     accumulate_autograd_grad(parameter)
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = Guarded
+    if not isinstance(parameter, Guarded):
+        parameter.__class__ = _guarded(type(parameter))
+
+
+@cache
+def _guarded(kind: type[nn.Parameter]) -> type[Guarded]:
+    """Return the class of guarded parameters of this kind, which may be a user's own."""
+    return Guarded if kind is nn.Parameter else new_class(f"Guarded{kind.__name__}", (Guarded, kind))
 
 
 def has_main_grad(parameter: nn.Parameter) -> bool:
@@ -121,6 +133,25 @@ def destination(ctx: Any, number: int, parameter: nn.Parameter) -> Destination:
     return Destination.MAIN
 
 
+def will_read_again(ctx: Any, *weights: Tensor) -> None:
+    """Note in the forward pass that the backward pass of `ctx` reads these weights too, which must be the same then."""
+    ctx.weights_read = [(weight, weight._version) for weight in weights if not weight.is_inference()]
+
+
+def require_as_read(ctx: Any) -> None:
+    """Raise UserError if weights that the forward pass read were changed since: the gradient would be of neither.
+
+    autograd looks at the versions of what it saves for a layer of torch; layers that read weights by themselves do so.
+    """
+    for weight, version in ctx.weights_read:
+        if weight._version != version:
+            name = layout_of(weight).parts[0].name if has_layout(weight) else "a weight"
+            raise UserError(
+                f"{name} was changed between a forward pass and its backward pass, by a step of the optimizer or by "
+                "someone who wrote to it: call backward for every loss before the step, or compute the loss anew"
+            )
+
+
 def has_gradient(parameter: nn.Parameter) -> bool:
     """Return True if `main_grad` holds gradients of this step."""
     return getattr(parameter, "megaprec_given", False)
@@ -134,8 +165,14 @@ def set_gradient(parameter: nn.Parameter, given: bool) -> None:
 def begin_accumulation(parameter: nn.Parameter) -> tuple[Tensor, bool]:
     """Return `main_grad`, and True if the next gradient is the first of the step and must overwrite the old values.
 
-    The parameter is marked as having a gradient.
+    The parameter is marked as having a gradient. Raises UserError if the sum over the ranks of its gradients has begun.
     """
+    if getattr(parameter, "megaprec_summed", False):
+        raise UserError(
+            f"{layout_of(parameter).parts[0].name} gets a gradient after the sum of its gradients over the ranks has "
+            "begun, which this rank alone would add: call optimizer.expect before the last backward pass of a step "
+            "only, and optimizer.reduce after it; optimizer.zero_grad() discards a step, also a refused one"
+        )
     first = not has_gradient(parameter)
     parameter.megaprec_given = True  # type: ignore[attr-defined]
     return parameter.main_grad, first  # type: ignore[attr-defined]
@@ -166,6 +203,12 @@ def zero_missing_grads(parameters: Iterable[nn.Parameter]) -> None:
         accumulate_autograd_grad(parameter)
         if not has_gradient(parameter):
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
+
+
+def close_accumulation(parameters: Iterable[nn.Parameter], closed: bool) -> None:
+    """Mark the parameters as taking no gradient, since their sum over the ranks has begun, or as taking them again."""
+    for parameter in parameters:
+        parameter.megaprec_summed = closed  # type: ignore[attr-defined]
 
 
 def reset_accumulation(parameters: Iterable[nn.Parameter]) -> None:

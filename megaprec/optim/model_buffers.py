@@ -175,7 +175,7 @@ class ModelBuffers:
         """
         self._model.require_same()
         require_in_place(self.all)
-        require_unwritten(self.all, after_steps)
+        require_unwritten((*self.all, *self.stand_ins), after_steps)
 
     def take_gradients(self) -> None:
         """Copy the gradients of DTensors to the buffers."""

@@ -11,7 +11,6 @@ each gradient is reduced once, a wrapper is either supported here or refused by 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -113,6 +112,7 @@ def require_known(parts: Sequence[nn.Module], tp: int, experts: ExpertAxes | Non
     if reshaped := [line for name, p in named(parts) if (line := _reshaped(name, p))]:
         raise UserError(*reshaped)
     _require_apart(parts)
+    _require_own_memory(parts)
     for layout in map(layout_of, parameters_of(parts)):
         if layout.expert and experts is None:
             raise UserError(
@@ -159,8 +159,7 @@ def _untrainable(name: str, parameter: nn.Parameter) -> str:
 
 
 def _require_apart(parts: Sequence[nn.Module]) -> None:
-    """Raise UserError unless each trained parameter has a name and a memory of its own."""
-    ends: list[tuple[torch.device, int, int, str]] = []
+    """Raise UserError unless each trained parameter has a name of its own."""
     taken: dict[tuple[str, int, bool], str] = {}
     for path, parameter in named(parts):
         layout = layout_of(parameter)
@@ -172,17 +171,57 @@ def _require_apart(parts: Sequence[nn.Module]) -> None:
                     "e.g. by megaprec.attach_whole(part, prefix=...) with another prefix for each part of the model"
                 )
             taken[key] = path
-        if not is_dtensor(parameter) and parameter.numel():
-            reach = sum((n - 1) * step for n, step in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-            first = parameter.data_ptr()
-            ends.append((parameter.device, first, first + reach * parameter.itemsize, path))
-    ends.sort(key=lambda end: (str(end[0]), end[1]))
-    for (device, _, end, path), (other, start, _, following) in pairwise(ends):
-        if device == other and start < end and device.type != "meta" and start:
-            raise UserError(
-                f"{following} shares memory with {path}: the optimizer moves each into memory of its own, and they "
-                "would no longer be tied; make them one nn.Parameter, or clone one of them"
-            )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The memory of a tensor of the model."""
+
+    device: str
+    first: int
+    end: int
+    path: str
+    trained: bool
+
+
+def _places(parts: Sequence[nn.Module]) -> Iterator[_Place]:
+    """Yield the places of all trained parameters, then those of what is not trained: frozen parameters and buffers."""
+    trained = list(named(parts))
+    rest = [(n, t) for part in parts for n, t in (*part.named_parameters(), *part.named_buffers())]
+    own = {p for _, p in trained}
+    for kept, among in ((True, trained), (False, [(n, t) for n, t in rest if t not in own])):
+        for path, tensor in among:
+            plain = tensor.layout == torch.strided and not (is_dtensor(tensor) or tensor.is_nested)
+            if plain and tensor.numel() and (first := tensor.data_ptr()):  # no memory on the device meta
+                reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+                yield _Place(str(tensor.device), first, first + reach * tensor.itemsize, path, kept)
+
+
+def _require_own_memory(parts: Sequence[nn.Module]) -> None:
+    """Raise UserError unless each trained parameter has a memory that no other tensor of the model shares."""
+    furthest: dict[tuple[str, bool], _Place] = {}
+    for place in sorted(_places(parts), key=lambda place: (place.device, place.first)):
+        for trained in (True, False):
+            before = furthest.get((place.device, trained))
+            if before is not None and place.first < before.end and (place.trained or trained):
+                raise UserError(_shared(before, place))
+        before = furthest.setdefault((place.device, place.trained), place)
+        if place.end > before.end:
+            furthest[place.device, place.trained] = place
+
+
+def _shared(one: _Place, other: _Place) -> str:
+    if one.trained and other.trained:
+        return (
+            f"{other.path} shares memory with {one.path}: the optimizer moves each into memory of its own, and they "
+            "would no longer be tied; make them one nn.Parameter, or clone one of them"
+        )
+    moved, stays = (one, other) if one.trained else (other, one)
+    return (
+        f"{stays.path} is not trained and shares memory with {moved.path}, which is: the optimizer moves that into "
+        f"memory of its own, and {stays.path} would keep its first values; compute it from the parameter in forward, "
+        "or clone it"
+    )
 
 
 def _is_flat(parameter: nn.Parameter) -> bool:

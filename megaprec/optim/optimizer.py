@@ -53,7 +53,7 @@ from megaprec.optim.model_intake import (
 from megaprec.optim.muon import moments_of
 from megaprec.optim.native import kernels_for
 from megaprec.optim.observer import StepObserver
-from megaprec.optim.param_groups import param_groups, rates, require_own, saved, take_up
+from megaprec.optim.param_groups import param_groups, rates, require_own, saved, take_up, told
 from megaprec.optim.scaler import disagreement, make_scaler
 from megaprec.optim.step_report import NonFiniteStep, Outcome, StepReport
 from megaprec.optim.torch_face import TorchFace
@@ -281,7 +281,7 @@ class ParallelAMPOptimizer(TorchFace):
     def _prepare(self, lr: float | None, loss: Tensor | None) -> None:
         """Refuse what no step can be made of, complete all reductions and show the gradients to observers."""
         require_own(self.param_groups, self._groups)
-        self._rate = rates(self._groups, lr)[1.0, 1.0][0]
+        self._rate, self._told = rates(self._groups, lr)[1.0, 1.0][0], told(self._groups, lr, self.clip)
         require_loss(loss, self.canonical)
         require_scaled(self._scale_read, self.plan.scaling)
         self.wait()
@@ -325,7 +325,7 @@ class ParallelAMPOptimizer(TorchFace):
         rate = torch.full((), self._rate, dtype=torch.float32, device=self.device)
         scaler = digest((*self.scaler.tensors(), self.steps, rate))
         loss = loss / self.dp.size if loss is not None and self.average else loss
-        missing, given = grad_presence.summary(self.all_buffers())
+        missing, given = grad_presence.summary(self.all_buffers(), self._told)
         return self._agreement.pack(counted, loss, scaler, missing, norm, self.stop, given)
 
     def _clip_factor(self, norm: Tensor) -> Tensor:
@@ -378,7 +378,7 @@ class ParallelAMPOptimizer(TorchFace):
         if not same_scaler:
             raise RuntimeError(disagreement(self.scaler, int(self.steps), self._rate))
         if not same_parameters or not given:
-            raise RuntimeError(grad_presence.why(self.all_buffers(), self._ranks, any_given=bool(given)))
+            raise RuntimeError(grad_presence.why(self.all_buffers(), self._ranks, bool(given), self._told))
         tp = None if self._virtual else self.tp.rank
         offenders = () if finite else attribute_nonfinite(self.all_buffers(), self.pp, tp, self.world, self.device)
         broken: Outcome = "applied_nonfinite" if self.plan.on_nonfinite == "ignore" else "skipped_overflow"

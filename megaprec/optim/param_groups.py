@@ -17,7 +17,7 @@ from torch import nn
 
 from megaprec.comm.layout import layout_of
 from megaprec.errors import UserError
-from megaprec.optim.given_numbers import require_rates
+from megaprec.optim.given_numbers import require_clip, require_rates
 from megaprec.optim.group_factors import Factors, Group, factors
 
 Rates = tuple[float, float]  # learning rate and weight decay
@@ -96,6 +96,16 @@ def rates(of: dict[Factors, ParamGroup], lr: float | None) -> dict[Factors, Rate
     if lr is None:
         return {pair: (float(group["lr"]), float(group["weight_decay"])) for pair, group in of.items()}
     return {pair: (lr * pair[0], float(group["weight_decay"])) for pair, group in of.items()}
+
+
+def told(of: dict[Factors, ParamGroup], lr: float | None, clip: float) -> list[str]:
+    """Return the rates of each group of a step, and the largest norm, as text that all ranks of a stage share.
+
+    Raises UserError for a largest norm that a loop has set to none.
+    """
+    require_clip(clip)
+    every = [f"lr = {rate:.9g}, weight_decay = {decay:.9g}" for rate, decay in rates(of, lr).values()]
+    return [*every, f"clip = {clip}"]
 
 
 @cache

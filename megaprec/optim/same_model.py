@@ -11,6 +11,7 @@ from torch import nn
 
 from megaprec.comm.layout import layout_of, parameters_of
 from megaprec.errors import UserError
+from megaprec.optim.dtensors import StandIn
 from megaprec.optim.flat_buffer import Buffer
 
 ANEW = "build the model as it is to be trained and then a new ParallelAMPOptimizer over it; nothing was changed"
@@ -44,9 +45,9 @@ class TrainedModel:
         raise UserError(f"{_named(left)} is no longer in the model that the optimizer was built over: {ANEW}")
 
 
-def require_unwritten(among: Iterable[Buffer], after_steps: bool) -> None:
+def require_unwritten(among: Iterable[Buffer | StandIn], after_steps: bool) -> None:
     """Raise UserError, naming parameters, if weights that are rounded from masters were written to by anyone else."""
-    if written := [name for buffer in among for name in buffer.written(after_steps)]:
+    if written := [name for one in among for name in one.written(after_steps)]:
         raise UserError(
             f"{_named(written)} was written to after the optimizer had made FP32 masters of it, from which the next "
             "step would put it back: load and initialise weights before the optimizer is built, or load a state by "

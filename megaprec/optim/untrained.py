@@ -18,6 +18,7 @@ from megaprec.errors import UserError
 from megaprec.optim.dtensors import is_dtensor
 
 _IN_NO_FILE = (torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Untrained:
 
     def __init__(self, parts: Sequence[nn.Module], pp_rank: int, first: Callable[[Layout], bool]) -> None:
         self._parts, self._pp_rank, self._first = parts, pp_rank, first
-        self._seen = {id(buffer): (buffer, buffer._version) for _, buffer in self._buffers()}
+        self._seen = {id(buffer): (buffer, buffer._version) for _, _, buffer in self._buffers()}
 
     def slices(self) -> Iterator[FrozenSlice]:
         """Yield the slices of all frozen parameters. Raises UserError for one that no checkpoint can hold."""
@@ -59,8 +60,17 @@ class Untrained:
         return sum(prod(part.local) for layout in saved for part in layout.parts if part.copy == 0)
 
     def changed_buffers(self) -> list[str]:
-        """Return the paths of the persistent buffers that were written to, or exchanged, since this was made."""
-        return [name for name, buffer in self._buffers() if self._seen.get(id(buffer)) != (buffer, buffer._version)]
+        """Return the paths of the persistent buffers that were written to, or exchanged, since this was made.
+
+        torch's kernels write to the running statistics of a batch norm without a new version: if it has counted a
+        batch, they have changed too.
+        """
+        new = [
+            (m, name) for m, name, buffer in self._buffers() if self._seen.get(id(buffer)) != (buffer, buffer._version)
+        ]
+        norms = {module for module, _ in new if isinstance(module, _BATCH_NORMS)}
+        changed = {name for _, name in new}
+        return [name for module, name, _ in self._buffers() if name in changed or module in norms]
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
         seen = set[nn.Parameter]()
@@ -70,12 +80,12 @@ class Untrained:
                     seen.add(parameter)
                     yield name, parameter
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for part in self._parts:
             for path, module in part.named_modules():
                 for name, buffer in module.named_buffers(path, recurse=False):
                     if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                        yield name, buffer
+                        yield module, name, buffer
 
 
 def _lacking(parameter: nn.Parameter) -> str:

@@ -27,6 +27,7 @@ from parallel.pipeline.loop_checks import (
     require_arguments,
     require_batch,
     require_losses,
+    require_same_loss,
     require_same_parts,
     require_same_samples,
 )
@@ -74,7 +75,7 @@ class Pipeline:
             raise UserError("activation: give the shape of what a stage sends to the next, e.g. (sequence, 1, hidden)")
         require_same_parts(stages, optimizer)
         self.optimizer, self.loss_fn, self.ignore_index = optimizer, loss_fn, ignore_index
-        self.microbatches, self._batches, self._failed = microbatches, 0, False
+        self.microbatches, self._batches, self._failed, self._checks = microbatches, 0, False, False
         self._stages = dict(zip(numbers, stages, strict=True))
         self._chunk = {stage: chunk for chunk, stage in enumerate(numbers)}
         self._last = len(plan.rank_of_stage) - 1
@@ -109,7 +110,7 @@ class Pipeline:
         try:
             with self._context.fp8.autocast() if self._context else nullcontext():
                 self._train.run()
-            return self.optimizer.step(lr, self._loss)
+            return self.optimizer.step(lr, self._share_of_loss())
         except NonFiniteStep:
             raise
         except Exception:
@@ -126,10 +127,11 @@ class Pipeline:
         self._begin(inputs, targets, torch.ones((), device=self.optimizer.device))
         try:
             self._evaluate.run()
+            loss = self._share_of_loss()
         except Exception:
             self._give_up()
             raise
-        total = self.optimizer.world.sum_(self._loss.clone())
+        total = self.optimizer.world.sum_(loss)
         return float(total) / (self.optimizer.dp.size if self.optimizer.average else 1)
 
     def _begin(self, inputs: Tensor, targets: Tensor, scale: Tensor) -> None:
@@ -140,7 +142,8 @@ class Pipeline:
             )
         require_batch(inputs, targets, self.microbatches)
         self._batches += 1
-        if self._batches & (self._batches - 1) == 0:
+        self._checks = self._batches & (self._batches - 1) == 0
+        if self._checks:
             require_same_samples(inputs, targets, self.optimizer)
         device, dp = self.optimizer.device, self.optimizer.dp
         self._inputs = inputs.to(device).chunk(self.microbatches, 1)
@@ -168,10 +171,16 @@ class Pipeline:
         counted = targets != self.ignore_index
         losses = self.loss_fn(output, targets.masked_fill(~counted, 0))
         require_losses(losses, targets)
+        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))  # a sum in 16 bits has three digits
         loss = (losses * counted).sum() * self._share.to(losses.dtype)
-        if self.optimizer.tp.rank == 0:  # the other tp ranks hold the same loss
-            self._loss += loss.detach()
+        self._loss += loss.detach()
         return loss * self._scale
+
+    def _share_of_loss(self) -> Tensor:
+        """Return what this rank adds to the loss of the step: of each tensor-parallel group one rank has all of it."""
+        if self._checks:
+            require_same_loss(self._loss, self.optimizer)
+        return self._loss if self.optimizer.tp.rank == 0 else torch.zeros_like(self._loss)
 
     def _give_up(self) -> None:
         """Forget what is left of a failed step, or, if other ranks take part in it, that there can be another."""

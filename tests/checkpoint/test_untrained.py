@@ -59,6 +59,19 @@ def test_frozen_weights_are_saved_and_loaded_and_changed_buffers_are_named(tmp_p
         assert torch.equal(one, theirs), name
 
 
+def test_all_statistics_of_a_batch_norm_are_named(tmp_path: Path) -> None:
+    """torch's kernel writes to mean and variance unseen, and only the count of batches has a new version."""
+    made = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    attach_whole(made)
+    optimizer = ParallelAMPOptimizer([made], plan("fp32"), lr=1e-2)
+    made(torch.randn(6, 4)).square().mean().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match=r"is in no checkpoint") as said:
+        save(tmp_path, 1, optimizer, {})
+    named = {str(w.message).partition(" ")[0] for w in said}
+    assert named == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
 def test_a_frozen_parameter_without_a_layout_is_refused_by_name(tmp_path: Path) -> None:
     made = model(0)
     attach_whole(made[2])

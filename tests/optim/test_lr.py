@@ -1,6 +1,7 @@
 """Learning rates against Megatron's formulas, worked out by hand."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -54,3 +55,19 @@ def test_everything_that_does_not_fit_is_reported_together() -> None:
     assert "final 0.01" in final
     with pytest.raises(UserError, match="warmup 11: must be between 0 and 10"):
         LRSchedule("linear", 1.0, 0.0, warmup=11, total=10, decay=0)
+
+
+GOOD: dict[str, Any] = {"kind": "cosine", "peak": 1.0, "final": 0, "warmup": 1, "total": 10, "decay": 0}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"kind": "linaer"}, {"kind": None}, {"peak": math.inf}, {"peak": "1e-3"}, {"warmup": 0.1}, {"total": "10"}],
+    ids=str,
+)
+def test_a_kind_that_there_is_not_and_a_share_for_a_length_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    """Every other word was a cosine, and a warm-up of a tenth one of no step."""
+    assert LRSchedule(**GOOD).at(10) == 0.0
+    (name,) = wrong
+    with pytest.raises(UserError, match=f"^{name} = .*: must be "):
+        LRSchedule(**GOOD | wrong)

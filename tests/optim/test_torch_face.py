@@ -261,6 +261,15 @@ def test_copies_and_compiled_models_have_ordinary_gradients_and_train() -> None:
         torch.testing.assert_close(p, other - LR * other.grad)
 
 
+def test_a_copy_of_a_trained_model_can_be_pickled_as_the_model_can() -> None:
+    """As loops do that keep an average of the weights."""
+    model, _ = made(lr=LR)
+    for one in (model, copy.deepcopy(model)):
+        again = pickle.loads(pickle.dumps(one))
+        assert all(map(torch.equal, again.parameters(), model.parameters()))
+        assert {type(p) for p in again.parameters()} == {nn.Parameter}
+
+
 def test_every_buffer_says_which_parameters_have_left_it() -> None:
     model, optimizer = made(lr=LR)
     assert not [name for buffer in optimizer.all_buffers() for name in buffer.strayed()]

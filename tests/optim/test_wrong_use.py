@@ -293,6 +293,16 @@ def overlapping() -> nn.Module:
     return model
 
 
+def seen_by_a_buffer(frozen: bool = False) -> nn.Module:
+    model = nn.Linear(4, 4)
+    seen = model.weight.data[:2]
+    if frozen:
+        model.seen = nn.Parameter(seen, requires_grad=False)
+    else:
+        model.register_buffer("seen", seen)
+    return model
+
+
 def same_names() -> nn.Module:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     attach_whole(first)
@@ -315,6 +325,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "complex": (lambda: with_parameter(torch.randn(3, dtype=torch.cfloat)), r"^w is complex64"),
     "inference": (inferred, r"^0\.weight was made in inference mode"),
     "views": (overlapping, r"^b shares memory with a"),
+    "seen by a buffer": (seen_by_a_buffer, r"^seen is not trained and shares memory with weight, which is: .*clone"),
+    "seen by a frozen one": (lambda: seen_by_a_buffer(frozen=True), r"^seen is not trained and shares memory"),
     "names": (same_names, r"^weight .*two parameters.*attach_whole\(.*prefix"),
     "none": (nn.ReLU, r"^the model has no parameter"),
 }
@@ -389,8 +401,27 @@ def unlike(mesh: DeviceMesh) -> dict[str, str]:
             backward(model)
         optimizer.step()
 
+    def frozen(shift: float) -> nn.Module:
+        model = make_model()
+        model[0].get_parameter("weight").requires_grad_(False).add_(shift)
+        return model
+
+    def step_of_groups(key: str, values: tuple[float, float], clips: tuple[float, float] = (1.0, 1.0)) -> None:
+        """The first group, whose rate is in the report, is the same on both ranks."""
+        optimizer = build(model := make_model())
+        optimizer.param_groups[1][key] = values[rank]
+        optimizer.clip = clips[rank]
+        backward(model)
+        optimizer.step()
+
     turned = ["0", "1"][:: 1 if rank else -1]
     return {
+        "frozen": said_of(lambda: build(frozen(float(rank)))),
+        "frozen alike": said_of(lambda: build(frozen(1.0))),
+        "rate of a group": said_of(lambda: step_of_groups("lr", (0.2, 0.3))),
+        "decay of a group": said_of(lambda: step_of_groups("weight_decay", (0.2, 0.3))),
+        "a clip that was set": said_of(lambda: step_of_groups("lr", (0.2, 0.2), (1.0, 2.0))),
+        "groups alike": said_of(lambda: step_of_groups("weight_decay", (0.2, 0.2))),
         "weights": said_of(lambda: build(make_model(seed=rank))),
         "weights without ZeRO": said_of(lambda: build(make_model(seed=rank), zero_size=1)),
         "shapes": said_of(lambda: build(nn.Linear(5, 7 + rank))),
@@ -409,6 +440,10 @@ def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> 
     first, second = run_ranks(unlike, {"dp": 2})
     must_say = {
         "weights": "the ranks of axis dp begin with different weights",
+        "frozen": "the ranks of axis dp begin with different weights, 0.weight first",
+        "rate of a group": "lr = 0.2, weight_decay = 0 on some ranks and lr = 0.3",
+        "a clip that was set": "clip = 1.0 on some ranks and clip = 2.0 on others",
+        "decay of a group": "lr = 0.1, weight_decay = 0.2 on some ranks",
         "weights without ZeRO": "the ranks of axis dp begin with different weights",
         "shapes": "weight [7, 5] on some, weight [8, 5] on others",
         "order": "on some, ",
@@ -421,9 +456,10 @@ def test_ranks_that_would_train_different_models_are_refused_on_every_rank() -> 
     for name, words in must_say.items():
         assert words in first[name], name
         assert words in second[name], name
-    for name in ("alike", "a rule of torch"):
+    alike = {"alike", "a rule of torch", "frozen alike", "groups alike"}
+    for name in alike:
         assert (first[name], second[name]) == ("", "")
-    assert first.keys() == {*must_say, "alike", "a rule of torch"}
+    assert first.keys() == {*must_say, *alike}
 
 
 # Kinds of arguments.
@@ -615,3 +651,44 @@ def test_tensor_ranks_with_samples_of_their_own_are_refused_soon_and_others_neve
     refused = [step for step, words in enumerate(first, 1) if "on each tensor-parallel rank, but" in words]
     assert refused == {1: [1, 2, 4], 3: [4], 9: []}[apart]
     assert all(not words for step, words in enumerate(first, 1) if step not in refused)
+
+
+# Parameters of other classes, and parameters that become others.
+
+
+class OwnParameter(nn.Parameter):
+    """A class of a user's."""
+
+
+def test_a_gradient_of_a_parameter_of_a_users_class_is_not_found_empty_either() -> None:
+    model = make_model()
+    model[0].weight = OwnParameter(model[0].weight.detach())  # type: ignore[arg-type]
+    made(model=model)
+    backward(model)
+    assert isinstance(model[0].weight, OwnParameter)
+    with pytest.raises(UserError, match=r"^0\.weight\.grad is empty"):
+        nn.utils.clip_grad_norm_([model[0].weight], 1.0)
+
+
+def test_parameters_that_torch_exchanges_in_place_are_refused_before_anything_changes() -> None:
+    model, optimizer = made()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        load_others(model)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"^0\.weight \(and 3 others\) was cast or moved after"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [math.nan, -1.0, "1"])
+def test_a_clip_that_a_loop_sets_to_no_norm_is_refused_before_anything_changes(clip: Any) -> None:
+    model, optimizer = made()
+    backward(model)
+    before, optimizer.clip = held(model), clip
+    with pytest.raises(UserError, match=r"^clip = .*: must be a number from 0 on"):
+        optimizer.step()
+    assert all(map(torch.equal, held(model), before))
+    optimizer.clip = 1.0
+    assert optimizer.step().outcome == "applied"

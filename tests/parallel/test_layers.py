@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaprec.comm.axis import Axis
 from megaprec.comm.layout import Layout, Part, layout_of
+from megaprec.errors import UserError
 from megaprec.optim.optimizer import ParallelAMPOptimizer
 from megaprec.precision.plan import plan
 from parallel import loss
@@ -268,3 +269,10 @@ def test_without_tensor_parallelism_sequence_changes_nothing() -> None:
     layer = RowParallelLinear(context, 4, 4, name="a", input_is_parallel=False)
     assert layer.bias is not None
     assert layout_of(layer.bias) == Layout((Part("a.bias", (4,)),), partial=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float32])
+def test_ids_that_torch_would_read_as_a_mask_of_rows_are_refused(dtype: torch.dtype) -> None:
+    table = VocabParallelEmbedding(Context(plan("fp32")), 4, 2, name="table")
+    with pytest.raises(UserError, match=r"^ids of table\.weight are torch\..*ids\.long\(\)"):
+        table(torch.ones(2, 3, dtype=dtype))

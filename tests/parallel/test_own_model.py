@@ -234,3 +234,24 @@ def test_a_frozen_parameter_stays_frozen() -> None:
     model[0].weight.requires_grad_(False)
     parallelize(model, Context(plan("fp32")), {"*": "column"})
     assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["0.weight"]
+
+
+class KeepsAList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.order = [self.second, self.first]  # torch does not know of it
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.order:
+            x = layer(x)
+        return x
+
+
+def test_a_layer_that_was_replaced_but_is_still_called_is_refused_by_path() -> None:
+    """It would be trained by nobody, and the layer in its place would never be used."""
+    model = parallelize(KeepsAList(), Context(plan("fp32")), {"first": "row", "second": "column"})
+    with pytest.raises(UserError, match=r"^second was replaced by a parallel layer, but the old one is called"):
+        model(torch.ones(2, 1, 4))
+    model.order = [model.second, model.first]  # type: ignore[assignment]
+    assert model(torch.ones(2, 1, 4)).shape == (2, 1, 4)

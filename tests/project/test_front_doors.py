@@ -53,6 +53,15 @@ def test_the_example_of_the_first_door_trains() -> None:
     assert float(names["optimizer"].steps) == 3
 
 
+def test_the_example_of_the_models_trains() -> None:
+    code = re.search(r"^    from megaprec.*\n    report = .*?$", models.__doc__ or "", re.DOTALL | re.MULTILINE)
+    assert code
+    tokens = torch.arange(4 * 64).view(4, 64)
+    names: dict[str, Any] = {"tokens": tokens, "targets": tokens + 1}
+    exec(compile(inspect.cleandoc(code[0]), "docstring", "exec"), names)
+    assert names["report"].outcome == "applied"
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("rival", ["tools", "models", "parallel"])
 def test_the_command_works_where_the_user_has_folders_of_our_names(rival: str, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from parallel.mesh import make_mesh, told_by_first, world
 from tools.commands.convert import write_model
 from tools.config.checks import check_all
 from tools.config.run_file import RunConfig, load_run
+from tools.console.streams import spare_output
 from tools.console.wrapped import say
 from tools.convert.formats import open_intact
 from tools.convert.hf.write_config import to_hugging_face
@@ -109,6 +110,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
+    spare_output()
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
     tell_notes(config.notes, args.strict)
     tell_notes(untested(), strict=False)

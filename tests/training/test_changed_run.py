@@ -3,6 +3,8 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -13,10 +15,21 @@ from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_hugging_face
 from tests.runs import checkpoint, rewind, steps, tensors, train, write_run
 from tools.config.run_file import known_keys, load_run
+from tools.convert.train_state import TrainState
 from tools.journal.records import read_events
-from tools.training.changed_keys import FREELY
+from tools.training.changed_keys import (
+    FREELY,
+    MARK,
+    Rates,
+    changed_keys,
+    keys_of,
+    lr_jump,
+    rates_around,
+    same_rates,
+)
 
 OWN = "data.cache="
+UNITS = ("steps", "samples")  # of lr.unit
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +270,41 @@ def test_a_finished_cosine_that_is_prolonged_tells_of_the_jump(
     assert train(file, *cosine, *held) == 0
     assert steps(tmp_path.parent / "held")[4]["lr"] == pytest.approx(rates[3], rel=1e-2), "the way out works"
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+
+
+@pytest.mark.parametrize(
+    ("had", "has", "marked"),
+    [
+        (["lr.length=4", "lr.final=1e-3"], ["lr.final=2e-3"], ["lr.final"]),
+        (["lr.length=4", "lr.final=1e-3"], ["lr.peak=2e-2"], []),
+        (["lr.length=32"], ["lr.unit=samples"], ["lr.unit"]),
+        (["lr.length=32"], ["lr.unit=samples", "lr.length=256"], []),
+        (["lr.schedule=wsd", "lr.decay=9", "train.steps=90000"], ["lr.final=1e-3"], ["lr.final"]),
+        (["lr.schedule=linear"], ["train.steps=8", "lr.length=6"], []),
+    ],
+)
+def test_rates_that_change_at_any_time_are_marked_and_others_are_not(
+    had: list[str], has: list[str], marked: list[str], file: Path, tmp_path: Path
+) -> None:
+    """A schedule may have ended, count in another unit, or part only in a short tail."""
+    before, after = (load_run(file, ["lr.schedule=cosine", *keys]) for keys in (had, had + has))
+    rates = [Rates.of(config.lr, config.train) for config in (before, after)]
+    progress = TrainState(step=5, applied=5, samples=40, applied_samples=40)
+    store = cast(Store, SimpleNamespace(index={"run": keys_of(before), "model": {}}, path=tmp_path))
+    changed = [line for line in changed_keys(store, after, progress) if line.startswith(("lr.", "train."))]
+    assert same_rates(rates[0], rates[1], progress) == (not marked)
+    assert all(line.endswith(MARK) == bool(marked) for line in changed) and len(changed) == len(has)
+    assert all(any(line.startswith(f"{key}: ") for line in changed) for key in marked)
+
+
+def test_a_schedule_that_counts_in_another_unit_tells_of_the_jump(file: Path, tmp_path: Path) -> None:
+    keys = ["lr.schedule=cosine", "lr.length=60", f"train.folder={tmp_path}"]  # which has no records
+    before, after = (load_run(file, [*keys, f"lr.unit={unit}"]) for unit in UNITS)
+    progress = TrainState(step=5, applied=5, samples=40, applied_samples=40)
+    store = cast(Store, SimpleNamespace(index={"run": keys_of(before), "model": {}}, path=tmp_path))
+    assert rates_around(store, after, progress) == (before.lr_schedule.at(4), after.lr_schedule.at(40))
+    (note,) = lr_jump(store, after, progress)
+    assert note.startswith("the learning rate jumps from 0.00989 in step 5 to 0.0025 in step 6")
 
 
 def test_a_warm_up_that_goes_on_as_before_is_no_jump(

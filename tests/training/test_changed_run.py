@@ -14,6 +14,7 @@ from megaprec.data.text import open_source
 from megaprec.data.tokenizer import load_tokenizer
 from megaprec.data.training import train_hugging_face
 from tests.runs import checkpoint, rewind, steps, tensors, train, write_run
+from tools import cli
 from tools.config.run_file import known_keys, load_run
 from tools.convert.train_state import TrainState
 from tools.journal.records import read_events
@@ -337,6 +338,41 @@ def test_the_event_of_a_resume_has_the_rates_of_the_records_around_it_and_what_c
     for word, key in (("changed", "changed"), ("note", "notes")):
         assert resumes[1][key] == [line[11:] for line in said if line.startswith(f"{word} ")]
     assert "train.steps: 5 -> 8 (not bit for bit)" in resumes[1]["changed"]
+
+
+@pytest.mark.parametrize(("name", "lacks"), [("NAdam", "mu_product and no step"), ("Adagrad", "sum and no step")])
+def test_a_rule_whose_numbers_the_checkpoint_lacks_is_refused_before_the_run_begins(
+    name: str, lacks: str, file: Path, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(file, OWN, f"train.folder={run}", f"optimizer.name={name}") == 2
+    said, place = capfd.readouterr(), checkpoint(run, 3)
+    assert said.err.startswith(f"{place} holds no {lacks}, which the optimizer goes on with: a run begins with weights")
+    assert "resumed" not in said.out
+
+
+def test_first_weights_that_a_resumed_run_does_not_use_are_told(
+    file: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    initial = f"train.init_from={file.parent}/run"
+    assert train(file, OWN, f"train.folder={run}", initial, "train.steps=4") == 0
+    note = f"note       train.init_from: not used, for the run goes on with the weights of {checkpoint(run, 3)}"
+    assert note in capsys.readouterr().out.splitlines()
+    assert train(file, OWN, f"train.folder={run}", initial, "train.steps=5") == 0
+    assert "not used" not in capsys.readouterr().out, "nothing has changed"
+
+
+def test_a_run_file_that_was_moved_with_its_run_tells_of_the_place_that_it_names(
+    file: Path, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(file, OWN, f"train.folder={run}", "train.steps=4") == 0
+    moved = run.rename(tmp_path / "moved")
+    capfd.readouterr()
+    assert cli.main(["train", f"{moved}/run.toml", "--strict"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f'note: train.folder = "{run}", as when {moved}/run.toml was saved, so this run goes on or')
+    assert f": train.folder={moved} goes on with the run in {moved}" in said and not run.exists()
+    assert cli.main(["train", f"{moved}/run.toml", "--strict", f"train.folder={moved}"]) == 0
+    assert cli.main(["train", f"{moved}/run.toml", "--strict", f"train.folder={run}", "train.steps=1"]) == 0
 
 
 def test_a_checkpoint_keeps_what_it_was_trained_on(file: Path) -> None:

@@ -71,7 +71,7 @@ from tools.training.launch import (
     started_here,
 )
 from tools.training.machine import check_machine
-from tools.training.notes import add_strict, tell_notes
+from tools.training.notes import add_strict, moved_notes, tell_notes
 from tools.training.restarts import Restarts
 from tools.training.resume import check_resumable, differences
 from tools.training.run_folder import LOCK
@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> int:
     """Run `megaprec train`."""
     spare_output()
     config, export = load_run(args.file, args.overrides), Path(args.export_hf) if args.export_hf else None
-    tell_notes(config.notes, args.strict)
+    tell_notes([*config.notes, *moved_notes(args.file, config)], args.strict)
     tell_notes(untested(), strict=False)
     if joined_world():
         return _run_rank(config, export, args.allow, not args.no_verify)

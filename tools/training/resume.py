@@ -144,7 +144,7 @@ def _other_shards(store: Store, config: RunConfig) -> Iterator[str]:
 
 
 def _no_state(store: Store, config: RunConfig) -> Iterator[str]:
-    """Yield a problem if the checkpoint lacks state of the optimizer, as one of another rule or of Hugging Face does."""
+    """Yield a problem if the checkpoint lacks state of the optimizer, as one of another rule or of Hugging Face."""
     rule, numbers = make_rule(config.optimizer), store.index.get("optimizer")
     lacking = [name for name in rule.names if not store.shapes(name)]
     if isinstance(rule, Torch) and read_progress(store).applied and isinstance(numbers, dict):

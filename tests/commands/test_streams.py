@@ -89,7 +89,7 @@ def test_a_run_goes_on_without_its_output_and_says_so_once(buffered: bool, full:
 
     there, reached = os.pipe()
     assert said(program, full, buffered=buffered) == f"warning    {FULL}; training goes on without it\nwent on\n"
-    assert said(program, full, full, buffered=buffered) == "", "nobody is left to tell"
+    assert said(program, full, full, buffered=buffered) == "", "there is no other place to tell it"
     assert os.read(there, 9) == b".."
     os.close(there)
     os.close(reached)

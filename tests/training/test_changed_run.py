@@ -155,6 +155,15 @@ def test_an_allowance_that_is_not_needed_is_told(file: Path, run: Path, capsys: 
     assert "note       --allow seed: not needed" in capsys.readouterr().out
 
 
+def test_a_checkpoint_that_was_renamed_is_no_later_one(
+    file: Path, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    renamed = checkpoint(run, 3).rename(checkpoint(run, 9))
+    assert train(file, OWN, f"train.folder={run}", "train.steps=9") == 2
+    said = f"{renamed} holds the state after step 3: it was renamed; name it {checkpoint(run, 3).name} again\n"
+    assert capfd.readouterr().err == said
+
+
 def test_removed_data_is_made_again_and_the_run_goes_on_bit_for_bit(file: Path, run: Path) -> None:
     shutil.rmtree(run / "data")
     assert train(file, OWN, f"train.folder={run}") == 0

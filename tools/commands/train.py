@@ -165,6 +165,7 @@ def _check_folders(config: RunConfig) -> None:
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             reason = "may not be written to" if there.is_dir() else "is a file, not a folder"
             raise UserError(f'{key} = "{folder}": {there} {reason}; give another')
+    _check_outside(config)
     require_room(config.checkpoint_folder)
     for path in (Path(config.train.folder) / name for name in (METRICS, EVENTS, DIGESTS)):
         if os.path.lexists(path) and not path.is_file():
@@ -172,6 +173,20 @@ def _check_folders(config: RunConfig) -> None:
     if _lock(config).exists():
         with _training(config):
             pass
+
+
+def _check_outside(config: RunConfig) -> None:
+    """Raise UserError if the run folder lies in a folder of text: its records would be read as text the next time."""
+    data, folder = config.data, Path(config.train.folder).resolve()
+    named = [(f"data.blend[{n}].source", one.source) for n, one in enumerate(data.blend)]
+    named = named or [("data.source", data.source)]
+    named += [(f"data.validation {one.name}", one.source) for one in data.validation]
+    for key, name in named:
+        if name != "python" and Path(name).is_dir() and folder.is_relative_to(Path(name).resolve()):
+            raise UserError(
+                f'train.folder = "{config.train.folder}" lies in {key} = "{name}", where its records would be read as '
+                "text: give a folder outside"
+            )
 
 
 def _training(config: RunConfig) -> AbstractContextManager[None]:

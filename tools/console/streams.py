@@ -2,7 +2,7 @@
 
 A command whose output is lost ends with one line. To a run its output is not worth the training: metrics.jsonl has all
 of it. So it goes on, with a warning on stderr; if the reader of a pipe is gone, it ends as if its terminal were closed.
-What cannot be written on stderr is dropped, for there is nobody left to tell.
+What cannot be written on stderr is dropped, for there is no other place to tell it.
 """
 
 import errno

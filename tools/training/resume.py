@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from megaprec.checkpoint.atomic import checkpoint_path
 from megaprec.checkpoint.reader import Store
 from megaprec.durable import read_whole
 from megaprec.errors import UserError
@@ -39,7 +40,9 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Co
             f"checkpoint.resume = false, but {store.path} is there from an earlier run: "
             "set another train.folder, or remove that checkpoint"
         )
-    read_progress(store)
+    step = read_progress(store).step
+    if (place := checkpoint_path(config.checkpoint_folder, step)).name != store.path.name:
+        raise UserError(f"{store.path} holds the state after step {step}: it was renamed; name it {place.name} again")
     read_watch(store)
     problems = [*_other_model(store, corpus.model if corpus else config.model), *_no_state(store, config)]
     problems += _other_shards(store, config)

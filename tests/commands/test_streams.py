@@ -29,6 +29,7 @@ def said(program: Callable[[], None], output: int | None, errors: int | None = N
             os.close(1) if output is None else os.dup2(output, 1)
             streams = [None if output is None else opened(1, buffered), opened(2, buffered)]
             sys.stdout, sys.stderr = streams  # type: ignore[assignment]  # as Python leaves a closed one
+            del streams  # an own stream that nothing refers to closes its file
             guard_streams()
             program()
         finally:
@@ -42,7 +43,7 @@ def said(program: Callable[[], None], output: int | None, errors: int | None = N
 
 def opened(number: int, buffered: bool) -> TextIO:
     """A standard stream as Python opens it."""
-    return io.TextIOWrapper(open(number, "wb", -1 if buffered else 0, closefd=False), write_through=not buffered)
+    return io.TextIOWrapper(open(number, "wb", -1 if buffered else 0), write_through=not buffered)
 
 
 @pytest.fixture

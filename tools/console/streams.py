@@ -16,7 +16,9 @@ from megaprec.durable import file_error
 
 
 class _Error(io.FileIO):
-    """Standard error, which never fails."""
+    """Standard error, which never fails. before: the stream that it took over."""
+
+    before: TextIO
 
     def write(self, data: Any, /) -> int | None:
         try:
@@ -78,6 +80,7 @@ def _guarded(stream: TextIO | None, number: int, kind: type[_Error]) -> TextIO:
         return stream
     stream.flush()
     own, through, lines = kind(number, "w", closefd=False), stream.write_through, stream.line_buffering
+    own.before = stream  # which closes the file when it is no longer referred to
     below: Any = own if through else io.BufferedWriter(own)
     return io.TextIOWrapper(below, stream.encoding, "backslashreplace", line_buffering=lines, write_through=through)
 

@@ -41,8 +41,6 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Co
             "set another train.folder, or remove that checkpoint"
         )
     step = read_progress(store).step
-    if (place := checkpoint_path(config.checkpoint_folder, step)).name != store.path.name:
-        raise UserError(f"{store.path} holds the state after step {step}: it was renamed; name it {place.name} again")
     read_watch(store)
     problems = [*_other_model(store, corpus.model if corpus else config.model), *_no_state(store, config)]
     problems += _other_shards(store, config)
@@ -50,6 +48,8 @@ def check_resumable(config: RunConfig, corpus: Corpus | None = None, allowed: Co
     lines = [*problems, *(found.line for found in refused)]
     if problems:
         raise UserError(*lines, f"this run cannot resume from {store.path}: set another train.folder")
+    if (place := checkpoint_path(config.checkpoint_folder, step)).name != store.path.name:
+        raise UserError(f"{store.path} holds the state after step {step}: it was renamed; name it {place.name} again")
     if refused:
         flags = " ".join(f"--allow {what}" for what in ALLOW if what in {found.what for found in refused})
         raise UserError(
